@@ -1,7 +1,7 @@
-"""Measure the bytes of caches with sliding windows after a prompt, and the peak while it is stored.
+"""Measure the bytes of caches with sliding windows after a prompt, and the peak during it.
 
-The layers have the shapes of real models and hold random numbers. No model runs. A separate
-process measures each model, and returns freed memory to the system at once.
+The layers have the shapes of real models and hold random numbers. No model runs. A separate process
+measures. Its freed memory returns to the system at once.
 """
 
 import json
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 TOKENS = (1024, 4096, 16384, 32768)
-# Options of FP8PagedCache and number of calls that store the prompt, by name.
+# Options of FP8PagedCache, and the number of calls that store the prompt.
 PROMPTS: dict[str, tuple[dict[str, Any], int]] = {
     "one call": ({}, 1),
     "one call, stored": ({"prefill": "stored"}, 1),
@@ -85,7 +85,7 @@ def make_config(name: str) -> PreTrainedConfig:
 
 @torch.inference_mode()
 def _measure(task: dict[str, Any]) -> None:
-    """Write the rows of a model to stdout as JSON."""
+    """Write the rows of a model."""
     list(measure_prompts(task["model"], 64, task["backend"]))  # compiles kernels before measuring
     rows = [
         row
@@ -96,29 +96,29 @@ def _measure(task: dict[str, Any]) -> None:
 
 
 def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, Any]]:
-    """Measure a model and a length in this process, and yield the rows."""
+    """Yield the rows of a model and a length, in this process."""
     config: Any = make_config(name)
     shape = (1, config.num_key_value_heads, tokens, config.head_dim)
     key, value = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
-    for allocation, capacity in (("dynamic", None), ("preallocated", tokens)):
+    for form, room in (("dynamic", None), ("preallocated", tokens)):
         for prompt, (options, calls) in PROMPTS.items():
             chunk = tokens if calls == 1 else min(-(-tokens // calls), LARGEST_CHUNK)
-            ours = FP8PagedCache(config, max_cache_len=capacity, backend=backend, **options)
-            held, peak = _store_prompt(ours, key, value, chunk)
+            ours = FP8PagedCache(config, max_cache_len=room, backend=backend, **options)
+            held, peak = _feed(ours, key, value, chunk)
             del ours
             stock: Cache = DynamicCache(config=config)
-            if capacity is not None:
-                stock = StaticCache(config=config, max_cache_len=capacity)
-            stock_held, stock_peak = _store_prompt(stock, key, value, chunk)
+            if room is not None:
+                stock = StaticCache(config=config, max_cache_len=room)
+            stock_held, stock_peak = _feed(stock, key, value, chunk)
             del stock
             yield {
-                "model": name, "form": allocation, "prompt": prompt, "tokens": tokens, "held": held,
+                "model": name, "form": form, "prompt": prompt, "tokens": tokens, "held": held,
                 "peak": peak, "stock_held": stock_held, "stock_peak": stock_peak,
                 "ratio": held / stock_held,
             }  # fmt: skip
 
 
-def _store_prompt(
+def _feed(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk: int
 ) -> tuple[int, int | None]:
     """Store a prompt in every layer, and return the bytes of the cache and the peak growth."""
@@ -127,7 +127,7 @@ def _store_prompt(
         part = slice(start, start + chunk)
         for layer in range(len(cache.layers)):
             cache.update(key[:, :, part], value[:, :, part], layer)
-    # Linux updates its counters in batches, so a small prompt may seem to free memory.
+    # Linux counts in steps, so a small prompt may seem to free memory.
     peak = None if before is None else max(_read_peak() - before, 0)
     return count_bytes(cache), peak
 
@@ -148,4 +148,4 @@ def _read_peak() -> int:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_windows, {"--backend": {"help": "auto (default), torch, cpu or triton."}})
+    main(__doc__, measure_windows, {"--backend": {"help": "torch, cpu or triton."}})

@@ -19,13 +19,13 @@ from .record import Record
 from .shapes import BF16, E4M3, KINDS, Case, Kind, Sizes
 from .stage import Stage, Step
 
-COMMON = [kind for kind in KINDS if not kind.only_with_all]
-FIRST = [kind for kind in KINDS if not kind.only_with_all or kind.format == "int8"]
+COMMON = [kind for kind in KINDS if not kind.is_rare]
+FIRST = [kind for kind in KINDS if not kind.is_rare or kind.format == "int8"]
 
 
 def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each decode case and each contender. Important rows come first."""
-    compared = sizes.decode[: sizes.num_compared]
+    compared = sizes.decode[: sizes.compared]
     for case in sizes.decode:
         for kind in FIRST if case in compared else COMMON:
             if case.is_ragged:
@@ -33,7 +33,7 @@ def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
                 measure_pages(record, sizes, backend, "decode", case, kind)
             else:
                 measure_attention(record, "decode", case, kind, backend)
-            if str(case) in sizes.padded and not kind.only_with_all:
+            if str(case) in sizes.padded and not kind.is_rare:
                 padded, name = case.pad_left(), kind.name + PADDED
                 measure_attention(record, "decode", padded, kind, backend, name)
         baselines.measure_decode(record, "decode", case, grouped=case in compared)
@@ -46,7 +46,7 @@ def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
         for kind in KINDS:
             if kind not in FIRST:
                 measure_attention(record, "decode", case, kind, backend)
-            if not kind.only_with_all:
+            if not kind.is_rare:
                 name = f"{kind.name} no mask"
                 measure_pages(record, sizes, backend, "decode", case, kind, name)
     baselines.measure_flex(record, "decode", compared[0])
@@ -54,13 +54,13 @@ def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
 
 def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for other heads, windows, softcap and several new tokens."""
-    for case in sizes.variants:
+    for case in sizes.others:
         for kind in COMMON:
             if case.window or case.softcap or case.is_ragged:
                 measure_pages(record, sizes, backend, "others", case, kind)
             else:
                 measure_attention(record, "others", case, kind, backend)
-        if not (case.window or case.softcap or case.new_tokens > 1):
+        if not (case.window or case.softcap or case.tokens > 1):
             baselines.measure_decode(record, "others", case)
 
 
@@ -72,7 +72,7 @@ def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
     and no pages, except with `prefill="stored"`.
     """
     cases = [
-        Case((stored + new,), sizes.heads, new_tokens=new, label=f"{new} over {stored}")
+        Case((stored + new,), sizes.heads, tokens=new, label=f"{new} over {stored}")
         for stored, new in sizes.extend
     ]
     for case in cases:
@@ -85,7 +85,7 @@ def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
         for kind in KINDS:
             if kind.static and kind.format == E4M3.format:
                 measure_pages(record, sizes, backend, "extend", case, kind)
-            stored = case.lengths[0] - case.new_tokens
+            stored = case.lengths[0] - case.tokens
             if stored and kind in (E4M3, BF16):
                 name = f"{kind.name} preallocated"
                 measure_attention(record, "extend", case, kind, backend, name)
@@ -125,8 +125,7 @@ def measure_pages(
 def make_query(stage: Stage, case: Case) -> torch.Tensor:
     """Return random queries, `[B, Hq, T, D]`, with the strides of a model."""
     heads = case.heads
-    shape = len(case.lengths), case.new_tokens, heads.query, heads.query_dim
-    return stage.randn(*shape).transpose(1, 2)
+    return stage.randn(len(case.lengths), case.tokens, heads.query, heads.query_dim).transpose(1, 2)
 
 
 def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
@@ -138,14 +137,14 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, t
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     batch, heads = len(case.lengths), case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
-    length = None if case.is_ragged else case.tokens_read // batch
-    query_rows = case.heads.query // heads * case.new_tokens
+    length = None if case.is_ragged else case.read // batch
+    query_rows = case.heads.query // heads * case.tokens
     rows = ops.plan_rows(backend, device, batch, heads, length, query_rows)
     if rows is None:
         return (lambda: None), None, lengths
     plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
     step = functools.partial(
-        ops.make_plan, plan, lengths, case.new_tokens, case.window, 0, heads, backend
+        ops.make_plan, plan, lengths, case.tokens, case.window, 0, heads, backend
     )
     return step, plan, lengths
 

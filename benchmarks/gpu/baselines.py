@@ -74,7 +74,7 @@ def measure_flex(record: Record, section: str, case: Case) -> None:
 
 def measure_extend(record: Record, case: Case) -> None:
     """Add rows for many new tokens, with each backend of torch."""
-    causal = causal_lower_right(case.new_tokens, case.lengths[0])
+    causal = causal_lower_right(case.tokens, case.lengths[0])
     square = functools.partial(attend_grouped, is_causal=True)
 
     def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def measure_extend(record: Record, case: Case) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
 
     for name, backend in _backends(record.stage).items():
-        if case.new_tokens == case.lengths[0]:
+        if case.tokens == case.lengths[0]:
             _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, square)
         elif name != "cudnn":
             _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, lower_right)
@@ -98,7 +98,7 @@ def _measure_sdpa(
 
     def work() -> dict[str, Any]:
         pairs = make_dense(stage, case, stage.copies(int(size)))
-        query = stage.randn(len(case.lengths), heads.query, case.new_tokens, heads.dim)
+        query = stage.randn(len(case.lengths), heads.query, case.tokens, heads.dim)
         queries = query.split(1) if case.is_ragged else (query,)
         output = attend(queries[-1:], pairs[-1:])
         error = check_dense(output, queries[-1], *pairs[-1], case)

@@ -25,7 +25,7 @@ MAX_STEPS = 2 * MAX_GRAPH_CALLS
 
 
 class CacheSteps:
-    """A cache with random tokens, and steps that add `case.new_tokens` to each of its layers.
+    """A cache with random tokens, and steps that add `case.tokens` to each of its layers.
 
     `query` is the query of each step, and `key` the handle of the last attention.
     """
@@ -35,7 +35,7 @@ class CacheSteps:
         *, preallocated: bool = True,
     ) -> None:  # fmt: skip
         heads, length, batch = case.heads, case.lengths[0], len(case.lengths)
-        self.stage, self.stored, self.preallocated = stage, length - case.new_tokens, preallocated
+        self.stage, self.stored, self.preallocated = stage, length - case.tokens, preallocated
         self.config = make_config((heads.query, heads.kv, heads.dim), layers)
         self.config._attn_implementation = "fp8_paged"
         self.cache = FP8PagedCache(
@@ -52,7 +52,7 @@ class CacheSteps:
             self.cache.update(stage.randn(*shape), stage.randn(*shape), layer)
         # A model transposes heads and tokens in the same way.
         self.query, self._key, self._value = (
-            stage.randn(batch, case.new_tokens, count, heads.dim).transpose(1, 2)
+            stage.randn(batch, case.tokens, count, heads.dim).transpose(1, 2)
             for count in (heads.query, heads.kv, heads.kv)
         )
         self.modules = [AttentionLayer(heads.query // heads.kv, layer) for layer in range(layers)]

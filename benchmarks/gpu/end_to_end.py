@@ -85,7 +85,7 @@ def measure_offloaded(record: Record, sizes: Sizes, backend: str) -> None:
 
     Copies over the bus take most of the time of such a step, so a few tokens suffice.
     """
-    few = replace(sizes, timed_tokens=(4, 4), warmup_tokens=(2, 2))
+    few = replace(sizes, tokens=(4, 4), warm=(2, 2))
     model = _make_model(record, sizes)
     _measure(record, "offloaded", model, few, backend, OFFLOADED, sizes.offloaded)
 
@@ -110,8 +110,7 @@ def _measure(
             if options.get("offloading") == "half":
                 options["offloading"] = -(-context // 64) * batch // 2
             if name.endswith(" compiled"):
-                new_tokens = sizes.timed_tokens[1] + sizes.warmup_tokens[1]
-                options["max_cache_len"] = context + new_tokens + SPARE
+                options["max_cache_len"] = context + sizes.tokens[1] + sizes.warm[1] + SPARE
             make = functools.partial(kind, config=model.config, **options)
             case = f"{batch} x {format_tokens(context)}"
             work = functools.partial(
@@ -205,7 +204,7 @@ def _work(
     batch: int, context: int,
 ) -> dict[str, Any]:  # fmt: skip
     compiled = name.endswith(" compiled")
-    tokens, warm = sizes.timed_tokens[compiled], sizes.warmup_tokens[compiled]
+    tokens, warm = sizes.tokens[compiled], sizes.warm[compiled]
     _forget_graphs(model)
     model.set_attn_implementation(attention)
     # The row `FLASH` is for torch's flash attention only.

@@ -47,16 +47,16 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
     is_dry = record.stage.dry
     latents = [case for case in sizes.latents if is_dry or str(case) in LATENT_CASES]
     cases = [*sizes.decode[:1], *latents] if is_dry else [*CASES[:1], *latents, *CASES[1:]]
-    kinds = KINDS[:1] if is_dry else sorted(KINDS, key=lambda kind: kind.only_with_all)
+    kinds = KINDS[:1] if is_dry else sorted(KINDS, key=lambda kind: kind.is_rare)
     for case in cases:
-        for kind in sizes.layer_kinds if case.heads.rope_dim and not is_dry else kinds:
+        for kind in sizes.layer_kinds if case.heads.positions and not is_dry else kinds:
             _search(record, sizes, backend, case, kind)
 
 
 def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) -> None:
     best: Parameters = {}
     fastest = _attempt(record, sizes, backend, case, kind, best)
-    for values in (LATENT_SWITCHES if case.heads.rope_dim else SWITCHES).values():
+    for values in (LATENT_SWITCHES if case.heads.positions else SWITCHES).values():
         chosen = best
         for value in values[:2] if record.stage.dry else values:
             parameters = {**best, **value}

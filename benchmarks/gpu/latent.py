@@ -32,7 +32,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for steps of this package's cache, of torch and of a model, and for kernels."""
-    first, remaining = sizes.latents[: sizes.num_compared], sizes.latents[sizes.num_compared :]
+    first, remaining = sizes.latents[: sizes.compared], sizes.latents[sizes.compared :]
     for cases in (first, remaining):
         # Steps come first, because goals are about steps and kernels may need compilation.
         for case in cases:
@@ -61,7 +61,7 @@ class Layers:
         heads, self.stage = case.heads, stage
         with stage.device:
             self.modules: list[Any] = [
-                make_module(heads.query, heads.dim, heads.rope_dim, layers, layer)
+                make_module(heads.query, heads.dim, heads.positions, layers, layer)
                 for layer in range(layers)
             ]
         dim = self.modules[0].qk_head_dim
@@ -72,7 +72,7 @@ class Layers:
     def random_tokens(self, tokens: int) -> Pair:
         """Return random latents and RoPE parts, `[B, 1, tokens, R]` and `[B, 1, tokens, P]`."""
         heads, shape = self.case.heads, (len(self.case.lengths), 1, tokens)
-        return self.stage.randn(*shape, heads.dim), self.stage.randn(*shape, heads.rope_dim)
+        return self.stage.randn(*shape, heads.dim), self.stage.randn(*shape, heads.positions)
 
     def fill(self, cache: Cache, attend: Callable[..., Any]) -> tuple[list[Step], list[Any]]:
         """Fill a cache. Return a step of each layer, and a list of the handles of the last step."""
@@ -152,7 +152,7 @@ def _measure_stock(record: Record, case: Case) -> None:
         return {**record.stage.time(steps), "error": error, "flops": None}
 
     # K and V from the projection, and their copies with positions.
-    expanded = 2 * case.tokens_read * case.heads.query * (256 + 128 + case.heads.rope_dim)
+    expanded = 2 * case.read * case.heads.query * (256 + 128 + case.heads.positions)
     _measure_step(record, case, STOCK, BF16, work, expanded)
 
 
@@ -168,7 +168,7 @@ def _measure_absorbed(record: Record, case: Case) -> None:
             for module, store in zip(layers.modules, stores, strict=True)
         ]
         output = steps[-1]()
-        stored = stores[-1][:, None].split([case.heads.dim, case.heads.rope_dim], -1)
+        stored = stores[-1][:, None].split([case.heads.dim, case.heads.positions], -1)
         return {"error": layers.error(output, *stored), **record.stage.time(steps)}
 
     _measure_step(record, case, ABSORBED, BF16, work)

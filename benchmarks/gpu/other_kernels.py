@@ -56,8 +56,8 @@ def measure(record: Record, sizes: Sizes, _backend: str) -> None:
     kernels = [Kernel("vllm triton e4m3", E4M3), Kernel("vllm triton bf16", BF16)]
     if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:
         kernels.append(Kernel("vllm triton e4m3 per token", E4M3, scaled=True))
-    plain = [case for case in sizes.variants if not (case.window or case.softcap)]
-    for case in (*sizes.decode, *(case for case in plain if case.new_tokens == 1)):
+    plain = [case for case in sizes.others if not (case.window or case.softcap)]
+    for case in (*sizes.decode, *(case for case in plain if case.tokens == 1)):
         for kernel in kernels:
             _measure_kernel(record, vllm, case, kernel)
 
@@ -65,7 +65,7 @@ def measure(record: Record, sizes: Sizes, _backend: str) -> None:
 def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: Kernel) -> None:
     """Add a row, whose result is checked on the stored values."""
     stage, heads = record.stage, case.heads
-    size = case.tokens_read * 2 * heads.kv * (heads.dim * kernel.dtype.itemsize + 4 * kernel.scaled)
+    size = case.read * 2 * heads.kv * (heads.dim * kernel.dtype.itemsize + 4 * kernel.scaled)
 
     def work() -> dict[str, Any]:
         stored = _store(stage, case, kernel, stage.copies(size))

@@ -27,7 +27,7 @@ CHECKED_HEADS = 16
 @functools.lru_cache(maxsize=4)
 def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
     """Return `count` pages of normal random values, which the reference wrote."""
-    v_dim, v_format = (heads.rope_dim, AUTO) if heads.rope_dim else (heads.dim, kind.format)
+    v_dim, v_format = (heads.positions, AUTO) if heads.positions else (heads.dim, kind.format)
     tokens = count * PAGE_SIZE
 
     def side(
@@ -115,7 +115,7 @@ def check(
     """
     if not bool(output.isfinite().all()):
         return float("inf")
-    batch, heads, tokens = len(case.lengths), case.heads, case.new_tokens
+    batch, heads, tokens = len(case.lengths), case.heads, case.tokens
     longest = max(range(batch), key=lambda b: case.lengths[b])
     groups = heads.query // heads.kv
     count = groups if groups <= CHECKED_HEADS else math.gcd(groups, CHECKED_HEADS)

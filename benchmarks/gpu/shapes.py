@@ -14,20 +14,20 @@ class Heads:
     query: int
     kv: int
     dim: int
-    rope_dim: int = 0  # 16-bit values of the RoPE part next to a latent (MLA), 0 without latents
+    positions: int = 0  # 16-bit values of the RoPE part next to a latent (MLA), 0 without latents
 
     @property
     def query_dim(self) -> int:
         """Size of a query."""
-        return self.dim + self.rope_dim
+        return self.dim + self.positions
 
     def bytes_per_token(self, kind: "Kind") -> float:
         """Return the bytes that are read for a stored token, with its scales."""
-        if not self.rope_dim:
+        if not self.positions:
             return 2 * self.kv * self.dim * kind.bytes_per_value(self.dim)
-        # The scales of a token are one 32-bit word, although the RoPE part has no scale.
+        # The scales of a token are one word, although the RoPE part needs none.
         word = 0 if kind.static or kind.format == AUTO else 4
-        return self.dim * (2 if kind.format == AUTO else 1) + word + 2 * self.rope_dim
+        return self.dim * (2 if kind.format == AUTO else 1) + word + 2 * self.positions
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Kind:
     static: bool = False  # whether the scales are constants
 
     @property
-    def only_with_all(self) -> bool:
+    def is_rare(self) -> bool:
         """Whether this kind is only measured in cases with all contenders."""
         return self.static or self.format in _LIKE_E3M4
 
@@ -73,7 +73,7 @@ class Case:
 
     lengths: tuple[int, ...]  # stored tokens of each sequence, including the new ones
     heads: Heads = Heads(32, 8, 128)
-    new_tokens: int = 1  # of each sequence
+    tokens: int = 1  # new tokens of each sequence
     window: int = 0
     softcap: float = 0.0
     label: str = ""  # name in rows, by default batch and length
@@ -89,31 +89,31 @@ class Case:
         return len(set(self.lengths)) > 1
 
     @property
-    def tokens_read(self) -> int:
+    def read(self) -> int:
         """Tokens that are read, over all sequences."""
         if not self.window:
             return sum(self.lengths) - sum(self.padding)
-        firsts = (first_visible(n - self.new_tokens, self.window) for n in self.lengths)
+        firsts = (first_visible(n - self.tokens, self.window) for n in self.lengths)
         return sum(n - max(first, 0) for n, first in zip(self.lengths, firsts, strict=True))
 
     @property
     def flops(self) -> int:
         """Operations of the two products, over visible tokens only."""
         if self.window:
-            visible = sum(self.new_tokens * min(n, self.window) for n in self.lengths)
+            visible = sum(self.tokens * min(n, self.window) for n in self.lengths)
         else:
-            hidden = self.new_tokens * (self.new_tokens - 1) // 2
+            hidden = self.tokens * (self.tokens - 1) // 2
             stored = sum(self.lengths) - sum(self.padding)
-            visible = self.new_tokens * stored - hidden * len(self.lengths)
+            visible = self.tokens * stored - hidden * len(self.lengths)
         return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * visible
 
     def bytes_read(self, kind: Kind) -> float:
         """Return the bytes of K and V that are read."""
-        return self.tokens_read * self.heads.bytes_per_token(kind)
+        return self.read * self.heads.bytes_per_token(kind)
 
     def describe(self) -> dict[str, int]:
         """Return the fields of a row that describe the work of a call."""
-        return {"flops": self.flops, "batch": len(self.lengths), "read": self.tokens_read}
+        return {"flops": self.flops, "batch": len(self.lengths), "read": self.read}
 
     def pad_left(self) -> "Case":
         """Return the case with up to half of each sequence hidden, like prompts of one batch."""
@@ -125,7 +125,7 @@ class Case:
         """Return the specification for `ops.attend`."""
         return AttentionSpec(
             self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
-            softcap=self.softcap, latent=self.heads.rope_dim > 0,
+            softcap=self.softcap, latent=self.heads.positions > 0,
         )  # fmt: skip
 
 
@@ -145,27 +145,27 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class ServingLoad(ModelShape):
-    """A model and its requests in an engine."""
+class Served(ModelShape):
+    """A model and its requests, for engines."""
 
     requests: tuple[int, ...]  # numbers of simultaneous requests, the most important first
     prompts: tuple[int, int]  # tokens of the shortest and of the longest prompt
-    answer_tokens: int  # of each request
-    warmup_tokens: int  # of each answer in the warm-up
+    new: int  # tokens of each answer
+    warm: int  # tokens of each answer in the warm-up
     page_size: int
     batch_tokens: int  # maximum number of tokens of a step
 
 
 @dataclass(frozen=True)
 class Sizes(ModelShape):
-    """The cases of all sections, and the model. `TINY` runs everything within seconds, untimed."""
+    """The sizes of a run and of its model. `TINY` runs everything within seconds, untimed."""
 
     decode: tuple[Case, ...]
     padded: tuple[str, ...]  # names of decode cases that are also measured with left padding
-    num_compared: int  # number of cases with all contenders
+    compared: int  # number of cases with all contenders
     layer: tuple[Case, ...]  # steps of one layer
     layer_kinds: tuple[Kind, ...]  # the first one is also called eagerly
-    variants: tuple[Case, ...]  # other heads and attention, and several new tokens
+    others: tuple[Case, ...]  # other heads and attention, and several new tokens
     writes: tuple[int, ...]  # batches of one new token for each sequence
     prefill: int  # tokens of a prompt that is written
     extend: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
@@ -173,14 +173,14 @@ class Sizes(ModelShape):
     generate: tuple[tuple[int, int], ...]  # batch and context, the most important first
     prompt: int  # tokens of a first call
     offloaded: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
-    timed_tokens: tuple[int, int]  # new tokens, eager and compiled
-    warmup_tokens: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
-    serving: ServingLoad
+    tokens: tuple[int, int]  # timed new tokens, eager and compiled
+    warm: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
+    served: Served
     pages: int  # number of different random pages
-    seconds: dict[str, float]  # relative time of each section
+    seconds: dict[str, float]  # share of the time of each section
 
 
-# Cases on which goals depend come first, because the time may run out.
+# Cases that goals need come first, because time may run out.
 _DECODE = [
     Case((1024 * n,) * batch)
     for batch, n in (
@@ -189,7 +189,7 @@ _DECODE = [
     )
 ]  # fmt: skip
 _DECODE.insert(8, Case((4641, 45118, 1730, 1696), label="ragged"))
-# Numbers of heads of DeepSeek's models (MLA).
+# Heads of DeepSeek's models.
 _LATENTS = [
     Case((1024 * n,) * batch, Heads(count, 1, 512, 64), label=f"{count} heads, {batch} x {n}k")
     for batch, n in ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
@@ -199,20 +199,20 @@ _LONG = (32768,) * 4
 FULL = Sizes(
     decode=tuple(_DECODE),
     padded=("16 x 32k", "98 x 4k", "1 x 32k"),
-    num_compared=4,
+    compared=4,
     layer=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
     layer_kinds=(E3M4, E4M3, BF16),
     latents=tuple(_LATENTS),
-    variants=(
+    others=(
         Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
         # More than 16 query rows: query heads of a KV head times tokens.
-        Case(_LONG, new_tokens=8, label="4 x 32k, T 8 (32 rows)"),
-        Case(_LONG, Heads(64, 8, 128), new_tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
-        Case(_LONG, new_tokens=16, label="4 x 32k, T 16 (64 rows)"),
+        Case(_LONG, tokens=8, label="4 x 32k, T 8 (32 rows)"),
+        Case(_LONG, Heads(64, 8, 128), tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
+        Case(_LONG, tokens=16, label="4 x 32k, T 16 (64 rows)"),
         # Other projects have published results for these shapes.
         Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
         Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
-        Case(_LONG, new_tokens=4, label="4 x 32k, T 4 (16 rows)"),
+        Case(_LONG, tokens=4, label="4 x 32k, T 4 (16 rows)"),
         Case(_LONG, Heads(64, 8, 128), label="4 x 32k, G 8"),
         Case(_LONG, Heads(32, 8, 64), label="4 x 32k, D 64"),
         Case(_LONG, Heads(16, 8, 256), label="4 x 32k, D 256"),
@@ -222,11 +222,9 @@ FULL = Sizes(
     writes=(1, 4, 16, 64), prefill=8192,
     extend=tuple((stored, new) for stored in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
     layers=32, hidden=4096, vocabulary=128256, heads=Heads(32, 8, 128),
-    generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt=8192,
-    timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded=((1, 32768), (1, 131072)),
-    serving=ServingLoad(
-        16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192
-    ),
+    generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), tokens=(12, 32), warm=(3, 8),
+    prompt=8192, offloaded=((1, 32768), (1, 131072)),
+    served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
     pages=64,
     seconds={
         "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 17,
@@ -238,41 +236,39 @@ _SMALL = Heads(4, 2, 16)
 TINY = replace(
     FULL,
     decode=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
-    padded=("2 x 70",), num_compared=1,
+    padded=("2 x 70",), compared=1,
     layer=(Case((70,) * 2, _SMALL),),
     latents=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
-    variants=(
+    others=(
         Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
-        Case((70, 65), _SMALL, new_tokens=4, label="2 x 70, T 4"),
+        Case((70, 65), _SMALL, tokens=4, label="2 x 70, T 4"),
         Case((70, 65), _SMALL, window=20, label="2 x 70, window"),
         Case((70,), _SMALL, softcap=5.0, label="1 x 70, softcap"),
     ),
     writes=(1, 3), prefill=20, extend=((0, 20), (70, 20)),
     layers=2, hidden=32, vocabulary=64, heads=_SMALL,
-    generate=((2, 40),), prompt=20, offloaded=((2, 130),),
-    timed_tokens=(3, 3), warmup_tokens=(2, 2),
-    serving=ServingLoad(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
+    generate=((2, 40),), prompt=20, offloaded=((2, 130),), tokens=(3, 3), warm=(2, 2),
+    served=Served(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
     pages=4, seconds=dict.fromkeys(FULL.seconds, 120.0),
 )  # fmt: skip
 
 # Number of stored tokens for compilation. More tokens use the same kernels.
-_COMPILE_TOKENS = 1024
+_SHORT = 1024
 
 
 def shorten(sizes: Sizes) -> Sizes:
     """Return the sizes with shorter sequences, without cases that need no additional kernel."""
 
-    def cut(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    def short(cases: tuple[Case, ...]) -> tuple[Case, ...]:
         shortened = (
-            replace(case, lengths=tuple(min(n, _COMPILE_TOKENS) for n in case.lengths), label="")
+            replace(case, lengths=tuple(min(n, _SHORT) for n in case.lengths), label="")
             for case in cases
         )
         return tuple(dict.fromkeys(shortened))
 
-    decode = cut(sizes.decode)
-    extend = ((min(stored, _COMPILE_TOKENS), new) for stored, new in sizes.extend)
+    decode = short(sizes.decode)
     return replace(
-        sizes, decode=decode, padded=(str(decode[0]),), num_compared=1, layer=cut(sizes.layer),
-        latents=cut(sizes.latents), variants=cut(sizes.variants), writes=sizes.writes[:1],
-        extend=tuple(dict.fromkeys(extend)),
+        sizes, decode=decode, padded=(str(decode[0]),), compared=1, layer=short(sizes.layer),
+        latents=short(sizes.latents), others=short(sizes.others), writes=sizes.writes[:1],
+        extend=tuple(dict.fromkeys((min(stored, _SHORT), new) for stored, new in sizes.extend)),
     )  # fmt: skip

@@ -61,83 +61,82 @@ def run_suite(
     save: Path | None = None,
     progress: Callable[[str], None] = lambda _message: None,
 ) -> dict[str, Any]:
-    """Measure the sections, and return the result as values for JSON.
+    """Measure the sections, and return the result, ready for JSON.
 
     Args:
         device: A CUDA or ROCm device. In a dry run any device.
         backend: The backend of the operations.
         dry: Whether to run everything on tiny shapes, on any machine.
         sections: Names from `SECTIONS` and `ON_REQUEST`, in this order.
-        seconds: Time limit of all sections. Rows that do not fit are recorded as skipped.
+        seconds: Time limit of all sections. Rows that it excludes are noted as skipped.
         processes: Number of processes that compile kernels first.
         save: File that is rewritten after each row.
-        progress: Function that is called with messages.
+        progress: Called with messages.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
-        `rows` and `goals`. `seconds` is None for a section that did not finish.
+        `rows` and `goals`. A section that did not end has None as `seconds`.
     """
-    stage, available = Stage(device, dry=dry), {**SECTIONS, **ON_REQUEST}
+    stage, known = Stage(device, dry=dry), {**SECTIONS, **ON_REQUEST}
     settings: dict[str, Any] = {
         "device": device, "backend": backend, "dry": dry, "seconds": seconds,
     }  # fmt: skip
-    section_results: list[dict[str, Any]] = [
+    parts: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
         for name in sections
     ]
     result: dict[str, Any] = {
-        **describe_run("gpu", **_describe_gpu(stage)), "settings": settings,
-        "sections": section_results,
+        **describe_run("gpu", **_describe_gpu(stage)), "settings": settings, "sections": parts,
     }  # fmt: skip
 
-    def save_result() -> None:
+    def keep() -> None:
         if save is not None:
             # The previous file stays complete until the new one replaces it.
             new = save.with_name(f"{save.name}.new")
             new.write_text(json.dumps(complete(result), indent=1) + "\n")
             new.replace(save)
 
-    record = Record(stage, progress, save_result)
+    record = Record(stage, progress, keep)
     result["rows"] = record.rows
-    sizes, deadline = TINY if dry else FULL, time.perf_counter() + seconds
-    save_result()
+    sizes, ends = TINY if dry else FULL, time.perf_counter() + seconds
+    keep()
     if processes:
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
         settings["compiling"] = compiled = compile_kernels(device, backend, dry, processes, limit)
         progress(f"compiled in {compiled['seconds']} s")
-        save_result()
-    for index, section in enumerate(section_results):
+        keep()
+    for index, part in enumerate(parts):
         # Later sections get the time that a section does not need.
         weights = [sizes.seconds.get(name, 100.0) for name in sections[index:]]
-        limit = (deadline - time.perf_counter()) * weights[0] / sum(weights)
-        progress(f"== {section['name']}: up to {max(limit, 0):.0f} s")
-        section |= {"share": round(limit, 1), "skipped": record.begin(limit)}
+        share = (ends - time.perf_counter()) * weights[0] / sum(weights)
+        progress(f"== {part['name']}: up to {max(share, 0):.0f} s")
+        part |= {"share": round(share, 1), "skipped": record.begin(share)}
         began = time.perf_counter()
         try:
             with torch.no_grad():
-                available[section["name"]](record, sizes, backend)
+                known[part["name"]](record, sizes, backend)
         except DeviceLost as lost:
-            section["error"] = str(lost)
+            part["error"] = str(lost)
         except Exception as failure:
-            section["error"] = f"{type(failure).__name__}: {failure}"
-        section["seconds"] = round(time.perf_counter() - began, 1)
+            part["error"] = f"{type(failure).__name__}: {failure}"
+        part["seconds"] = round(time.perf_counter() - began, 1)
         if stage.is_lost():
-            section["error"] = section["error"] or "lost the device"
+            part["error"] = part["error"] or "lost the device"
             progress("the device is lost, and the run ends")
-            save_result()
+            keep()
             break
         stage.clean()
-        save_result()
+        keep()
     return complete(result)
 
 
 def compile_kernels(
     device: str, backend: str, dry: bool, processes: int, seconds: float
 ) -> dict[str, float]:
-    """Fill Triton's cache on disk, and return `seconds`, `processes` and the number `failed`.
+    """Fill Triton's cache on disk, and return the `seconds` and the number of `failed` processes.
 
-    Each process runs its share of the rows, and is killed after `seconds`.
+    Each process runs its share of the rows, and is ended after `seconds`.
     """
     began, context = time.perf_counter(), multiprocessing.get_context("spawn")
     pool = [

@@ -25,10 +25,10 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
         Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
         for batch in sizes.writes
     ]
-    cases.insert(1, Case((new,), sizes.heads, new_tokens=new, label=f"1 x {new}"))
+    cases.insert(1, Case((new,), sizes.heads, tokens=new, label=f"1 x {new}"))
     for case in cases:
         for kind in KINDS:
-            count = layers if case.new_tokens == 1 else min(layers, 4)
+            count = layers if case.tokens == 1 else min(layers, 4)
             _measure_case(record, sizes, backend, case, kind, count)
 
 
@@ -36,12 +36,12 @@ def _measure_case(
     record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, layers: int
 ) -> None:
     stage, heads = record.stage, case.heads
-    new = len(case.lengths) * case.new_tokens * 2 * heads.kv * heads.dim
+    new = len(case.lengths) * case.tokens * 2 * heads.kv * heads.dim
 
     def work() -> dict[str, Any]:
         pools = pages_for(stage, kind, case, layers, sizes.pages)
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-        shape = (len(case.lengths), case.new_tokens, heads.kv, heads.dim)
+        shape = (len(case.lengths), case.tokens, heads.kv, heads.dim)
         states = [stage.randn(*shape).transpose(1, 2) for _ in range(2 * layers)]
         pairs = list(zip(states[::2], states[1::2], strict=True))
         steps = [

@@ -65,7 +65,7 @@ def failures(record, measure, *args):
 def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
     """Serving and compiled caches are left to the full run."""
     monkeypatch.setattr(end_to_end, "CACHES", end_to_end.CACHES[:2])
-    monkeypatch.setattr(suite, "TINY", replace(TINY, writes=(1,), variants=TINY.variants[:1]))
+    monkeypatch.setattr(suite, "TINY", replace(TINY, writes=(1,), others=TINY.others[:1]))
     saved = tmp_path / "gpu.json"
     sections = [name for name in suite.SECTIONS if name != "serving"]
     result = suite.run_suite(**DRY, sections=sections, save=saved)
@@ -339,12 +339,9 @@ def test_a_step_is_compiled_once():
 def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
     """Longer sequences would change neither the splits nor the widths of the plans."""
     short = shorten(FULL)
-    for name in ("decode", "layer", "latents", "variants"):
+    for name in ("decode", "layer", "latents", "others"):
         full, reduced = (
-            {
-                (len(x.lengths), x.heads, x.new_tokens, x.window, x.softcap)
-                for x in getattr(sizes, name)
-            }
+            {(len(x.lengths), x.heads, x.tokens, x.window, x.softcap) for x in getattr(sizes, name)}
             for sizes in (FULL, short)
         )
         assert full == reduced
@@ -385,7 +382,7 @@ def test_processes_compile_tiny_shapes():
 @pytest.mark.full
 def test_a_failing_engine_does_not_end_other_engines(record):
     """The size of FP8 pages must be a power of two."""
-    small = replace(TINY, serving=replace(TINY.serving, requests=(2,), page_size=7))
+    small = replace(TINY, served=replace(TINY.served, requests=(2,), page_size=7))
     with torch.no_grad():
         serving.measure(record, small, "torch")
     failed = {row["name"]: row.get("failed", "") for row in record.rows}
@@ -404,30 +401,29 @@ def test_steps_of_a_layer_continue(record):
 
 def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     names = [str(case) for case in (*FULL.decode, *FULL.latents)]
-    assert set(goals.CASES) == set(names[: FULL.num_compared])
+    assert set(goals.CASES) == set(names[: FULL.compared])
     assert set(FULL.padded) | set(experiments.LATENT_CASES) < set(names)
     assert list(FULL.seconds) == list(suite.SECTIONS)
     assert {kind.format for kind in KINDS} == {"auto", *(fmt.name for fmt in DISTINCT)}
     switches = itertools.chain(*experiments.LATENT_SWITCHES.values())
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
     assert {key for values in switches for key in values} == fields | {"programs"}
-    prompts = [serving.make_prompts(FULL.serving, 32) for _ in range(2)]
+    prompts = [serving.make_prompts(FULL.served, 32) for _ in range(2)]
     lengths = [len(prompt) for prompt in prompts[0]]
     assert (min(lengths), max(lengths), prompts[0]) == (200, 2000, prompts[1])
     case = Case((32768,) * 16)
     assert (case.bytes_read(E4M3), case.flops) == (
-        case.tokens_read * 8 * 130 * 2,
-        case.tokens_read * 32 * 128 * 4,
+        case.read * 8 * 130 * 2,
+        case.read * 32 * 128 * 4,
     )
     # Three new tokens after two stored tokens attend to three, four and five tokens.
-    assert Case((5,), new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
-    assert Case((1000, 10), window=100, new_tokens=2).tokens_read == 101 + 10
+    assert Case((5,), tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
+    assert Case((1000, 10), window=100, tokens=2).read == 101 + 10
     padded = Case((100,) * 4).pad_left()
-    assert (padded.padding, padded.tokens_read) == ((0, 12, 25, 37), 400 - 74)
+    assert (padded.padding, padded.read) == ((0, 12, 25, 37), 400 - 74)
     # 512 codes, two scales, and 64 positional values in 16 bits.
     for case in FULL.latents:
-        assert case.bytes_read(E3M4) == case.tokens_read * 644
-        assert case.bytes_read(BF16) == case.tokens_read * 1152
+        assert (case.bytes_read(E3M4), case.bytes_read(BF16)) == (case.read * 644, case.read * 1152)
 
 
 # -- Triton and other projects ---------------------------------------------------------------------
@@ -494,7 +490,7 @@ def test_the_kernel_of_vllm_is_measured(record, monkeypatch, tmp_path):
     assert not failures(record, other_kernels.measure, TINY, "torch"), record.rows
     assert {row["name"] for row in record.rows} == VLLM_NAMES
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
-    changed = replace(TINY, decode=(Case((70, 3), TINY.heads, label="again"),), variants=())
+    changed = replace(TINY, decode=(Case((70, 3), TINY.heads, label="again"),), others=())
     assert failures(record, other_kernels.measure, changed, "torch") == VLLM_NAMES
     assert "vllm" not in sys.modules
     monkeypatch.setenv(vllm_file.VARIABLE, str(tmp_path / "none.py"))

@@ -61,7 +61,7 @@ def main() -> int:
             for kind in (E3M4, E4M3, BF16):
                 errors[f"cache {kind.name}"] = step_cache(stage, kind)
                 errors[f"ragged {kind.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), kind)
-            many = Case((200,), HEADS, new_tokens=70)
+            many = Case((200,), HEADS, tokens=70)
             for kind in (E3M4, BF16):
                 errors[f"extend {kind.name}"] = attend_to_pages(stage, many, kind)
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT), E3M4)
