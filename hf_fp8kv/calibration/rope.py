@@ -185,5 +185,5 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
     pattern = channel.clone()
     pattern[low], pattern[low + step] = low + step, low
     measured = partner != channel
-    # There are no further pairs if the measured pairs have a different pattern.
+    # Measured pairs of a different pattern get no further pairs.
     return pattern if torch.equal(pattern[measured], partner[measured]) else partner
