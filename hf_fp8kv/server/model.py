@@ -9,7 +9,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError
 from .errors import UNSUPPORTED, APIError, field_error
-from .schemas import Prompted, Request
+from .schemas import Request, TokenizeRequest
 
 # Tokens of unknown words, or of dropped spaces, stand for more characters than their own text has.
 _LONG_TOKEN = 128
@@ -101,7 +101,7 @@ class ServedModel:
         for name in request.chat_template_kwargs.keys() & self._own_arguments:
             raise field_error(f"chat_template_kwargs.{name}", "the server sets it; leave it out")
 
-    def make_prompts(self, request: Prompted) -> list[list[int]]:
+    def make_prompts(self, request: Request | TokenizeRequest) -> list[list[int]]:
         """Return the tokens of each prompt of a request.
 
         Raises:

@@ -358,7 +358,6 @@ class Prompted(Body):
     prompt: _AnyPrompt | None = None
     messages: _Messages = []
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
     @property
     def prompts(self) -> list[Any]:
@@ -371,11 +370,6 @@ class Prompted(Body):
     def chat(self) -> list[dict[str, Any]]:
         """The messages for a chat template."""
         return [message.plain for message in self.messages]
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """Other arguments of a chat template."""
-        return {"add_generation_prompt": self.add_generation_prompt}
 
 
 class Request(Prompted):
@@ -485,6 +479,7 @@ class Request(Prompted):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
+        """Other arguments of a chat template."""
         return {**self.chat_template_kwargs, "tools": self.plain_tools}
 
 
@@ -585,6 +580,11 @@ class TokenizeRequest(Prompted):
     """POST /tokenize."""
 
     prompt: str | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        return {"add_generation_prompt": self.add_generation_prompt}
 
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):

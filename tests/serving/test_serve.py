@@ -323,6 +323,7 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         (CHAT, "top_logprobs", {"top_logprobs": 3}),
         (CHAT, "logprobs", {"logprobs": 3}),
         (CHAT, "echo", {"echo": True}),
+        (CHAT, "add_generation_prompt", {"add_generation_prompt": False}),
         (CHAT, "logit_bias", {"logit_bias": {"a": 1}}),
         (CHAT, "logit_bias", {"logit_bias": {"100000": 1}}),
         (CHAT, "stop_token_ids", {"stop_token_ids": [100_000]}),
