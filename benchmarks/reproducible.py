@@ -70,7 +70,7 @@ class Reader:
         self.rng, self.tokens, self.sequences = rng, tokens, sequences
         self.evicted = 0  # requests of engines
         self.enable()
-        self.texts = torch.randint(3, VOCABULARY, (sequences, tokens))
+        self.texts = torch.randint(3, VOCABULARY, (sequences, tokens)).to(model.device)
         self.windows = any(layer.is_sliding for layer in self.cache().layers)
         self.logits, self.pages = self.read(self.texts[:1], [self.tokens])
 
@@ -220,10 +220,10 @@ class Reader:
         serving.disable(self.model)
         self.enable()
         tokens = answer.generated_tokens
-        ids = torch.tensor([own + tokens])
+        ids = torch.tensor([own + tokens], device=self.texts.device)
         logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
         rows = logits[length - 1 :].float().softmax(-1)
-        wanted = rows.gather(1, torch.tensor(tokens)[:, None]).log()[:, 0].tolist()
+        wanted = rows.gather(1, ids[0, length:, None]).log()[:, 0].tolist()
         return ANSWER, sum(x != y for x, y in zip(answer.logprobs, wanted, strict=True)), 0
 
     @torch.no_grad()
@@ -235,22 +235,23 @@ class Reader:
         return decoded.numel(), int((decoded != expected).sum()), 0
 
 
-def build(name: str, dtype: str) -> PreTrainedModel:
+def build(name: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the demo model, or a small model with random weights."""
     if name == DEMO:
-        loaded: PreTrainedModel = load_model(None, "cpu", dtype)[0]
+        loaded: PreTrainedModel = load_model(None, device, dtype)[0]
         return loaded
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**_SMALL, **MODELS[name]})
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    return model.eval()  # type: ignore[no-any-return]
+    return model.to(device).eval()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def measure_cost(dtype: str, turns: int = 7) -> list[dict[str, Any]]:
+def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]]:
     """Return the seconds of calls of the demo model with and without determinism, and ratios."""
-    model: Any = build(DEMO, dtype)
-    ids = torch.randint(3, VOCABULARY, (8, 512))
+    model: Any = build(DEMO, dtype, device)
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    ids = torch.randint(3, VOCABULARY, (8, 512), device=device)
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
 
@@ -279,8 +280,10 @@ def measure_cost(dtype: str, turns: int = 7) -> list[dict[str, Any]]:
             cache = FP8PagedCache(model.config, prefill="stored")
             if "decode" in name:
                 model(ids[: 8 if "8" in name else 1, :256], **with_cache(model, cache))
+            wait()
             began = time.perf_counter()
             call(cache)
+            wait()
             if turn > 1:  # the first turns warm up
                 seconds[name][deterministic].append(time.perf_counter() - began)
     return [
@@ -300,6 +303,7 @@ def measure_reproducibility(
     cost: bool = False,
     models: str = "",
     dtypes: str = "float32,bfloat16",
+    device: str = "cpu",
     progress: Callable[[str], None],
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
@@ -315,7 +319,7 @@ def measure_reproducibility(
     per_case = combinations // max(1, len(cases))
     for place, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
-        model = build(name, dtype)
+        model = build(name, dtype, device)
         sizes = SIZES_OF_DEMO if name == DEMO else SIZES
         reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
@@ -336,8 +340,8 @@ def measure_reproducibility(
                 "seconds": round(time.perf_counter() - began, 1),
             })  # fmt: skip
         disable(model)
-    settings = {"seed": seed, "threads": torch.get_num_threads()}
-    costs = [row for dtype in dtypes.split(",") if cost for row in measure_cost(dtype)]
+    settings = {"seed": seed, "threads": torch.get_num_threads(), "device": device}
+    costs = [row for dtype in dtypes.split(",") if cost for row in measure_cost(dtype, device)]
     return {**run, "settings": settings, "rows": rows, "costs": costs}
 
 
@@ -348,6 +352,7 @@ if __name__ == "__main__":
             "--seed": {"type": int, "help": "Seed of texts and combinations."},
             "--models": {"help": "Some of llama, mistral, gemma2, gpt_oss, deepseek_v3, SmolLM2."},
             "--dtypes": {"help": "float32, bfloat16, or both."},
+            "--device": {"help": "Device of the models, such as cuda. Default: cpu."},
             "--cost": {"action": "store_true", "help": "Measure the cost in time."},
             "--combinations": {"type": int, "help": "Number of combinations of all models."},
         },
