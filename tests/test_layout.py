@@ -30,10 +30,10 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1899, "bench": 808, "cache": 3076, "calibration": 2299, "card": 1753, "cli": 1662,
-    "enabling": 248, "errors": 63, "formats": 416, "__init__": 62, "modeling": 626, "ops": 6536,
-    "paging": 1630, "prefix": 1134, "scales": 2892, "server": 3768, "serving": 1766, "utils": 497,
-    "vllm": 1002,
+    "attention": 1898, "bench": 808, "cache": 3076, "calibration": 2299, "card": 1753, "cli": 1662,
+    "enabling": 248, "errors": 63, "formats": 416, "__init__": 62, "modeling": 626, "ops": 6539,
+    "paging": 1630, "prefix": 1134, "scales": 2892, "server": 3767, "serving": 1766, "utils": 497,
+    "vllm": 1001,
 }  # fmt: skip
 
 

@@ -81,8 +81,7 @@ class ModelReport:
         """Path of the slowest paged layer, or "refused"."""
         if self.refused:
             return REFUSED
-        paths = self.counts
-        return next((path for path in (DENSE, FUSED, LATENT, STOCK) if path in paths), STOCK)
+        return next((path for path in (DENSE, FUSED, LATENT, STOCK) if path in self.counts), STOCK)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

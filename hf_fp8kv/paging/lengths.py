@@ -95,8 +95,7 @@ class HostLength:
     def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call, after `reserve`."""
         group, start = self.group, self.stored
-        table, stop = group.table, start + tokens
-        step = group.step
+        table, stop, step = group.table, start + tokens, group.step
         assert step is not None
         seen, size = group.visible_from(start), group.page_size
         long = None
@@ -185,8 +184,7 @@ class DeviceLength:
         """Use the work plan of the group. Return the tensors with constant addresses."""
         self._plan, leader = self.group.plan(self.member, self.lengths, heads, rows, backend)
         self._fills = (heads, backend) if leader == self.member else None
-        tensors = (self.table, self.lengths, self._plan)
-        return [tensor for tensor in tensors if tensor is not None]
+        return [x for x in (self.table, self.lengths, self._plan) if x is not None]
 
     def reserve(self, tokens: int, batch: int) -> None:
         """Raise OutOfPagesError if the first call of a layer exceeds its room."""

@@ -44,9 +44,8 @@ class OffloadBudget(PageBudget):
         """
         self._make_room(layer, layer)
         if self.max_device_pages is None:
-            for other in self._here():
-                if other is not layer:
-                    other.store()  # it is evicted soon, so copy while this layer computes
+            for other in self._here() - {layer}:
+                other.store()  # it is evicted soon, so copy while this layer computes
         layer.fetch(pages)
         layer.wait()
         # The computing layer is always on the device, the following layer only if both fit.
@@ -59,8 +58,7 @@ class OffloadBudget(PageBudget):
 
     def _make_room(self, current: "Tiers", incoming: "Tiers") -> None:
         """Evict other layers until the pages of `incoming` fit."""
-        size = max(layer.index for layer in self.layers) + 1
-        others = self._here() - {current, incoming}
+        size, others = max(x.index for x in self.layers) + 1, self._here() - {current, incoming}
         candidates = sorted(others, key=lambda x: (x.index - current.index) % size or size)
         while candidates and not self._fits(self._here() | {incoming}):
             candidates.pop().evict()
@@ -94,6 +92,10 @@ class Tiers:
         self._copied: torch.cuda.Event | None = None
         self.free()
         budget.layers.add(self)
+
+    def __del__(self) -> None:
+        # A copy into this memory may be in progress when torch allocates it again.
+        self.wait()
 
     def __len__(self) -> int:
         return len(self._on_device)

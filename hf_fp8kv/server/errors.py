@@ -46,8 +46,7 @@ class APIError(Exception):
     def response(self) -> Response:
         """Return the answer."""
         # ASCII, because a message may repeat a text that UTF-8 cannot encode.
-        content = json.dumps(self.body())
-        return Response(content, self.status, self.headers, "application/json")
+        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 def field_error(field: str, text: str, code: str | None = None) -> APIError:

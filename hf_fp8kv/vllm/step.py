@@ -53,8 +53,7 @@ class DecodeStep:
 
 def is_decoding(starts: _Ints) -> bool:
     """Return whether each request has one token, except for padding after the requests."""
-    sizes = np.diff(starts)
-    return bool((sizes[: int(starts[-1])] == 1).all())
+    return bool((np.diff(starts)[: int(starts[-1])] == 1).all())
 
 
 def plan_step(

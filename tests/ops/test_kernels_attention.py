@@ -481,7 +481,7 @@ def test_pages_past_two_gigabytes(kernel):
 
 @pytest.mark.parametrize("case", APART, ids=str)
 def test_deterministic_attention_depends_on_nothing_else(case):
-    check_apart(case, "triton")
+    check_apart(case, "triton", DEVICE)
 
 
 def test_tiny_and_huge_scales_keep_their_effect():

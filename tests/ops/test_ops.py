@@ -207,7 +207,7 @@ def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
 
 
 def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any) -> Tensor:
-    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=query.device)
     spec = AttentionSpec(**kwargs)
     return ops.attend(query, pages, lengths, case.start, case.stop, spec, backend=backend)
 
@@ -414,13 +414,15 @@ APART = [
 ]  # fmt: skip
 
 
-def check_apart(case: Case, backend: str) -> None:
+def check_apart(case: Case, backend: str, device: str = "cpu") -> None:
     """Check that a deterministic query token has the same bits alone, and the right values."""
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query.float(), "reference", **kwargs)
+    pages, query = map_pages(lambda x: x.to(device), pages), query.to(device)
+    kwargs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
     kwargs["deterministic"] = True
     found = attend(case, pages, query, backend, **kwargs)
-    assert errors(found, expected).max() <= bound(case, backend)
+    assert errors(found.cpu(), expected).max() <= bound(case, backend)
     for row, token in itertools.product(range(len(case.lengths)), range(case.tokens)):
         length = case.lengths[row] - case.tokens + 1 + token
         alone = dataclasses.replace(case, lengths=(length,), tokens=1)

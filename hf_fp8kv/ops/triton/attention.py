@@ -360,8 +360,10 @@ def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.
     """Finish rows and write them to the output, `[B, T, Hq, out_dim]`."""
     SWAPPED: tl.constexpr = CALL.config.swapped
     scale = tensors.k.static_scale if CALL.latent else tensors.v.static_scale
-    out = finish(acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, factors.out, CALL, SWAPPED)
     d = tl.arange(0, CALL.out.width)
+    out = finish(
+        acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, d, factors.out, CALL, SWAPPED
+    )
     real = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
     index = (rows.b * tokens + rows.t) * (CALL.heads * CALL.groups) + rows.head
     offset = index.to(tl.int64) * CALL.out.dim
@@ -371,10 +373,10 @@ def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.
 
 @triton.jit
 def finish(
-    acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, CALL: tl.constexpr,
+    acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, d, out_factor, CALL: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return output rows, shaped like `acc`: add sinks, divide, scale and rotate back."""
+    """Return channels `d` of output rows, shaped like `acc`: add sinks, divide, scale, rotate."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         m_new = tl.maximum(m_i, sink)
@@ -385,7 +387,6 @@ def finish(
     # A row without visible tokens has the sum 0 and gives zeros.
     out = acc * per_row(out_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
     if static_scale_ptr is not None:
-        d = tl.arange(0, CALL.out.width)
         scale_ptr = static_scale_ptr + h * CALL.out.dim
         scale = tl.load(scale_ptr + d, mask=d < CALL.out.dim, other=0.0)
         out *= per_column(scale, SWAPPED)

@@ -17,10 +17,11 @@ from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
-# Number of parts that a program of `_combine` merges at a time, and channels per warp. This pair
-# was the fastest of five on an H100 in three of four decode cases.
-MERGED = 32
-MERGED_CHANNELS = 128
+# Partial sums that a program of `_combine` loads at a time, and its channels. This pair was the
+# fastest of five on an H100 in three of four decode cases. A program has one warp, because with
+# several warps ptxas may issue the loads one by one.
+LOADED = tl.constexpr(4096)
+CHANNELS = 128
 
 
 def attend(
@@ -91,10 +92,12 @@ def launch_attention(
     )  # fmt: skip
     if parts > batch:
         values = tensors.k if constants.latent else tensors.v
+        # A program needs all channels that a rotation mixes.
+        channels = max(min(CHANNELS, constants.out.width), constants.out.block)
+        grid = (args.workload.rows, heads * (constants.out.width // channels), batch)
         launch(
-            _combine, (args.workload.rows, heads, batch), plan, partial, tensors.sinks,
-            values.static_scale, out, tokens, parts, args.factors.out, SHAPE=constants,
-            MERGED=MERGED, num_warps=max(1, constants.out.width // MERGED_CHANNELS),
+            _combine, grid, plan, partial, tensors.sinks, values.static_scale, out, tokens, parts,
+            args.factors.out, SHAPE=constants, WIDTH=channels, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -181,18 +184,17 @@ def _attend(
 
 @triton.jit
 def _stats_of(partial_ptr, max_parts, tokens, CALL: tl.constexpr):
-    size = CALL.heads * CALL.groups * CALL.out.dim * tokens
-    return partial_ptr + max_parts.to(tl.int64) * size
+    return partial_ptr + max_parts.to(tl.int64) * (CALL.heads * CALL.groups * CALL.out.dim * tokens)
 
 
 @triton.jit(do_not_specialize=["tokens", "max_parts"])
 def _combine(
     plan_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, tokens, max_parts, out_factor,
-    SHAPE: tl.constexpr, MERGED: tl.constexpr,
+    SHAPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial sums of sequences with several parts, and write the output.
 
-    The grid is query rows, KV heads and sequences.
+    The grid is query rows, KV heads times groups of WIDTH channels, and sequences.
 
     Args:
         plan_ptr, partial_ptr, out_ptr, tokens: As in `_attend`.
@@ -201,16 +203,16 @@ def _combine(
         out_factor: `Factors.out`.
         SHAPE: See `Constants`.
     """
-    b, h, row = tl.program_id(2), tl.program_id(1), tl.program_id(0)
+    b, h, row = tl.program_id(2), tl.program_id(1) % SHAPE.heads, tl.program_id(0)
     first = tl.load(plan_ptr + (max_parts + b) * 4)
     num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
     if num_splits == 1:
         return
     count = SHAPE.groups * tokens
     stats_ptr = _stats_of(partial_ptr, max_parts, tokens, SHAPE)
+    MERGED: tl.constexpr = LOADED // WIDTH
     i = tl.arange(0, MERGED)
-    WIDTH: tl.constexpr = SHAPE.out.width
-    d = tl.arange(0, WIDTH)
+    d = tl.program_id(1) // SHAPE.heads * WIDTH + tl.arange(0, WIDTH)
     real = d < SHAPE.out.dim
     acc = tl.zeros([1, WIDTH], tl.float32)
     m_i = tl.full([1], float("-inf"), tl.float32)
@@ -234,7 +236,7 @@ def _combine(
     head = h * SHAPE.groups + row % SHAPE.groups
     heads = head + tl.zeros([1], tl.int32)
     out = finish(
-        acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, out_factor, SHAPE, SWAPPED=False
+        acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, d, out_factor, SHAPE, SWAPPED=False
     )
     token = b * tokens + row // SHAPE.groups
     offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out.dim
