@@ -77,8 +77,8 @@ def test_the_tables_of_the_docs_match_the_runs(runs, replaced):
 def test_the_tables_of_a_gpu_match_the_run():
     """Check README.md and docs/performance.md. Empty cells were not measured.
 
-    The last columns are ratios on the H200 and on an H100. The second run on the H100 replaces
-    rows of its first run, whose compiled steps of pages are not shown.
+    The last columns are ratios on the H200 and on an H100. The second run on a GPU replaces rows
+    of its first run. The compiled steps of pages of the H100's first run are not shown.
     """
     root = Path(__file__).parents[2]
 
@@ -90,7 +90,10 @@ def test_the_tables_of_a_gpu_match_the_run():
             rows |= {(row["section"], row["case"], row["name"]): row for row in result["rows"]}
         return rows
 
-    rows = load("2026-11-26-gpu-h200")
+    newer = load("2026-11-27-gpu-h200")
+    # Steps at 1 x 1k depend on the host, so all of them are from the run that measured all caches.
+    newer = {key: row for key, row in newer.items() if key[:2] != ("end to end", "1 x 1k")}
+    rows = load("2026-11-26-gpu-h200") | newer
     older = load("2026-11-26-gpu-h100", "2026-11-26-gpu-h100-end-to-end")
 
     def find(rows, section, case, names, field):
