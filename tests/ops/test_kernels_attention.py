@@ -27,7 +27,7 @@ from hf_fp8kv.ops.blocks import locate_pages
 from hf_fp8kv.ops.visibility import visible
 from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same, assert_same_pool
-from tests.helpers.blocks import in_blocks
+from tests.helpers.blocks import split_into_blocks
 from tests.helpers.grids import pairwise
 from tests.ops.test_ops import (
     APART,
@@ -74,7 +74,7 @@ def run(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> 
     blocks = kwargs.pop("blocks", case.page_size == 64)
     spec = AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()})
     if blocks is not None:  # with None, the pages are already on the device
-        pages = in_blocks(pages, device=DEVICE) if blocks else map_pages(to_device, pages)
+        pages = split_into_blocks(pages, device=DEVICE) if blocks else map_pages(to_device, pages)
     found = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, **plans)
     return found.cpu()
 

@@ -16,7 +16,7 @@ from hf_fp8kv.ops import Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
 from tests.formats.test_search_scale import ordinary, special, ties
 from tests.helpers.assertions import assert_same
-from tests.helpers.blocks import in_blocks
+from tests.helpers.blocks import split_into_blocks
 from tests.helpers.grids import pairwise
 from tests.ops import test_ops
 from tests.ops.test_ops import NAMES, NEXT, map_pages, poisoned, with_scales
@@ -141,7 +141,7 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     made = tokens_of(case)
     key, value = made[0] if key is None else key, made[1] if value is None else value
     pages = pages_of(case)
-    found = in_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
+    found = split_into_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
     # The table may be part of a larger table.
     columns = found.table.shape[1]
     wide = torch.nn.functional.pad(found.table, (0, 3), value=1 << 30)
@@ -310,7 +310,7 @@ def test_gathering_every_byte(case):
     if pages.token_scales is not None:
         pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    stored = in_blocks(pages, device=DEVICE) if case.page_size == 6 else to_device(pages)
+    stored = split_into_blocks(pages, device=DEVICE) if case.page_size == 6 else to_device(pages)
     for side, dtype, (start, stop, ragged) in GATHERS:
         right = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
         found = gather(stored, lengths.to(DEVICE), side, start, stop, dtype, ragged)

@@ -27,7 +27,7 @@ from hf_fp8kv.ops.triton.target import Target, assuming
 from hf_fp8kv.ops.visibility import mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
-from tests.helpers.blocks import between_others, in_blocks, in_one_block
+from tests.helpers.blocks import merge_blocks, separate_pages, split_into_blocks
 from tests.helpers.grids import pairwise
 
 pytestmark = pytest.mark.text
@@ -134,7 +134,7 @@ def poisoned(case: Case) -> Pages:
 
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
     """Return the same pages, in one block, with `function` applied to each tensor."""
-    leaves = flatten(in_one_block(pages))
+    leaves = flatten(merge_blocks(pages))
     return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves])
 
 
@@ -368,7 +368,7 @@ EDGES = [edge_case(*axes) for axes in itertools.product((1, 3, 17), (15, 16, 17)
 
 
 LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
-    "whole": in_one_block, "blocks": in_blocks, "gaps": between_others,
+    "whole": merge_blocks, "blocks": split_into_blocks, "gaps": separate_pages,
 }  # fmt: skip
 
 
@@ -639,7 +639,7 @@ def test_written_bytes_equal_the_reference(case, backend, layout):
         lengths += tokens
         ops.write(pages, key, value, lengths, backend)
         ops.write(other, key, value, lengths, "reference")
-        assert_same_pool(in_one_block(pages), other)
+        assert_same_pool(merge_blocks(pages), other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -711,7 +711,7 @@ def test_an_overrun_changes_nothing(hole, backend, layout):
     lengths = torch.tensor([20, 50 if hole else 70], dtype=torch.int32)
     with pytest.raises(OutOfPagesError, match="Reserve pages"):
         ops.write(pages, key, key, lengths, backend)
-    assert_same_pool(in_one_block(pages), before)
+    assert_same_pool(merge_blocks(pages), before)
 
 
 @in_layouts([c for c in CASES if c.tokens == 1 and not (c.window or c.padding or c.mask)])
