@@ -26,7 +26,7 @@ from hf_fp8kv.ops.triton import plan
 from hf_fp8kv.ops.triton.gather import gather
 from hf_fp8kv.ops.triton.target import Target, assuming
 from tests.ops import test_kernels_write as writing
-from tests.ops.test_kernels_attention import errors, prepared, run, torch_attention
+from tests.ops.test_kernels_attention import errors, prepare_expected, run_kernel, torch_attention
 from tests.ops.test_ops import Case
 from tests.tools.ptx import device, memory
 from tests.tools.ptx.instructions import compile_program
@@ -38,9 +38,9 @@ _COMMON = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
 
 def check_attention(kernel: str, target: str, **options: object) -> None:
     case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
-    pages, query, kwargs, expected = prepared(case)
+    pages, query, kwargs, expected = prepare_expected(case)
     with assuming(Target("cuda", int(target[3:]), 4)):
-        actual = run(kernel, case, pages, query, **kwargs)
+        actual = run_kernel(kernel, case, pages, query, **kwargs)
     torch_errors = errors(torch_attention(case, pages, query, kwargs), expected)
     assert (errors(actual, expected) <= 2 * torch_errors).all()
 
@@ -59,7 +59,7 @@ def check_plan() -> None:
 
 def check_gather() -> None:
     case = writing.Case(lengths=(5, 37), page_size=16, center=True)
-    pages, lengths = writing.pages_of(case), torch.tensor(case.lengths, dtype=torch.int32)
+    pages, lengths = writing.make_noise_pages(case), torch.tensor(case.lengths, dtype=torch.int32)
     pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     arguments = (pages, lengths, "k", 0, 38, torch.float32, True)
     expected = reference.gather(*arguments)
@@ -76,7 +76,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         "extend", "sm_80", lengths=(200, 90), tokens=70, key=AUTO, value=AUTO
     ),
     "plan": check_plan,
-    "write": lambda: writing.check(
+    "write": lambda: writing.check_write(
         writing.Case(tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
     ),
     "gather": check_gather,
