@@ -102,7 +102,7 @@ class GlobalMemory:
         is_outside = addresses + size > self._span_ends[spans]
         if is_outside.any():
             threads_text = f"{is_outside.sum()} of {len(addresses)} threads"
-            raise Fault(f"{threads_text} access memory is_outside all tensors")
+            raise Fault(f"{threads_text} access memory outside all tensors")
         if (addresses & size - 1).any():
             raise Fault(f"an address is not a multiple of {size} bytes")
 
