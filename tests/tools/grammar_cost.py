@@ -60,9 +60,9 @@ def main() -> None:
         assert grammar is not None
         times = []
         for _ in range(20):
-            start = time.perf_counter()
+            begin = time.perf_counter()
             guide = grammars._compile(*grammar)
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append((time.perf_counter() - begin) * 1e3)
         later_median = statistics.median(times[1:])
         first_request = f"first request {times[0]:.0f} ms"
         print(f"{len(tokenizer)} tokens: {first_request}, median of later {later_median:.1f} ms")
