@@ -638,7 +638,7 @@ def test_rows_that_exceed_shared_memory_are_split():
 # -- latents -------------------------------------------------------------------------------------
 
 
-# Grid: test_every_way_to_read_a_format runs each format on each target.
+# Grid: test_each_way_to_read_a_format_is_correct runs each format on each target.
 @pytest.mark.parametrize(
     ("name", "target"), alternate(["fp8_e4m3", "fp8_e5m2", "fp8_e2m5", "fp8_e4m3"], _TARGETS)
 )
