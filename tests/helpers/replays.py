@@ -31,7 +31,7 @@ from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
 BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, COLUMNS = 2, 2, 8, 64, 16, 9, 4
-# Arguments of launches since the last comparison, and whether each launch had a hook.
+# The arguments of launches since the last comparison, and whether each launch had a hook.
 launches: list[tuple[Any, ...]] = []
 has_hook: list[bool] = []
 _serials, jit_launches = itertools.count(), itertools.count()
@@ -88,11 +88,11 @@ def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int = -
     """Apply `change` to tensor number `index` of the arguments, or to all tensors if it is -1."""
     leaves, spec = tree_flatten(args)
     indices = itertools.count()
-    mapped = [
+    new_leaves = [
         change(x) if isinstance(x, torch.Tensor) and (next(indices) == index or index < 0) else x
         for x in leaves
     ]
-    return tree_unflatten(mapped, spec)
+    return tree_unflatten(new_leaves, spec)
 
 
 def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -121,7 +121,7 @@ def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bool:
-    """Return whether a call was replayed.
+    """Compare a call with and without replay, and return whether it was replayed.
 
     Raises:
         AssertionError: The launches, the allocations or the result differ from a direct call.
@@ -129,10 +129,10 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     replay._REPLAYS = False
     expected = trace_call(operation, args)
     replay._REPLAYS = True
-    launches_before = next(jit_launches)
+    old_count = next(jit_launches)
     actual = trace_call(operation, args)
     assert actual == expected, f"{label}:\n{actual}\n{expected}"
-    return next(jit_launches) == launches_before + 1
+    return next(jit_launches) == old_count + 1
 
 
 def make_tokens(heads: int, num_tokens: int = 1) -> torch.Tensor:

@@ -106,13 +106,13 @@ def sglang(folder: Path) -> Pairs:
 def scaling_factors(
     path: Path, *, layers: int, model_type: str, rank: int = 0, size: int = 1
 ) -> dict[int, float]:
-    """Return the factors that both servers read from a `kv_cache_scales.json`."""
+    """Return the factors that SGLang and old versions of vLLM read from `kv_cache_scales.json`."""
     data = json.loads(path.read_text())
     if "model_type" not in data or data["model_type"] != model_type:
-        raise Refused("scaling factors of a different model type")
+        raise Refused("the scaling factors are for a different model type")
     cache = data["kv_cache"]
     if cache["dtype"] != "float8_e4m3fn":
-        raise Refused("scaling factors of a different dtype")
+        raise Refused("the scaling factors are for a different dtype")
     ranks = {int(key): value for key, value in cache["scaling_factor"].items()}
     if len(ranks) != size or rank not in ranks:
         raise Refused(f"the file is for {len(ranks)} ranks")

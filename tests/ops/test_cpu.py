@@ -34,9 +34,9 @@ def attend(
     pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu_backend
 ) -> torch.Tensor:
     lengths = torch.tensor([tokens], dtype=torch.int32)
-    actual = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
-    assert isinstance(actual, torch.Tensor)
-    return actual
+    result = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_several_threads_may_call_at_once():
     pages, queries = make_pages(700), torch.randn(8, 1, 6, 1, DIM)
     expected = [attend(pages, query, 700) for query in queries]
     with ThreadPoolExecutor(8) as callers:
-        actual = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
-    for i, result in enumerate(actual):
+        results = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
+    for i, result in enumerate(results):
         assert_same(result, expected[i % 8])
 
 
@@ -97,23 +97,23 @@ def test_several_threads_may_call_at_once():
 @pytest.mark.parametrize("fmt", ["fp8_e3m4", "auto"])
 def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
     """Chunks, further sequences and threads do not change any bit of a result."""
-    length, prompt = 1333, 70
-    pages, query = make_pages(length, fmt), torch.randn(1, 6, prompt, DIM)
+    length, queries = 1333, 70
+    pages, query = make_pages(length, fmt), torch.randn(1, 6, queries, DIM)
     spec = AttentionSpec(0.2, causal=True, window=window)
 
-    def run(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
+    def run_cpu(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
         ends = torch.tensor(lengths, dtype=torch.int32)
         return cpu_backend.attend(query, pages, ends, 0, max(lengths), spec)
 
     separate_results = torch.cat([
-        run(pages, query[:, :, [t]], length - prompt + 1 + t) for t in range(prompt)
+        run_cpu(pages, query[:, :, [t]], length - queries + 1 + t) for t in range(queries)
     ], 1)  # fmt: skip
     two_sequences = pages._replace(table=pages.table.repeat(2, 1))
     for grain in (1 << 30, 64):
         monkeypatch.setattr(cpu_backend, "GRAIN", grain)
-        for chunk in (1, 3, 5, prompt):
-            assert_same(run(pages, query[:, :, -chunk:], length), separate_results[:, -chunk:])
-        result = run(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
+        for chunk in (1, 3, 5, queries):
+            assert_same(run_cpu(pages, query[:, :, -chunk:], length), separate_results[:, -chunk:])
+        result = run_cpu(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
         assert_same(result[:1], separate_results[:, -1:])
 
 
@@ -121,16 +121,16 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
 @pytest.mark.parametrize("fmt", ["fp8_e2m5", "fp8_e3m4", "int8"])
 def test_integer_products_are_correct(fmt, rotated):
     """16-bit queries are rounded to integers. Bits do not depend on the call, and NaN stays NaN."""
-    length, prompt, dim = 1270, 20, 64
+    length, num_queries, dim = 1270, 20, 64
     case = test_ops.Case("", lengths=(length,), key=fmt, value=fmt, dtype=torch.bfloat16,
                          k_dim=dim, v_dim=dim, page_size=64, rotated=rotated)  # fmt: skip
     pages = test_ops.fill(test_ops.make_pages(case), case)
-    query = torch.randn(1, 6, prompt, dim).bfloat16()
+    query = torch.randn(1, 6, num_queries, dim).bfloat16()
     actual = attend(pages, query, length)
     error = test_ops.errors(actual, attend(pages, query.float(), length, reference))
     assert error.max() <= test_ops.max_error(case)
-    for t in range(prompt):
-        assert_same(attend(pages, query[:, :, [t]], length - prompt + 1 + t), actual[:, [t]])
+    for t in range(num_queries):
+        assert_same(attend(pages, query[:, :, [t]], length - num_queries + 1 + t), actual[:, [t]])
     if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
         page, slot = int(pages.table[0, 9]), 21
         for codes, index in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
@@ -152,10 +152,8 @@ def compare_with_reference(case: test_ops.Case, pages: Pages) -> None:
 
 def test_pages_may_begin_inside_a_vector():
     """The last page is not multiplied by the weights of different tiles or sequences."""
-    padded_case = test_ops.Case("", lengths=(281,), page_size=8, padding=260)
-    compare_with_reference(
-        padded_case, test_ops.fill(test_ops.make_pages(padded_case), padded_case)
-    )
+    padded = test_ops.Case("", lengths=(281,), page_size=8, padding=260)
+    compare_with_reference(padded, test_ops.fill(test_ops.make_pages(padded), padded))
     two_sequences = test_ops.Case("", lengths=(256, 25), page_size=8)
     pages = test_ops.fill(test_ops.make_pages(two_sequences), two_sequences)
     test_ops.poison(pages, 0, [35])

@@ -50,7 +50,7 @@ from tests.helpers.serve_process import (
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PAGES, PAGE_SIZE = 96, 16
 CONTEXT = 2 * PAGES * PAGE_SIZE
-DEADLINE = 180.0  # seconds for one request, among 60 clients on two cores
+TIMEOUT = 180.0  # seconds that one request may take, among 60 clients on two cores
 MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
 MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
 MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
@@ -66,7 +66,7 @@ LARGE_BODIES = [
     )
 ]  # fmt: skip
 HOSTILE_ACTIONS = ("do_prompts", "do_pipeline", "do_headers", "do_hold", "do_host")
-REPEATED = {"prompt": "a steady question, ", "max_tokens": 24}
+REPEATED_BODY = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
@@ -84,7 +84,7 @@ BAD_BODIES = (
 )  # fmt: skip
 
 
-class NoAnswer(Exception):
+class NoAnswerError(Exception):
     """Raised if a request has no answer at its deadline."""
 
 
@@ -99,10 +99,10 @@ class AbuseRun:
         self.statuses: Counter[tuple[str, object]] = Counter()
         self.violations: list[str] = []
         self.lock = threading.Lock()
-        self.repeated_answer = self.ask(COMPLETIONS, REPEATED)[1]["choices"][0]["text"]
+        self.repeated_answer = self.ask(COMPLETIONS, REPEATED_BODY)[1]["choices"][0]["text"]
         self.deadline = time.monotonic() + seconds
 
-    def run(self, number: int) -> None:
+    def run_client(self, number: int) -> None:
         """Run client `number` until the deadline of the run."""
         generator = random.Random(self.seed * 1000 + number)
         names = [
@@ -112,18 +112,18 @@ class AbuseRun:
         while time.monotonic() < self.deadline:
             # Among hostile clients, client 0 is good. Otherwise half of the requests are good, so
             # bad requests have clients to disturb.
-            good_action = self.do_repeat if self.is_hostile else self.do_ask
+            good_action = self.do_repeat if self.is_hostile else self.do_request
             is_good = number == 0 if self.is_hostile else generator.random() < 0.5
             action = good_action if is_good else generator.choice(actions)
             name, start = action.__name__.removeprefix("do_"), time.monotonic()
             try:
                 status: object = action(generator)
-            except NoAnswer as error:
+            except NoAnswerError as error:
                 status = "hang"
                 self.add_violation(f"{name}: {error}")
             except OSError as error:
                 status = type(error).__name__
-                if action in (self.do_ask, self.do_repeat):
+                if action in (self.do_request, self.do_repeat):
                     self.add_violation(f"{name}: {error!r}")
             except Exception as error:
                 status = "failed"
@@ -141,7 +141,7 @@ class AbuseRun:
 
     def ask(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the status and the JSON of an answer, or of the last event of a stream."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=DEADLINE)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=TIMEOUT)
         try:
             with contextlib.closing(connection):
                 content = json.dumps(body).encode()
@@ -149,7 +149,9 @@ class AbuseRun:
                 answer = connection.getresponse()
                 text = answer.read().decode()
         except TimeoutError:
-            raise NoAnswer(f"no answer within {DEADLINE:g} s to {json.dumps(body):.300}") from None
+            raise NoAnswerError(
+                f"no answer within {TIMEOUT:g} s to {json.dumps(body):.300}"
+            ) from None
         if not body.get("stream") or answer.status != 200:
             return answer.status, json.loads(text)
         events = [line.removeprefix("data: ") for line in text.split("\n") if line]
@@ -157,7 +159,7 @@ class AbuseRun:
             raise AssertionError("a stream without an end")
         return answer.status, json.loads(events[-1])
 
-    def do_ask(self, generator: random.Random) -> object:
+    def do_request(self, generator: random.Random) -> object:
         path, body = make_request(generator)
         status, answer = self.ask(path, body)
         has_error = "error" in answer and answer["error"] is not None
@@ -170,7 +172,7 @@ class AbuseRun:
         return status
 
     def do_repeat(self, generator: random.Random) -> object:
-        status, answer = self.ask(COMPLETIONS, REPEATED)
+        status, answer = self.ask(COMPLETIONS, REPEATED_BODY)
         if self.is_hostile:
             time.sleep(1)
         if status == 200 and answer["choices"][0]["text"] != self.repeated_answer:
@@ -203,7 +205,7 @@ class AbuseRun:
     # -- bad clients ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _connect(self, timeout: float = DEADLINE) -> Any:
+    def _connect(self, timeout: float = TIMEOUT) -> Any:
         address = ("127.0.0.1", self.server.port)
         with contextlib.closing(socket.create_connection(address, timeout=timeout)) as connection:
             yield connection
@@ -320,7 +322,7 @@ class AbuseRun:
                 return "left"
 
     def do_host(self, generator: random.Random) -> object:
-        with self._connect(DEADLINE) as connection:
+        with self._connect(TIMEOUT) as connection:
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: evil.example\r\n\r\n")
             status = _read_status(connection)
         time.sleep(0.1)
@@ -404,7 +406,7 @@ class Memory(threading.Thread):
             line = next(x for x in self._path.read_text().splitlines() if x.startswith("VmRSS"))
             self.samples.append(int(line.split()[1]) * 1024)
 
-    def quarters(self) -> list[float]:
+    def average_quarters(self) -> list[float]:
         """Return the mean memory in each quarter of the time."""
         size = max(len(self.samples) // 4, 1)
         return [statistics.mean(self.samples[n * size : (n + 1) * size]) for n in range(4)]
@@ -413,13 +415,13 @@ class Memory(threading.Thread):
 def check_end(abuse: AbuseRun) -> dict[str, float]:
     """Check that all pages are free, and that requests finish after SIGTERM. Return metrics."""
     server = abuse.server
-    metrics = server.wait_until(DEADLINE, requests_active=0, requests_waiting=0)
+    metrics = server.wait_until(TIMEOUT, requests_active=0, requests_waiting=0)
     if abuse.has_nan:  # the tiny model, whose tokens are characters
         status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE_SIZE - 8)})
         if status != 200 or answer["usage"]["completion_tokens"] != 9:
             abuse.add_violation(f"the last request: {status} {json.dumps(answer):.200}")
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(abuse.ask, COMPLETIONS, REPEATED | {"n": 4}) for _ in range(8)]
+        futures = [pool.submit(abuse.ask, COMPLETIONS, REPEATED_BODY | {"n": 4}) for _ in range(8)]
         with contextlib.suppress(AssertionError):
             server.wait_until(10, requests_active=8)
         code = server.stop()
@@ -458,7 +460,7 @@ def main() -> int:
             memory.start()
             with ThreadPoolExecutor(options.clients + 1) as pool:
                 probe = pool.submit(abuse.probe)
-                list(pool.map(abuse.run, range(options.clients)))
+                list(pool.map(abuse.run_client, range(options.clients)))
                 probe.result()
             memory.ended.set()
             memory.join()
@@ -469,7 +471,7 @@ def main() -> int:
 
 def print_report(abuse: AbuseRun, memory: Memory, metrics: dict[str, float]) -> None:
     """Print a table of all actions, and the violations."""
-    quarters, growth = memory.quarters(), max(memory.samples) - memory.samples[0]
+    quarters, growth = memory.average_quarters(), max(memory.samples) - memory.samples[0]
     health_time = statistics.quantiles(abuse.times["health"], n=100)[-1]
     if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH:
         abuse.add_violation("memory grows")
