@@ -122,9 +122,7 @@ def test_no_folder_exceeds_its_budget():
         lines[folder_of(module_name(path))] += len(path.read_text().splitlines())
     root_files = [path.name for path in PACKAGE.glob("*.py")]
     print(f"{len(MODULES)} files, {sum(lines.values())} lines: {dict(lines)}")
-    excess = {
-        name: (n, BUDGETS.get(name, 0)) for name, n in lines.items() if n > BUDGETS.get(name, 0)
-    }
+    excess = {k: (n, BUDGETS.get(k, 0)) for k, n in lines.items() if n > BUDGETS.get(k, 0)}
     assert not excess, f"lines and budget of a folder: {excess}. Delete lines before adding more"
     assert BUDGETS.keys() == lines.keys()
     assert len(root_files) <= 6, root_files

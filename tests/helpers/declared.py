@@ -79,13 +79,12 @@ def save_projections(checkpoint: Path, folder: Path) -> Path:
             tensors[name] = torch.tensor([scale])
     output_format = {**_FP8, "strategy": "tensor", "dynamic": False}
     group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": output_format}
-    quantization_config = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
+    quantization = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
     config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = quantization
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": quantization_config})
-    )
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

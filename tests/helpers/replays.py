@@ -304,9 +304,8 @@ def compare_calls() -> dict[str, int]:
         for name, args in calls.items():
             operation, call_number = getattr(backend, name), itertools.count()
             compare_with_replay(operation, args, name)
-            assert compare_with_replay(operation, map_tensors(args, make_strided), name), (
-                "not replayed"
-            )
+            relocated_args = map_tensors(args, make_strided)
+            assert compare_with_replay(operation, relocated_args, name), "not replayed"
             for label, changed_args in vary_arguments(args):
                 check_after_recording(
                     operation, args, changed_args, f"{name}, {label} {next(call_number)}"

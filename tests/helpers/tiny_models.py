@@ -41,6 +41,7 @@ WINDOW = 8
 
 Inputs = dict[str, torch.Tensor]
 Options = dict[str, Any]
+ModelInputs = tuple[PreTrainedModel, Inputs]
 
 # Config fields of all types. Each type gets the fields that its config has.
 SIZES: Options = {
@@ -374,9 +375,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
 }
 
 
-def tiny(
-    name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any
-) -> tuple[PreTrainedModel, Inputs]:
+def tiny(name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any) -> ModelInputs:
     """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of K's bias."""
     name, options = VARIANTS.get(name, (name, {}))
     options = options | config
@@ -393,7 +392,7 @@ def tiny(
 
 def build(
     name: str, seed: int = 0, *, attn_implementation: str | None = None, **config: Any
-) -> tuple[PreTrainedModel, Inputs]:
+) -> ModelInputs:
     """Return a model, and arguments of `generate` with a batch of two that contains padding.
 
     `attn_implementation` is None for the model's default. `config` overrides fields of the config,
@@ -551,15 +550,11 @@ def _has_field(config: PreTrainedConfig, key: str, fields: Options | None) -> bo
 
 def _get_options(config: PreTrainedConfig, table: Options, extra: Options) -> Options:
     fields = _get_fields(config)
-    options = {
-        key: value for key, value in table.items() if _has_field(config, key, fields)
-    } | extra
+    options = {key: x for key, x in table.items() if _has_field(config, key, fields)} | extra
     return {k: v for k, v in options.items() if v is not None or k in _NULLABLE}
 
 
-def _build_seq2seq(
-    name: str, seed: int, config: Options, attn: Options
-) -> tuple[PreTrainedModel, Inputs]:
+def _build_seq2seq(name: str, seed: int, config: Options, attn: Options) -> ModelInputs:
     source = prompt(seed, tokens=SOURCE_TOKENS)
     # Encoders are padded on the right.
     source = {key: value.flip(1) for key, value in source.items()}
@@ -593,10 +588,8 @@ def _nested_config(name: str, config: Options) -> PreTrainedConfig:
         options = _get_options(base.decoder, SIZES, {}) | _get_layers(name, base.decoder) | config
         encoder = dict(options)
         if name == "t5gemma2":
-            encoder = {
-                "text_config": options,
-                **_get_encoders(base.encoder, base.encoder.text_config),
-            }
+            encoders = _get_encoders(base.encoder, base.encoder.text_config)
+            encoder = {"text_config": options, **encoders}
         return type(base)(encoder=encoder, decoder=options, vocab_size=VOCAB, **special_ids)
     decoder = causal_config("bert", add_cross_attention=True, **config)
     if name == "encoder-decoder":
@@ -607,9 +600,7 @@ def _nested_config(name: str, config: Options) -> PreTrainedConfig:
     return VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **special_ids)
 
 
-def _build_vision(
-    name: str, seed: int, config: Options, attn: Options
-) -> tuple[PreTrainedModel, Inputs]:
+def _build_vision(name: str, seed: int, config: Options, attn: Options) -> ModelInputs:
     """Build a text model with an image encoder. Each prompt has an image of four patches."""
     model = AutoModelForImageTextToText.from_config(causal_config(name, **config), **attn)
     inputs = prompt(seed)

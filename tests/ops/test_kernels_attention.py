@@ -118,9 +118,7 @@ def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
     case_kernels: list[tuple[Case, str]] = []
     for case in cases:
         features = [(name, getattr(case, name)) for name in _FEATURES]
-        features = [
-            (name, x if name in ("key", "value", "mask") else bool(x)) for name, x in features
-        ]
+        features = [(n, x if n in ("key", "value", "mask") else bool(x)) for n, x in features]
         able_kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
         list_kernels = [
             kernel

@@ -100,13 +100,9 @@ def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pa
     for b, length in enumerate(case.lengths):
         for t in range(case.tokens):
             column, slot = divmod(length + t, case.page_size)
-            if (
-                length + t >= case.limit
-                or column >= pages.table.shape[1]
-                or pages.table[b, column] < 0
-            ):
+            page = pages.table[b, column] if column < pages.table.shape[1] else -1
+            if length + t >= case.limit or page < 0:
                 continue
-            page = pages.table[b, column]
             new_pages.k_codes[page, :, slot] = k[b, :, t]
             new_pages.v_codes[page, :, :, slot] = v[b, :, t]
             for i, scales in enumerate((k_scales, v_scales)):
@@ -327,9 +323,8 @@ def test_gather_skips_freed_pages(side):
     expected = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)
     actual = gather(to_device(pages), lengths.to(DEVICE), side, 10, 40, torch.float32, False)
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    assert (
-        gather(to_device(pages), lengths.to(DEVICE), side, 4, 4, torch.float32, False).numel() == 0
-    )
+    actual = gather(to_device(pages), lengths.to(DEVICE), side, 4, 4, torch.float32, False)
+    assert actual.numel() == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
@@ -340,11 +335,11 @@ def test_addresses_past_four_gigabytes_are_correct(tokens, tmp_path):
     )
     count = (1 << 32) // (64 * 128) + 2
 
-    small_pages = make_noise_pages(case)
-    small_pages.block.zero_()
+    pages = make_noise_pages(case)
+    pages.block.zero_()
     key, value = make_tokens(case)
-    expected = compute_expected(case, small_pages, key, value)
-    size = small_pages.block.shape[1]
+    expected = compute_expected(case, pages, key, value)
+    size = pages.block.shape[1]
     if DEVICE.type == "cuda":
         block = torch.zeros(count, size, dtype=torch.uint8, device=DEVICE)
     else:
@@ -352,11 +347,9 @@ def test_addresses_past_four_gigabytes_are_correct(tokens, tmp_path):
         block = torch.from_file(file, shared=True, size=count * size, dtype=torch.uint8)
         block = block.view(count, size)
     table = torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE)
-    actual = to_device(small_pages)._replace(
-        block=block, offsets=locate_pages([block]), table=table
-    )
+    actual = to_device(pages)._replace(block=block, offsets=locate_pages([block]), table=table)
     write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens)
-    page = small_pages.table[0, 0]
+    page = pages.table[0, 0]
     assert_same(actual.k_codes[-1].cpu(), expected.k_codes[page])
     assert_same(actual.v_codes[-1].cpu(), expected.v_codes[page])
     lengths = make_lengths(case) + tokens

@@ -142,11 +142,9 @@ def main() -> int:
             for run in failed_runs:
                 print(f"    {run['run']}: {run['error']}")
             if recorder is not None:
-                old_requests = (
-                    json.loads(options.record.read_text()) if options.record.exists() else {}
-                )
-                new_requests = {name: [*recorder.requests[name].values()]}
-                options.record.write_text(format_requests(old_requests | new_requests))
+                requests = json.loads(options.record.read_text()) if options.record.exists() else {}
+                requests[name] = [*recorder.requests[name].values()]
+                options.record.write_text(format_requests(requests))
     return num_failed
 
 

@@ -7,7 +7,6 @@ caches of the process between cases, so each case starts like the first case.
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.modeling.model_support import model_class
 from tests.helpers.tiny_models import tiny
 
-Run = Callable[[Any, Any], list[torch.Tensor]]
+Logits = list[torch.Tensor]
 MAX_CACHE_LEN = 40
 
 
@@ -54,7 +53,7 @@ def clear_caches(model: PreTrainedModel) -> None:
         del type(model)._can_set_attn_implementation_cached_value
 
 
-def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> Logits:
     """Return the logits of the prompt and, with a cache, of two single tokens after it."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     outputs = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
@@ -65,9 +64,7 @@ def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[to
     return outputs
 
 
-def later_logits(
-    model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]
-) -> list[torch.Tensor]:
+def later_logits(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> Logits:
     """Return the logits of one more token in a fork and in the cache, after eager operations."""
     assert cache.host_length() == inputs["input_ids"].shape[1] + 2
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -80,7 +77,7 @@ def later_logits(
     ]
 
 
-def agree(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def agree(actual: Logits, expected: Logits) -> None:
     """Assert that logits are close. Compiled code may round differently than eager code."""
     torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 

@@ -101,9 +101,7 @@ def _count_rounds_ahead(loop: Sequence[str]) -> float:
     do not count, because the same round waits for their values.
     """
     groups = _count(r"LDGDEPBAR\b", loop)
-    groups_left = [
-        int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))
-    ]
+    groups_left = [int(m[1], 16) for x in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", x))]
     has_copies = groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
     return (min(groups_left) + groups) / groups if has_copies else 0.0
 

@@ -24,9 +24,8 @@ LATENT_SPILLS_LIMIT = 48
 def _max_spills_outside(target: Target, variant: Variant, assembly: Assembly) -> int:
     if not assembly.loop or not target.is_nvidia:
         return 0
-    has_many_rows = (
-        family_of(target).latent_many and variant.groups * variant.tokens > FEW_LATENT_ROWS
-    )
+    rows = variant.groups * variant.tokens
+    has_many_rows = family_of(target).latent_many and rows > FEW_LATENT_ROWS
     may_spill = "latent" in variant.extras and has_many_rows
     return LATENT_SPILLS_LIMIT if may_spill else SPILLS_LIMIT
 
