@@ -432,7 +432,7 @@ def _litellm__router(target: Target) -> None:
     from litellm import Router
 
     deployment = {"model_name": "demo", "litellm_params": _route_to(target)}
-    router = Router(model_list=[deployment] * 2, num_retries=1)
+    router = Router(model_list=[{**deployment} for _ in range(2)], num_retries=1)
     for _ in range(3):
         assert router.completion("demo", MESSAGES, max_tokens=4).choices[0].message.content
 
