@@ -192,12 +192,12 @@ class _TorchWithoutPinning:
 
 def note_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that collects the results of offloads, which then need no accelerator."""
-    results: list[Any] = []
+    offloads: list[Any] = []
     manager: Any = offloading_manager.OffloadingManager
     offload = manager._offload_to_cpu
     monkeypatch.setattr(
-        manager, "_offload_to_cpu", lambda *args: results.append(offload(*args)) or results[-1]
+        manager, "_offload_to_cpu", lambda *args: offloads.append(offload(*args)) or offloads[-1]
     )
     if not torch.cuda.is_available():
         monkeypatch.setattr(offloading_manager, "torch", _TorchWithoutPinning())
-    return results
+    return offloads

@@ -120,12 +120,12 @@ def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
         features = [(name, getattr(case, name)) for name in _FEATURES]
         features = [(n, x if n in ("key", "value", "mask") else bool(x)) for n, x in features]
         able_kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
-        list_kernels = [
+        new_kernels = [
             kernel
             for kernel in able_kernels
             if any((kernel, *f) not in seen_features for f in features)
         ]
-        for kernel in list_kernels or [able_kernels[len(case_kernels) % len(able_kernels)]]:
+        for kernel in new_kernels or [able_kernels[len(case_kernels) % len(able_kernels)]]:
             case_kernels.append((case, kernel))
             seen_features.update((kernel, *feature) for feature in features)
     return case_kernels

@@ -269,12 +269,12 @@ def test_a_handle_of_removed_tokens_stores_no_tokens():
     config = tiny("gqa")[0].config
     cache = FP8PagedCache(config, page_size=16, backend="triton", prefill="stored")
     shape = (1, config.num_key_value_heads, 3, config.head_dim)
-    generate_tokens = torch.randn(4, *shape, device=DEVICE)
+    states = torch.randn(4, *shape, device=DEVICE)
     for i in range(config.num_hidden_layers):
-        old_handles = cache.update(generate_tokens[0], generate_tokens[1], i)
+        old_handles = cache.update(states[0], states[1], i)
     cache.reset()
     for i in range(config.num_hidden_layers):
-        cache.update(generate_tokens[2], generate_tokens[3], i)
+        cache.update(states[2], states[3], i)
     expected = read_dense(cache)
     old_handles[0].dense()
     for x, y in zip(read_dense(cache), expected, strict=True):
