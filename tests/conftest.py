@@ -1,22 +1,22 @@
 """Setup of all tests: no network, fixed seeds, the number of threads, devices, and two tiers.
 
-`make test` runs the fast tier: every behavior once. Tests marked `full` run in `make test-all`
-only. Tests marked `gpu` need a device that torch finds.
+`make test` runs the fast tier, which tests every behavior once. Tests marked `full` only run in
+`make test-all`. Tests marked `gpu` need a GPU that torch finds.
 """
 
 import gc
 import os
 from pathlib import Path
 
-# huggingface_hub and transformers read this when they are imported, so it is set first.
+# huggingface_hub and transformers read this variable when they are imported, so it is set first.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Torch reads this when it is imported. Spinning threads make tests of tiny models up to eight times
-# slower on a busy machine.
+# torch reads this variable when it is imported. Threads that spin make tests of tiny models up to
+# eight times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Starting a pool of compiler processes takes longer than compiling these models.
+# Starting a pool of compiler processes takes longer than compiling the tests' models.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Compiled kernels persist between runs. Triton keys them by their sources.
+# Compiled kernels persist between runs, because Triton keys them by their source code.
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build/cache/triton"))
 
 import random
@@ -29,25 +29,25 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    # triton reads this when it is imported, which torch does later. Kernels then run in Triton's
-    # interpreter, on tensors of the CPU.
+    # Triton reads this variable when torch imports it later. Kernels then run in Triton's
+    # interpreter, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # The workers of pytest-xdist share the cores.
-_SHARED = "PYTEST_XDIST_WORKER" in os.environ
-THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _SHARED else 2))
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _IS_WORKER else 2))
 
-# No deadline: the first example of a test may compile a kernel. CI draws the same examples in every
-# run. Tests do not set a number of examples: `make test` uses the fast profile, which does not
-# shrink failures, since that takes minutes. The full profile does.
+# No deadline is set, because the first example of a test may compile a kernel. CI draws the same
+# examples in every run. Tests do not set a number of examples. `make test` uses the fast profile,
+# which does not shrink failures, because that takes minutes. The full profile shrinks them.
 _CI = bool(os.environ.get("CI"))
-for _name, _examples, _steps in (("fast", 25, 20), ("full", 60, 30)):
+for _name, _max_examples, _max_steps in (("fast", 25, 20), ("full", 60, 30)):
     hypothesis.settings.register_profile(
         _name,
         deadline=None,
         derandomize=_CI,
         print_blob=_CI,
-        max_examples=_examples,
-        stateful_step_count=_steps,
+        max_examples=_max_examples,
+        stateful_step_count=_max_steps,
         phases=[phase for phase in hypothesis.Phase if _name == "full" or phase.name != "shrink"],
     )
 
@@ -60,19 +60,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
-def _devices() -> list[object]:
+def _list_devices() -> list[object]:
     return ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else ["cpu"]
 
 
-@pytest.fixture(params=_devices())
+@pytest.fixture(params=_list_devices())
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the CPU and then, if torch finds one, the GPU. The test on the GPU is marked gpu."""
+    """Return the CPU, and then the GPU if torch finds one. The test on the GPU is marked gpu."""
     return torch.device(request.param)
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> None:
-    """Make kernels in the interpreter compute what they compute on a GPU. No effect on a GPU."""
+    """Repair Triton's interpreter, so that kernels compute the same as on a GPU."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         from tests.helpers.interpreter import repair
 
@@ -81,42 +81,42 @@ def interpreted() -> None:
 
 @pytest.fixture
 def poisoned_outputs() -> Iterator[None]:
-    """Fill tensors of `empty` with NaN, or with the largest integer."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
+    """Fill the tensors that torch.empty allocates with NaN, or with the largest integer."""
+    old_value = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.utils.deterministic.fill_uninitialized_memory = old_value
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
-    """Exclude objects of earlier modules from garbage collections. Each engine runs two of them."""
+def _freeze_objects() -> None:
+    """Exclude objects of earlier modules from garbage collection, which each engine runs twice."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _threads() -> None:
+def _set_threads() -> None:
     torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True)
-def _seeds() -> None:
+def _set_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove COLUMNS, so output has the width of a pipe. pytest-xdist sets 80 columns."""
+def _remove_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove COLUMNS, which pytest-xdist sets to 80, so that output has the width of a pipe."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
-def _default_dtype() -> Iterator[None]:
+def _restore_default_dtype() -> Iterator[None]:
     """Restore torch's default dtype after each test."""
     dtype = torch.get_default_dtype()
     yield
@@ -133,5 +133,5 @@ def demo_model_path() -> Path:
         return demo_model.demo_model_path()
     except ConfigError as error:
         if os.environ.get("CI"):
-            raise  # CI installs the model, and a skip would hide half of the tests
+            raise  # CI installs the model, so a skip would hide half of the tests
         pytest.skip(str(error))

@@ -1,6 +1,6 @@
 """Tests that run the Python blocks of README.md, the tutorial and the how-to pages.
 
-They use the first layers of the demo model. The examples in `make test-all` use the whole model.
+The blocks use the first layers of the demo model. In `make test-all`, the examples use all layers.
 """
 
 import re
@@ -22,23 +22,23 @@ PROMPT = "London is the capital of"
 
 @pytest.fixture(scope="module")
 def shallow_model_path(demo_model_path, tmp_path_factory):
-    """Save the model in float32, because most CPUs are six times slower with bfloat16."""
+    """Save the first layers in float32, because most CPUs are six times slower with bfloat16."""
     folder = tmp_path_factory.mktemp("shallow") / "model"
     return save_first_layers(demo_model_path, folder, dtype="float32")
 
 
 @pytest.fixture
 def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Return a function that runs the blocks of pages in order, and returns their names.
+    """Return a function that runs the blocks of pages in order, and returns their global names.
 
-    A comment after a print() must be a line that the block printed. The answers of 16-bit models
-    differ between CPUs, so they have no such comment. Only their prompt is certain.
+    A comment after a print() must be a line that the block prints. The answers of 16-bit models
+    differ between CPUs, so they have no such comment, and only their prompts are compared.
     """
     monkeypatch.chdir(tmp_path)  # some blocks write files
 
-    def scale(number: re.Match[str]) -> str:
-        """Scale numbers of layers and their bytes, which are multiples of the model's 30 layers."""
-        value = int(number[0])
+    def scale(match: re.Match[str]) -> str:
+        """Scale numbers of layers and of bytes, which are multiples of the model's 30 layers."""
+        value = int(match[0])
         return str(value if value % 30 else value // 30 * layers)
 
     def run_pages(*pages: str) -> dict[str, Any]:
@@ -52,7 +52,8 @@ def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
                 exec(compile(block, f"{page}, block {number}", "exec"), names)
                 printed = capsys.readouterr().out.splitlines()
                 for line in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
-                    assert re.sub(r"\b\d+\b", scale, line) in printed, f"{page}, block {number}"
+                    expected = re.sub(r"\b\d+\b", scale, line)
+                    assert expected in printed, f"{page}, block {number}"
                 lines += printed
         assert any(line.startswith(PROMPT) for line in lines)
         return names
@@ -66,8 +67,8 @@ def test_the_block_of_the_readme_runs(run):
 
 def test_the_blocks_of_the_tutorial_run(run):
     names = run("docs/quickstart.md")
-    shown = {"FP8PagedCache", "check_model", "demo_model_path", "disable", "enable"}
-    assert {name for name in hf_fp8kv.__all__ if name in names} == shown
+    names_on_page = {"FP8PagedCache", "check_model", "demo_model_path", "disable", "enable"}
+    assert {name for name in hf_fp8kv.__all__ if name in names} == names_on_page
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_the_blocks_of_the_tutorial_run(run):
 )
 def test_the_blocks_of_a_page_run_after_the_tutorial(run, page):
     names = run("docs/quickstart.md", f"docs/{page}.md")
-    # Each page disables what it enables.
+    # Each page disables the caches that it enables.
     assert names["model"].config._attn_implementation == "fp8_paged"
 
 

@@ -12,7 +12,7 @@ from hf_fp8kv import FP8PagedCache
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
-# Paths from the root of the repository, and from the package's folder, as docs abbreviate them.
+# Paths from the root of the repository, and from the package's folder, which docs may leave out.
 PATHS = [
     f"/{path.relative_to(base)}"
     for base in (ROOT, ROOT / "hf_fp8kv")
@@ -24,7 +24,7 @@ PATHS = [
 on_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def anchors(page: Path) -> set[str]:
+def find_anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
@@ -36,11 +36,11 @@ def test_targets_of_links_exist(page: Path):
             continue
         path = page.parent / target if target else page
         assert path.exists(), target
-        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+        assert not anchor or anchor in find_anchors(path), f"{target}#{anchor}"
 
 
 @on_every_page
-def test_files_and_folders_exist(page: Path):
+def test_named_files_and_folders_exist(page: Path):
     text = page.read_text()
     scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # shown in full on the page
     names = set(re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b", text)) - set(scripts)
@@ -50,20 +50,20 @@ def test_files_and_folders_exist(page: Path):
 
 
 @on_every_page
-def test_modules_exist(page: Path):
+def test_named_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
-    others = "attention|calibration|formats|ops|paging|serving"  # not variables on any page
-    names |= {
-        f"hf_fp8kv.{name}" for name in re.findall(rf"`((?:{others})(?:\.(?!py\b)[a-z]\w*)+)", text)
-    }
+    # Packages whose names are not variables on any page.
+    packages = "attention|calibration|formats|ops|paging|serving"
+    members = re.findall(rf"`((?:{packages})(?:\.(?!py\b)[a-z]\w*)+)", text)
+    names |= {f"hf_fp8kv.{name}" for name in members}
     missing = [name for name in sorted(names) if pydoc.locate(name) is None]
     assert not missing
 
 
 @on_every_page
-def test_functions_exist(page: Path):
+def test_named_functions_exist(page: Path):
     for path, name in re.findall(r"`(\w+/[\w/]+\.py)`, `([\w.]+)`", page.read_text()):
         assert f"def {name.rpartition('.')[2]}(" in (ROOT / "hf_fp8kv" / path).read_text(), name
 

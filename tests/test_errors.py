@@ -16,8 +16,8 @@ from hf_fp8kv.errors import (
     ScaleError,
 )
 
-# The built-in base of each class, for code that catches built-in errors.
-BUILT_IN = {
+# The built-in base class of each error, for code that catches built-in errors.
+BUILT_IN_BASES = {
     ConfigError: ValueError,
     ScaleError: ValueError,
     OutOfPagesError: MemoryError,
@@ -36,30 +36,30 @@ EXAMPLES = [
 
 def test_examples_cover_all_errors_of_the_module():
     classes = {c for _, c in inspect.getmembers(errors, inspect.isclass)}
-    assert classes == {FP8KVError, *BUILT_IN} == {type(e) for e in EXAMPLES}
+    assert classes == {FP8KVError, *BUILT_IN_BASES} == {type(e) for e in EXAMPLES}
 
 
-@pytest.mark.parametrize("kind", BUILT_IN, ids=lambda c: c.__name__)
-def test_each_error_has_one_built_in_base(kind):
-    assert issubclass(kind, FP8KVError)
-    assert issubclass(kind, BUILT_IN[kind])
-    assert [other for other in BUILT_IN if issubclass(kind, other)] == [kind]
+@pytest.mark.parametrize("error_class", BUILT_IN_BASES, ids=lambda c: c.__name__)
+def test_each_error_has_one_built_in_base(error_class):
+    assert issubclass(error_class, FP8KVError)
+    assert issubclass(error_class, BUILT_IN_BASES[error_class])
+    assert [base for base in BUILT_IN_BASES if issubclass(error_class, base)] == [error_class]
     assert FP8KVError.__bases__ == (Exception,)
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
 def test_errors_can_be_copied_and_pickled(error):
-    assert_same(error, copy.copy(error))
-    assert_same(error, copy.deepcopy(error))
+    assert_equal_copy(error, copy.copy(error))
+    assert_equal_copy(error, copy.deepcopy(error))
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        assert_same(error, pickle.loads(pickle.dumps(error, protocol)))
+        assert_equal_copy(error, pickle.loads(pickle.dumps(error, protocol)))
 
 
-def assert_same(error: FP8KVError, copied: FP8KVError) -> None:
-    assert type(copied) is type(error)
-    assert copied is not error
-    assert (str(copied), copied.args) == (str(error), error.args)
-    assert vars(copied) == vars(error)
+def assert_equal_copy(error: FP8KVError, duplicate: FP8KVError) -> None:
+    assert type(duplicate) is type(error)
+    assert duplicate is not error
+    assert (str(duplicate), duplicate.args) == (str(error), error.args)
+    assert vars(duplicate) == vars(error)
 
 
 def test_out_of_pages_error_requires_both_counts():

@@ -1,4 +1,4 @@
-"""Tests that run the examples as a user does, and check the numbers that they print.
+"""Tests that run the examples like a user, and check the numbers that they print.
 
 The fast tier uses the first layers of the demo model, and `make test-all` the whole model.
 """
@@ -22,7 +22,7 @@ from tests.helpers.shallow import layers, save_first_layers, shallow_model_path 
 pytestmark = pytest.mark.text
 
 FOLDER = Path(__file__).parent.parent / "examples"
-# Small values that run the same code.
+# Small values of options, which run the same code as the defaults.
 ARGUMENTS = {
     "calibrate_and_export.py": ["--max-tokens", "512", "--held-out", "256"],
     "chat.py": ["--new-tokens", "6", "--questions", "Name a fruit.", "Another?"],
@@ -33,48 +33,48 @@ ARGUMENTS = {
     "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
 }
-# Examples that need other packages, and the commands that run them.
-ELSEWHERE = {
+# Examples that need additional packages, and the commands or files that run them.
+TESTED_ELSEWHERE = {
     "rl.py": "make rl",
     "ray_serve.py": "docs/serving.md: tried manually, since tests do not install Ray",
     "vllm_serve.py": "tests/vllm/test_processes.py",
 }
-# KV heads and head size of SmolLM2-135M. Bytes of K and V per token and layer, in bf16 and pages.
-HEADS, DIM, PAGE = 3, 64, 64
-BF16 = HEADS * 2 * DIM * 2
-STORED = HEADS * 2 * (DIM + 2)
+# KV heads and head size of SmolLM2-135M, and its bytes of K and V per token and layer.
+HEADS, DIM, PAGE_SIZE = 3, 64, 64
+BF16_BYTES = HEADS * 2 * DIM * 2
+PAGE_BYTES = HEADS * 2 * (DIM + 2)
 
-Run = Callable[..., str]
+RunExample = Callable[..., str]
 
 
 @pytest.fixture
-def run(layers: int, monkeypatch, capsys) -> Run:  # noqa: F811
+def run(layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F811
     """Return a function that runs an example with arguments, and returns its output."""
 
-    def run_one(name: str, *arguments: str) -> str:
+    def run_example(name: str, *arguments: str) -> str:
         argv = [str(FOLDER / name), *(arguments or ARGUMENTS[name])]
         monkeypatch.setattr(sys, "argv", argv)
         runpy.run_path(argv[0], run_name="__main__")
         return capsys.readouterr().out
 
-    return run_one
+    return run_example
 
 
-def _numbers(pattern: str, text: str) -> tuple[float, ...]:
+def _read_numbers(pattern: str, text: str) -> tuple[float, ...]:
     match = re.search(pattern, text)
     assert match, f"{pattern!r} is not in:\n{text}"
     return tuple(float(group.replace(",", "")) for group in match.groups())
 
 
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE)
+def _count_pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
 
 
 def test_examples_are_short_documented_and_tested():
     scripts = {path.name: path.read_text() for path in FOLDER.glob("*.py")}
-    assert sorted(scripts) == sorted({*ARGUMENTS, *ELSEWHERE})
+    assert sorted(scripts) == sorted({*ARGUMENTS, *TESTED_ELSEWHERE})
     for name, text in scripts.items():
-        assert len(text.splitlines()) <= (80 if name in ELSEWHERE else 60), name
+        assert len(text.splitlines()) <= (80 if name in TESTED_ELSEWHERE else 60), name
         docstring = ast.get_docstring(ast.parse(text))
         assert docstring, name
         assert f"\n    python examples/{name}\n" in docstring, f"{name} does not show how to run it"
@@ -87,97 +87,97 @@ def test_help_lists_the_options(monkeypatch, capsys, name):
     with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(str(FOLDER / name), run_name="__main__")
     assert not exit_info.value.code
-    printed = capsys.readouterr().out
-    assert "--model" in printed
-    assert "None" not in printed
+    output = capsys.readouterr().out
+    assert "--model" in output
+    assert "None" not in output
 
 
 def test_quickstart_counts_both_caches(run, layers):  # noqa: F811
-    printed = run("quickstart.py")
-    tokens, dense, used, share, kl = _numbers(
+    output = run("quickstart.py")
+    tokens, dense_bytes, page_bytes, share, kl = _read_numbers(
         r"tokens held: (\d+)\nin 16 bits: ([\d,]+) bytes\n"
         r"8-bit pages: ([\d,]+) bytes, ([\d.]+) of it\nmean KL .*: (.+)\n",
-        printed,
+        output,
     )
     assert tokens == 400 + 8  # the last new token is never stored
-    assert dense == tokens * layers * BF16
-    assert used == _pages(int(tokens)) * PAGE * layers * STORED
-    assert share == pytest.approx(used / dense, abs=5e-4)
+    assert dense_bytes == tokens * layers * BF16_BYTES
+    assert page_bytes == _count_pages(int(tokens)) * PAGE_SIZE * layers * PAGE_BYTES
+    assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
     assert 0 < kl < 0.1
     answers = r"^(?:DynamicCache|FP8PagedCache), [\d.]+ tokens per second: '.+'$"
-    assert len(re.findall(answers, printed, re.MULTILINE)) == 2
+    assert len(re.findall(answers, output, re.MULTILINE)) == 2
 
 
 def test_forks_share_pages_and_give_the_answers_of_separate_caches(run, layers):  # noqa: F811
-    printed = run("fork_chat.py")
-    assert "the same answers without forks: True" in printed
-    answers = re.findall(r"^What is a \w+\? '(.+)'$", printed, re.MULTILINE)
-    # The first layers alone hardly depend on the question.
+    output = run("fork_chat.py")
+    assert "the same answers without forks: True" in output
+    answers = re.findall(r"^What is a \w+\? '(.+)'$", output, re.MULTILINE)
+    # Answers of the first layers hardly depend on the question.
     assert len(answers) == 2
     assert layers < 30 or len(set(answers)) == 2
-    shared, pages = _numbers(r"shared: (\d+) tokens in (\d+) pages", printed)
-    forked, separate = _numbers(r"pages with forks: (\d+); apart: (\d+)", printed)
-    assert shared > 256
-    assert pages == _pages(int(shared))
-    # Each fork has a separate last page, and at most one more for its question and answer.
-    assert pages + 2 <= forked <= pages + 4
-    assert separate >= 2 * pages
-    assert _numbers(r"seconds with forks: ([\d.]+); apart: ([\d.]+)", printed)
-    printed = run("fork_chat.py", "--characters", "300", "--questions", "Who?")
-    assert "the same answers without forks: True" in printed
+    shared_tokens, shared_pages = _read_numbers(r"shared: (\d+) tokens in (\d+) pages", output)
+    fork_pages, separate_pages = _read_numbers(r"pages with forks: (\d+); apart: (\d+)", output)
+    assert shared_tokens > 256
+    assert shared_pages == _count_pages(int(shared_tokens))
+    # Each fork has a separate last page, and at most one further page for its question and answer.
+    assert shared_pages + 2 <= fork_pages <= shared_pages + 4
+    assert separate_pages >= 2 * shared_pages
+    assert _read_numbers(r"seconds with forks: ([\d.]+); apart: ([\d.]+)", output)
+    output = run("fork_chat.py", "--characters", "300", "--questions", "Who?")
+    assert "the same answers without forks: True" in output
 
 
 def test_a_chat_computes_only_new_tokens(run):
-    turns = re.findall(r"\((\d+) tokens, (\d+) of them reused\)", run("chat.py"))
-    (first, zero), (second, reused), (third, again) = [tuple(map(int, turn)) for turn in turns]
-    assert zero == 0
+    counts = re.findall(r"\((\d+) tokens, (\d+) of them reused\)", run("chat.py"))
+    tokens, reused = zip(*[tuple(map(int, pair)) for pair in counts], strict=True)
+    assert reused[0] == 0
     # The cache does not hold the last of the answer's six tokens.
-    assert first < reused <= first + 5 < second
-    assert (third, again) == (second, second - 1)
+    assert tokens[0] < reused[1] <= tokens[0] + 5 < tokens[1]
+    assert (tokens[2], reused[2]) == (tokens[1], tokens[1] - 1)
 
 
 def test_an_exhausted_budget_shortens_the_text(run, layers, monkeypatch):  # noqa: F811
-    printed = run("long_context.py")
-    assert "out of pages: a chunk needs 2, 0 are left" in printed
-    read, whole = _numbers(r"read (\d+) of (\d+) tokens", printed)
-    assert 8 * PAGE - 40 < read < 8 * PAGE - 24 < whole
-    pages, total, share, dense = _numbers(
-        r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", printed
+    output = run("long_context.py")
+    assert "out of pages: a chunk needs 2, 0 are left" in output
+    num_read, num_total = _read_numbers(r"read (\d+) of (\d+) tokens", output)
+    assert 8 * PAGE_SIZE - 40 < num_read < 8 * PAGE_SIZE - 24 < num_total
+    pages, page_bytes, share, dense_bytes = _read_numbers(
+        r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", output
     )
     assert pages == 8
-    assert dense == (8 * PAGE - 1) * layers * BF16
-    assert share == pytest.approx(total / dense, abs=5e-4)
+    assert dense_bytes == (8 * PAGE_SIZE - 1) * layers * BF16_BYTES
+    assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
     assert 0.515 < share < 0.52
-    assert re.search(r"answer: '.+'", printed)
+    assert re.search(r"answer: '.+'", output)
     # A text within the budget is read completely.
-    short = pydoc_data.topics.topics["string-methods"][:1000]
-    monkeypatch.setitem(pydoc_data.topics.topics, "string-methods", short)
-    printed = run("long_context.py")
-    assert "out of pages" not in printed
-    read, whole = _numbers(r"read (\d+) of (\d+) tokens", printed)
-    assert read == whole
+    short_text = pydoc_data.topics.topics["string-methods"][:1000]
+    monkeypatch.setitem(pydoc_data.topics.topics, "string-methods", short_text)
+    output = run("long_context.py")
+    assert "out of pages" not in output
+    num_read, num_total = _read_numbers(r"read (\d+) of (\d+) tokens", output)
+    assert num_read == num_total
 
 
 def test_an_encoder_decoder_gives_the_same_tokens_in_half_the_bytes(run):
-    printed = run("encoder_decoder.py")
-    assert "the same tokens with dtype='model': True" in printed
-    tokens, different = _numbers(r"(\d+) tokens, (\d+) different ones", printed)
+    output = run("encoder_decoder.py")
+    assert "the same tokens with dtype='model': True" in output
+    tokens, num_distinct = _read_numbers(r"(\d+) tokens, (\d+) different ones", output)
     assert tokens == 251
-    assert different > 3
+    assert num_distinct > 3
     for part, length in (("self", 250), ("cross", 500)):
-        dense, used, share = _numbers(
+        dense_bytes, page_bytes, share = _read_numbers(
             rf"{part}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)",
-            printed,
+            output,
         )
-        assert dense == 2 * 4 * length * 2 * 64 * 2
-        assert used == 2 * 4 * _pages(length) * PAGE * 2 * (64 + 2)
-        assert share == pytest.approx(used / dense, abs=5e-4)
+        assert dense_bytes == 2 * 4 * length * 2 * 64 * 2
+        assert page_bytes == 2 * 4 * _count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
+        assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
 
 
 def test_a_pipeline_is_enabled_and_disabled(run):
-    first, *answers, last = run("pipeline.py").splitlines()
-    assert first == "after enable: FP8PagedCache under fp8_paged"
-    assert last == "after disable: DynamicCache under sdpa"
+    first_line, *answers, last_line = run("pipeline.py").splitlines()
+    assert first_line == "after enable: FP8PagedCache under fp8_paged"
+    assert last_line == "after disable: DynamicCache under sdpa"
     assert len(answers) == 3
     prompts = "London is the capital of", "Water boils at", "The three primary colours are red, "
     for answer, prompt in zip(answers, prompts, strict=True):
@@ -186,24 +186,24 @@ def test_a_pipeline_is_enabled_and_disabled(run):
 
 
 def test_calibrated_scales_are_saved_and_loaded(run, layers, tmp_path):  # noqa: F811
-    # Float32, because most CPUs are six times slower with products of bfloat16.
+    # The model is in float32, because most CPUs are six times slower with bfloat16.
     model = save_first_layers(demo_model_path(), tmp_path / "model", layers, dtype="float32")
     arguments = [*ARGUMENTS["calibrate_and_export.py"], "--model", str(model)]
     out = tmp_path / "scales"
-    printed = run("calibrate_and_export.py", *arguments, "--out", str(out))
+    output = run("calibrate_and_export.py", *arguments, "--out", str(out))
     assert re.search(
-        rf"^KVScales\({layers} layers, per tensor, .*from \d+ tokens in \d+ s$", printed, re.M
+        rf"^KVScales\({layers} layers, per tensor, .*from \d+ tokens in \d+ s$", output, re.M
     )
     kl = dict(
-        re.findall(r"^(\w.+): KL ([\d.e+-]+), same top-1 [\d.]+%, over \d+ tokens$", printed, re.M)
+        re.findall(r"^(\w.+): KL ([\d.e+-]+), same top-1 [\d.]+%, over \d+ tokens$", output, re.M)
     )
     assert {"static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"} <= kl.keys()
     assert 0 < float(kl["static fp8_e4m3"]) < 0.1
-    shared = _numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", printed)
-    k, v = _numbers(r"copy: compressed-tensors, layer 0: K ([\d.]+), V ([\d.]+)", printed)
-    assert shared == (max(k, v), max(k, v))
+    shared_scales = _read_numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", output)
+    k, v = _read_numbers(r"copy: compressed-tensors, layer 0: K ([\d.]+), V ([\d.]+)", output)
+    assert shared_scales == (max(k, v), max(k, v))
     assert k != v
-    assert "London is the capital of" in printed.splitlines()[-1]
+    assert "London is the capital of" in output.splitlines()[-1]
     weights = [path.stat().st_size for path in (out / "copy").glob("*.safetensors")]
     # The complete checkpoint with the scales: two bytes per parameter of embeddings and layers.
     assert sum(weights) > 2 * (28_311_552 + layers * 3_540_096)
@@ -211,22 +211,22 @@ def test_calibrated_scales_are_saved_and_loaded(run, layers, tmp_path):  # noqa:
 
 def test_the_notebook_measures_each_cache(layers, capsys):  # noqa: F811
     cells = json.loads((FOLDER / "measure_your_model.ipynb").read_text())["cells"]
-    first, *remaining = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
-    exec(first, names)
+    exec(codes[0], names)
     assert names.keys() >= {"MODEL", "TOKENS", "SCORED", "TURNS"}
     names |= {"TOKENS": 320, "TURNS": 2}
-    for cell in remaining:
-        exec(cell, names)
-    printed = capsys.readouterr().out
-    assert f"LlamaForCausalLM: {layers} layers: {layers} fused" in printed
+    for code in codes[1:]:
+        exec(code, names)
+    output = capsys.readouterr().out
+    assert f"LlamaForCausalLM: {layers} layers: {layers} fused" in output
     for title in ("DynamicCache", "default", "adaptive", "E4M3"):
-        (size,) = _numbers(rf"{title} +([\d,]+) bytes per token", printed)
-        assert size == layers * (BF16 if title == "DynamicCache" else STORED)
-        kl, same = _numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", printed)
+        (token_bytes,) = _read_numbers(rf"{title} +([\d,]+) bytes per token", output)
+        assert token_bytes == layers * (BF16_BYTES if title == "DynamicCache" else PAGE_BYTES)
+        kl, agreement = _read_numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", output)
         assert kl == 0 if title == "DynamicCache" else 0 < kl < 0.1
-        assert 80 < same <= 100
-        assert _numbers(rf"{title} +([\d.]+) ms, ([\d.]+) of DynamicCache", printed)
+        assert 80 < agreement <= 100
+        assert _read_numbers(rf"{title} +([\d.]+) ms, ([\d.]+) of DynamicCache", output)
 
 
 @pytest.mark.full  # the fast tier of tests/serving has several clients of one server
@@ -236,10 +236,10 @@ def test_one_server_answers_sixteen_clients(monkeypatch, capsys, tmp_path):
     arguments = [*ARGUMENTS["serve_client.py"], "--model", model]
     monkeypatch.setattr(sys, "argv", ["serve_client.py", *arguments])
     runpy.run_path(str(FOLDER / "serve_client.py"), run_name="__main__")
-    out = capsys.readouterr().out
-    streamed = re.findall(r"^streamed (.+)$", out, re.MULTILINE)
-    assert len(streamed) == len(set(streamed)) == 8
-    assert re.findall(r"^at once  (.+)$", out, re.MULTILINE) == streamed
-    assert 'requests_total{status="200"} 16.0\n' in out
-    assert _numbers(r"generated_tokens_total (\d+)", out) == (16 * 8,)
-    assert "the server ended with 0" in out
+    output = capsys.readouterr().out
+    answers = re.findall(r"^streamed (.+)$", output, re.MULTILINE)
+    assert len(answers) == len(set(answers)) == 8
+    assert re.findall(r"^at once  (.+)$", output, re.MULTILINE) == answers
+    assert 'requests_total{status="200"} 16.0\n' in output
+    assert _read_numbers(r"generated_tokens_total (\d+)", output) == (16 * 8,)
+    assert "the server ended with 0" in output

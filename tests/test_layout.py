@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_fp8kv"
-# From the bottom to the top. A folder only imports from folders on lower floors. Imports in
+# Folders from the bottom to the top. A folder only imports from folders on lower floors. Imports in
 # functions and for types count.
 FLOORS = (
     ("errors",),
@@ -45,7 +45,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imported_modules(name: str) -> Iterator[str]:
+def find_imports(name: str) -> Iterator[str]:
     """Yield the modules of the package that a module imports, at any place in the file."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -53,8 +53,8 @@ def imported_modules(name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1]
-            source = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            base = package.split(".")[: len(package.split(".")) - node.level + 1]
+            source = ".".join([*(base if node.level else []), *filter(None, [node.module])])
             for alias in node.names:
                 member = f"{source}.{alias.name}"
                 if member in MODULES or source in MODULES:
@@ -62,31 +62,31 @@ def imported_modules(name: str) -> Iterator[str]:
 
 
 @functools.cache
-def graph() -> dict[str, set[str]]:
-    return {name: set(imported_modules(name)) - {name} for name in MODULES}
+def read_graph() -> dict[str, set[str]]:
+    return {name: set(find_imports(name)) - {name} for name in MODULES}
 
 
-def folder(module: str) -> str:
+def folder_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
 def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other in a cycle."""
-    reached = {name: set(targets) for name, targets in graph.items()}
+    """Return the groups of modules that import each other, directly or through other modules."""
+    reachable = {name: set(targets) for name, targets in graph.items()}
     for middle in graph:
-        for targets in reached.values():
+        for targets in reachable.values():
             if middle in targets:
-                targets |= reached[middle]
+                targets |= reachable[middle]
     groups = {
-        frozenset(other for other in reached[name] if name in reached[other])
+        frozenset(target for target in reachable[name] if name in reachable[target])
         for name in graph
-        if name in reached[name]
+        if name in reachable[name]
     }
     return sorted(sorted(group) for group in groups)
 
 
-def test_no_import_cycles():
-    cycles = find_cycles(graph())
+def test_the_package_has_no_import_cycles():
+    cycles = find_cycles(read_graph())
     print(f"{len(cycles)} import cycles among {len(MODULES)} modules")
     assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
 
@@ -98,15 +98,16 @@ def test_a_cycle_is_detected():
 
 def test_imports_point_to_lower_floors():
     floor = {name: index for index, names in enumerate(FLOORS) for name in names}
-    assert {folder(module) for module in MODULES} == set(floor)
-    against = [
+    assert {folder_of(module) for module in MODULES} == set(floor)
+    pairs = ((x, y) for x, targets in read_graph().items() for y in sorted(targets))
+    wrong_imports = [
         f"{module} imports {target}"
-        for module, targets in graph().items()
-        for target in sorted(targets)
-        if folder(module) != folder(target) and floor[folder(target)] >= floor[folder(module)]
+        for module, target in pairs
+        if folder_of(module) != folder_of(target)
+        and floor[folder_of(target)] >= floor[folder_of(module)]
     ]
-    print(f"{len(against)} imports against the order")
-    assert not against, "\n".join(against)
+    print(f"{len(wrong_imports)} imports against the order")
+    assert not wrong_imports, "\n".join(wrong_imports)
 
 
 def test_docs_show_the_same_floors():
@@ -118,12 +119,10 @@ def test_docs_show_the_same_floors():
 def test_no_folder_exceeds_its_budget():
     lines = Counter[str]()
     for path in [*MODULES.values(), *PACKAGE.rglob("*.cpp")]:
-        lines[folder(module_name(path))] += len(path.read_text().splitlines())
-    root = [path.name for path in PACKAGE.glob("*.py")]
+        lines[folder_of(module_name(path))] += len(path.read_text().splitlines())
+    root_files = [path.name for path in PACKAGE.glob("*.py")]
     print(f"{len(MODULES)} files, {sum(lines.values())} lines: {dict(lines)}")
-    over = {
-        name: (n, BUDGETS.get(name, 0)) for name, n in lines.items() if n > BUDGETS.get(name, 0)
-    }
-    assert not over, f"lines and budget of a folder: {over}. Delete lines before adding more"
+    excess = {k: (n, BUDGETS.get(k, 0)) for k, n in lines.items() if n > BUDGETS.get(k, 0)}
+    assert not excess, f"lines and budget of a folder: {excess}. Delete lines before adding more"
     assert BUDGETS.keys() == lines.keys()
-    assert len(root) <= 6, root
+    assert len(root_files) <= 6, root_files

@@ -1,7 +1,7 @@
-"""Tests that count phrases which read as translated, and that limit the size of the documentation.
+"""Tests that count phrases that read as translated, and that limit the size of the documentation.
 
-A sentence that a pattern matches by mistake is also rewritten, or stays within the allowance.
-Lower the allowance after removing matches. CONTRIBUTING.md says how to write instead.
+If a pattern matches a correct sentence, rewrite the sentence too, or stay within the allowance.
+Lower the allowance after removing matches. CONTRIBUTING.md describes the style.
 """
 
 import io
@@ -37,7 +37,7 @@ FILES = {
     "docs": ("docs/*.md", "*.md"),
     "tests": ("tests/**/*.py", "benchmarks/**/*.py", "examples/*.py"),
 }
-GENERATED = "architectures.md"  # every type of model has a row, some with foreign messages
+GENERATED_PAGE = "architectures.md"  # every type of model has a row, some with foreign messages
 # The most matches of each pattern, in the order of `PATTERNS`. They only fall.
 ALLOWED = {
     "package": (1, 0, 0, 5, 0, 147, 1, 0, 0, 1, 0, 1, 1, 1, 8, 0, 0),
@@ -46,37 +46,37 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def prose_of(path: Path) -> str:
-    """Return comments and strings of a module, or a page without its code and link targets."""
+def extract_prose(path: Path) -> str:
+    """Return the comments and strings of a module, or a page without its code and link targets."""
     text = path.read_text()
     if path.suffix == ".md":
         return re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    kinds = (tokenize.COMMENT, tokenize.STRING)
-    return "\n".join(token.string.strip("# \"'") for token in tokens if token.type in kinds)
+    prose_types = (tokenize.COMMENT, tokenize.STRING)
+    return "\n".join(token.string.strip("# \"'") for token in tokens if token.type in prose_types)
 
 
-def count(texts: list[str]) -> Counter[str]:
+def count_matches(texts: list[str]) -> Counter[str]:
     counts = Counter[str]()
     for name, pattern in PATTERNS.items():
         counts[name] = sum(len(re.findall(pattern, text, re.MULTILINE)) for text in texts)
     return counts
 
 
-@pytest.mark.parametrize("place", FILES)
-def test_no_pattern_gains(place):
-    paths = {path for glob in FILES[place] for path in ROOT.glob(glob)}
-    paths -= {Path(__file__), ROOT / "docs" / GENERATED}
-    counts = count([prose_of(path) for path in sorted(paths)])
-    print(f'"{place}": {tuple(counts.values())},')
-    allowed = dict(zip(PATTERNS, ALLOWED[place], strict=True))
-    excess = {name: (n, allowed[name]) for name, n in counts.items() if n > allowed[name]}
+@pytest.mark.parametrize("group", FILES)
+def test_no_pattern_gains_matches(group):
+    paths = {path for glob in FILES[group] for path in ROOT.glob(glob)}
+    paths -= {Path(__file__), ROOT / "docs" / GENERATED_PAGE}
+    counts = count_matches([extract_prose(path) for path in sorted(paths)])
+    print(f'"{group}": {tuple(counts.values())},')
+    max_matches = dict(zip(PATTERNS, ALLOWED[group], strict=True))
+    excess = {name: (n, max_matches[name]) for name, n in counts.items() if n > max_matches[name]}
     assert not excess, f"matches and allowance: {excess}. Rewrite the new sentences"
 
 
-def test_a_pattern_is_found():
+def test_patterns_are_found():
     texts = ["# Of larger ones registers are short; those of K are asked, too"]
-    counts = count([text.strip("# ") for text in texts])
+    counts = count_matches([text.strip("# ") for text in texts])
     assert [name for name, n in counts.items() if n] == [
         "fronted Of", "that of", "semicolon", "also in", "know, tell, ask"
     ]  # fmt: skip
@@ -84,28 +84,28 @@ def test_a_pattern_is_found():
 
 # -- sizes ---------------------------------------------------------------------------------------
 
-GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GUIDE = [page for page in GUIDE if page.name != GENERATED]
+GUIDE_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDE_PAGES = [page for page in GUIDE_PAGES if page.name != GENERATED_PAGE]
 
 
-def words_of(text: str) -> int:
-    """Count words. Bars of tables and other signs are not words."""
+def count_words(text: str) -> int:
+    """Return the number of words. Table bars and other signs are not words."""
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
 def test_the_documentation_stays_short():
-    words = {page.name: words_of(page.read_text()) for page in GUIDE}
+    words = {page.name: count_words(page.read_text()) for page in GUIDE_PAGES}
     print(words, sum(words.values()))
     assert sum(words.values()) <= 25_000
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDE_PAGES, ids=lambda page: page.name)
 def test_cells_of_tables_are_short(page: Path):
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    long = [cell for row in rows for cell in row.split("|") if words_of(cell) > 20]
-    assert not long
+    long_cells = [cell for row in rows for cell in row.split("|") if count_words(cell) > 20]
+    assert not long_cells
 
 
 def test_a_limit_has_at_most_four_sentences():

@@ -15,34 +15,34 @@ from hf_fp8kv.attention.switching import watched_attention
 from tests.helpers.tiny_models import tiny
 
 
-def public_names(module: ModuleType) -> set[str]:
+def list_public_names(module: ModuleType) -> set[str]:
     """Return the names in a module, except private names and submodules."""
-    return {n for n, o in vars(module).items() if n[0] != "_" and not inspect.ismodule(o)}
+    return {n for n, value in vars(module).items() if n[0] != "_" and not inspect.ismodule(value)}
 
 
-PROMISED = {
+STABLE_NAMES = {
     "BackendError", "ConfigError", "FP8KVError", "FP8PagedCache", "KVScales", "OutOfPagesError",
     "ScaleError", "application", "check_model", "demo_model_path", "disable", "enable", "measure",
 }  # fmt: skip
 
 
-def test_all_names_exactly_the_public_names_in_order():
+def test_all_lists_exactly_the_public_names_in_order():
     names: dict[str, object] = {}
     exec("from hf_fp8kv import *", names)
-    assert set(hf_fp8kv.__all__) == public_names(hf_fp8kv) | {"application"} <= names.keys()
+    assert set(hf_fp8kv.__all__) == list_public_names(hf_fp8kv) | {"application"} <= names.keys()
     assert hf_fp8kv.__all__ == sorted(set(hf_fp8kv.__all__))
-    assert set(hf_fp8kv.__all__) >= PROMISED
+    assert set(hf_fp8kv.__all__) >= STABLE_NAMES
     assert all(inspect.getdoc(getattr(hf_fp8kv, name)) for name in hf_fp8kv.__all__)
 
 
-def test_private_modules_agree_with_their_all():
-    for module in (m for m in vars(hf_fp8kv).values() if inspect.ismodule(m)):
+def test_all_of_each_submodule_names_existing_members():
+    for module in (member for member in vars(hf_fp8kv).values() if inspect.ismodule(member)):
         for name in getattr(module, "__all__", []):
             assert hasattr(module, name), f"{module.__name__}.__all__ names {name}"
 
 
-# For a new process: transformers first, then the changes by the import of the package.
-PROBE = """
+# A script for a new process: it imports transformers, then the package, and prints the changes.
+IMPORT_SCRIPT = """
 import json, sys, warnings
 from transformers import AttentionInterface, cache_utils
 from transformers.masking_utils import AttentionMaskInterface
@@ -53,52 +53,52 @@ def registries():
     return {
         "attention": dict(AttentionInterface._global_mapping),
         "mask": dict(AttentionMaskInterface._global_mapping),
-        "attention here": dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.items()),
-        "mask here": dict(transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items()),
+        "imported attention": dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.items()),
+        "imported mask": dict(transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items()),
         "cache": {n: o for n, o in vars(cache_utils).items() if not n.startswith("__")},
     }
 
-before, modules, filters = registries(), set(sys.modules), list(warnings.filters)
+old, modules, filters = registries(), set(sys.modules), list(warnings.filters)
 import hf_fp8kv
-after, added = registries(), set(sys.modules) - modules
+new, added = registries(), set(sys.modules) - modules
 print(json.dumps({
-    "added": {k: sorted(after[k].keys() - before[k].keys()) for k in before},
-    "changed": {k: [n for n in before[k] if after[k].get(n) is not before[k][n]] for k in before},
+    "added": {k: sorted(new[k].keys() - old[k].keys()) for k in old},
+    "changed": {k: [n for n in old[k] if new[k].get(n) is not old[k][n]] for k in old},
     "modules": sorted(added),
     "filters": len(warnings.filters) - len(filters),
-    "later": [hf_fp8kv.serving.enable.__module__, hf_fp8kv.application.__module__],
+    "lazy": [hf_fp8kv.serving.enable.__module__, hf_fp8kv.application.__module__],
 }))
 """
 
 
 @pytest.fixture(scope="module")
-def imported() -> dict[str, object]:
-    """Return the changes by the import in a new process."""
-    command = [sys.executable, "-W", "error::UserWarning", "-c", PROBE]
+def import_changes() -> dict[str, object]:
+    """Return the changes that the import makes in a new process."""
+    command = [sys.executable, "-W", "error::UserWarning", "-c", IMPORT_SCRIPT]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 
 
-def test_importing_adds_one_name_to_the_registries(imported):
-    assert imported["added"] == {
+def test_importing_adds_one_name_to_the_registries(import_changes):
+    assert import_changes["added"] == {
         "attention": ["fp8_paged"],
         "mask": ["fp8_paged"],
-        "attention here": ["fp8_paged"],
-        "mask here": ["fp8_paged"],
+        "imported attention": ["fp8_paged"],
+        "imported mask": ["fp8_paged"],
         "cache": [],
     }
 
 
-def test_importing_changes_no_existing_entry(imported):
-    assert not any(imported["changed"].values()), imported["changed"]
-    assert imported["filters"] == 0
+def test_importing_changes_no_existing_entry(import_changes):
+    assert not any(import_changes["changed"].values()), import_changes["changed"]
+    assert import_changes["filters"] == 0
 
 
-def test_importing_loads_no_other_package(imported):
-    assert {name.split(".")[0] for name in imported["modules"]} == {"hf_fp8kv"}
-    assert "hf_fp8kv.serving" not in imported["modules"]
-    assert imported["later"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
+def test_importing_loads_no_other_package(import_changes):
+    assert {name.split(".")[0] for name in import_changes["modules"]} == {"hf_fp8kv"}
+    assert "hf_fp8kv.serving" not in import_changes["modules"]
+    assert import_changes["lazy"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hf_fp8kv.nothing  # noqa: B018
 
@@ -109,7 +109,7 @@ def test_registered_functions_have_the_signature_of_sdpa():
     expected += ["is_causal", "position_bias"]
     model, _ = tiny("gqa")
     with watched_attention(model, lambda *_: None):
-        ours = {n: f for n, f in AttentionInterface().items() if n.startswith("fp8_paged")}
-    assert set(ours) == {"fp8_paged", "fp8_paged_watched"}
-    for name, function in {**ours, "sdpa": sdpa_attention_forward}.items():
+        functions = {n: f for n, f in AttentionInterface().items() if n.startswith("fp8_paged")}
+    assert set(functions) == {"fp8_paged", "fp8_paged_watched"}
+    for name, function in {**functions, "sdpa": sdpa_attention_forward}.items():
         assert list(inspect.signature(function).parameters)[:9] == expected, name

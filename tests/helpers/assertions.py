@@ -58,19 +58,19 @@ def _assert_none_differs(
     label: Any,
     axes: Axes | None,
 ) -> None:
-    start = f"{label}: " if label != "" else ""
-    kinds = [f"{x.dtype} of shape {list(x.shape)}" for x in (expected, actual)]
-    assert kinds[0] == kinds[1], f"{start}expected {kinds[0]}, got {kinds[1]}"
+    prefix = f"{label}: " if label != "" else ""
+    types = [f"{x.dtype} of shape {list(x.shape)}" for x in (expected, actual)]
+    assert types[0] == types[1], f"{prefix}expected {types[0]}, got {types[1]}"
     differences = find_differences(actual, expected).nonzero()
     if len(differences) == 0:
         return
     names = _BY_RANK.get(actual.ndim, ()) if axes is None else axes
     if len(names) != actual.ndim:
         names = tuple(f"axis {i}" for i in range(actual.ndim))
-    place = tuple(differences[0].tolist())
-    location = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=True))
+    index = tuple(differences[0].tolist())
+    location = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
     raise AssertionError(
-        f"{start}{len(differences)} of {actual.numel()} differ, "
-        f"first at {location or 'the only number'}: "
-        f"got {actual[place].item()}, expected {expected[place].item()}"
+        f"{prefix}{len(differences)} of {actual.numel()} differ, "
+        f"first at {location or 'the only value'}: "
+        f"got {actual[index].item()}, expected {expected[index].item()}"
     )

@@ -7,11 +7,11 @@ from hf_fp8kv.ops import Pages, StoredSide
 from hf_fp8kv.ops.blocks import blocks_of, locate_pages, put_pages, take_pages
 
 
-def in_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
+def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
     """Return the same pages on `device`, in blocks of `size` pages with unordered addresses."""
-    rows, device = _rows(pages), device or pages.table.device
+    rows, device = _read_pages(pages), device or pages.table.device
     width = rows.shape[1]
-    # Bytes between pages decode to NaN, so that no test passes if they are read.
+    # Bytes outside the pages decode to NaN, so a test fails if they are read.
     blocks = [
         torch.full((min(size, len(rows) - start), width), 0xFF, dtype=torch.uint8, device=device)
         for start in range(0, len(rows), size)
@@ -28,19 +28,19 @@ def in_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -
     )
 
 
-def between_others(pages: Pages) -> Pages:
-    """Return the same pages in one block, with other bytes between them."""
-    rows = _rows(pages)
+def separate_pages(pages: Pages) -> Pages:
+    """Return the same pages in one block, with foreign bytes between them."""
+    rows = _read_pages(pages)
     block = torch.full((len(rows), rows.shape[1] + 48), 0xFF, dtype=torch.uint8)[:, :-48]
     block.copy_(rows)
     return pages._replace(block=block, offsets=locate_pages([block]))
 
 
-def in_one_block(pages: Pages) -> Pages:
-    """Return the same pages, with the same numbers, in one block."""
-    return pages._replace(block=(block := _rows(pages)), offsets=locate_pages([block]))
+def merge_blocks(pages: Pages) -> Pages:
+    """Return the same pages, with the same page numbers, in one block."""
+    return pages._replace(block=(block := _read_pages(pages)), offsets=locate_pages([block]))
 
 
-def _rows(pages: Pages) -> torch.Tensor:
+def _read_pages(pages: Pages) -> torch.Tensor:
     blocks = blocks_of(pages)
     return take_pages(blocks, np.arange(sum(map(len, blocks))))

@@ -1,4 +1,4 @@
-"""A runner of the command line in this process, and a tiny model for it."""
+"""A function that runs the command line in this process, and a tiny model for it."""
 
 import io
 import sys
@@ -14,14 +14,14 @@ from hf_fp8kv import cli
 
 WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(chr, range(97, 123))]
 
-# A function of the arguments and an optional stdin. It returns the exit code, stdout and stderr.
+# Function of command-line arguments and an optional `stdin`. Returns exit code, stdout and stderr.
 Runner = Callable[..., tuple[int, str, str]]
 
 
 def save_tiny_model(
     folder: Path, dtype: torch.dtype = torch.bfloat16, *, positions: int = 256
 ) -> str:
-    """Save a tiny Llama with a tokenizer of whole words, without an end token."""
+    """Save a tiny Llama with a word tokenizer, without an end token. Return the folder."""
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
@@ -37,7 +37,7 @@ def save_tiny_model(
 
 
 def runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
-    """Return a function that runs the command line."""
+    """Return a `Runner` that expects the command to end with SystemExit."""
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv", *arguments])

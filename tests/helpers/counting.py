@@ -1,4 +1,4 @@
-"""A count of the bytes that operations write, which does not depend on the machine as times do."""
+"""A counter of the bytes that operations write. Unlike times, it does not depend on the machine."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ class BytesWritten(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         outputs = result if isinstance(result, (tuple, list)) else (result,)
-        for output, returned in zip(outputs, function._schema.returns, strict=False):
-            is_view = returned.alias_info is not None and not returned.alias_info.is_write
+        for output, schema in zip(outputs, function._schema.returns, strict=False):
+            is_view = schema.alias_info is not None and not schema.alias_info.is_write
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(tensor, torch.Tensor) and not is_view:
                     self.total += tensor.nbytes

@@ -1,6 +1,6 @@
 """Checkpoints that declare a KV cache in the format of compressed-tensors, and their models.
 
-The scales are much too small, so that rounding with them changes K and V beyond recognition.
+The scales are much too small, so rounding with them destroys K and V.
 """
 
 import json
@@ -15,7 +15,7 @@ from hf_fp8kv import KVScales, LayerScales
 from tests.helpers.tiny_models import tiny
 
 LAYERS, HEADS = 2, 2
-# These scales reach 0.9 and 0.67 with codes up to 448. K and V of the model exceed both by far.
+# With codes up to 448, values reach 0.9 and 0.67. The model's K and V are far larger.
 TOO_SMALL = KVScales(
     {
         index: LayerScales(
@@ -52,7 +52,7 @@ def save_w8a8(folder: Path) -> Path:
     """Save the model with FP8 weights and activations, and without a declared KV cache."""
     model = tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
     tensors = model.state_dict()
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+    for name in [key for key in tensors if key.endswith("_proj.weight")]:
         weight = tensors[name]
         scale = weight.abs().amax(1, keepdim=True) / 448
         tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
@@ -65,7 +65,7 @@ def save_w8a8(folder: Path) -> Path:
 
 
 def declare(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint with scales that are too small."""
+    """Copy a checkpoint, and declare scales that are too small. Return the folder."""
     TOO_SMALL.save_pretrained(folder, format="compressed-tensors", checkpoint=checkpoint)
     return folder
 
@@ -79,13 +79,12 @@ def save_projections(checkpoint: Path, folder: Path) -> Path:
             tensors[name] = torch.tensor([scale])
     output_format = {**_FP8, "strategy": "tensor", "dynamic": False}
     group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": output_format}
-    quantization_config = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
+    quantization = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
     config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = quantization
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": quantization_config})
-    )
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

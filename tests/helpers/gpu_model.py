@@ -1,7 +1,7 @@
-"""A simulation of a GPU that runs the decode kernel, which computes the time of a work plan.
+"""A simulation of a GPU that runs the decode kernel, to compute the time of a work plan.
 
 The model covers the properties of an H200 (132 SMs, 4.3 TB/s of usable bandwidth) that the plan
-depends on. Programs start in order, each on an SM with a free place. An SM with one to six programs
+depends on. Programs start in order, each on an SM with a free slot. An SM with one to six programs
 reads a fixed number of bytes per clock, and all SMs together cannot read more than the memory
 delivers. A program reads nothing at its beginning and end. A second kernel merges parts after the
 last program. Nothing else is modeled, so only ratios are meaningful.
@@ -21,31 +21,31 @@ from typing import NamedTuple
 
 from hf_fp8kv.ops.triton.tuning import PlanConfig
 
-__all__ = ["UNIT", "Part", "best_time", "bound", "time_of"]
+__all__ = ["UNIT", "Part", "best_time", "lower_bound", "plan_time"]
 
-# K and V of a token and head: 2 x 128 bytes, and two scales of two.
+# K and V of a token and head: 2 x 128 bytes, and two scales of 2 bytes.
 BYTES_PER_TOKEN = 260
 UNIT = PlanConfig().unit  # tokens
 
-# RATES: bytes per clock of an SM with one program, with two, and so on. An SM has six places.
+# RATES: bytes per clock of an SM with one to six programs. An SM has six slots for programs.
 SM_COUNT, RATES = 132, (10.0, 18.0, 25.0, 31.0, 36.0, 40.0)
 CLOCK = 1980.0  # MHz
-BANDWIDTH = 4.3e6  # of the memory, in bytes per microsecond
+BANDWIDTH = 4.3e6  # memory bandwidth in bytes per microsecond
 # Microseconds before a program's first bytes (its launch, its row of the plan, the page table, the
 # query) and after its last bytes (sums over warps, and the stores).
-START, END = 1.5, 0.5
-# Microseconds of the second kernel, estimates: its start, and each part of the sequence with the
+START_TIME, END_TIME = 1.5, 0.5
+# Estimated microseconds of the second kernel: its start, and each part of the sequence with the
 # most parts.
-MERGE, MERGE_STEP = 1.9, 0.033
+MERGE_TIME, PART_TIME = 1.9, 0.033
 
 
 class Part(NamedTuple):
-    """A row of a plan: units `begin` to `end - 1` of a sequence. `whole` means all of its units."""
+    """A row of a plan: units `begin` to `end - 1` of a sequence. `is_whole` means all its units."""
 
     sequence: int
     begin: int
     end: int
-    whole: bool
+    is_whole: bool
 
 
 @dataclass
@@ -53,115 +53,115 @@ class _SM:
     """An SM and its programs.
 
     Attributes:
-        read: Bytes read so far for each of its programs.
-        since: `flow` at the last update of `read`.
-        ends: Heap of the programs, by the value of `read` at which they have read everything.
-        version: Number of changes of `ends`.
+        bytes_read: Bytes that each program has read if it has run since the start.
+        update_flow: `flow` at the last update of `bytes_read`.
+        targets: Heap of the programs, by the value of `bytes_read` at which they have read all.
+        version: Number of changes of `targets`.
     """
 
-    read: float = 0.0
-    since: float = 0.0
-    ends: list[tuple[float, int]] = field(default_factory=list)
+    bytes_read: float = 0.0
+    update_flow: float = 0.0
+    targets: list[tuple[float, int]] = field(default_factory=list)
     version: int = 0
 
 
 def run_parts(sizes: Iterable[int]) -> float:
-    """Return the microseconds until all programs are done. Program `i` reads `sizes[i]` bytes.
+    """Return the microseconds until all programs have ended. Program `i` reads `sizes[i]` bytes.
 
     `flow` is the time in clocks that would have passed if the memory did not limit the SMs' rates.
     """
-    waiting = enumerate(sizes)
+    programs = enumerate(sizes)
     sms = [_SM() for _ in range(SM_COUNT)]
     # Time, order, index of the SM, program, and bytes to read, or None at the end of a program.
     timers: list[tuple[float, int, int, int, float | None]] = []
-    drained: list[tuple[float, int, int]] = []  # flow, index of the SM, its version
+    drain_heap: list[tuple[float, int, int]] = []  # flow, index of the SM, its version
     order = itertools.count()
-    now = flow = demand = 0.0
-    running = 0
+    time = flow = demand = 0.0
+    num_running = 0
     bytes_per_clock = BANDWIDTH / CLOCK
 
     def start_program(index: int) -> int:
-        program, size = next(waiting, (0, None))
+        program, size = next(programs, (0, None))
         if size is None:
             return 0
-        heapq.heappush(timers, (now + START, next(order), index, program, float(size)))
+        heapq.heappush(timers, (time + START_TIME, next(order), index, program, float(size)))
         return 1
 
-    def rate(count: int) -> float:
+    def sm_rate(count: int) -> float:
         return RATES[count - 1] if count else 0.0
 
     def update_reads(index: int) -> _SM:
-        sm, count = sms[index], len(sms[index].ends)
+        sm, count = sms[index], len(sms[index].targets)
         if count:
-            sm.read += (flow - sm.since) * rate(count) / count
-        sm.since = flow
+            sm.bytes_read += (flow - sm.update_flow) * sm_rate(count) / count
+        sm.update_flow = flow
         return sm
 
     def schedule_drain(index: int) -> None:
-        sm, count = sms[index], len(sms[index].ends)
+        sm, count = sms[index], len(sms[index].targets)
         sm.version += 1
         if count:
-            ends = flow + (sm.ends[0][0] - sm.read) * count / rate(count)
-            heapq.heappush(drained, (ends, index, sm.version))
+            drain_flow = flow + (sm.targets[0][0] - sm.bytes_read) * count / sm_rate(count)
+            heapq.heappush(drain_heap, (drain_flow, index, sm.version))
 
     for _ in RATES:
         for index in range(SM_COUNT):
-            running += start_program(index)
-    while running:
-        while drained and drained[0][2] != sms[drained[0][1]].version:
-            heapq.heappop(drained)
+            num_running += start_program(index)
+    while num_running:
+        while drain_heap and drain_heap[0][2] != sms[drain_heap[0][1]].version:
+            heapq.heappop(drain_heap)
         speed = CLOCK * min(1.0, bytes_per_clock / demand) if demand else CLOCK
-        drain_time = now + (drained[0][0] - flow) / speed if drained else float("inf")
+        drain_time = time + (drain_heap[0][0] - flow) / speed if drain_heap else float("inf")
         timer_time = timers[0][0] if timers else float("inf")
-        flow += (min(drain_time, timer_time) - now) * speed
-        now = min(drain_time, timer_time)
+        flow += (min(drain_time, timer_time) - time) * speed
+        time = min(drain_time, timer_time)
         if timer_time <= drain_time:
             _, _, index, program, size = heapq.heappop(timers)
             if size is None:
-                running += start_program(index) - 1
+                num_running += start_program(index) - 1
                 continue
             sm = update_reads(index)
-            demand -= rate(len(sm.ends))
-            heapq.heappush(sm.ends, (sm.read + size, program))
+            demand -= sm_rate(len(sm.targets))
+            heapq.heappush(sm.targets, (sm.bytes_read + size, program))
         else:
-            index = heapq.heappop(drained)[1]
+            index = heapq.heappop(drain_heap)[1]
             sm = update_reads(index)
-            demand -= rate(len(sm.ends))
-            _, program = heapq.heappop(sm.ends)
-            end_time = now + END
+            demand -= sm_rate(len(sm.targets))
+            _, program = heapq.heappop(sm.targets)
+            end_time = time + END_TIME
             heapq.heappush(timers, (end_time, next(order), index, program, None))
-        demand += rate(len(sm.ends))
+        demand += sm_rate(len(sm.targets))
         schedule_drain(index)
-    return now
+    return time
 
 
-def time_of(parts: Sequence[Part], lengths: Sequence[int], heads: int) -> float:
+def plan_time(parts: Sequence[Part], lengths: Sequence[int], heads: int) -> float:
     """Return the microseconds that a plan takes for sequences of these lengths."""
     sizes = [min(part.end * UNIT, lengths[part.sequence]) - part.begin * UNIT for part in parts]
     read_time = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)])
-    part_counts = Counter(part.sequence for part in parts if not part.whole)
-    return read_time + (MERGE + MERGE_STEP * max(part_counts.values()) if part_counts else 0.0)
+    part_counts = Counter(part.sequence for part in parts if not part.is_whole)
+    return read_time + (MERGE_TIME + PART_TIME * max(part_counts.values()) if part_counts else 0.0)
 
 
-def bound(lengths: Sequence[int], heads: int) -> float:
+def lower_bound(lengths: Sequence[int], heads: int) -> float:
     """Return the microseconds in which the memory can deliver all bytes."""
     return sum(lengths) * heads * BYTES_PER_TOKEN / BANDWIDTH
 
 
 def best_time(lengths: Sequence[int], heads: int) -> float:
-    """Return the least microseconds over whole sequences and several sizes of even parts."""
+    """Return the least time in microseconds of plans with whole sequences or with even parts."""
 
     def cut_evenly(count: int) -> list[Part]:
-        longest = -(-max(lengths) // UNIT)
-        size = -(-longest // count)
+        max_units = -(-max(lengths) // UNIT)
+        size = -(-max_units // count)
         parts = []
-        for b, length in enumerate(lengths):
+        for sequence, length in enumerate(lengths):
             units = max(1, -(-length // UNIT))
             num_parts = -(-units // size)
             step = -(-units // num_parts)
             spans = [(i, min(i + step, units)) for i in range(0, units, step)]
-            parts += [Part(b, *span, len(spans) == 1) for span in spans]
+            parts += [Part(sequence, *span, len(spans) == 1) for span in spans]
         return sorted(parts, key=lambda part: part.begin - part.end)
 
     counts = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)
-    return min(time_of(cut_evenly(n), lengths, heads) for n in counts)
+    return min(plan_time(cut_evenly(n), lengths, heads) for n in counts)

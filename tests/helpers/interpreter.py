@@ -8,10 +8,10 @@ bfloat16. A maximum returns NaN if one operand is NaN, the FNUZ formats are miss
 scalars is treated as numbers, and a loop whose bound is loaded needs numpy < 2.4.
 TRITON_INTERPRET=1 must be set before Triton is imported, which conftest.py does.
 
-Further changes save three quarters of the time, which is spent on descriptions of types instead of
+Further changes save three quarters of the time, which the interpreter spends on types instead of
 values. The language is patched once per launch instead of in every call of a device function.
-Overflow of integers is not computed for a check that is off. A type of blocks is made once for each
-shape, and facts that follow from types alone are not computed again for every tensor.
+Integer overflow is not computed, because its check is off. A type of blocks is created once for
+each shape, and properties that follow from types alone are not computed again for every tensor.
 """
 
 import functools
@@ -28,7 +28,7 @@ from triton.runtime import interpreter
 
 __all__ = ["repair"]
 
-_FLOATS = {
+_TORCH_DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
     tl.float8e4b8: torch.float8_e4m3fnuz,
@@ -38,8 +38,8 @@ _FLOATS = {
     tl.float32: torch.float32,
     tl.float64: torch.float64,
 }
-# The types that the interpreter keeps as bit patterns.
-_AS_BITS = tuple(t for t in _FLOATS if t not in (tl.float16, tl.float32, tl.float64))
+# The types whose values the interpreter stores as bit patterns.
+_STORED_AS_BITS = tuple(t for t in _TORCH_DTYPES if t not in (tl.float16, tl.float32, tl.float64))
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _POINTER = np.dtype(np.uint64)
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -52,20 +52,20 @@ Handle = interpreter.TensorHandle
 def repair() -> None:
     """Repair the interpreter of this process, once."""
     interpreter._convert_float = _convert
-    _look_types_up_once()
-    _make_types_once()
-    _check_operands_once()
+    _cache_numpy_dtypes()
+    _cache_block_types()
+    _cache_converted_numbers()
     _compare_types_by_identity()
-    _make_handles_in_one_call()
+    _set_handle_attributes_directly()
     _repair_casts()
     _repair_arithmetic()
     _repair_maximum()
     _repair_reductions()
     _repair_language()
-    _patch_once_per_launch()
+    _patch_language_once_per_launch()
     # The results of this function are only checked in debug mode.
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
-    _silence()
+    _silence_warnings()
 
 
 def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -75,28 +75,28 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
     PTX. NaN stays NaN.
     """
     bits = np.ascontiguousarray(data).view(_SIGNED[data.dtype.itemsize])
-    x = torch.from_numpy(bits.reshape(-1).copy()).view(_FLOATS[source])
+    x = torch.from_numpy(bits.reshape(-1).copy()).view(_TORCH_DTYPES[source])
     x = x.double() if source == tl.float64 else x.float()
-    dtype = _FLOATS[target]
+    dtype = _TORCH_DTYPES[target]
     if rounding == interpreter._ir.ROUNDING_MODE.RTZ:
         assert target == tl.bfloat16, f"rounding towards zero is not repaired for {target}"
         x = (x.float().view(torch.int32) & -0x10000).view(torch.float32)
     if dtype.itemsize == 1:
         x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    result = x.to(dtype).view(signed).numpy().view(_UNSIGNED[dtype.itemsize])
+    int_dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    result = x.to(dtype).view(int_dtype).numpy().view(_UNSIGNED[dtype.itemsize])
     return result.reshape(data.shape)
 
 
-def _widen(handle: Any) -> Any:
-    """Return `handle` as float32 if its values are kept as bit patterns."""
-    kind = handle.dtype.scalar
-    if kind not in _AS_BITS or handle.data.dtype.kind != "u":
+def _to_float32(handle: Any) -> Any:
+    """Return `handle` as float32 if its values are stored as bit patterns, or unchanged."""
+    scalar_type = handle.dtype.scalar
+    if scalar_type not in _STORED_AS_BITS or handle.data.dtype.kind != "u":
         return handle
-    return Handle(_convert(handle.data, kind, tl.float32, None).view(np.float32), tl.float32)
+    return Handle(_convert(handle.data, scalar_type, tl.float32, None).view(np.float32), tl.float32)
 
 
-def _narrow(handle: Any) -> Any:
+def _to_bfloat16(handle: Any) -> Any:
     """Return a float32 result as bfloat16, and the result of a comparison unchanged."""
     if handle.data.dtype.kind != "f":
         return handle
@@ -114,14 +114,14 @@ def _has_bfloat16(values: tuple[Any, ...]) -> bool:
 def _repair_casts() -> None:
     cast = Builder.cast_impl
 
-    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
-        if source.dtype.scalar == kind.scalar:
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == target.scalar:
             return source
         if source.dtype.scalar == tl.bfloat16:
-            source = _widen(source)
-        if kind.scalar == tl.bfloat16:
-            return _narrow(cast(self, source, tl.float32))
-        return cast(self, source, kind)
+            source = _to_float32(source)
+        if target.scalar == tl.bfloat16:
+            return _to_bfloat16(cast(self, source, tl.float32))
+        return cast(self, source, target)
 
     Builder.cast_impl = cast_impl
 
@@ -129,16 +129,16 @@ def _repair_casts() -> None:
 def _repair_arithmetic() -> None:
     def in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
-        def wrapped(self: Any, *operands: Any) -> Any:
+        def run_in_float32(self: Any, *operands: Any) -> Any:
             if _has_bfloat16(operands):
-                wide = (_widen(x) if isinstance(x, Handle) else x for x in operands)
-                return _narrow(operation(self, *wide))
+                converted = (_to_float32(x) if isinstance(x, Handle) else x for x in operands)
+                return _to_bfloat16(operation(self, *converted))
             result = operation(self, *operands)
             # The result of a comparison has the type of its operands, and Triton 3.9 does not
             # accept a block of that type as a mask.
             return Handle(result.data, tl.int1) if result.data.dtype == bool else result
 
-        return wrapped
+        return run_in_float32
 
     for name in ("binary_op", "unary_op", "ternary_op", "create_fma"):
         setattr(Builder, name, in_float32(getattr(Builder, name)))
@@ -146,46 +146,46 @@ def _repair_arithmetic() -> None:
     dot = Builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, *options: Any) -> Any:
-        return dot(self, _widen(a), _widen(b), *options)
+        return dot(self, _to_float32(a), _to_float32(b), *options)
 
     Builder.create_dot = create_dot
 
 
 def _repair_maximum() -> None:
-    """Return the number if one operand is NaN, as a GPU does unless it must propagate NaN."""
+    """Return the operand that is not NaN, as a GPU does unless it must propagate NaN."""
     Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
     def clamp(self: Any, x: Any, low: Any, high: Any, propagate: Any) -> Any:
-        ignore = propagate == interpreter._ir.PROPAGATE_NAN.NONE
-        top, bottom = (np.fmin, np.fmax) if ignore else (np.minimum, np.maximum)
-        return self.ternary_op(x, low, high, lambda x, low, high: top(bottom(x, low), high))
+        ignores_nan = propagate == interpreter._ir.PROPAGATE_NAN.NONE
+        minimum, maximum = (np.fmin, np.fmax) if ignores_nan else (np.minimum, np.maximum)
+        return self.ternary_op(x, low, high, lambda x, low, high: minimum(maximum(x, low), high))
 
     Builder.create_clampf = clamp
 
 
 def _repair_reductions() -> None:
     reduce = interpreter.ReduceOps.apply_impl
-    ignoring_nan = {tl.standard._elementwise_max: np.fmax, tl.standard._elementwise_min: np.fmin}
+    ufuncs = {tl.standard._elementwise_max: np.fmax, tl.standard._elementwise_min: np.fmin}
 
-    def widen(x: Any) -> Any:
+    def convert_bfloat16(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
             return x
-        kind = tl.block_type(tl.float32, x.shape) if x.type.is_block() else tl.float32
-        return tl.tensor(_widen(x.handle), kind)
+        type_ = tl.block_type(tl.float32, x.shape) if x.type.is_block() else tl.float32
+        return tl.tensor(_to_float32(x.handle), type_)
 
     def apply_impl(self: Any, operands: tuple[Any, ...]) -> Any:
-        inputs = tuple(widen(x) for x in operands)
-        ufunc = ignoring_nan.get(self.combine_fn)
+        inputs = tuple(convert_bfloat16(x) for x in operands)
+        ufunc = ufuncs.get(self.combine_fn)
         if ufunc is not None and inputs[0].dtype.is_floating():
             data = ufunc.reduce(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
             output = self.to_tensor(data, inputs[0].dtype)
         else:
             output = reduce(self, inputs)
         results = output if isinstance(output, list | tuple) else [output]
-        for result, operand, widened in zip(results, operands, inputs, strict=False):
-            if operand is not widened and result.dtype.scalar == tl.float32:
-                result.handle = _narrow(result.handle)
+        for result, operand, converted in zip(results, operands, inputs, strict=False):
+            if operand is not converted and result.dtype.scalar == tl.float32:
+                result.handle = _to_bfloat16(result.handle)
                 result.dtype = tl.bfloat16
                 result.type = (
                     tl.block_type(tl.bfloat16, result.shape)
@@ -205,12 +205,12 @@ def _repair_language() -> None:
         patch_core(lang, scope)
         to_ir = lang.dtype.to_ir
 
-        def with_fnuz(self: Any, builder: Any) -> Any:
+        def to_ir_with_fnuz(self: Any, builder: Any) -> Any:
             if self.name in ("fp8e4b8", "fp8e5b16"):
                 return tl.float8e4b8 if self.name == "fp8e4b8" else tl.float8e5b16
             return to_ir(self, builder)
 
-        scope.set_attr(lang.dtype, "to_ir", with_fnuz)
+        scope.set_attr(lang.dtype, "to_ir", to_ir_with_fnuz)
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -220,76 +220,76 @@ def _repair_language() -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
-def _patch_once_per_launch() -> None:
+def _patch_language_once_per_launch() -> None:
     """Patch the language when a kernel is launched, until the launch ends.
 
-    A device function of any module is then called without patching the language again.
+    Device functions of any module then run without patching the language again.
     """
     patch = interpreter._patch_lang
     language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.rewrite()(*args, **kwargs)
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
     def patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
-        def with_semantic(*args: Any, **kwargs: Any) -> Any:
+        def call_with_semantic(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
 
-        scope.set_attr(owner, name, with_semantic)
+        scope.set_attr(owner, name, call_with_semantic)
 
     interpreter._patch_attr = patch_attr
     interpreter._patch_lang = lambda _: patch(language)
-    interpreter.InterpretedFunction.__call__ = call
+    interpreter.InterpretedFunction.__call__ = call_kernel
 
 
-def _look_types_up_once() -> None:
+def _cache_numpy_dtypes() -> None:
     """Cache the numpy dtype of each scalar type of Triton."""
     scalar_dtype = functools.cache(interpreter._get_np_dtype)
 
-    def get_np_dtype(kind: Any) -> np.dtype:
-        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+    def get_np_dtype(type_: Any) -> np.dtype:
+        scalar = type_.element_ty if isinstance(type_, tl.block_type) else type_
         return _POINTER if isinstance(scalar, tl.pointer_type) else scalar_dtype(scalar)
 
     interpreter._get_np_dtype = get_np_dtype
 
 
-def _make_types_once() -> None:
-    """Cache the type of blocks for each element and shape, and the attributes of its tensors."""
+def _cache_block_types() -> None:
+    """Cache the type of blocks by element type and shape, and the attributes of its tensors."""
     block, tensor = tl.block_type, tl.tensor
     make_block, make_tensor = block.__init__, tensor.__init__
     blocks: dict[tuple[Any, ...], Any] = {}
     shapes: dict[tuple[int, ...], Any] = {}
 
-    def new(kind: Any, element: Any, shape: Any) -> Any:
-        if kind is not block:
-            return object.__new__(kind)
+    def new_type(type_: Any, element: Any, shape: Any) -> Any:
+        if type_ is not block:
+            return object.__new__(type_)
         key = id(element), *(x.value if isinstance(x, tl.constexpr) else x for x in shape)
         result = blocks.get(key)
         if result is None:
-            result = object.__new__(kind)
+            result = object.__new__(type_)
             make_block(result, element, shape)
-            blocks[key] = result  # keeps the element alive, so that no other element gets its id
+            blocks[key] = result  # keeps the element alive, so no different element gets its id
         return result
 
     def init_block(self: Any, element: Any, shape: Any) -> None:
         if type(self) is not block:
             make_block(self, element, shape)
 
-    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+    def init_tensor(self: Any, handle: Any, type_: Any) -> None:
         try:
-            self.shape, self.numel, self.dtype = kind.tensor_attributes
+            self.shape, self.numel, self.dtype = type_.tensor_attributes
         except AttributeError:
-            make_tensor(self, handle, kind)
+            make_tensor(self, handle, type_)
             sizes = tuple(x.value for x in self.shape)
             self.shape = shapes.setdefault(sizes, self.shape)
-            kind.tensor_attributes = self.shape, self.numel, self.dtype
-        self.handle, self.type = handle, kind
+            type_.tensor_attributes = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, type_
 
-    block.__new__, block.__init__, tensor.__init__ = new, init_block, init_tensor
+    block.__new__, block.__init__, tensor.__init__ = new_type, init_block, init_tensor
 
     broadcast = TritonSemantic.broadcast_impl_value
 
@@ -300,52 +300,52 @@ def _make_types_once() -> None:
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
 
-def _check_operands_once() -> None:
-    """Cache the conversion of Python numbers next to blocks of a type, and skip equal types."""
+def _cache_converted_numbers() -> None:
+    """Cache Python numbers that are converted for a type of blocks, and skip equal types."""
     check = TritonSemantic.binary_op_type_checking_impl
-    numbers = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
-    converted: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    number_types = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
+    entries: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
-    def as_operand(self: Any, number: Any, block: Any, rules: Any, is_left: bool) -> Any:
+    def convert_number(self: Any, number: Any, block: Any, rules: Any, is_left: bool) -> Any:
         key = id(block.type), type(number), number, rules
-        entry = converted.get(key)
+        entry = entries.get(key)
         if entry is None:
             operands = (number, block) if is_left else (block, number)
             operands = check(self, *operands, *rules)
-            other, operand = operands[::-1] if is_left else operands
-            if other is not block:
+            block_operand, operand = operands[::-1] if is_left else operands
+            if block_operand is not block:
                 return operands
             operand.handle.data.flags.writeable = False
-            if len(converted) > 4096:
-                converted.clear()
-            entry = converted[key] = operand, block.type  # keeps the type alive, and so its id
+            if len(entries) > 4096:
+                entries.clear()
+            entry = entries[key] = operand, block.type  # keeps the type alive, and its id unique
         return (entry[0], block) if is_left else (block, entry[0])
 
     def binary_op_type_checking_impl(self: Any, x: Any, y: Any, *rules: Any, **options: Any) -> Any:
-        if type(x) is tl.tensor and x.dtype.name in numbers and not options:
+        if type(x) is tl.tensor and x.dtype.name in number_types and not options:
             # Equal types are not converted, except for division.
             if type(y) is tl.tensor and x.dtype is y.dtype and len(rules) < 4:
                 return self.broadcast_impl_value(x, y)
             if type(y) in (int, float):
-                return as_operand(self, y, x, rules, False)
-        elif type(x) in (int, float) and type(y) is tl.tensor and y.dtype.name in numbers:
-            return as_operand(self, x, y, rules, True)
+                return convert_number(self, y, x, rules, False)
+        elif type(x) in (int, float) and type(y) is tl.tensor and y.dtype.name in number_types:
+            return convert_number(self, x, y, rules, True)
         return check(self, x, y, *rules, **options)
 
     TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
 
 
 def _compare_types_by_identity() -> None:
-    """Compare scalar types by identity first, and only unwrap values that may be nested."""
+    """Compare scalar types by identity first, and unwrap only values that may be a constexpr."""
     integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
-    equal, unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
-    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    is_equal, unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
+    tl.dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
     tl.dtype.is_int = lambda self: self.name in integers
-    flat = {tl.tensor, tl.dtype, tl.block_type, int, float, bool, str, type(None)}
-    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in flat else unwrap(x)
+    never_constexpr = {tl.tensor, tl.dtype, tl.block_type, int, float, bool, str, type(None)}
+    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in never_constexpr else unwrap(x)
 
 
-def _make_handles_in_one_call() -> None:
+def _set_handle_attributes_directly() -> None:
     """Set the attributes of a handle directly. Only wide values are checked against their type."""
     check = Handle.__post_init__
 
@@ -357,7 +357,7 @@ def _make_handles_in_one_call() -> None:
     Handle.__init__ = init
 
 
-def _silence() -> None:
+def _silence_warnings() -> None:
     """Silence numpy's warnings of overflow, division by zero and NaN, which a GPU does not have."""
     run = interpreter.GridExecutor.__call__
 

@@ -7,7 +7,7 @@ from hf_fp8kv import StoragePlan
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.scales import KVScales, LayerScales
 
-# The storage plans of consecutive layers.
+# The storage plans of consecutive layers, which repeat in longer models.
 PLANS = (
     LayerPlan.parse("fp8_e2m5 rotated centered", "int8 rotated"),
     LayerPlan.parse("fp8_e4m3", "fp8_e2m5 rotated"),
@@ -25,16 +25,16 @@ def planned_scales(
 ) -> KVScales:
     """Return scales per head for values up to about 4, or dynamic scales, with `PLANS` in order.
 
-    K and V have different scales. With `coarse` the scales are so large that few codes are used,
-    and a different plan changes the tokens of a model.
+    K and V have different scales. With `coarse`, the scales are so large that few codes are used,
+    so a different plan changes the tokens of a model.
     """
     generator = torch.Generator().manual_seed(5)
 
-    def scale(largest: float, side: SidePlan) -> torch.Tensor | None:
+    def scale(max_value: float, side: SidePlan) -> torch.Tensor | None:
         head_factors, fmt = 1 + torch.rand(heads, 1, generator=generator), FORMATS[side.format]
         if coarse:
             return head_factors / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
-        return None if is_dynamic else largest * head_factors / 448
+        return None if is_dynamic else max_value * head_factors / 448
 
     layer_scales = {}
     for index in range(layers):
@@ -46,12 +46,12 @@ def planned_scales(
 
 
 def as_keyword(scales: KVScales) -> dict[str, KVScales]:
-    """Return the keyword of a cache for these scales: `plan` or `scales`."""
+    """Return these scales as the keyword of a cache that accepts them: `plan` or `scales`."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
 def planned_for(model: PreTrainedModel, **keywords: bool) -> KVScales:
-    """Return `planned_scales` for a model."""
+    """Return `planned_scales` with the number of layers, heads and channels of a model."""
     config = model.config.get_text_config()
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

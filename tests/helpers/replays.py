@@ -1,9 +1,9 @@
 """Check that replayed calls of the Triton backend launch the same kernels as direct calls.
 
-Each call is recorded. Then a call that differs from it in one argument is made, and then the first
-call again. The launches are compared with the launches of a call without replay, by their
-arguments. Triton chooses kernels as on a GPU, but a compiled kernel is only a name. Use this module
-only in a process without Triton's interpreter, and end the process afterwards.
+Each call is recorded. A call that differs from it in one argument follows, and then the first call
+again. The arguments of all launches are compared with the launches of a call without replay. Triton
+specializes kernels as on a GPU, but the fake compiler returns only a name. This module patches
+Triton globally, so use it in a separate process without Triton's interpreter.
 """
 
 import itertools
@@ -31,24 +31,23 @@ from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
 BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, COLUMNS = 2, 2, 8, 64, 16, 9, 4
-# Arguments of launches since the last comparison, and whether each launch had a hook.
+# The arguments of launches since the last comparison, and whether each launch had a hook.
 launches: list[tuple[Any, ...]] = []
 has_hook: list[bool] = []
-_numbers, jit_launches = itertools.count(), itertools.count()
+_serials, jit_launches = itertools.count(), itertools.count()
 
 
-def _compile(src: Any, **_: Any) -> SimpleNamespace:
-    """Replace Triton's compiler. A compiled kernel is the name of its function and a number."""
+def _fake_compile(src: Any, **_: Any) -> SimpleNamespace:
+    """Replace Triton's compiler. The result is the name of the kernel's function and a number."""
 
-    def run(*launch: Any) -> None:
-        *grid, stream, function, metadata, _data, enter, _exit = launch[:9]
+    def run_kernel(*arguments: Any) -> None:
+        *grid, stream, function, metadata, _data, enter, _exit = arguments[:9]
         has_hook.append(enter is not None)
-        launches.append(
-            (*grid, stream, function, metadata, map_tensors(launch[9:], torch.Tensor.data_ptr))
-        )
+        addresses = map_tensors(arguments[9:], torch.Tensor.data_ptr)
+        launches.append((*grid, stream, function, metadata, addresses))
 
     return SimpleNamespace(
-        run=run, function=f"{src.fn.__name__} {next(_numbers)}", packed_metadata="metadata",
+        run=run_kernel, function=f"{src.fn.__name__} {next(_serials)}", packed_metadata="metadata",
         launch_metadata=lambda *_: None,
     )  # fmt: skip
 
@@ -64,13 +63,13 @@ def fake_gpu() -> None:
             get_current_stream=lambda _device: 7,
         )
     )
-    compiler.compile = sys.modules["triton.compiler"].compile = _compile
+    compiler.compile = sys.modules["triton.compiler"].compile = _fake_compile
     run = jit.JITFunction.run
     jit.JITFunction.run = lambda *args, **kwargs: (next(jit_launches), run(*args, **kwargs))[1]
 
 
-class Allocated(TorchDispatchMode):
-    """Keeps every tensor that a call allocates."""
+class AllocationRecorder(TorchDispatchMode):
+    """Keeps every tensor that torch allocates in its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,18 +85,18 @@ class Allocated(TorchDispatchMode):
 
 
 def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int = -1) -> Any:
-    """Return arguments in which tensor number `index` is changed, or all tensors for -1."""
+    """Apply `change` to tensor number `index` of the arguments, or to all tensors if it is -1."""
     leaves, spec = tree_flatten(args)
-    numbers = itertools.count()
-    changed = [
-        change(x) if isinstance(x, torch.Tensor) and (next(numbers) == index or index < 0) else x
+    indices = itertools.count()
+    new_leaves = [
+        change(x) if isinstance(x, torch.Tensor) and (next(indices) == index or index < 0) else x
         for x in leaves
     ]
-    return tree_unflatten(changed, spec)
+    return tree_unflatten(new_leaves, spec)
 
 
 def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
-    """Return launches, allocations and result of a call, with each address replaced by a name."""
+    """Return the launches, allocations and result of a call, with names in place of addresses."""
     names: dict[int, str] = {}
 
     def add_name(x: torch.Tensor) -> torch.Tensor:
@@ -114,15 +113,15 @@ def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
 
     map_tensors(args, add_name)
     launches.clear()
-    with Allocated() as allocated:
+    with AllocationRecorder() as allocated:
         result = operation(*args)
     sizes = [(x.shape, x.dtype) for x in allocated.tensors]
-    returned = None if result is None else (replace_address(result.data_ptr()), result.shape)
-    return [*tree_map(replace_address, launches), sizes, returned]
+    result_name = None if result is None else (replace_address(result.data_ptr()), result.shape)
+    return [*tree_map(replace_address, launches), sizes, result_name]
 
 
 def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bool:
-    """Return whether a call was replayed.
+    """Compare a call with and without replay, and return whether it was replayed.
 
     Raises:
         AssertionError: The launches, the allocations or the result differ from a direct call.
@@ -130,14 +129,14 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     replay._REPLAYS = False
     expected = trace_call(operation, args)
     replay._REPLAYS = True
-    launches_before = next(jit_launches)
+    old_count = next(jit_launches)
     actual = trace_call(operation, args)
     assert actual == expected, f"{label}:\n{actual}\n{expected}"
-    return next(jit_launches) == launches_before + 1
+    return next(jit_launches) == old_count + 1
 
 
-def make_tokens(heads: int, count: int = 1) -> torch.Tensor:
-    return torch.zeros(BATCH, count, heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
+def make_tokens(heads: int, num_tokens: int = 1) -> torch.Tensor:
+    return torch.zeros(BATCH, num_tokens, heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
 
 
 def make_plan_rows(rows: int) -> torch.Tensor:
@@ -145,7 +144,7 @@ def make_plan_rows(rows: int) -> torch.Tensor:
 
 
 def make_pages() -> Pages:
-    """Return pages in blocks that have every optional tensor."""
+    """Return pages that have every optional tensor: a center, static scales and token scales."""
     k = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, DIM, dtype=torch.uint8)
     v = torch.zeros(NUM_PAGES, HEADS, DIM, PAGE_SIZE, dtype=torch.uint8)
     scales = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16)
@@ -161,33 +160,33 @@ Attend = namedtuple("Attend", "query pages lengths start stop spec plan")
 MakePlan = namedtuple("MakePlan", "plan lengths tokens window start heads")
 
 
-def copy_strided(x: torch.Tensor, offset: int = 0, stride_factor: int = 1) -> torch.Tensor:
-    """Return a copy with multiplied strides, `offset` values after an aligned address."""
+def make_strided(x: torch.Tensor, offset: int = 0, stride_factor: int = 1) -> torch.Tensor:
+    """Return zeros like `x` with multiplied strides, `offset` values after an aligned address."""
     strides = [stride_factor * stride for stride in x.stride()]
     size = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
     memory = torch.zeros(size + offset + 16, dtype=x.dtype)
-    start = memory.data_ptr() // x.element_size() % 16
-    copy = memory[(16 - start) % 16 + offset :].as_strided(
+    misalignment = memory.data_ptr() // x.element_size() % 16
+    zeros = memory[(16 - misalignment) % 16 + offset :].as_strided(
         x.shape, x.stride() if stride_factor == 1 else strides
     )
-    vars(copy).update({key: value for key, value in vars(x).items() if key == "blocks"})
-    return copy
+    vars(zeros).update({key: value for key, value in vars(x).items() if key == "blocks"})
+    return zeros
 
 
-def _misaligned(x: torch.Tensor) -> torch.Tensor:
-    # Some parts of a block have values of 2 bytes, so the offset of a block is 2 bytes.
-    return copy_strided(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
+def make_misaligned(x: torch.Tensor) -> torch.Tensor:
+    # Blocks contain 16-bit values, so they must stay aligned to 2 bytes.
+    return make_strided(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
 
 
-def variants(args: Any) -> Iterator[tuple[str, Any]]:
+def vary_arguments(args: Any) -> Iterator[tuple[str, Any]]:
     """Yield a description and arguments that differ from `args` in one respect."""
-    yield "other addresses", map_tensors(args, copy_strided)
+    yield "new addresses", map_tensors(args, make_strided)
     counter = itertools.count()
     map_tensors(args, lambda _: next(counter))
     for i in range(next(counter)):
-        yield f"tensor {i}, another address", map_tensors(args, copy_strided, i)
-        yield f"tensor {i}, not aligned", map_tensors(args, _misaligned, i)
-    # Fields with different values, and queries, keys and values with different dtypes and strides.
+        yield f"tensor {i}, new address", map_tensors(args, make_strided, i)
+        yield f"tensor {i}, not aligned", map_tensors(args, make_misaligned, i)
+    # Different values of fields, and different dtypes and strides of queries, keys and values.
     for name, values in FIELD_VALUES[type(args)].items():
         for i, value in enumerate(values):
             yield f"{name}, {i}", args._replace(**{name: value})
@@ -197,45 +196,43 @@ def variants(args: Any) -> Iterator[tuple[str, Any]]:
     if "pages" in args._fields:
         for i, change in enumerate(_PAGE_CHANGES):
             yield f"pages {i}", args._replace(pages=change(args.pages))
-    one_token = make_tokens(HEADS)
+    shared_token = make_tokens(HEADS)
     if isinstance(args, Write):
-        yield "one address", args._replace(key=one_token, value=one_token)
+        yield "the same address", args._replace(key=shared_token, value=shared_token)
         for n in (2, 40):
-            yield (
-                f"{n} tokens",
-                args._replace(key=make_tokens(HEADS, n), value=make_tokens(HEADS, n)),
-            )
+            new_tokens = make_tokens(HEADS, n), make_tokens(HEADS, n)
+            yield f"{n} tokens", args._replace(key=new_tokens[0], value=new_tokens[1])
     if isinstance(args, Attend):
         yield "two tokens", args._replace(query=make_tokens(QUERY_HEADS, 2))
         for i, values in enumerate(_SPEC_CHANGES):
             yield f"spec {i}", args._replace(spec=args.spec._replace(**values))
-        more_heads = args.spec._replace(sinks=torch.zeros(2 * QUERY_HEADS))
-        yield "more query heads", args._replace(query=make_tokens(2 * QUERY_HEADS), spec=more_heads)
+        wide_spec = args.spec._replace(sinks=torch.zeros(2 * QUERY_HEADS))
+        yield "more query heads", args._replace(query=make_tokens(2 * QUERY_HEADS), spec=wide_spec)
         yield "one sequence", args._replace(
             query=args.query[:1], pages=args.pages._replace(table=args.pages.table[:1]),
             lengths=args.lengths[:1], plan=make_plan_rows(30),
         )  # fmt: skip
 
 
-def _mask(batch: int = BATCH, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+def make_mask(batch: int = BATCH, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return torch.zeros(batch, 1, 1, 48, dtype=dtype)
 
 
-def _bounds(batch: int = BATCH, columns: int = 2, step: int = 1) -> torch.Tensor:
+def make_bounds(batch: int = BATCH, columns: int = 2, step: int = 1) -> torch.Tensor:
     return torch.zeros(batch, columns, dtype=torch.int32)[:, : 2 * step : step]
 
 
 _SPEC_CHANGES: list[dict[str, Any]] = [
     {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
     {"sinks": torch.zeros(QUERY_HEADS, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
-    {"mask": _mask(dtype=torch.bool)}, {"mask": _mask(1), "bounds": _bounds(1)},
+    {"mask": make_mask(dtype=torch.bool)}, {"mask": make_mask(1), "bounds": make_bounds(1)},
     {"bias": torch.zeros(BATCH, QUERY_HEADS, 1, 48)}, {"bounds": None},
-    {"bounds": _bounds(columns=4)}, {"bounds": _bounds(columns=4, step=2)},
+    {"bounds": make_bounds(columns=4)}, {"bounds": make_bounds(columns=4, step=2)},
     {"bias": torch.zeros(1, 1, 1, 48)},
 ]  # fmt: skip
 _TOKEN_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     torch.Tensor.half,
-    lambda x: copy_strided(x, stride_factor=2),
+    lambda x: make_strided(x, stride_factor=2),
     lambda x: x.repeat(1, 1, 1, 2)[..., :DIM],
 ]
 _PAGE_CHANGES: list[Callable[[Pages], Pages]] = [
@@ -255,7 +252,7 @@ FIELD_VALUES: dict[type, dict[str, list[Any]]] = {
     Attend: {"start": [5], "stop": [43], "plan": [None, make_plan_rows(20), make_plan_rows(5)]},
     MakePlan: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
-# Changes of a call's environment.
+# Contexts that change the environment of a call.
 CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
     lambda: assuming(Target.parse("sm_80")),
     lambda: assuming(Target("cuda", 90, 16)),
@@ -268,12 +265,12 @@ CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
 def check_after_recording(
     operation: Any, first: Any, second: Any, label: str, context: Any = nullcontext
 ) -> None:
-    """Compare the first call, the second call in `context`, and the first call again.
+    """Compare the first call, the second call in `context`, and the first call again, with replay.
 
-    Older recordings are removed first.
+    All earlier recordings are removed first.
 
     Raises:
-        AssertionError: A call differs with replay.
+        AssertionError: A replayed call differs from a direct call.
     """
     for recordings in replay.recordings.values():
         recordings.clear()
@@ -288,11 +285,11 @@ def compare_calls() -> dict[str, int]:
     """Compare each call with and without replay. Return the number of comparisons per operation.
 
     Raises:
-        AssertionError: A call differs.
+        AssertionError: A replayed call differs from a direct call.
     """
     fake_gpu()
-    spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=_mask(),
-                         bounds=_bounds())  # fmt: skip
+    spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=make_mask(),
+                         bounds=make_bounds())  # fmt: skip
     lengths = torch.zeros(BATCH, dtype=torch.int32)
     new_tokens, comparisons = (make_tokens(HEADS), make_tokens(HEADS)), {}
     rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
@@ -307,19 +304,18 @@ def compare_calls() -> dict[str, int]:
         for name, args in calls.items():
             operation, call_number = getattr(backend, name), itertools.count()
             compare_with_replay(operation, args, name)
-            assert compare_with_replay(operation, map_tensors(args, copy_strided), name), (
-                "not replayed"
-            )
-            for label, changed in variants(args):
+            relocated_args = map_tensors(args, make_strided)
+            assert compare_with_replay(operation, relocated_args, name), "not replayed"
+            for label, changed_args in vary_arguments(args):
                 check_after_recording(
-                    operation, args, changed, f"{name}, {label} {next(call_number)}"
+                    operation, args, changed_args, f"{name}, {label} {next(call_number)}"
                 )
-                check_after_recording(operation, changed, args, f"{name}, all but {label}")
+                check_after_recording(operation, changed_args, args, f"{name}, all but {label}")
             for context in CONTEXTS:
                 check_after_recording(
                     operation, args, args, f"{name}, context {next(call_number)}", context
                 )
-            # A launch hook must see the launches of Triton, so calls are not replayed.
+            # With a launch hook, Triton must perform the launch so that it calls the hook.
             hook = knobs.runtime.launch_enter_hook
             for edit_hook in (hook.add, hook.remove):
                 edit_hook(print)

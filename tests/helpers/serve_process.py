@@ -37,7 +37,7 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
 )
-# ChatML with tools. Calls have the form of the models Hermes and Qwen.
+# ChatML with tools. Calls have the format of Hermes and Qwen models.
 TOOLS_TEMPLATE = r"""
 {%- set given = messages[0].role == 'system' -%}
 {{- '<|im_start|>system\n' + (messages[0].content if given else 'You are a helpful assistant.') }}
@@ -57,17 +57,17 @@ SERVE_OPTIONS = (
     "--cb-max-batch-tokens", "64",
 )  # fmt: skip
 WAIT = 120.0
-OVERFLOWS = "~"  # after `add_overflow`: a prompt with this character has logits of NaN
+OVERFLOWS = "~"  # after `add_overflow`, a prompt with this character has logits of NaN
 
 
-def step_of(sequences: Sequence[Any], place: int) -> list[Any]:
-    """Return the engine's requests of a step with one new token at `place` of each sequence."""
+def step_of(sequences: Sequence[Any], position: int) -> list[Any]:
+    """Return the requests of an engine's step with one new token per sequence, at `position`."""
     return [
         SimpleNamespace(
-            state=SimpleNamespace(logit_processor_kwargs={"sequence": item}, position_offset=place),
+            state=SimpleNamespace(logit_processor_kwargs={"sequence": x}, position_offset=position),
             has_new_token=True, query_length=1,
         )
-        for item in sequences
+        for x in sequences
     ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -
 
 
 def add_overflow(folder: str) -> None:
-    """Change a model of `save_chat_model`: OVERFLOWS makes logits NaN and is in no answer."""
+    """Change a model of `save_chat_model`: OVERFLOWS makes logits NaN, and is in no answer."""
     model, token = LlamaForCausalLM.from_pretrained(folder), ord(OVERFLOWS) - 32
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.nan
@@ -101,11 +101,9 @@ def add_overflow(folder: str) -> None:
 
 
 def generate_answer(folder: str, question: str, tokens: int, **options: object) -> str:
-    """Return the answer of `generate()` with FP8 pages, whose prefill reads stored values."""
-    model, tokenizer = (
-        LlamaForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    """Return the answer of `generate()` with FP8 pages and a prefill that reads stored values."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -119,7 +117,7 @@ def generate_answer(folder: str, question: str, tokens: int, **options: object) 
 
 
 def events(text: str) -> list[Any]:
-    """Return the parsed events of a streamed answer, without its end."""
+    """Return the parsed events of a streamed answer, without the final [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
@@ -138,22 +136,22 @@ def text_in(answer: Any) -> str:
 
 def ids(text: str) -> list[int]:
     """Return the tokens of a text, for a model of `save_chat_model`."""
-    return [ord(letter) - 32 for letter in text]
+    return [ord(character) - 32 for character in text]
 
 
-def generate(model: Any, prompt: str, count: int, *processors: LogitsProcessor) -> str:
-    """Return the greedy answer of `generate()` with transformers' own cache."""
+def generate(model: Any, prompt: str, num_tokens: int, *processors: LogitsProcessor) -> str:
+    """Return the greedy answer of `generate()` with transformers' default cache."""
     inputs = torch.tensor([ids(prompt)])
     with torch.inference_mode():
         output = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False,
-            logits_processor=LogitsProcessorList(processors),
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=num_tokens,
+            do_sample=False, logits_processor=LogitsProcessorList(processors),
         )  # fmt: skip
     return "".join(chr(token + 32) for token in output[0, inputs.shape[1] :].tolist())
 
 
 class Endpoint:
-    """A running server on this machine, and methods to send requests. A `with` block stops it."""
+    """A running server on this machine, and methods that send requests. A `with` block stops it."""
 
     model: str
     port: int
@@ -173,7 +171,7 @@ class Endpoint:
 
     @property
     def log(self) -> str:
-        """Lines that the server has written. Empty unless it is a process."""
+        """The lines that the server has written. Empty unless the server is a separate process."""
         return ""
 
     def ask(
@@ -184,7 +182,7 @@ class Endpoint:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str, dict[str, str]]:
-        """Send POST, or GET without a body. Return the status, the text and the headers."""
+        """Send a POST request, or GET without a body. Return the status, text and headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -201,7 +199,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def leaving(self, path: str, **body: object) -> Iterator[None]:
-        """Send a request, and close the connection at the end without reading the answer."""
+        """Send a request. When the block ends, close the connection without reading the answer."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
@@ -216,7 +214,7 @@ class Endpoint:
         return {name.removeprefix("hf_fp8kv_"): float(value) for name, value in rows}
 
     def wait_until(self, seconds: float = WAIT, **expected: float) -> dict[str, float]:
-        """Return the values of /metrics as soon as they include the expected values."""
+        """Wait until /metrics has the expected values, and return all its values."""
         deadline = time.monotonic() + seconds
         while True:
             metrics = self.metrics()
@@ -228,7 +226,7 @@ class Endpoint:
 
 
 class HostedServer(Endpoint):
-    """`hf-fp8kv serve` on a free port, in a thread of this process, which saves the imports."""
+    """`hf-fp8kv serve` on a free port, in a thread of this process, which saves import time."""
 
     def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
         import uvicorn
@@ -268,13 +266,13 @@ class HostedServer(Endpoint):
         return int(100 * time.process_time())
 
     def wait(self, seconds: float) -> BaseException | None:
-        """Wait until the command has ended, and return its error."""
+        """Wait until the command has ended, and return its error, or None."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "the server has not ended"
         return self._error
 
     def stop(self) -> None:
-        """End the server as soon as its requests have their answers."""
+        """Stop the server as soon as all its requests are answered."""
         assert self._server is not None
         self._server.should_exit = True
         self.wait(WAIT)
@@ -309,7 +307,7 @@ class Server(Endpoint):
             self.lines.append(line)
 
     def wait_for(self, pattern: str, seconds: float = WAIT) -> re.Match[str]:
-        """Wait until the log matches, and return the match."""
+        """Wait until the log contains a match of `pattern`, and return the match."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if match := re.search(pattern, self.log):
@@ -323,7 +321,7 @@ class Server(Endpoint):
         raise AssertionError(f"expected {pattern!r} in the log of the server, got:\n{self.log}")
 
     def stop(self) -> int:
-        """End the server, and return its exit code."""
+        """Stop the server, and return its exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         try:

@@ -1,6 +1,6 @@
-"""The rules by which SGLang, TGI and old versions of vLLM read KV scales, after their source.
+"""The rules by which SGLang, TGI and old versions of vLLM read KV scales, from their source code.
 
-These servers were not run. vLLM's own loader reads our files in tests/vllm/test_checkpoints.py.
+These servers were not run. In tests/vllm/test_checkpoints.py, vLLM's own loader reads our files.
 
 Each function returns the scales that the server would use, a pair for each layer, or raises
 `Refused`. It uses the server's names, configs and defaults, and no code of this package.
@@ -32,10 +32,10 @@ def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[
             raise Refused("the index names a missing file")
         files = set(weight_map.values())
     for file in sorted(files):
-        content = load_file(folder / file)
-        if set(content) & set(tensors):
+        file_tensors = load_file(folder / file)
+        if set(file_tensors) & set(tensors):
             raise Refused("two files hold the same tensor")
-        tensors |= content
+        tensors |= file_tensors
     if by_index and index.exists() and set(tensors) != set(weight_map):
         raise Refused("index and files have different tensors")
     return config, tensors
@@ -51,7 +51,7 @@ def find_quantization(config: dict) -> dict:
     return quantization
 
 
-# Patterns of scales' names in a checkpoint. The group is the side that a scale is loaded as.
+# Patterns of the names of scales in a checkpoint. The group is the side that the scale applies to.
 SGLANG_NAMES = (
     r"\.(?:self_attn|mixer)\.[kv]_proj\.([kv])_scale$",
     r"\.([kv])_proj\.output_scale$",
@@ -61,7 +61,7 @@ SGLANG_NAMES = (
 
 
 def group_scales(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
-    """Return the scales by layer and side. Tensors that the server does not remap are dropped."""
+    """Return the scales by layer and side, without the tensors that the server does not remap."""
     layers: dict[int, dict] = {}
     for name, tensor in tensors.items():
         side = next((m[1] for m in (re.search(p, name) for p in SGLANG_NAMES) if m), None)
@@ -71,15 +71,15 @@ def group_scales(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
     return layers
 
 
-def read_per_tensor(layers: dict[int, dict], count: int) -> Pairs:
+def read_per_tensor(layers: dict[int, dict], num_layers: int) -> Pairs:
     """Apply the rules of a scalar cache: one number above 0. K's scale replaces V's if missing."""
     pairs = {}
-    for layer in range(count):
+    for layer in range(num_layers):
         sides = layers.get(layer, {})
         for tensor in sides.values():
             if tensor.numel() != 1:
                 raise Refused(f"layer {layer}: expects a scalar, got {tuple(tensor.shape)}")
-        k, v = (sides[s].float().item() if s in sides else -1.0 for s in "kv")
+        k, v = (sides[side].float().item() if side in sides else -1.0 for side in "kv")
         if k <= 0 and v <= 0:
             raise Refused(f"layer {layer}: 1.0 is used")
         if not k > 0:
@@ -91,7 +91,7 @@ def read_per_tensor(layers: dict[int, dict], count: int) -> Pairs:
 def sglang(folder: Path) -> Pairs:
     """Return the scales that SGLang 0.5 uses."""
     config, tensors = read_checkpoint(folder)
-    quantization, count = find_quantization(config), config["num_hidden_layers"]
+    quantization, num_layers = find_quantization(config), config["num_hidden_layers"]
     if quantization["quant_method"] == "compressed-tensors":
         scheme = quantization.get("kv_cache_scheme") or {}
         values = (
@@ -100,19 +100,19 @@ def sglang(folder: Path) -> Pairs:
         )  # fmt: skip
         if values != ("float", 8, "tensor", True, False):
             raise Refused(f"only 8-bit floats per tensor, got {values}")
-    return read_per_tensor(group_scales(tensors), count)
+    return read_per_tensor(group_scales(tensors), num_layers)
 
 
 def scaling_factors(
     path: Path, *, layers: int, model_type: str, rank: int = 0, size: int = 1
 ) -> dict[int, float]:
-    """Return the factors that both servers read from a `kv_cache_scales.json`."""
+    """Return the factors that SGLang and old versions of vLLM read from `kv_cache_scales.json`."""
     data = json.loads(path.read_text())
     if "model_type" not in data or data["model_type"] != model_type:
-        raise Refused("scaling factors of a different model type")
+        raise Refused("the scaling factors are for a different model type")
     cache = data["kv_cache"]
     if cache["dtype"] != "float8_e4m3fn":
-        raise Refused("scaling factors of a different dtype")
+        raise Refused("the scaling factors are for a different dtype")
     ranks = {int(key): value for key, value in cache["scaling_factor"].items()}
     if len(ranks) != size or rank not in ranks:
         raise Refused(f"the file is for {len(ranks)} ranks")
@@ -129,7 +129,7 @@ def tgi(folder: Path) -> Pairs:
     """
     config, tensors = read_checkpoint(folder, by_index=False)
     if config.get("kv_cache_torch_dtype") not in ("float8_e4m3fn", None):
-        raise Refused("an unknown dtype")
+        raise Refused("the dtype is unknown")
     pairs = {}
     for layer in range(config["num_hidden_layers"]):
         names = [f"model.layers.{layer}.self_attn.{side}_scale" for side in "kv"]

@@ -20,6 +20,7 @@ from tests.helpers.margins import wide_margins
 
 NEW = 18
 PAGE = 16
+TokenLists = list[list[int]]
 
 
 def batching(*, page_size: int = PAGE, pages: int | None = 64, **options: Any) -> Any:
@@ -42,7 +43,7 @@ def greedy(**options: Any) -> GenerationConfig:
     """Return the settings of greedy generation of NEW tokens, without an end token."""
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     for name, value in options.items():
-        # Set afterwards because the constructor refuses several equal answers.
+        # The constructor refuses several greedy answers, so the fields are set afterwards.
         setattr(config, name, value)
     return config
 
@@ -72,61 +73,61 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     )
 
 
-def prompts(vocab: int = 99, seed: int = 6) -> list[list[int]]:
+def prompts(vocab: int = 99, seed: int = 6) -> TokenLists:
     """Return eight prompts of 3 to 64 tokens. Three begin with the same 48 tokens."""
-    # This is the first seed from 0 for which the answers of all models of the tests have wide
-    # margins, with all kinds of scales.
+    # The default is the first seed for which the answers of all tested models have wide margins,
+    # with all kinds of scales.
     generator = torch.Generator().manual_seed(seed)
 
     def draw_tokens(count: int) -> list[int]:
         return torch.randint(3, vocab, (count,), generator=generator).tolist()
 
-    shared = draw_tokens(48)
+    prefix = draw_tokens(48)
     return [
         draw_tokens(3), draw_tokens(17), draw_tokens(33), draw_tokens(16), draw_tokens(8),
-        shared + draw_tokens(16), shared + draw_tokens(1), shared + draw_tokens(7),
+        prefix + draw_tokens(16), prefix + draw_tokens(1), prefix + draw_tokens(7),
     ]  # fmt: skip
 
 
-def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any) -> list[list[int]]:
-    """Return the tokens of generate() for each prompt alone, with a separate cache."""
+def one_by_one(model: PreTrainedModel, prompts: Sequence[list[int]], **options: Any) -> TokenLists:
+    """Return the tokens of generate() for each prompt, in separate calls with separate caches."""
     answers = []
-    for text in texts:
-        pages = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **cache)
+    for prompt in prompts:
+        cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **options)
         output = model.generate(
-            torch.tensor([text], device=model.device), past_key_values=pages, max_new_tokens=NEW,
+            torch.tensor([prompt], device=model.device), past_key_values=cache, max_new_tokens=NEW,
             do_sample=False, eos_token_id=None, pad_token_id=0,
             logits_processor=wide_margins(1e-4) if model.dtype == torch.float32 else None,
         )  # fmt: skip
-        answers.append(output[0, len(text) :].tolist())
+        answers.append(output[0, len(prompt) :].tolist())
     return answers
 
 
-def are_exact(model: PreTrainedModel, texts: Sequence[list[int]], answers: list[list[int]]) -> bool:
+def are_exact(model: PreTrainedModel, prompts: Sequence[list[int]], answers: TokenLists) -> bool:
     """Return whether the answers equal the answers from unquantized pages."""
-    pairs = zip(texts, answers, strict=True)
-    return all(one_by_one(model, [text], dtype="auto") == [answer] for text, answer in pairs)
+    pairs = zip(prompts, answers, strict=True)
+    return all(one_by_one(model, [prompt], dtype="auto") == [answer] for prompt, answer in pairs)
 
 
-def enable(model: PreTrainedModel, texts: Sequence[list[int]], **keywords: Any) -> list[list[int]]:
-    """Enable serving with FP8 pages, and return the tokens of generate() with the same pages."""
+def enable(model: PreTrainedModel, prompts: Sequence[list[int]], **keywords: Any) -> TokenLists:
+    """Enable serving with FP8 pages, and return the tokens of `one_by_one` with such pages."""
     model.set_attn_implementation("fp8_paged")
-    expected = one_by_one(model, texts, **keywords)
+    expected = one_by_one(model, prompts, **keywords)
     serving.enable(model, **keywords)
     return expected
 
 
 def batched(
-    model: PreTrainedModel, texts: Sequence[list[int]], *, generation: Any = None, **options: Any
-) -> list[list[int]]:
-    """Return the tokens of generate_batch in the order of the prompts. Assert that none failed."""
+    model: PreTrainedModel, prompts: Sequence[list[int]], *, generation: Any = None, **options: Any
+) -> TokenLists:
+    """Return the tokens of generate_batch in the order of the prompts. Assert that none fails."""
     config = options.pop("config", None) or batching(**options)
     outputs = model.generate_batch(
-        list(texts), generation_config=generation or greedy(), continuous_batching_config=config
+        list(prompts), generation_config=generation or greedy(), continuous_batching_config=config
     )
-    errors = [out.error for out in outputs.values() if out.error is not None]
+    errors = [output.error for output in outputs.values() if output.error is not None]
     assert not errors, errors
-    return [list(out.generated_tokens) for out in outputs.values()]
+    return [list(output.generated_tokens) for output in outputs.values()]
 
 
 def managing(model: PreTrainedModel, generation: Any = None, **config: Any) -> Any:
@@ -149,38 +150,38 @@ def results(manager: Any, count: int) -> dict[str, list[int]]:
     """Wait until `count` requests are finished, and return their tokens by request."""
     tokens: dict[str, list[int]] = {}
     while len(tokens) < count:
-        out = manager.get_result(timeout=60)
-        assert out is not None
-        assert out.error is None, out.error
-        if out.is_finished():
-            tokens[out.request_id] = list(out.generated_tokens)
+        output = manager.get_result(timeout=60)
+        assert output is not None
+        assert output.error is None, output.error
+        if output.is_finished():
+            tokens[output.request_id] = list(output.generated_tokens)
     return tokens
 
 
-def answer_to(manager: Any, text: list[int], new: int | None = None) -> list[int]:
-    """Return the tokens of a new request of a manager that has no other request."""
-    request_id = manager.add_request(text, max_new_tokens=new or NEW)
+def answer_to(manager: Any, prompt: list[int], new: int | None = None) -> list[int]:
+    """Return the tokens of a new request to a manager that has no other requests."""
+    request_id = manager.add_request(prompt, max_new_tokens=new or NEW)
     return results(manager, 1)[request_id]
 
 
-def answers_to(manager: Any, texts: Sequence[list[int]]) -> list[list[int]]:
-    """Return the tokens of new requests, in their order."""
-    request_ids = manager.add_requests(list(texts), max_new_tokens=NEW)
+def answers_to(manager: Any, prompts: Sequence[list[int]]) -> TokenLists:
+    """Return the tokens of new requests, in the order of the prompts."""
+    request_ids = manager.add_requests(list(prompts), max_new_tokens=NEW)
     tokens = results(manager, len(request_ids))
     return [tokens[request_id] for request_id in request_ids]
 
 
-def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> list[list[int]]:
-    """Return `times` answers to each prompt. Requests fork after the prefill."""
+def forked(model: PreTrainedModel, prompts: Sequence[list[int]], times: int) -> TokenLists:
+    """Return `times` answers to each prompt, from requests that fork after the prefill."""
     with managing(model, greedy(num_return_sequences=times)) as manager:
-        requests = manager.add_requests(list(texts), max_new_tokens=NEW)
-        tokens = results(manager, times * len(texts))
-    children = [f"__child#{i}" for i in range(times - 1)]
-    return [tokens[request + suffix] for request in requests for suffix in ("", *children)]
+        requests = manager.add_requests(list(prompts), max_new_tokens=NEW)
+        tokens = results(manager, times * len(prompts))
+    child_suffixes = [f"__child#{i}" for i in range(times - 1)]
+    return [tokens[request + suffix] for request in requests for suffix in ("", *child_suffixes)]
 
 
-class _Unpinned:
-    """torch without pinned memory, as a stand-in on a machine without an accelerator."""
+class _TorchWithoutPinning:
+    """A stand-in for torch that does not pin memory, on a machine without an accelerator."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -190,13 +191,13 @@ class _Unpinned:
 
 
 def note_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that collects the results of offloads. Offloading then needs no accelerator."""
-    offloaded: list[Any] = []
+    """Return a list that collects the results of offloads, which then need no accelerator."""
+    offloads: list[Any] = []
     manager: Any = offloading_manager.OffloadingManager
     offload = manager._offload_to_cpu
     monkeypatch.setattr(
-        manager, "_offload_to_cpu", lambda *args: offloaded.append(offload(*args)) or offloaded[-1]
+        manager, "_offload_to_cpu", lambda *args: offloads.append(offload(*args)) or offloads[-1]
     )
     if not torch.cuda.is_available():
-        monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
-    return offloaded
+        monkeypatch.setattr(offloading_manager, "torch", _TorchWithoutPinning())
+    return offloads

@@ -27,9 +27,8 @@ def save_first_layers(
             shutil.copy(path, folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "num_hidden_layers": layers, **fields})
-    )
+    config |= {"num_hidden_layers": layers, **fields}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

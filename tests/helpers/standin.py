@@ -1,4 +1,4 @@
-"""A stand-in for the "triton" backend, which makes plans and rejects plans of other steps."""
+"""A stand-in for the "triton" backend that makes plans and rejects the plans of other steps."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,18 +21,18 @@ class PlanCall(NamedTuple):
     window: int
     start: int
     heads: int
-    rows: int  # query rows of each head, of the last call of `plan_rows`
+    rows: int  # query rows per head in the last call of `plan_rows`
 
 
 def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[PlanCall]:
-    """Replace backend="triton" with the reference and plans. Return a list of all later plans.
+    """Replace the "triton" backend with the reference and plans. Return a list of all later calls.
 
-    Each row of a plan stores one of the lengths for which it was made.
+    Each row of a plan stores one of the lengths for which the plan was made.
 
     Args:
         computes: Whether attention is computed. False is for the device "meta".
     """
-    made: list[PlanCall] = []
+    plan_calls: list[PlanCall] = []
     planned_rows = [0]
 
     def plan_rows(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
@@ -43,7 +43,7 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
     def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if computes:
             plan[:, 0] = lengths
-            made.append(PlanCall(plan, lengths.tolist(), *sizes, planned_rows[0]))
+            plan_calls.append(PlanCall(plan, lengths.tolist(), *sizes, planned_rows[0]))
 
     def attend(
         query: torch.Tensor,
@@ -69,9 +69,9 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
         plan_rows=plan_rows,
     )  # fmt: skip
-    others = api.load_backend
+    load_backend = api.load_backend
     monkeypatch.setattr(
-        api, "load_backend", lambda name: module if name == "triton" else others(name)
+        api, "load_backend", lambda name: module if name == "triton" else load_backend(name)
     )
     monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
-    return made
+    return plan_calls

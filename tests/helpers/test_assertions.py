@@ -8,33 +8,33 @@ import torch
 from tests.helpers.assertions import SCALES, K, V, assert_same, assert_same_bytes, assert_same_pool
 
 
-def pool(**changed: torch.Tensor) -> SimpleNamespace:
+def make_pool(**changes: torch.Tensor) -> SimpleNamespace:
     tensors = {
         "k_codes": torch.zeros(4, 2, 8, 16, dtype=torch.uint8),
         "v_codes": torch.zeros(4, 2, 16, 8, dtype=torch.uint8),
         "token_scales": torch.ones(4, 2, 8, 2, dtype=torch.bfloat16),
-    } | changed
+    } | changes
     return SimpleNamespace(**tensors)
 
 
 def test_the_message_locates_the_first_difference():
-    got, expected = (torch.zeros(2, 3, 9, 5) for _ in range(2))
-    got[1, 2, 7, 3], got[1, 2, 8, 0] = 4.5, 1
-    where = "sequence 1, head 2, token 7, dim 3"
-    with pytest.raises(AssertionError, match=f"^layer 1: 2 of 270 differ, first at {where}: got 4"):
-        assert_same(got, expected, "layer 1")
+    actual, expected = (torch.zeros(2, 3, 9, 5) for _ in range(2))
+    actual[1, 2, 7, 3], actual[1, 2, 8, 0] = 4.5, 1
+    place = "sequence 1, head 2, token 7, dim 3"
+    with pytest.raises(AssertionError, match=f"^layer 1: 2 of 270 differ, first at {place}: got 4"):
+        assert_same(actual, expected, "layer 1")
 
 
 @pytest.mark.parametrize(
     ("name", "axes"), [("k_codes", K), ("v_codes", V), ("token_scales", SCALES)]
 )
 def test_a_byte_of_a_pool_is_located_by_page_head_slot_and_dim(name, axes):
-    wrong = getattr(pool(), name).clone()
-    place = {"page": 3, "head": 1, "slot": 6, "dim": 5, "side": 1}
-    wrong[tuple(place[axis] for axis in axes)] = 7
-    where = ", ".join(f"{axis} {place[axis]}" for axis in axes)
-    with pytest.raises(AssertionError, match=f"^layer 2 {name}: 1 of .* first at {where}: got 7"):
-        assert_same_pool(pool(**{name: wrong}), pool(), "layer 2")
+    codes = getattr(make_pool(), name).clone()
+    index = {"page": 3, "head": 1, "slot": 6, "dim": 5, "side": 1}
+    codes[tuple(index[axis] for axis in axes)] = 7
+    place = ", ".join(f"{axis} {index[axis]}" for axis in axes)
+    with pytest.raises(AssertionError, match=f"^layer 2 {name}: 1 of .* first at {place}: got 7"):
+        assert_same_pool(make_pool(**{name: codes}), make_pool(), "layer 2")
 
 
 def test_bits_of_equal_values_may_differ():
@@ -45,8 +45,8 @@ def test_bits_of_equal_values_may_differ():
 
 
 def test_different_shapes_and_dtypes_are_reported():
-    for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
+    for tensor in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
         with pytest.raises(AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3"):
-            assert_same(other, torch.zeros(2, 3), "x")
+            assert_same(tensor, torch.zeros(2, 3), "x")
     with pytest.raises(AssertionError, match="token_scales: expected it in both pools or in none"):
-        assert_same_pool(pool(), pool(token_scales=None))
+        assert_same_pool(make_pool(), make_pool(token_scales=None))

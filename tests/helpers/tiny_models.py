@@ -2,12 +2,12 @@
 
 `type_names()` lists the types, `build(name)` makes `(model, inputs)` for one type in about a tenth
 of a second, and `tiny(name, **config)` makes a variant, such as `tiny("llama", head_dim=64)`.
-A name is a transformers model type: `llama` is the decoder-only model, `seq2seq/bart` the
-encoder-decoder, `vision/llava` a text model behind an image encoder.
+A name is a model type of transformers: `llama` is a decoder-only model, `seq2seq/bart` an
+encoder-decoder, and `vision/llava` a text model behind an image encoder.
 
-Every model is in fp32 on the CPU, in eval mode, without an end token, and the same for the same
-seed. The weights are rescaled, because with transformers' standard deviation of 0.02 the answers of
-a tiny model only depend on its embedding, and a broken cache would go unnoticed.
+Every model is in fp32 on the CPU, in eval mode, without an end token, and always equal for equal
+seeds. The weights are rescaled, because with transformers' standard deviation of 0.02 the answers
+of a tiny model only depend on its embedding, and a broken cache would go unnoticed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ WINDOW = 8
 
 Inputs = dict[str, torch.Tensor]
 Options = dict[str, Any]
+ModelInputs = tuple[PreTrainedModel, Inputs]
 
-# One table for all names of config fields. A type gets the fields that it has.
+# Config fields of all types. Each type gets the fields that its config has.
 SIZES: Options = {
     "vocab_size": VOCAB,
     "vocab_size_per_layer_input": VOCAB,
@@ -121,11 +122,11 @@ SIZES: Options = {
 LATENT: Options = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
-    # Few scores are 0 with 16 heads. The choice among equal scores depends on their number.
+    # With 16 heads few scores are 0. The choice among equal scores depends on their number.
     "index_n_heads": 16,
     "index_topk": 8,
 }
-# Encoders of images and sound for a text model. Their output has the text model's width.
+# Encoders of images and audio for a text model. Their output has the text model's width.
 ENCODER_SIZES: Options = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -156,7 +157,7 @@ ENCODER_SIZES: Options = {
 
 _NO_HEAD_DIM: Options = {"head_dim": None}
 _MAMBA2: Options = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
-_HASHED: Options = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_INDEXER: Options = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
 _BLT: Options = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -182,7 +183,7 @@ DECODERS = (
     "prophetnet",
     "whisper",
 )
-# Fields that a type needs in addition to the table. None removes the table's value.
+# Fields that a type needs in addition to `SIZES`. None removes the value of `SIZES`.
 CAUSAL_EXTRAS: dict[str, Options] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
     "blt": {
@@ -244,7 +245,7 @@ CAUSAL_EXTRAS: dict[str, Options] = {
         "zero_expert_num": 2,
         "moe_topk": 2,
     },
-    # Layers may lack positions, or attend to a different layer's keys, with or without an indexer.
+    # Layers may have no RoPE, or attend to a different layer's keys, with or without an indexer.
     "mistral_large4": {
         "num_hidden_layers": 5,
         "no_rope_layers": [1, 0, 1, 0, 1],
@@ -261,7 +262,7 @@ CAUSAL_EXTRAS: dict[str, Options] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
         "hc_lowrank": 16,
-        **_HASHED,
+        **_INDEXER,
     },
     "qwen2_vl": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
     "recurrent_gemma": {
@@ -296,7 +297,7 @@ CAUSAL_EXTRAS: dict[str, Options] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 CAUSAL_EXTRAS["qwen4_exp"] = CAUSAL_EXTRAS["qwen4_exp_text"]
-# Text models that transformers lists among models for images and text.
+# Text models that transformers lists with the models for images and text.
 TEXT_AMONG_IMAGES = ("glm5_next", "mistral4", "mistral_large4")
 SEQ2SEQ_EXTRAS: dict[str, Options] = {
     **{name: {} for name in DECODERS},
@@ -349,7 +350,7 @@ def type_names(kind: str | None = None) -> list[str]:
     return names[kind] if kind else [name for group in names.values() for name in group]
 
 
-# Named variants: a feature to test, a type with this feature, and its options.
+# Types and their options, by a feature to test.
 VARIANTS: dict[str, tuple[str, Options]] = {
     "gqa": ("llama", {}),
     "mha": ("llama", {"num_key_value_heads": 4}),
@@ -374,10 +375,8 @@ VARIANTS: dict[str, tuple[str, Options]] = {
 }
 
 
-def tiny(
-    name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any
-) -> tuple[PreTrainedModel, Inputs]:
-    """Build a type or one of `VARIANTS`. `key_bias` is the size of K's bias."""
+def tiny(name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any) -> ModelInputs:
+    """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of K's bias."""
     name, options = VARIANTS.get(name, (name, {}))
     options = options | config
     bias = key_bias or options.pop("key_bias", 0.0)
@@ -393,7 +392,7 @@ def tiny(
 
 def build(
     name: str, seed: int = 0, *, attn_implementation: str | None = None, **config: Any
-) -> tuple[PreTrainedModel, Inputs]:
+) -> ModelInputs:
     """Return a model, and arguments of `generate` with a batch of two that contains padding.
 
     `attn_implementation` is None for the model's default. `config` overrides fields of the config,
@@ -430,7 +429,7 @@ def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS)
 
 
 def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
-    """Rescale every matrix to unit gain, and make biases, sinks and norms nontrivial."""
+    """Rescale every matrix to `gain`, and make biases, sinks and norms nontrivial."""
     generator = torch.Generator().manual_seed(seed + 2)
     has_unscaled_logits = str(getattr(model.config, "model_type", "")).startswith("gemma4")
     head = model.get_output_embeddings()
@@ -438,9 +437,9 @@ def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and any(part in name for part in _TOKEN_TABLES):
-                # A table that is also the output layer would answer with the last token.
+                # A table that is also the output layer would predict the last token again.
                 weight.mul_((0.1 if weight is head_weight else 1.0) / weight.float().std())
-            if any(part in name for part in _LEAVE_ALONE) or not weight.is_floating_point():
+            if any(part in name for part in _UNCHANGED_PARTS) or not weight.is_floating_point():
                 continue
             if weight.ndim == 2:
                 _set_std(weight, gain * weight.shape[1] ** -0.5)
@@ -456,7 +455,7 @@ def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
 
 
 _TOKEN_TABLES = ("embed_tokens", "word_embeddings", "wte", "shared.weight", "embed_in")
-_LEAVE_ALONE = (
+_UNCHANGED_PARTS = (
     *("embed", "wte", "wpe", "position", "shared.weight", "conv", "router", "gate."),
     *("A_log", "dt_", "correction", "balancing", "relative_attention_bias"),
 )
@@ -475,66 +474,66 @@ def causal_config(name: str, **config: Any) -> PreTrainedConfig:
     part = next((key for key in base.sub_configs if getattr(base, key, None) is text), None)
     text = base if part is None else text
     table = dict(SIZES)
-    fields = _fields(text)
+    fields = _get_fields(text)
     if _has_field(text, "kv_lora_rank", fields):
         table.update(LATENT)
         del table["head_dim"]
-    options = _options(text, table, {})
-    options.update(_layer_types(name, text))
+    options = _get_options(text, table, {})
+    options.update(_get_layers(name, text))
     if name in DECODERS:
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
             options.pop(key, None)
         options.update(_DECODER_ONLY)
     elif _has_field(text, "is_decoder", fields):
         options["is_decoder"] = True
-    options = _options(text, options, CAUSAL_EXTRAS.get(name, {}) | config)
+    options = _get_options(text, options, CAUSAL_EXTRAS.get(name, {}) | config)
     if part is not None:
         options = {part: {"model_type": text.model_type, **options}}
-    outer = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})} if part else {}
-    return _make(type(base), {**_encoder_options(base, text), **outer, **options})
+    wrapper = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})} if part else {}
+    return _make_config(type(base), {**_get_encoders(base, text), **wrapper, **options})
 
 
-_MAY_BE_NONE = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
+_NULLABLE = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
 
 
-def _layer_types(name: str, text: PreTrainedConfig) -> Options:
-    """Return fields for two layers of each kind of the type, or one layer if it has many kinds."""
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None or not _has_field(text, "layer_types", _fields(text)) or "mamba" in name:
+def _get_layers(name: str, text: PreTrainedConfig) -> Options:
+    """Return fields for at least two layers, with every kind of layer that the type has."""
+    types = getattr(text, "layer_types", None)
+    if types is None or not _has_field(text, "layer_types", _get_fields(text)) or "mamba" in name:
         return {}
-    kinds = list(dict.fromkeys(kinds))
-    kinds = (2 * kinds)[: max(2, len(kinds))]
-    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    types = list(dict.fromkeys(types))
+    types = (2 * types)[: max(2, len(types))]
+    return {"layer_types": types, "num_hidden_layers": len(types)}
 
 
-def _encoder_options(base: PreTrainedConfig, text: PreTrainedConfig) -> Options:
-    """Return small encoders for the images and sounds of a composite config."""
+def _get_encoders(base: PreTrainedConfig, text: PreTrainedConfig) -> Options:
+    """Return small configs for the image and audio encoders of a composite config."""
     parts = {key: getattr(base, key, None) for key in base.sub_configs}
     return {
-        key: _options(part, ENCODER_SIZES, {"model_type": part.model_type})
+        key: _get_options(part, ENCODER_SIZES, {"model_type": part.model_type})
         for key, part in parts.items()
         if part is not None and part is not text and hasattr(part, "model_type")
     }
 
 
-def _make(kind: type[PreTrainedConfig], options: Options) -> PreTrainedConfig:
+def _make_config(cls: type[PreTrainedConfig], options: Options) -> PreTrainedConfig:
     """Return a config, without `layer_types` if the type derives them from other fields."""
     try:
-        return kind(**options)
+        return cls(**options)
     except AttributeError as error:
         if "no setter" not in str(error):
             raise
-        return kind(**{key: value for key, value in options.items() if key != "layer_types"})
+        return cls(**{key: value for key, value in options.items() if key != "layer_types"})
 
 
-_UNREADABLE = (ValueError, KeyError, NotImplementedError)
+_CONFIG_ERRORS = (ValueError, KeyError, NotImplementedError)
 
 
-def _fields(config: PreTrainedConfig) -> Options | None:
+def _get_fields(config: PreTrainedConfig) -> Options | None:
     """Return the fields of a config, or None if it cannot be converted to a dict."""
     try:
         return config.to_dict()
-    except _UNREADABLE:
+    except _CONFIG_ERRORS:
         return None
 
 
@@ -545,21 +544,17 @@ def _has_field(config: PreTrainedConfig, key: str, fields: Options | None) -> bo
         return False
     try:
         return fields is None or key in fields or hasattr(config, key)
-    except _UNREADABLE:
+    except _CONFIG_ERRORS:
         return True
 
 
-def _options(config: PreTrainedConfig, table: Options, extra: Options) -> Options:
-    fields = _fields(config)
-    options = {
-        key: value for key, value in table.items() if _has_field(config, key, fields)
-    } | extra
-    return {k: v for k, v in options.items() if v is not None or k in _MAY_BE_NONE}
+def _get_options(config: PreTrainedConfig, table: Options, extra: Options) -> Options:
+    fields = _get_fields(config)
+    options = {key: x for key, x in table.items() if _has_field(config, key, fields)} | extra
+    return {k: v for k, v in options.items() if v is not None or k in _NULLABLE}
 
 
-def _build_seq2seq(
-    name: str, seed: int, config: Options, attn: Options
-) -> tuple[PreTrainedModel, Inputs]:
+def _build_seq2seq(name: str, seed: int, config: Options, attn: Options) -> ModelInputs:
     source = prompt(seed, tokens=SOURCE_TOKENS)
     # Encoders are padded on the right.
     source = {key: value.flip(1) for key, value in source.items()}
@@ -570,7 +565,8 @@ def _build_seq2seq(
         full_config = _nested_config(name, config)
     else:
         base = AutoConfig.for_model(name)
-        full_config = _make(type(base), _options(base, SIZES, {**SEQ2SEQ_EXTRAS[name], **config}))
+        options = _get_options(base, SIZES, {**SEQ2SEQ_EXTRAS[name], **config})
+        full_config = _make_config(type(base), options)
     auto_class: Any = AutoModelForSeq2SeqLM
     if name == "vision-encoder-decoder":
         auto_class = AutoModelForImageTextToText
@@ -589,26 +585,22 @@ def _nested_config(name: str, config: Options) -> PreTrainedConfig:
     special_ids = {"eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 1}
     if name.startswith("t5gemma"):
         base = AutoConfig.for_model(name)
-        part = _options(base.decoder, SIZES, {}) | _layer_types(name, base.decoder) | config
-        encoder = dict(part)
+        options = _get_options(base.decoder, SIZES, {}) | _get_layers(name, base.decoder) | config
+        encoder = dict(options)
         if name == "t5gemma2":
-            encoder = {
-                "text_config": part,
-                **_encoder_options(base.encoder, base.encoder.text_config),
-            }
-        return type(base)(encoder=encoder, decoder=part, vocab_size=VOCAB, **special_ids)
+            encoders = _get_encoders(base.encoder, base.encoder.text_config)
+            encoder = {"text_config": options, **encoders}
+        return type(base)(encoder=encoder, decoder=options, vocab_size=VOCAB, **special_ids)
     decoder = causal_config("bert", add_cross_attention=True, **config)
     if name == "encoder-decoder":
         encoder = causal_config("bert", is_decoder=False)
         return EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **special_ids)
     vit = AutoConfig.for_model("vit")
-    encoder = type(vit)(**_options(vit, ENCODER_SIZES, {}))
+    encoder = type(vit)(**_get_options(vit, ENCODER_SIZES, {}))
     return VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **special_ids)
 
 
-def _build_vision(
-    name: str, seed: int, config: Options, attn: Options
-) -> tuple[PreTrainedModel, Inputs]:
+def _build_vision(name: str, seed: int, config: Options, attn: Options) -> ModelInputs:
     """Build a text model with an image encoder. Each prompt has an image of four patches."""
     model = AutoModelForImageTextToText.from_config(causal_config(name, **config), **attn)
     inputs = prompt(seed)

@@ -1,6 +1,6 @@
 """Tests of the kernels' machine code, which tests/tools/kernels compiles without a GPU.
 
-Other processes compile, because this process may run kernels in Triton's interpreter.
+Separate processes compile, because this process may run kernels in Triton's interpreter.
 """
 
 import json
@@ -34,41 +34,41 @@ from tests.tools.ptx.machine import execute
 from tests.tools.ptx.memory import GlobalMemory
 from tests.tools.ptx.parse import parse
 
-NEWER = Version(triton.__version__) >= Version("3.8")
-GOOD = Assembly(
+MAY_SPILL = Version(triton.__version__) >= Version("3.8")
+GOOD_ASSEMBLY = Assembly(
     registers=120, spills=0, doubles=0, loop=400, wide_bytes=128, byte_loads=0, conversions=64
 )
 
 
 # -- compiled steps --------------------------------------------------------------------------------
 
-# Grid: each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
+# Variants: each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
 # instruction (e4m3), by moving bits (e3m4, e2m5), or without conversion (auto). Growing and
-# preallocated caches launch these. With a bias, values are as large as float32 allows.
-STEPS = [
+# preallocated caches launch these kernels. A bias may be as large as float32 allows.
+STEP_VARIANTS = [
     "decode e4m3 D128", "decode auto D128", "decode e4m3 static D128", "decode e2m5 D128 rotated",
     "decode e4m3 D128 bias",
     "extend e3m4 D128 T1024", "write e3m4 D128 T128", "gather e2m5 D128 v rotated",
 ]  # fmt: skip
-TARGETS_OF_STEPS = {"sm_90": STEPS, "gfx942": [STEPS[0], *STEPS[-3:]]}
+STEPS_BY_TARGET = {"sm_90": STEP_VARIANTS, "gfx942": [STEP_VARIANTS[0], *STEP_VARIANTS[-3:]]}
 
 
 # One process compiles everything, because an import of torch and transformers takes seconds.
-COMPILE = f"""
+SCRIPT = f"""
 import json
 from tests.helpers.replays import compare_calls
-from tests.tools.kernels.bad_kernels import CASES, compile_bad
+from tests.tools.kernels.bad_kernels import CASES, compile_bad_kernel
 from tests.tools.kernels.check import compile_variants, list_variants, run_in_processes
-targets = {TARGETS_OF_STEPS}
+targets = {STEPS_BY_TARGET}
 steps = run_in_processes(list(targets), lambda x: compile_variants(x, list_variants(targets[x])))
-bad = run_in_processes(list(CASES), compile_bad)
+bad = run_in_processes(list(CASES), compile_bad_kernel)
 replays = run_in_processes(["calls"], lambda _: [compare_calls()])
 print(json.dumps({{"steps": steps, "bad": bad, "replays": replays}}))
 """
 
 
 def run_python(*arguments: str) -> tuple[int, dict]:
-    """Run Python without Triton's interpreter. Return the exit code and the JSON printed."""
+    """Run Python without Triton's interpreter. Return the exit code and the JSON that it prints."""
     process = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False,
         env=make_environment(), cwd=Path(__file__).parents[2],
@@ -80,52 +80,52 @@ def run_python(*arguments: str) -> tuple[int, dict]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, list[dict]]]:
-    """Return rows of the steps by target, of the bad kernels by name, and of the replayed calls."""
-    return run_python("-c", COMPILE)[1]
+    """Return the rows of the steps by target, of bad kernels by name, and of replayed calls."""
+    return run_python("-c", SCRIPT)[1]
 
 
 def check_rows(rows: list[dict]) -> None:
-    """Check that the kernels obey all rules, and that the rows cover all kernels."""
+    """Check that the rows cover all kernels, and that the kernels obey all rules."""
     assert [row for row in rows if row["violations"]] == []
     kernels = {row["kernel"] for row in rows} - {"widen_codes"}
     assert kernels == {"plan", "attend", "combine", "write", "gather"}
 
 
 # `make oldest` runs this with an old Triton.
-@pytest.mark.parametrize("target", TARGETS_OF_STEPS)
+@pytest.mark.parametrize("target", STEPS_BY_TARGET)
 def test_kernels_of_a_step_obey_the_rules(compiled, target):
     check_rows(compiled["steps"][target])
-    # Products on gfx942 read no codes from shared memory.
-    widened = any(row["kernel"] == "widen_codes" for row in compiled["steps"][target])
-    assert widened == (target == "sm_90")
-    assert {row["variant"] for row in compiled["steps"][target]} == set(TARGETS_OF_STEPS[target])
+    # On gfx942, products do not read codes from shared memory, so codes are not widened.
+    has_widened = any(row["kernel"] == "widen_codes" for row in compiled["steps"][target])
+    assert has_widened == (target == "sm_90")
+    assert {row["variant"] for row in compiled["steps"][target]} == set(STEPS_BY_TARGET[target])
 
 
-def test_a_replayed_call_launches_as_triton_does(compiled):
-    """Any input of the call is changed, before or after the recording."""
-    (compared,) = compiled["replays"]["calls"]
-    assert compared.keys() == {"attend", "write", "make_plan"}
-    assert sum(compared.values()) > 120, compared
+def test_a_replayed_call_launches_the_same_kernels_as_triton(compiled):
+    """Each input of a call is changed, before or after the call is recorded."""
+    (call_counts,) = compiled["replays"]["calls"]
+    assert call_counts.keys() == {"attend", "write", "make_plan"}
+    assert sum(call_counts.values()) > 120, call_counts
 
 
 def test_steps_cover_all_operations():
-    steps, everything = list_variants(STEPS), list_variants()
-    assert len(steps) == len(STEPS)
-    assert len({v.name for v in everything}) == len(everything)
-    assert {v.operation for v in steps} == {v.operation for v in everything}
+    steps, all_variants = list_variants(STEP_VARIANTS), list_variants()
+    assert len(steps) == len(STEP_VARIANTS)
+    assert len({v.name for v in all_variants}) == len(all_variants)
+    assert {v.operation for v in steps} == {v.operation for v in all_variants}
     for operation in ("decode", "write"):
-        assert {v.k for v in everything if v.operation == operation} == {*FORMATS, AUTO}
+        assert {v.k for v in all_variants if v.operation == operation} == {*FORMATS, AUTO}
 
 
 # -- the rules -------------------------------------------------------------------------------------
 
 
-def assert_named(violations: list[str], expected: list[str]) -> None:
+def check_messages(violations: list[str], expected: list[str]) -> None:
     assert all(part in text for text, part in zip(violations, expected, strict=True)), violations
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"),
+    ("name", "expected"),
     [
         ("good", []),
         ("strides unknown", ["0 of 4096 bytes in 16-byte loads"]),
@@ -137,28 +137,29 @@ def assert_named(violations: list[str], expected: list[str]) -> None:
         ("dies", ["the process ended with -6"]),
     ],
 )  # fmt: skip
-def test_a_bad_kernel_breaks_its_rules(compiled, name, broken):
+def test_a_bad_kernel_violates_its_rules(compiled, name, expected):
     assert list(compiled["bad"]) == list(CASES)
     (row,) = compiled["bad"][name]
-    # Triton 3.9 spills a value of a small kernel.
-    actual = [x for x in row["violations"] if not (NEWER and name != "large" and "spills" in x)]
-    assert_named(actual, broken)
+    # Newer versions of Triton spill a value of a small kernel.
+    is_ignored = lambda text: MAY_SPILL and name != "large" and "spills" in text  # noqa: E731
+    actual = [text for text in row["violations"] if not is_ignored(text)]
+    check_messages(actual, expected)
 
 
-def violations(
+def list_violations(
     assembly: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3",
     extras: tuple[str, ...] = (),
 ):  # fmt: skip
-    """Return the violations of a main decode kernel with four warps and tiles of 64."""
-    gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, extras=extras, main=True)
+    """Return the violations of a fast decode kernel with four warps and tiles of 64 tokens."""
+    gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, extras=extras, is_main=True)
     gpu = replace(gpu, parameters={"programs": 3 if gpu.is_nvidia else 1})
     return list(find_violations(gpu, variant, assembly, shared, warps=4, tile=64, converts=True))
 
 
 # sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp of AMD has
-# 64 lanes, so half as many bytes per lane suffice.
+# 64 lanes, so half of the bytes per lane suffice.
 @pytest.mark.parametrize(
-    ("change", "options", "broken"),
+    ("changes", "options", "expected"),
     [
         ({}, {}, []),
         ({"spills": 8}, {}, []),  # outside the main loop
@@ -185,8 +186,8 @@ def violations(
         ({"wide_bytes": 64, "conversions": 0}, {"target": "gfx942"}, []),
     ],
 )  # fmt: skip
-def test_each_rule_names_its_violation(change, options, broken):
-    assert_named(violations(replace(GOOD, **change), **options), broken)
+def test_each_rule_reports_its_violation(changes, options, expected):
+    check_messages(list_violations(replace(GOOD_ASSEMBLY, **changes), **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -208,14 +209,14 @@ def test_resident_programs_are_limited_by_resources(target, registers, warps, sh
 
 
 def test_an_unlisted_gpu_is_described_by_its_resources():
-    """The GPUs are a chip with 100 KB of shared memory per SM, and a B300."""
-    spark = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
-    assert spark.fit(168, 2, 37888) == 2
-    assert tuning.expected_programs(spark) == 2
+    """The GPUs are a small chip with 100 KB of shared memory per SM, and a B300."""
+    chip = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
+    assert chip.fit(168, 2, 37888) == 2
+    assert tuning.expected_programs(chip) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
     assert tuning.expected_programs(b300) == 6
-    usual = tuning.Workload(256, 64, False, False, False)
-    assert tuning.extend_config(b300, usual) == tuning.extend_config(Target.parse("sm_100"), usual)
+    shape = tuning.Workload(256, 64, False, False, False)
+    assert tuning.extend_config(b300, shape) == tuning.extend_config(Target.parse("sm_100"), shape)
 
 
 # -- reading machine code --------------------------------------------------------------------------
@@ -270,32 +271,32 @@ def test_assembly_is_parsed():
         registers=168, spills=1, doubles=1, loop=3, wide_bytes=16, byte_loads=0, conversions=0
     )
     text = SASS[SASS.index(".L_x_0:") :]
-    to_registers = text.replace("LDGSTS.E.BYPASS", "LDG.E")
-    texts = text, text.replace("SB0, 0x2", "SB0, 0x0"), to_registers
-    assert [read_nvidia(text, "REG:168").ahead for text in texts] == [2.0, 1.0, 0.0]
+    register_loads = text.replace("LDGSTS.E.BYPASS", "LDG.E")
+    texts = text, text.replace("SB0, 0x2", "SB0, 0x0"), register_loads
+    assert [read_nvidia(text, "REG:168").rounds_ahead for text in texts] == [2.0, 1.0, 0.0]
     assert read_amd(GCN) == Assembly(
         registers=215, spills=3, doubles=1, loop=6, wide_bytes=16, byte_loads=1, conversions=1,
-        ahead=1.0,
+        rounds_ahead=1.0,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("left", "ahead"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 1.0)])
-def test_amd_loads_finish_in_order(left, ahead):
+@pytest.mark.parametrize(("wait_count", "rounds_ahead"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 1.0)])
+def test_amd_loads_finish_in_order(wait_count, rounds_ahead):
     """The loop has two wide loads, a narrow load after each, and a wait before the product."""
     loads = "\tglobal_load_dwordx4 v[0:3], v[4:5], off\n\tglobal_load_dword v7, v[4:5], off\n"
-    wait = f"{loads * 2}\ts_waitcnt lgkmcnt(0) vmcnt({left})\n\tv_mfma"
+    wait = f"{loads * 2}\ts_waitcnt lgkmcnt(0) vmcnt({wait_count})\n\tv_mfma"
     text = GCN.replace("\tglobal_load_dwordx4 v[0:3], v[4:5], off\n", "")
-    assert read_amd(text.replace("\tv_mfma", wait)).ahead == ahead
+    assert read_amd(text.replace("\tv_mfma", wait)).rounds_ahead == rounds_ahead
 
 
 # -- the assembly of codec.py ----------------------------------------------------------------------
 
 
-# The package does not have this format. Its NaN differs from the NaN of all formats.
-UNKNOWN = [Format("fp8_e3m4fn", 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0)]
+# The package does not have this format, whose NaN differs from the NaN of all its formats.
+UNKNOWN_FORMATS = [Format("fp8_e3m4fn", 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0)]
 
 
-MOVE = [
+MOVE_PTX = [
     ".visible .entry _move(.param .u64 codes, .param .u64 values) .reqntid 256 {{ .reg .b32 %r<4>",
     ".reg .b64 %rd<5>", "mov.u32 %r3, %tid.x",
     "ld.param.b64 %rd1, [codes]", "mad.wide.u32 %rd3, %r3, 4, %rd1", "ld.global.b32 %r2, [%rd3]",
@@ -305,25 +306,25 @@ MOVE = [
 
 
 @pytest.mark.parametrize("keep_nan", [False, True], ids=["", "nan"])
-@pytest.mark.parametrize("fmt", [*FORMATS.values(), *UNKNOWN], ids=lambda fmt: fmt.name)
-def test_packed_moves_convert_all_codes_in_all_positions(fmt, keep_nan, monkeypatch):
+@pytest.mark.parametrize("fmt", [*FORMATS.values(), *UNKNOWN_FORMATS], ids=lambda fmt: fmt.name)
+def test_packed_moves_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     monkeypatch.setattr(Target, "converts", lambda *_: False)
-    shifted = codec.codec_for.__wrapped__(
+    used_codec = codec.codec_for.__wrapped__(
         fmt.name, Target.parse("sm_80"), tl.float16, False, keep_nan
     )
-    nan = keep_nan or fmt.inf_code is not None
+    has_nan = keep_nan or fmt.inf_code is not None
     words = torch.stack([(torch.arange(256) * 37 + position * 11) % 256 for position in range(4)])
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0)
     bits = torch.zeros(256, 4, dtype=torch.int16)
     packed = packed.to(torch.int32)
-    program = parse(";".join(MOVE).format(re.sub(r"\$(\d)", r"%r\1", shifted.assembly)))
+    program = parse(";".join(MOVE_PTX).format(re.sub(r"\$(\d)", r"%r\1", used_codec.assembly)))
     addresses = [packed.data_ptr(), bits.data_ptr()]
     memory = GlobalMemory([packed, bits])
-    execute(program, compile_program(program), addresses, (1, 1, 1), memory, shared=0)
-    actual = bits.T.view(torch.float16).float() * shifted.factor
+    execute(program, compile_program(program), addresses, (1, 1, 1), memory, shared_size=0)
+    actual = bits.T.view(torch.float16).float() * used_codec.factor
     expected = decode(words.to(torch.uint8), fmt)
-    if not nan:
+    if not has_nan:
         is_number = ~expected.isnan()
         actual, expected = actual[is_number], expected[is_number]
     assert torch.equal(actual.isnan(), expected.isnan())
@@ -338,7 +339,7 @@ def test_packed_moves_convert_all_codes_in_all_positions(fmt, keep_nan, monkeypa
     ],
     ids=lambda fmt: fmt.name,
 )
-def test_an_unsupported_format_is_refused(fmt, monkeypatch):
+def test_a_format_without_packed_moves_is_refused(fmt, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     with pytest.raises(AssertionError, match=fmt.name):
         codec.codec_for.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
@@ -354,7 +355,7 @@ ROW = {
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Return a function that runs the command with rows, and returns its code and output."""
+    """Return a function that runs the command on rows, and returns its exit code and output."""
 
     def run_command(*arguments: str, rows: list[dict]) -> tuple[int, str]:
         def check_targets(names, variants):
@@ -377,12 +378,12 @@ def test_the_command_fails_on_violations_and_shows_changes(run, tmp_path):
     assert (code, "2 spills" in out, "sm_80" in out) == (1, True, False)
     code, out = run("--summary", "--json", "--target", "sm_90", rows=[ROW])
     assert json.loads(out)["targets"] == {"sm_90": [ROW]}
-    assert {v.operation for v in list_variants(run.variants)} == {"decode", "extend"}
+    assert {variant.operation for variant in list_variants(run.variants)} == {"decode", "extend"}
     assert len(list_variants(run.variants)) == 10
     (tmp_path / "before.json").write_text(out)
     faster = {**ROW, "registers": 104, "per_kib": 55.5}
     code, out = run("--summary", "--before", str(tmp_path / "before.json"), rows=[faster])
-    is_shown = [text in out for text in ("168 > 104", "120.0 > 55.5", "39424 >")]
+    is_shown = [text in out for text in ("168 -> 104", "120.0 -> 55.5", "39424 ->")]
     assert (code, is_shown) == (0, [True, True, False])
 
 

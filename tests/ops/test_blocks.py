@@ -1,6 +1,6 @@
-"""Pages in blocks of memory: their offsets and lifetime.
+"""Tests of pages in blocks of memory: offsets and lifetime.
 
-test_ops.py and test_kernels_*.py read and write blocks with each backend.
+In test_ops.py and test_kernels_*.py, each backend reads and writes blocks.
 """
 
 import gc
@@ -21,7 +21,7 @@ def test_offsets_keep_their_blocks_alive():
     memory_refs = [weakref.ref(block.untyped_storage()) for block in blocks]
     offsets = locate_pages(blocks)
     assert offsets.tolist() == [
-        b.data_ptr() - blocks[0].data_ptr() + 64 * i for b in blocks for i in range(2)
+        block.data_ptr() - blocks[0].data_ptr() + 64 * i for block in blocks for i in range(2)
     ]
     del blocks
     gc.disable()
@@ -33,14 +33,14 @@ def test_offsets_keep_their_blocks_alive():
         gc.enable()
 
 
-def test_pages_by_number():
+def test_pages_are_read_and_written_by_number():
     blocks = [torch.randint(0, 256, (n, 16)).byte() for n in (3, 1, 4)]
     rows = torch.cat(blocks)
     numbers = np.array([7, 0, 3, 3, 2, 4])
     assert_same(take_pages(blocks, numbers), rows[numbers])
-    new = torch.randint(0, 256, (3, 16)).byte()
-    rows[[5, 2, 3]] = new
-    put_pages(blocks, np.array([5, 2, 3]), new)
+    new_rows = torch.randint(0, 256, (3, 16)).byte()
+    rows[[5, 2, 3]] = new_rows
+    put_pages(blocks, np.array([5, 2, 3]), new_rows)
     assert_same(torch.cat(blocks), rows)
 
 

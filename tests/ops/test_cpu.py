@@ -1,4 +1,4 @@
-"""Properties of the "cpu" backend: threads, compiled libraries, and calls passed to torch."""
+"""Tests of the "cpu" backend: threads, compiled libraries, and calls that torch computes."""
 
 import os
 import signal
@@ -24,228 +24,228 @@ pytestmark = pytest.mark.text
 HEADS, DIM = 2, 32
 
 
-def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
-    """Pages of one sequence with `tokens` random tokens."""
+def make_pages(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
+    """Return pages of one sequence with `tokens` random tokens."""
     case = test_ops.Case("", lengths=(tokens,), key=fmt, value=fmt, dtype=dtype)
-    return test_ops.fill(test_ops.poisoned(case), case)
+    return test_ops.fill(test_ops.make_pages(case), case)
 
 
 def attend(
     pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu_backend
 ) -> torch.Tensor:
     lengths = torch.tensor([tokens], dtype=torch.int32)
-    found = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
-    assert isinstance(found, torch.Tensor)
-    return found
+    result = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 @pytest.fixture
-def many_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Split calls of any size between threads."""
+def small_grain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Split calls of any size between four threads."""
     monkeypatch.setattr(cpu_backend, "GRAIN", 64)
     monkeypatch.setattr(cpu_backend, "SPAN", 16)
-    before = torch.get_num_threads()
+    old_num_threads = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(old_num_threads)
 
 
-@pytest.mark.usefixtures("many_threads")
-def test_threads_give_one_result():
-    pages, query = make(700), torch.randn(1, 6, 3, DIM)
+@pytest.mark.usefixtures("small_grain")
+def test_results_do_not_depend_on_threads():
+    pages, query = make_pages(700), torch.randn(1, 6, 3, DIM)
     expected = attend(pages, query, 700, reference)
-    first = attend(pages, query, 700)
-    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+    first_result = attend(pages, query, 700)
+    torch.testing.assert_close(first_result, expected, rtol=1e-5, atol=1e-6)
     for _ in range(20):
-        assert_same(attend(pages, query, 700), first)
+        assert_same(attend(pages, query, 700), first_result)
 
 
-@pytest.mark.usefixtures("many_threads")
-@pytest.mark.parametrize("case", test_ops.LATENTS, ids=str)
+@pytest.mark.usefixtures("small_grain")
+@pytest.mark.parametrize("case", test_ops.LATENT_CASES, ids=str)
 def test_threads_share_latents(case):
     pages, query, kwargs = test_ops.prepare(case)
     expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
-    found = test_ops.attend(case, pages, query, "cpu", **kwargs)
-    assert test_ops.errors(found, expected).max() <= test_ops.bound(case)
+    actual = test_ops.attend(case, pages, query, "cpu", **kwargs)
+    assert test_ops.errors(actual, expected).max() <= test_ops.max_error(case)
 
 
-@pytest.mark.usefixtures("many_threads")
-def test_write_and_gather_on_many_threads():
-    pages = make(700)
-    other = test_ops.copy(pages)
+@pytest.mark.usefixtures("small_grain")
+def test_write_and_gather_give_equal_bytes_on_many_threads():
+    pages = make_pages(700)
+    expected_pages = test_ops.copy_pages(pages)
     key, value = torch.randn(2, 1, HEADS, 700, DIM)
     ends = torch.tensor([700], dtype=torch.int32)
     cpu_backend.write(pages, key, value, ends)
-    reference.write(other, key, value, ends)
-    assert_same_pool(pages, other)
+    reference.write(expected_pages, key, value, ends)
+    assert_same_pool(pages, expected_pages)
     for side in ("k", "v"):
         arguments = (ends, side, 5, 699, torch.bfloat16, False)
         assert_same(cpu_backend.gather(pages, *arguments), reference.gather(pages, *arguments))
 
 
-@pytest.mark.usefixtures("many_threads")
-def test_calls_from_several_threads_at_once():
-    pages, queries = make(700), torch.randn(8, 1, 6, 1, DIM)
+@pytest.mark.usefixtures("small_grain")
+def test_several_threads_may_call_at_once():
+    pages, queries = make_pages(700), torch.randn(8, 1, 6, 1, DIM)
     expected = [attend(pages, query, 700) for query in queries]
     with ThreadPoolExecutor(8) as callers:
-        found = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
-    for i, result in enumerate(found):
+        results = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
+    for i, result in enumerate(results):
         assert_same(result, expected[i % 8])
 
 
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("fmt", ["fp8_e3m4", "auto"])
 def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
-    """Chunks, further sequences and threads do not change a bit of a result."""
-    length, prompt = 1333, 70
-    pages, query = make(length, fmt), torch.randn(1, 6, prompt, DIM)
+    """Chunks, further sequences and threads do not change any bit of a result."""
+    length, queries = 1333, 70
+    pages, query = make_pages(length, fmt), torch.randn(1, 6, queries, DIM)
     spec = AttentionSpec(0.2, causal=True, window=window)
 
-    def run(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
+    def run_cpu(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
         ends = torch.tensor(lengths, dtype=torch.int32)
         return cpu_backend.attend(query, pages, ends, 0, max(lengths), spec)
 
-    alone = torch.cat([
-        run(pages, query[:, :, [t]], length - prompt + 1 + t) for t in range(prompt)
+    separate_results = torch.cat([
+        run_cpu(pages, query[:, :, [t]], length - queries + 1 + t) for t in range(queries)
     ], 1)  # fmt: skip
-    two = pages._replace(table=pages.table.repeat(2, 1))
+    two_sequences = pages._replace(table=pages.table.repeat(2, 1))
     for grain in (1 << 30, 64):
         monkeypatch.setattr(cpu_backend, "GRAIN", grain)
-        for chunk in (1, 3, 5, prompt):
-            assert_same(run(pages, query[:, :, -chunk:], length), alone[:, -chunk:])
-        repeated = run(two, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
-        assert_same(repeated[:1], alone[:, -1:])
+        for chunk in (1, 3, 5, queries):
+            assert_same(run_cpu(pages, query[:, :, -chunk:], length), separate_results[:, -chunk:])
+        result = run_cpu(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
+        assert_same(result[:1], separate_results[:, -1:])
 
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("fmt", ["fp8_e2m5", "fp8_e3m4", "int8"])
-def test_products_of_integers(fmt, rotated):
-    """16-bit queries are rounded to integers. Bits do not depend on a call, and NaN is kept."""
-    length, prompt, dim = 1270, 20, 64
+def test_integer_products_are_correct(fmt, rotated):
+    """16-bit queries are rounded to integers. Bits do not depend on the call, and NaN stays NaN."""
+    length, num_queries, dim = 1270, 20, 64
     case = test_ops.Case("", lengths=(length,), key=fmt, value=fmt, dtype=torch.bfloat16,
                          k_dim=dim, v_dim=dim, page_size=64, rotated=rotated)  # fmt: skip
-    pages = test_ops.fill(test_ops.poisoned(case), case)
-    query = torch.randn(1, 6, prompt, dim).bfloat16()
+    pages = test_ops.fill(test_ops.make_pages(case), case)
+    query = torch.randn(1, 6, num_queries, dim).bfloat16()
     actual = attend(pages, query, length)
     error = test_ops.errors(actual, attend(pages, query.float(), length, reference))
-    assert error.max() <= test_ops.bound(case)
-    for t in range(prompt):
-        assert_same(attend(pages, query[:, :, [t]], length - prompt + 1 + t), actual[:, [t]])
+    assert error.max() <= test_ops.max_error(case)
+    for t in range(num_queries):
+        assert_same(attend(pages, query[:, :, [t]], length - num_queries + 1 + t), actual[:, [t]])
     if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
         page, slot = int(pages.table[0, 9]), 21
-        for codes, at in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
-            codes[at] = test_ops.nan_code(fmt)
+        for codes, index in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
+            codes[index] = test_ops.nan_code(fmt)
             actual, expected = (attend(pages, query[:, :, -1:], length, module).float()
                                for module in (cpu_backend, reference))  # fmt: skip
             assert actual.isnan().any()
             assert torch.equal(actual.isnan(), expected.isnan())
 
 
-def compare(case: test_ops.Case, pages: Pages) -> None:
-    """Compare attention of both sequences with the reference, including NaN."""
+def compare_with_reference(case: test_ops.Case, pages: Pages) -> None:
+    """Compare the attention of all sequences with the reference, including NaN."""
     query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim)
-    arguments = test_ops.arguments(case, pages) | {"bounds": None}
+    arguments = test_ops.make_spec(case, pages) | {"bounds": None}
     expected = test_ops.attend(case, pages, query, "reference", **arguments)
-    found = test_ops.attend(case, pages, query, "cpu", **arguments)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    actual = test_ops.attend(case, pages, query, "cpu", **arguments)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_pages_that_begin_inside_a_vector():
-    """The last page is not multiplied with weights of other tiles or sequences."""
-    hidden = test_ops.Case("", lengths=(281,), page_size=8, padding=260)
-    compare(hidden, test_ops.fill(test_ops.poisoned(hidden), hidden))
-    two = test_ops.Case("", lengths=(256, 25), page_size=8)
-    pages = test_ops.fill(test_ops.poisoned(two), two)
+def test_pages_may_begin_inside_a_vector():
+    """The last page is not multiplied by the weights of different tiles or sequences."""
+    padded = test_ops.Case("", lengths=(281,), page_size=8, padding=260)
+    compare_with_reference(padded, test_ops.fill(test_ops.make_pages(padded), padded))
+    two_sequences = test_ops.Case("", lengths=(256, 25), page_size=8)
+    pages = test_ops.fill(test_ops.make_pages(two_sequences), two_sequences)
     test_ops.poison(pages, 0, [35])
-    compare(two, pages)
+    compare_with_reference(two_sequences, pages)
 
 
 def test_a_prompt_attends_to_positions_from_a_start():
-    """torch's attention, which computes 16-bit prompts, would attend to all positions."""
-    pages, query = make(100, dtype=torch.float16), torch.randn(1, 6, 70, DIM).half()
+    """torch's attention computes 16-bit prompts, and would attend to all positions."""
+    pages, query = make_pages(100, dtype=torch.float16), torch.randn(1, 6, 70, DIM).half()
     spec, ends = AttentionSpec(0.2, causal=True), torch.tensor([100], dtype=torch.int32)
     expected = reference.attend(query.float(), pages, ends, 40, 100, spec)
-    found = cpu_backend.attend(query, pages, ends, 40, 100, spec)
-    torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.01)
+    actual = cpu_backend.attend(query, pages, ends, 40, 100, spec)
+    torch.testing.assert_close(actual.float(), expected, rtol=0.01, atol=0.01)
 
 
 def test_more_new_tokens_than_the_length_are_refused():
-    pages = make(40)
-    before = test_ops.copy(pages)
+    pages = make_pages(40)
+    old_pages = test_ops.copy_pages(pages)
     key, value = torch.randn(2, 1, HEADS, 5, DIM)
     with pytest.raises(OutOfPagesError):
         cpu_backend.write(pages, key, value, torch.tensor([3], dtype=torch.int32))
-    assert_same_pool(pages, before)
+    assert_same_pool(pages, old_pages)
 
 
-def test_scales_of_any_layout():
+def test_scales_may_have_any_layout():
     """A scale per head or per tensor may be an expanded tensor."""
-    # Small scales give small logits. An error of a logit is a relative error of the result.
+    # Small scales give small logits. The error of a logit is a relative error of the result.
     scale = (0.01 * torch.rand(HEADS, 1)).expand(HEADS, DIM)
-    pages = with_scales(make(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
+    pages = with_scales(make_pages(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
     pages = pages._replace(table=pages.table.t().contiguous().t())
     query = torch.randn(1, 6, 1, DIM)
     expected = attend(pages, query, 40, reference)
     torch.testing.assert_close(attend(pages, query, 40), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_call_copies_nothing():
+def test_a_call_does_not_copy_the_pages():
     assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
-    pages, query = make(4000), torch.randn(1, 6, 1, DIM)
-    with BytesWritten() as written:
+    pages, query = make_pages(4000), torch.randn(1, 6, 1, DIM)
+    with BytesWritten() as counter:
         attend(pages, query, 4000)
-    assert written.total < pages.k_codes.nbytes / 10
+    assert counter.total < pages.k_codes.nbytes / 10
 
 
 # -- libraries -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("many_threads")
+@pytest.mark.usefixtures("small_grain")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_process_computes_on_one_thread():
-    pages, query = make(700), torch.randn(1, 6, 1, DIM)
+    pages, query = make_pages(700), torch.randn(1, 6, 1, DIM)
     expected = attend(pages, query, 700)
-    child = os.fork()
-    if child == 0:
+    pid = os.fork()
+    if pid == 0:
         signal.alarm(60)
         os._exit(not torch.equal(attend(pages, query, 700), expected))
     assert_same(attend(pages, query, 700), expected)
-    assert os.waitpid(child, 0)[1] == 0
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the loaded library, so that the next call looks for it again."""
+def unloaded_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unload the library, so that the next call searches for it again."""
     cpu_backend.load_library.cache_clear()
     yield
     cpu_backend.load_library.cache_clear()
 
 
-@pytest.mark.usefixtures("no_library")
+@pytest.mark.usefixtures("unloaded_library")
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
 def test_each_library_matches_the_reference(capability, monkeypatch):
-    """The libraries for AVX2 and AVX-512 run on any CPU that has them. VNNI is hidden."""
+    """The libraries for AVX2 and AVX-512 run on any CPU with these instructions. VNNI is hidden."""
     if capability == "AVX512" and not torch.cpu._is_avx512_supported():
         pytest.skip("the CPU has no AVX-512")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    for case in test_ops.CASES[:12] + test_ops.LATENTS:
+    for case in test_ops.CASES[:12] + test_ops.LATENT_CASES:
         pages, query, kwargs = test_ops.prepare(case)
-        want = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
-        found = test_ops.attend(case, pages, query, "cpu", **kwargs)
-        assert test_ops.errors(found, want).max() <= test_ops.bound(case, "cpu"), case
+        expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
+        actual = test_ops.attend(case, pages, query, "cpu", **kwargs)
+        assert test_ops.errors(actual, expected).max() <= test_ops.max_error(case, "cpu"), case
     assert cpu_backend.load_library()._name == str(build.find_library(capability))
 
 
-@pytest.mark.usefixtures("no_library")
+@pytest.mark.usefixtures("unloaded_library")
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "find_library", lambda _: tmp_path / "kernels_none.so")
     with pytest.raises(BackendError, match=r"kernels_none\.so.*hf_fp8kv\.ops\.cpu\.build"):
-        attend(make(40), torch.randn(1, 6, 1, DIM), 40)
+        attend(make_pages(40), torch.randn(1, 6, 1, DIM), 40)
 
 
-@pytest.mark.usefixtures("no_library")
-def test_a_library_of_another_source_is_refused(monkeypatch):
+@pytest.mark.usefixtures("unloaded_library")
+def test_a_library_of_a_different_source_is_refused(monkeypatch):
     monkeypatch.setattr(build, "stamp", lambda: 1)
     with pytest.raises(BackendError, match="a different source"):
-        attend(make(40), torch.randn(1, 6, 1, DIM), 40)
+        attend(make_pages(40), torch.randn(1, 6, 1, DIM), 40)

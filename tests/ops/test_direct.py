@@ -1,4 +1,4 @@
-"""Operations go through torch's dispatcher only if something in torch observes them."""
+"""Tests that operations use torch's dispatcher only if something in torch observes them."""
 
 import subprocess
 from collections.abc import Callable
@@ -23,81 +23,85 @@ class Subclass(torch.Tensor):
     """A subclass of Tensor, like FakeTensor and DTensor."""
 
 
-def pages_of(table: torch.Tensor, count: int, heads: int = 1) -> Pages:
-    """Pages of 16 tokens, in float32."""
+def make_pages(table: torch.Tensor, num_pages: int, heads: int = 1) -> Pages:
+    """Return pages of 16 tokens, in float32."""
     side = StoredSide(None, None, "auto", 16)
-    zeros = torch.zeros((count, heads, 16, 16), device=table.device)
+    zeros = torch.zeros((num_pages, heads, 16, 16), device=table.device)
     return pack_pages(side, zeros, side, zeros, None, table)
 
 
-# Made outside any trace.
-PAGES = pages_of(torch.tensor([[1]], dtype=torch.int32), 2)
+# These pages are made outside of any trace.
+SHARED_PAGES = make_pages(torch.tensor([[1]], dtype=torch.int32), 2)
 
 
-def call(make: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
-    """Store a token and attend to it, with each operation. `make` converts the inputs."""
-    pages, one = PAGES, torch.tensor([1], dtype=torch.int32)
-    x = make(torch.arange(16.0).view(1, 1, 1, 16))
+def call_operations(convert: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
+    """Store a token and attend to it. `convert` is applied to the inputs."""
+    pages, lengths = SHARED_PAGES, torch.tensor([1], dtype=torch.int32)
+    x = convert(torch.arange(16.0).view(1, 1, 1, 16))
     spec = AttentionSpec(0.25, True)
-    ops.write(pages, x, x, one, "torch")
-    return ops.attend(x, pages, one, 0, 1, spec, backend="torch")
+    ops.write(pages, x, x, lengths, "torch")
+    return ops.attend(x, pages, lengths, 0, 1, spec, backend="torch")
 
 
-class Names(TorchDispatchMode):
+class NameRecorder(TorchDispatchMode):
     """Records the names of this package's operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.seen += [str(function)] if "hf_fp8kv" in str(function) else []
+        self.names += [str(function)] if "hf_fp8kv" in str(function) else []
         return function(*args, **(kwargs or {}))
 
 
-def by_mode() -> tuple[Any, list[str]]:
-    with Names() as mode:
-        return call(), mode.seen
+def observe_by_mode() -> tuple[Any, list[str]]:
+    with NameRecorder() as mode:
+        return call_operations(), mode.names
 
 
-def by_profiler() -> tuple[Any, list[str]]:
+def observe_by_profiler() -> tuple[Any, list[str]]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        got = call()
-    return got, [event.name for event in profiler.events()]
+        result = call_operations()
+    return result, [event.name for event in profiler.events()]
 
 
-def by_tracing() -> tuple[Any, list[str]]:
-    found: list[torch.Tensor] = []
+def observe_by_tracing() -> tuple[Any, list[str]]:
+    results: list[torch.Tensor] = []
     traced = torch.jit.trace(
-        lambda x: found.append(call(lambda y: y + x)) or found[0], torch.zeros(1), check_trace=False
+        lambda x: results.append(call_operations(lambda y: y + x)) or results[0],
+        torch.zeros(1),
+        check_trace=False,
     )
-    return found[0], [node.kind() for node in traced.graph.nodes()]
+    return results[0], [node.kind() for node in traced.graph.nodes()]
 
 
-def by_compiling() -> tuple[Any, list[str]]:
+def observe_by_compiling() -> tuple[Any, list[str]]:
     names: list[str] = []
 
     def backend(graph: Any, _inputs: Any) -> Any:
         names.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    return torch.compile(call, backend=backend, fullgraph=True)(), names
+    return torch.compile(call_operations, backend=backend, fullgraph=True)(), names
 
 
-def by_transform() -> tuple[Any, list[str]]:
-    found: list[torch.Tensor] = []
-    torch.func.vmap(lambda _: (found.append(call()), torch.zeros(()))[1])(torch.zeros(1))
-    return found[0], []
+def observe_by_transform() -> tuple[Any, list[str]]:
+    results: list[torch.Tensor] = []
+    call = lambda _: (results.append(call_operations()), torch.zeros(()))[1]  # noqa: E731
+    torch.func.vmap(call)(torch.zeros(1))
+    return results[0], []
 
 
-# How a call is observed, and the number of observed operations: 0 if only the result is observed.
+# Ways to observe a call, with the number of observed operations (0 if only the result counts).
 OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
-    "mode": (by_mode, 2), "profiler": (by_profiler, 2), "tracing": (by_tracing, 2),
-    "compiling": (by_compiling, 2), "transform": (by_transform, 0),
-    "subclass": (lambda: (call(lambda x: x.as_subclass(Subclass)), []), 0),
-    "nothing": (lambda: (call(), []), 0),
+    "mode": (observe_by_mode, 2), "profiler": (observe_by_profiler, 2),
+    "tracing": (observe_by_tracing, 2), "compiling": (observe_by_compiling, 2),
+    "transform": (observe_by_transform, 0),
+    "subclass": (lambda: (call_operations(lambda x: x.as_subclass(Subclass)), []), 0),
+    "nothing": (lambda: (call_operations(), []), 0),
 }  # fmt: skip
 
 
@@ -107,18 +111,18 @@ OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
 def test_observers_receive_operations(observer: str, gradients: bool) -> None:
     observe, count = OBSERVERS[observer]
     with torch.set_grad_enabled(gradients):
-        got, seen = observe()
-    assert sum("hf_fp8kv" in name for name in seen) == count, seen
-    assert_same(torch.Tensor(got).flatten(), torch.arange(16.0))
+        result, names = observe()
+    assert sum("hf_fp8kv" in name for name in names) == count, names
+    assert_same(torch.Tensor(result).flatten(), torch.arange(16.0))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_calls_check_sizes() -> None:
-    """Growing sizes need one additional graph. Wrong sizes are refused when a graph is made."""
+    """Growing sizes need one additional graph. Wrong sizes are refused when a graph is compiled."""
     table = torch.arange(4, dtype=torch.int32)[None]
 
     def attend(query: torch.Tensor, stop: int, mask: torch.Tensor) -> torch.Tensor:
-        pages = pages_of(table.to(query.device), 4)
+        pages = make_pages(table.to(query.device), 4)
         lengths = torch.full((1,), stop, dtype=torch.int32, device=query.device)
         spec = AttentionSpec(0.25, True, mask=mask)
         return ops.attend(query, pages, lengths, 0, stop, spec, backend="torch")
@@ -130,14 +134,14 @@ def test_compiled_calls_check_sizes() -> None:
         arguments = torch.randn(1, 2, 1, 16), stop, torch.zeros(1, 1, 1, stop)
         assert_same(compiled(*arguments), attend(*arguments))
     assert counters["stats"]["unique_graphs"] == 2
-    for named, query, stop, mask in (
+    for argument, query, stop, mask in (
         ("query", (1, 2, 1, 8), 30, (1, 1, 1, 30)), ("query", (2, 2, 1, 16), 31, (1, 1, 1, 31)),
         ("mask", (1, 2, 1, 16), 33, (1, 1, 1, 32)), ("mask", (1, 2, 2, 16), 34, (1, 1, 3, 34)),
         ("positions", (1, 2, 1, 16), 65, (1, 1, 1, 65)),
     ):  # fmt: skip
-        with pytest.raises(Exception, match=f"{named}: expected"):
+        with pytest.raises(Exception, match=f"{argument}: expected"):
             compiled(torch.zeros(query), stop, torch.zeros(mask))
-        with pytest.raises(ConfigError, match=f"{named}: expected"):
+        with pytest.raises(ConfigError, match=f"{argument}: expected"):
             attend(torch.zeros(query, device="meta"), stop, torch.zeros(mask, device="meta"))
 
 
@@ -146,10 +150,10 @@ def test_compiled_calls_check_sizes() -> None:
     ops.available_backends()["triton"] is not None, reason=str(ops.available_backends()["triton"])
 )
 @pytest.mark.parametrize("gradients", [False, True])
-def test_nothing_is_kept_with_a_plan(gradients: bool) -> None:
-    """An operation's memory must not outlive a call in the CUDA graphs of torch.compile."""
+def test_a_plan_keeps_no_memory_of_an_operation(gradients: bool) -> None:
+    """In the CUDA graphs of torch.compile, an operation's memory must not outlive a call."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pages = pages_of(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
+    pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
     plan = torch.empty((ops.plan_rows("triton", device, 1, 2), 4), dtype=torch.int32, device=device)
@@ -160,7 +164,7 @@ def test_nothing_is_kept_with_a_plan(gradients: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "expected"),
+    ("error", "expected"),
     [
         (RuntimeError("Failed to find C compiler. Please specify"), BackendError),
         (subprocess.CalledProcessError(1, ["gcc", "main.c"]), BackendError),
@@ -168,11 +172,11 @@ def test_nothing_is_kept_with_a_plan(gradients: bool) -> None:
     ],
     ids=["no compiler", "no headers", "a different error"],
 )  # fmt: skip
-def test_a_compiler_that_fails_is_named(raised, expected):
+def test_a_failing_compiler_is_reported(error, expected):
     """Triton builds a launcher in C at the first call of a kernel."""
     kernel = mock.MagicMock()
-    kernel.__getitem__.return_value = mock.Mock(side_effect=raised)
-    with pytest.raises(expected) as found:
+    kernel.__getitem__.return_value = mock.Mock(side_effect=error)
+    with pytest.raises(expected) as caught:
         launch(kernel, (1,), torch.zeros(1))
-    assert found.type is expected
-    assert ("backend='torch'" in str(found.value)) == (expected is BackendError)
+    assert caught.type is expected
+    assert ("backend='torch'" in str(caught.value)) == (expected is BackendError)

@@ -1,4 +1,4 @@
-"""The kernels as a kernel for the Hub: complete, and independent of this package."""
+"""Tests that the kernel for the Hub is complete, and independent of this package."""
 
 import ast
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from tests.tools.hub_kernel import BACKENDS, NAME, make_kernel
 
-LOAD = """
+LOAD_SCRIPT = """
 import sys
 from pathlib import Path
 from kernels import get_local_kernel
@@ -27,29 +27,29 @@ def folder(tmp_path_factory):
     return target
 
 
-def run(folder, *command: str) -> None:
+def run_python(folder, *command: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(folder / "torch-ext")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    assert process.returncode == 0, process.stdout
 
 
 def test_the_kernel_imports_only_torch_and_triton(folder):
-    allowed = {"torch", "triton", *sys.stdlib_module_names}
+    allowed_packages = {"torch", "triton", *sys.stdlib_module_names}
     for path in (folder / "torch-ext" / NAME).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names.append(node.module)
-            assert {name.split(".")[0] for name in names} <= allowed, path
+            assert {name.split(".")[0] for name in names} <= allowed_packages, path
     sources = {path.relative_to(folder / "torch-ext" / NAME) for path in folder.rglob("*.py")
                if path.is_relative_to(folder / "torch-ext")}  # fmt: skip
     for backend in BACKENDS:
-        built = folder / "build" / f"torch-{backend}"
-        assert {path.relative_to(built) for path in built.rglob("*.py")} == sources
+        build_folder = folder / "build" / f"torch-{backend}"
+        assert {path.relative_to(build_folder) for path in build_folder.rglob("*.py")} == sources
 
 
 @pytest.mark.full
@@ -58,9 +58,9 @@ def test_the_kernel_imports_only_torch_and_triton(folder):
     reason="in the interpreter of Triton 3.9 a comparison of scalars cannot mask a block",
 )
 def test_the_tests_of_the_kernel_pass(folder):
-    run(folder, "-m", "pytest", "-q", "-k", "1-fp8_e3m4 or 5-int8", "tests")
+    run_python(folder, "-m", "pytest", "-q", "-k", "1-fp8_e3m4 or 5-int8", "tests")
 
 
-def test_the_hubs_package_loads_it(folder):
+def test_the_hubs_package_loads_the_kernel(folder):
     pytest.importorskip("kernels", reason="make hub-kernel installs it")
-    run(folder, "-c", LOAD, str(folder))
+    run_python(folder, "-c", LOAD_SCRIPT, str(folder))

@@ -1,4 +1,4 @@
-"""generate() through Triton's kernels: the tokens of the torch backend, in float32.
+"""Tests that generate() gives equal tokens with Triton's kernels and with the torch backend.
 
 The tests run on a GPU if there is one, otherwise in Triton's interpreter.
 """
@@ -34,136 +34,137 @@ pytestmark = [
 ]
 
 
-def setting(name: str) -> tuple[Any, dict[str, Any]]:
+def make_model(name: str) -> tuple[Any, dict[str, Any]]:
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 
 
-def tokens(model: Any, inputs: dict[str, Any], backend: str, cache: Any = None, **more: Any) -> Any:
-    cache = FP8PagedCache(model.config, page_size=16, backend=backend, **(cache or {}))
-    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **more})
+def generate_tokens(
+    model: Any, inputs: dict[str, Any], backend: str, cache_options: Any = None, **options: Any
+) -> Any:
+    cache = FP8PagedCache(model.config, page_size=16, backend=backend, **(cache_options or {}))
+    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **options})
 
 
-_STATIC = {"max_cache_len": 40}
+_PREALLOC = {"max_cache_len": 40}
 _CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
 
 
-# Grid: each architecture with a growing and a preallocated cache, each storage with either cache.
+# Grid: each architecture runs with a growing and a preallocated cache, each format with either.
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
         ("gqa", {}), ("gqa", {"dtype": "fp8_e3m4", "prefill": "stored"}),
-        ("gqa", {**_STATIC, **_CENTERS}), ("kv_sharing", _STATIC),
+        ("gqa", {**_PREALLOC, **_CENTERS}), ("kv_sharing", _PREALLOC),
         pytest.param("kv_sharing", _CENTERS, marks=pytest.mark.full),
         ("sliding_and_full", {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
-        ("sliding_and_full", _STATIC), ("latent", {}), ("latent", _STATIC), ("sinks", {}),
+        ("sliding_and_full", _PREALLOC), ("latent", {}), ("latent", _PREALLOC), ("sinks", {}),
     ],
     ids=str,
 )  # fmt: skip
-def test_tokens_of_several_architectures(name, cache):
-    model, inputs = setting(name)
-    expected = tokens(model, inputs, "torch", cache)
-    assert_same(tokens(model, inputs, "triton", cache), expected)
+def test_several_architectures_give_equal_tokens(name, cache):
+    model, inputs = make_model(name)
+    expected = generate_tokens(model, inputs, "torch", cache)
+    assert_same(generate_tokens(model, inputs, "triton", cache), expected)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3, "only": 0}, {"prefill_chunk_size": 5}],
+    [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3, "one_row": True}, {"prefill_chunk_size": 5}],
     ids=str,
 )
-def test_ways_to_generate(options):
-    model, inputs = setting("gqa")
-    if "only" in options:  # these accept a single sequence, here the sequence without padding
+def test_ways_to_generate_give_equal_tokens(options):
+    model, inputs = make_model("gqa")
+    if "one_row" in options:  # one sequence is allowed, here the sequence without padding
         row = int(inputs["attention_mask"].sum(1).argmax())
         inputs = {key: x[row : row + 1] for key, x in inputs.items()}
-        options = {key: x for key, x in options.items() if key != "only"}
+        options = {key: x for key, x in options.items() if key != "one_row"}
     cache = {"prefill": "stored"}
-    expected = tokens(model, inputs, "torch", cache, **options)
-    assert_same(tokens(model, inputs, "triton", cache, **options), expected)
+    expected = generate_tokens(model, inputs, "torch", cache, **options)
+    assert_same(generate_tokens(model, inputs, "triton", cache, **options), expected)
 
 
 @pytest.mark.full
-def test_a_compiled_step():
-    """One graph, with a plan that the first layer makes for all.
+def test_a_compiled_step_gives_equal_tokens():
+    """The step is one graph, with a plan that the first layer makes for all layers.
 
     In the fast tier, tests/cache/test_compile.py tests this with the reference.
     """
-    model, inputs = setting("gqa")
+    model, inputs = make_model("gqa")
     cache = {"max_cache_len": 40}
-    expected = tokens(model, inputs, "torch", cache, disable_compile=True)
+    expected = generate_tokens(model, inputs, "torch", cache, disable_compile=True)
     config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
     config._compile_all_devices = True  # includes CPUs
     torch._dynamo.reset()
     counters.clear()
-    assert_same(tokens(model, inputs, "triton", cache, compile_config=config), expected)
+    assert_same(generate_tokens(model, inputs, "triton", cache, compile_config=config), expected)
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
 
 
-def started(recorded: Any) -> list[str]:
+def list_kernels(recorded: Any) -> list[str]:
     return [launch.kernel.__name__ for launch in recorded.launches]
 
 
 def test_a_decode_step_is_two_launches_a_layer():
-    """The plan is an additional launch, once for all layers."""
-    model, inputs = setting("gqa")
+    """The plan is one additional launch for all layers."""
+    model, inputs = make_model("gqa")
     with recording(starts=False) as recorded:
-        tokens(model, inputs, "triton", max_new_tokens=3)
+        generate_tokens(model, inputs, "triton", max_new_tokens=3)
     layers = model.config.num_hidden_layers
-    prefill, step = (
-        ["_write"] * layers,
-        ["_write", "_plan", "_attend", *["_write", "_attend"] * (layers - 1)],
-    )
-    assert started(recorded) == [*prefill, *step, *step]
+    prefill = ["_write"] * layers
+    step = ["_write", "_plan", "_attend", *["_write", "_attend"] * (layers - 1)]
+    assert list_kernels(recorded) == [*prefill, *step, *step]
 
 
 @pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 80}], ids=str)
 def test_a_later_prompt_is_two_launches_a_layer(keywords):
-    model, inputs = setting("gqa")
+    model, inputs = make_model("gqa")
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **keywords)
-    ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # of two query heads per KV head: 80 rows
+    ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # with two query heads per KV head: 80 rows
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
         with recording(starts=False) as recorded:
             model(ids, past_key_values=cache)
-    kernels = [name for name in started(recorded) if name != "_plan"]
+    kernels = [name for name in list_kernels(recorded) if name != "_plan"]
     assert kernels == ["_write", "_attend"] * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(("cache", "count"), [({}, 1), ({}, 2), (_STATIC, 1)], ids=str)
-def test_layers_take_the_plan_of_their_query_rows(cache, count):
-    """With 16 rows fewer programs fit on an SM. Layers would replace a plan for more programs.
+@pytest.mark.parametrize(("cache", "num_tokens"), [({}, 1), ({}, 2), (_PREALLOC, 1)], ids=str)
+def test_layers_use_the_plan_of_their_query_rows(cache, num_tokens):
+    """With 16 rows, fewer programs fit on an SM, so layers would replace a plan for more programs.
 
-    The model has 16 bits. With float32 operands, a GPU reports how many programs fit.
+    The model has 16 bits, because with float32 operands a GPU reports how many programs fit.
     """
-    sizes = {"num_attention_heads": 16 // count, "num_key_value_heads": 1}
+    sizes = {"num_attention_heads": 16 // num_tokens, "num_key_value_heads": 1}
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", **sizes)
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache)
     # Without a cost, sequences of any length are split.
-    split = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
-    with torch.no_grad(), assuming(split):
+    target = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
+    with torch.no_grad(), assuming(target):
         model(ids, past_key_values=cache)
         with recording(starts=False) as recorded:
-            model(ids[:, :count], past_key_values=cache)
-    assert started(recorded).count("_plan") == 1
-    assert started(recorded).count("_attend") == model.config.num_hidden_layers
+            model(ids[:, :num_tokens], past_key_values=cache)
+    assert list_kernels(recorded).count("_plan") == 1
+    assert list_kernels(recorded).count("_attend") == model.config.num_hidden_layers
 
 
-def test_requests_take_the_plan_of_their_query_rows(monkeypatch):
-    def refuse(*_: Any) -> None:
+def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
+    def fail(*_: Any) -> None:
         raise AssertionError("a layer made a separate plan")
 
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
     model = tiny("llama", **sizes)[0].to(DEVICE, torch.bfloat16)
     serving.enable(model, backend="triton")
-    monkeypatch.setattr(decode, "make_plan", refuse)
+    monkeypatch.setattr(decode, "make_plan", fail)
     # The prompts are too long for this kernel.
-    texts = [list(range(3, 3 + count)) for count in (6, 9)]
-    assert [len(x) for x in batched(model, texts, generation=greedy(max_new_tokens=3))] == [3, 3]
+    prompts = [list(range(3, 3 + count)) for count in (6, 9)]
+    answers = batched(model, prompts, generation=greedy(max_new_tokens=3))
+    assert [len(answer) for answer in answers] == [3, 3]
 
 
-def _read(cache: FP8PagedCache) -> list[Any]:
+def read_dense(cache: FP8PagedCache) -> list[Any]:
     return [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
@@ -172,7 +173,7 @@ def _save_and_load(cache: FP8PagedCache, path: Any) -> FP8PagedCache:
     return FP8PagedCache.load(path, device=DEVICE)
 
 
-LEFT: dict[str, Any] = {
+CACHE_CHANGES: dict[str, Any] = {
     "read": lambda cache, *_: cache,
     "fork": lambda cache, *_: cache.fork(),
     "copy": lambda cache, *_: copy.deepcopy(cache),
@@ -185,41 +186,41 @@ LEFT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", CACHE_CHANGES)
 def test_tokens_are_stored_without_an_attention_call(name, tmp_path):
-    """Tokens are stored before other code reads the pages or changes their owner."""
+    """Tokens are stored before any code reads the pages or changes their owner."""
     config = tiny("gqa")[0].config
     contents = {}
     for backend in ("torch", "triton"):
         cache = FP8PagedCache(config, page_size=16, backend=backend, prefill="stored")
         generator = torch.Generator().manual_seed(7)
-        for count in (15, 2, 1):
-            shape = (2, config.num_key_value_heads, count, config.head_dim)
+        for num_tokens in (15, 2, 1):
+            shape = (2, config.num_key_value_heads, num_tokens, config.head_dim)
             handles = [
                 cache.update(*torch.randn(2, *shape, generator=generator).to(DEVICE), i)
                 for i in range(config.num_hidden_layers)
             ]
-        after = LEFT[name](cache, tmp_path, handles)
+        new_cache = CACHE_CHANGES[name](cache, tmp_path, handles)
         if name == "reset":
-            assert after.get_seq_length() == 0
+            assert new_cache.get_seq_length() == 0
             shape = (2, config.num_key_value_heads, 9, config.head_dim)
             for i in range(config.num_hidden_layers):
-                after.update(*torch.randn(2, *shape, generator=generator).to(DEVICE), i)
-        contents[backend] = _read(after)
+                new_cache.update(*torch.randn(2, *shape, generator=generator).to(DEVICE), i)
+        contents[backend] = read_dense(new_cache)
         del handles
     for x, y in zip(contents["torch"], contents["triton"], strict=True):
         assert_same(y.cpu(), x.cpu())
 
 
-@pytest.mark.parametrize("forked", [True, False], ids=["a fork grows the pool", "one buffer"])
-def test_tokens_are_stored_before_their_memory_changes(forked):
+@pytest.mark.parametrize("is_forked", [True, False], ids=["a fork grows the pool", "one buffer"])
+def test_tokens_are_stored_before_their_memory_changes(is_forked):
     """Between update and attention, the pages move, or the layers' shared buffer is reused."""
     contents = {}
     for backend in ("reference", "triton"):
         generator = torch.Generator().manual_seed(5)
         cache = FP8PagedCache(page_size=16, backend=backend, prefill="stored")
         caches = [cache]
-        if forked:
+        if is_forked:
             cache.update(*torch.randn(2, 1, 2, 32, 16, generator=generator).to(DEVICE), 0)
             caches.append(cache.fork())
             handles = cache.update(*torch.randn(2, 1, 2, 1, 16, generator=generator).to(DEVICE), 0)
@@ -231,8 +232,8 @@ def test_tokens_are_stored_before_their_memory_changes(forked):
             for layer in (0, 1, 0, 1):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
                 cache.update(buffer[0], buffer[1], layer)
-                cache.layers[layer].keys  # noqa: B018 (stores them)
-        contents[backend] = [x for one in caches for x in _read(one)]
+                cache.layers[layer].keys  # noqa: B018 (stores the tokens)
+        contents[backend] = [x for item in caches for x in read_dense(item)]
     for x, y in zip(contents["reference"], contents["triton"], strict=True):
         assert_same(y.cpu(), x.cpu())
 
@@ -243,38 +244,38 @@ def causal_module() -> torch.nn.Module:
     return module
 
 
-class NoMemory(TorchDispatchMode):
-    """Makes attention run out of memory."""
+class MemoryErrorMode(TorchDispatchMode):
+    """Raises MemoryError in attention."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if "attend" in str(function):
-            raise MemoryError("no room for partial sums")
+            raise MemoryError("no memory for partial sums")
         return function(*args, **(kwargs or {}))
 
 
-def test_a_failing_attention_keeps_its_tokens():
+def test_tokens_stay_stored_if_attention_fails():
     cache = FP8PagedCache(page_size=16, backend="triton", prefill="stored")
     key, value = torch.randn(2, 1, 2, 3, 16, device=DEVICE)
     handles = cache.update(key, value, 0)
     query = torch.randn(1, 2, 3, 16, device=DEVICE)
-    with NoMemory(), pytest.raises(MemoryError):
+    with MemoryErrorMode(), pytest.raises(MemoryError):
         fp8_paged_attention(causal_module(), query, *handles, None)
-    assert ((_read(cache)[0] - key).abs() < 0.2).all()
+    assert ((read_dense(cache)[0] - key).abs() < 0.2).all()
 
 
-def test_a_handle_of_removed_tokens_stores_nothing():
+def test_a_handle_of_removed_tokens_stores_no_tokens():
     config = tiny("gqa")[0].config
     cache = FP8PagedCache(config, page_size=16, backend="triton", prefill="stored")
     shape = (1, config.num_key_value_heads, 3, config.head_dim)
-    tokens = torch.randn(4, *shape, device=DEVICE)
+    states = torch.randn(4, *shape, device=DEVICE)
     for i in range(config.num_hidden_layers):
-        old = cache.update(tokens[0], tokens[1], i)
+        old_handles = cache.update(states[0], states[1], i)
     cache.reset()
     for i in range(config.num_hidden_layers):
-        cache.update(tokens[2], tokens[3], i)
-    expected = _read(cache)
-    old[0].dense()
-    for x, y in zip(_read(cache), expected, strict=True):
+        cache.update(states[2], states[3], i)
+    expected = read_dense(cache)
+    old_handles[0].dense()
+    for x, y in zip(read_dense(cache), expected, strict=True):
         assert_same(x, y)

@@ -1,4 +1,4 @@
-"""Triton's write and gather kernels against the reference: the same bits, and no further bytes.
+"""Compare Triton's write and gather kernels with the reference: equal bits, and no further bytes.
 
 The tests run on a GPU if there is one, otherwise in Triton's interpreter. Memory is random before
 it is written, and the first and the last page are in no table.
@@ -16,10 +16,10 @@ from hf_fp8kv.ops import Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
 from tests.formats.test_search_scale import ordinary, special, ties
 from tests.helpers.assertions import assert_same
-from tests.helpers.blocks import in_blocks
+from tests.helpers.blocks import split_into_blocks
 from tests.helpers.grids import pairwise
 from tests.ops import test_ops
-from tests.ops.test_ops import NAMES, NEXT, map_pages, poisoned, with_scales
+from tests.ops.test_ops import NAMES, NEXT_FORMAT, make_pages, map_pages, with_scales
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -47,7 +47,7 @@ class Case(test_ops.Case):
     dtype: torch.dtype = torch.bfloat16
     limit: int = UNLIMITED
     released: int = 0  # freed pages at the start of every table
-    columns: int = 0  # columns that the table lacks
+    columns: int = 0  # additional columns of the table, negative for missing columns
     blocks: bool = False
 
     @property
@@ -55,28 +55,28 @@ class Case(test_ops.Case):
         return max(self.lengths) + self.tokens
 
     def __str__(self) -> str:
-        changed = (
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
+        changed_fields = (
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
         )
-        return ",".join(changed).replace("torch.", "") or "default"
+        return ",".join(changed_fields).replace("torch.", "") or "default"
 
 
-def pages_of(case: Case) -> Pages:
-    """Return pages that hold noise. The first and the last page are not in any table."""
-    pages = poisoned(case)
+def make_noise_pages(case: Case) -> Pages:
+    """Return pages with random bytes. The first and the last page are not in any table."""
+    pages = make_pages(case)
     for x in (pages.k_codes, pages.v_codes, pages.token_scales):
         if x is not None:
             x.view(torch.uint8).random_(256)
     columns = -(-case.stop // case.page_size) + case.columns
-    batch, count = len(case.lengths), len(pages.k_codes)
-    table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
+    batch, num_pages = len(case.lengths), len(pages.k_codes)
+    table = 1 + torch.randperm(num_pages - 2)[: batch * columns].view(batch, columns).int()
     table[:, : case.released] = -1
     return pages._replace(table=table)
 
 
-def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
+def make_tokens(case: Case) -> tuple[Tensor, Tensor]:
     """Return new keys and values, in the memory order of a model's projections."""
     shape = (len(case.lengths), case.tokens, case.heads)
     key, value = torch.randn(*shape, case.k_dim), torch.randn(*shape, case.v_dim)
@@ -84,39 +84,35 @@ def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def to_device(pages: Pages) -> Pages:
-    """Return a copy on the device."""
+    """Return a copy of the pages on the device."""
     return map_pages(lambda x: x.to(DEVICE, copy=True), pages)
 
 
-def lengths_of(case: Case) -> Tensor:
+def make_lengths(case: Case) -> Tensor:
     return torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
 
 
-def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
+def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
     """Return the pages after the write, computed token by token."""
-    found = map_pages(torch.clone, pages)
+    new_pages = map_pages(torch.clone, pages)
     k, k_scales = reference.quantize(key, pages.k, search=True)
     v, v_scales = reference.quantize(value, pages.v, search=False)
     for b, length in enumerate(case.lengths):
         for t in range(case.tokens):
             column, slot = divmod(length + t, case.page_size)
-            if (
-                length + t >= case.limit
-                or column >= pages.table.shape[1]
-                or pages.table[b, column] < 0
-            ):
+            page = pages.table[b, column] if column < pages.table.shape[1] else -1
+            if length + t >= case.limit or page < 0:
                 continue
-            page = pages.table[b, column]
-            found.k_codes[page, :, slot] = k[b, :, t]
-            found.v_codes[page, :, :, slot] = v[b, :, t]
-            for i, new in enumerate((k_scales, v_scales)):
-                if found.token_scales is not None and new is not None:
-                    found.token_scales[page, :, slot, i] = new[b, :, t]
-    return found
+            new_pages.k_codes[page, :, slot] = k[b, :, t]
+            new_pages.v_codes[page, :, :, slot] = v[b, :, t]
+            for i, scales in enumerate((k_scales, v_scales)):
+                if new_pages.token_scales is not None and scales is not None:
+                    new_pages.token_scales[page, :, slot, i] = scales[b, :, t]
+    return new_pages
 
 
-def bits(x: Tensor, name: str) -> Tensor:
-    """Return the bits to compare. The code of a NaN may have either sign."""
+def comparable_bits(x: Tensor, name: str) -> Tensor:
+    """Return the bytes of `x`, with one code for all NaN, because a NaN may have either sign."""
     if x.dtype != torch.uint8:
         return x.contiguous().view(torch.uint8)
     fmt = FORMATS[name]
@@ -124,31 +120,31 @@ def bits(x: Tensor, name: str) -> Tensor:
     return torch.where(is_nan[x.int()], fmt.nan_code, x)
 
 
-def assert_equal(found: Pages, right: Pages) -> None:
+def assert_same_pages(actual: Pages, expected: Pages) -> None:
     tensors = {
-        "k": (found.k_codes, right.k_codes, right.k.format),
-        "v": (found.v_codes, right.v_codes, right.v.format),
-        "token_scales": (found.token_scales, right.token_scales, AUTO),
+        "k": (actual.k_codes, expected.k_codes, expected.k.format),
+        "v": (actual.v_codes, expected.v_codes, expected.v.format),
+        "token_scales": (actual.token_scales, expected.token_scales, AUTO),
     }
     for name, (x, y, stored_format) in tensors.items():
         if x is not None and y is not None:
-            wrong = bits(x.cpu(), stored_format) != bits(y, stored_format)
-            count = f"{int(wrong.sum())} of {wrong.numel()} bytes"
-            assert not wrong.any(), f"{name}: {count}"
+            differs = comparable_bits(x.cpu(), stored_format) != comparable_bits(y, stored_format)
+            count = f"{int(differs.sum())} of {differs.numel()} bytes"
+            assert not differs.any(), f"{name}: {count}"
 
 
-def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
-    made = tokens_of(case)
-    key, value = made[0] if key is None else key, made[1] if value is None else value
-    pages = pages_of(case)
-    found = in_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
-    # The table may be part of a larger table.
-    columns = found.table.shape[1]
-    wide = torch.nn.functional.pad(found.table, (0, 3), value=1 << 30)
-    found = found._replace(table=wide[:, :columns])
-    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens, case.limit)
-    found = map_pages(torch.Tensor.cpu, found)
-    assert_equal(found, expected(case, pages, key, value))
+def check_write(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
+    tokens = make_tokens(case)
+    key, value = tokens[0] if key is None else key, tokens[1] if value is None else value
+    pages = make_noise_pages(case)
+    actual = split_into_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
+    # Kernels also accept a table that is part of a wider table.
+    columns = actual.table.shape[1]
+    wide_table = torch.nn.functional.pad(actual.table, (0, 3), value=1 << 30)
+    actual = actual._replace(table=wide_table[:, :columns])
+    write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens, case.limit)
+    actual = map_pages(torch.Tensor.cpu, actual)
+    assert_same_pages(actual, compute_expected(case, pages, key, value))
 
 
 SCALES = {
@@ -172,13 +168,13 @@ SHAPES = {
         [*NAMES, AUTO], list(SCALES), list(SHAPES),
     ),
 )  # fmt: skip
-def test_every_format_and_kind_of_scale(name, scales, shape):
-    check(Case(key=name, value=NEXT[name], **SCALES[scales], **SHAPES[shape]))
+def test_each_format_is_written_with_each_kind_of_scale(name, scales, shape):
+    check_write(Case(key=name, value=NEXT_FORMAT[name], **SCALES[scales], **SHAPES[shape]))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, SINGLE_TOKENS, SINGLE_TOKENS + 1, 16, 17])
-def test_around_the_end_of_a_page(tokens):
-    check(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
+def test_tokens_around_the_end_of_a_page_are_written(tokens):
+    check_write(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
 
 
 # Grid: single tokens and tiles use two kernels. The head size determines how the values of a token
@@ -194,20 +190,20 @@ def test_around_the_end_of_a_page(tokens):
     ),
     ids=str,
 )
-def test_sizes_and_dtypes(dims, page_size, scales, dtype, tokens):
-    """The dtype of stored values varies as well. Some tokens contain an infinity and a NaN."""
+def test_any_sizes_and_dtypes_are_written(dims, page_size, scales, dtype, tokens):
+    """The dtype of stored values also varies. The last token contains an infinity and a NaN."""
     case = Case(
         lengths=(70,), tokens=tokens, heads=1, k_dim=dims[0], v_dim=dims[1], page_size=page_size,
         dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
     )  # fmt: skip
-    key, value = tokens_of(case)
+    key, value = make_tokens(case)
     key[0, 0, -1, dims[0] // 3], value[0, 0, -1, dims[1] // 2] = math.inf, math.nan
-    check(case, key, value)
-    check(dataclasses.replace(case, key=AUTO, value=AUTO))
+    check_write(case, key, value)
+    check_write(dataclasses.replace(case, key=AUTO, value=AUTO))
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
-def test_strides(tokens):
+def test_inputs_may_have_any_strides(tokens):
     case = Case(lengths=(9, 3), tokens=tokens, k_dim=24, v_dim=48, page_size=64)
     batch, heads = 2, 2
     fused = torch.randn(batch, tokens, heads, 200).transpose(1, 2)
@@ -217,10 +213,10 @@ def test_strides(tokens):
         (channels_first, fused[..., 4:196:4]),
         (torch.randn(24).expand(batch, heads, tokens, -1), fused[..., :1].expand(-1, -1, -1, 48)),
     ):
-        check(case, key, value)
+        check_write(case, key, value)
 
 
-PLACELESS = {
+MISSING_PAGES = {
     "limit": {"limit": 41},
     "no room": {"limit": 0},
     "released": {"released": 3},
@@ -228,65 +224,65 @@ PLACELESS = {
 }
 
 
-# Grid: the missing pages determine which tokens are skipped, and their number the kernel.
+# Grid: missing pages determine which tokens are skipped, and the number of tokens the kernel.
 @pytest.mark.parametrize(
-    ("what", "page_size", "tokens"), pairwise(list(PLACELESS), [6, 16], [1, 3, 40])
+    ("name", "page_size", "tokens"), pairwise(list(MISSING_PAGES), [6, 16], [1, 3, 40])
 )
-def test_tokens_without_a_page_or_past_the_limit_are_not_stored(what, page_size, tokens):
+def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size, tokens):
     case = Case(
         lengths=(18, 39), tokens=tokens, heads=1, page_size=page_size, k_dim=8, v_dim=8,
-        **PLACELESS[what],
+        **MISSING_PAGES[name],
     )  # fmt: skip
-    check(case)
-    check(dataclasses.replace(case, tokens=0))
+    check_write(case)
+    check_write(dataclasses.replace(case, tokens=0))
 
 
 @pytest.mark.parametrize("rows", [special, ties, ordinary], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
-def test_values_of_every_kind(name, rows):
-    """Values are stored as tokens of consecutive tiles, and with a separate program for each."""
+def test_values_of_all_kinds_are_written(name, rows):
+    """Values are stored in consecutive tiles of tokens, and each token by a separate program."""
     x = rows(16)
-    many = Case(
+    tiled_case = Case(
         lengths=(0,), tokens=len(x), heads=1, k_dim=16, v_dim=16, page_size=32,
         dtype=torch.float32, key=name, value=name,
     )  # fmt: skip
-    check(many, x[None, None], x[None, None])
+    check_write(tiled_case, x[None, None], x[None, None])
     x = x if rows is special else x[::8]
-    single = dataclasses.replace(many, tokens=1, heads=len(x), page_size=2)
-    check(single, x[None, :, None], x[None, :, None])
-    hostile = 10.0 ** torch.linspace(-44, 38, 16)
-    static = dataclasses.replace(many, tokens=len(x), dynamic=False)
-    pages = with_scales(pages_of(static), hostile[None], hostile[None].flip(1))
-    found = to_device(pages)
-    here = x[None, None].to(DEVICE)
-    write(found, here, here, lengths_of(static) + static.tokens)
-    assert_equal(found, expected(static, pages, x[None, None], x[None, None]))
+    single_case = dataclasses.replace(tiled_case, tokens=1, heads=len(x), page_size=2)
+    check_write(single_case, x[None, :, None], x[None, :, None])
+    scales = 10.0 ** torch.linspace(-44, 38, 16)
+    case = dataclasses.replace(tiled_case, tokens=len(x), dynamic=False)
+    pages = with_scales(make_noise_pages(case), scales[None], scales[None].flip(1))
+    actual = to_device(pages)
+    states = x[None, None].to(DEVICE)
+    write(actual, states, states, make_lengths(case) + case.tokens)
+    assert_same_pages(actual, compute_expected(case, pages, x[None, None], x[None, None]))
 
 
 @triton.jit
 def _encode(x, codes, FORMAT: tl.constexpr, N: tl.constexpr):
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(codes + at, encoder.encode(tl.load(x + at), FORMAT))
+    offsets = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(codes + offsets, encoder.encode(tl.load(x + offsets), FORMAT))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_encoder_on_values_of_every_binade(name):
-    """Encode all upper halves of a float32, with lower halves at which rounding changes."""
+def test_the_encoder_rounds_values_of_every_binade_correctly(name):
+    """The values are all upper halves of a float32, with lower halves at which rounding changes."""
     upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
     lower = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     x = torch.cat([upper | low for low in lower]).view(torch.float32).to(DEVICE)
-    found = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
-    _encode[(len(lower),)](x, found, FORMATS[name], 1 << 16, enable_fp_fusion=False, num_warps=8)
-    right = codec.encode(x.cpu(), FORMATS[name])
-    assert_same(bits(found.cpu(), name), bits(right, name))
+    actual = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
+    _encode[(len(lower),)](x, actual, FORMATS[name], 1 << 16, enable_fp_fusion=False, num_warps=8)
+    expected = codec.encode(x.cpu(), FORMATS[name])
+    assert_same(comparable_bits(actual.cpu(), name), comparable_bits(expected, name))
 
 
-GATHERED = [
-    Case(key=name, value=NEXT[name], lengths=(5, 37), page_size=page, **scales)
+GATHER_CASES = [
+    Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=page, **scales)
     for i, name in enumerate([*NAMES, AUTO])
     for page, scales in [(16, SCALES["centered"]) if i % 2 else (6, SCALES["static"])]
 ]
-GATHERED += [
+GATHER_CASES += [
     Case(key="fp8_e2m5", value="int8", lengths=(5, 37), page_size=page, k_dim=k_dim, v_dim=v_dim,
          rotated=True, **scales)
     for page, k_dim, v_dim, scales in (
@@ -296,55 +292,54 @@ GATHERED += [
 
 
 # Grid: the range determines which pages are read, and the dtype how the result is rounded.
-GATHERS = pairwise(
+GATHER_ARGUMENTS = pairwise(
     ["k", "v"],
     [torch.float32, torch.bfloat16, torch.float16],
     [(0, 38, True), (3, 5, False), (9, 35, True)],
 )
 
 
-@pytest.mark.parametrize("case", GATHERED, ids=str)
-def test_gathering_every_byte(case):
-    """Pages hold noise: every code occurs, including NaN and infinity."""
-    pages = pages_of(case)
+@pytest.mark.parametrize("case", GATHER_CASES, ids=str)
+def test_gather_decodes_all_bytes(case):
+    """Pages hold random bytes, so all codes occur, including NaN and infinity."""
+    pages = make_noise_pages(case)
     if pages.token_scales is not None:
         pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    stored = in_blocks(pages, device=DEVICE) if case.page_size == 6 else to_device(pages)
-    for side, dtype, (start, stop, ragged) in GATHERS:
-        right = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
-        found = gather(stored, lengths.to(DEVICE), side, start, stop, dtype, ragged)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
+    stored = split_into_blocks(pages, device=DEVICE) if case.page_size == 6 else to_device(pages)
+    for side, dtype, (start, stop, ragged) in GATHER_ARGUMENTS:
+        expected = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
+        actual = gather(stored, lengths.to(DEVICE), side, start, stop, dtype, ragged)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_gathering_after_freed_pages(side):
+def test_gather_skips_freed_pages(side):
     """Freed pages are read as page 0, which callers mask."""
     case = Case(lengths=(40, 50), released=1, k_dim=24, v_dim=40)
-    pages = pages_of(case)
+    pages = make_noise_pages(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    right = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)
-    found = gather(to_device(pages), lengths.to(DEVICE), side, 10, 40, torch.float32, False)
-    torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
-    assert (
-        gather(to_device(pages), lengths.to(DEVICE), side, 4, 4, torch.float32, False).numel() == 0
-    )
+    expected = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)
+    actual = gather(to_device(pages), lengths.to(DEVICE), side, 10, 40, torch.float32, False)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    actual = gather(to_device(pages), lengths.to(DEVICE), side, 4, 4, torch.float32, False)
+    assert actual.numel() == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_addresses_past_four_gigabytes(tokens, tmp_path):
-    """The block has 8 GiB. On a CPU it is a sparse file."""
+def test_addresses_past_four_gigabytes_are_correct(tokens, tmp_path):
+    """The block has 8 GiB. On a CPU, it is a sparse file."""
     case = Case(
         lengths=(12,), tokens=tokens, k_dim=128, v_dim=128, page_size=64, heads=1, dynamic=False
     )
     count = (1 << 32) // (64 * 128) + 2
 
-    small = pages_of(case)
-    small.block.zero_()
-    key, value = tokens_of(case)
-    right = expected(case, small, key, value)
-    size = small.block.shape[1]
+    pages = make_noise_pages(case)
+    pages.block.zero_()
+    key, value = make_tokens(case)
+    expected = compute_expected(case, pages, key, value)
+    size = pages.block.shape[1]
     if DEVICE.type == "cuda":
         block = torch.zeros(count, size, dtype=torch.uint8, device=DEVICE)
     else:
@@ -352,13 +347,13 @@ def test_addresses_past_four_gigabytes(tokens, tmp_path):
         block = torch.from_file(file, shared=True, size=count * size, dtype=torch.uint8)
         block = block.view(count, size)
     table = torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE)
-    found = to_device(small)._replace(block=block, offsets=locate_pages([block]), table=table)
-    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens)
-    page = small.table[0, 0]
-    assert_same(found.k_codes[-1].cpu(), right.k_codes[page])
-    assert_same(found.v_codes[-1].cpu(), right.v_codes[page])
-    stored = lengths_of(case) + tokens
+    actual = to_device(pages)._replace(block=block, offsets=locate_pages([block]), table=table)
+    write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens)
+    page = pages.table[0, 0]
+    assert_same(actual.k_codes[-1].cpu(), expected.k_codes[page])
+    assert_same(actual.v_codes[-1].cpu(), expected.v_codes[page])
+    lengths = make_lengths(case) + tokens
     for side in ("k", "v"):
-        there_too = reference.gather(right, stored.cpu(), side, 0, 40, torch.float32, True)
-        dense = gather(found, stored, side, 0, 40, torch.float32, True)
-        assert_same(dense.cpu(), there_too)
+        expected_dense = reference.gather(expected, lengths.cpu(), side, 0, 40, torch.float32, True)
+        dense = gather(actual, lengths, side, 0, 40, torch.float32, True)
+        assert_same(dense.cpu(), expected_dense)

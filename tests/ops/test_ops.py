@@ -1,9 +1,9 @@
-"""Every backend against reference.py, on the same bytes.
+"""Compare every backend with reference.py, on the same bytes.
 
 Memory is poisoned before it is written: codes, scales and whole pages hold NaN. So a backend that
 reads a hidden slot returns NaN. Results are compared by their relative RMS error per sequence, with
-a bound that follows from float32. `test_faults_are_far_above_the_bound` shows that faults exceed it
-more than fifty times.
+a limit that follows from float32. `test_faults_far_exceed_the_limit` shows that faults exceed the
+limit more than fifty times.
 """
 
 import dataclasses
@@ -27,24 +27,24 @@ from hf_fp8kv.ops.triton.target import Target, assuming
 from hf_fp8kv.ops.visibility import mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
-from tests.helpers.blocks import between_others, in_blocks, in_one_block
+from tests.helpers.blocks import merge_blocks, separate_pages, split_into_blocks
 from tests.helpers.grids import pairwise
 
 pytestmark = pytest.mark.text
 
-CPU = pytest.param(
+CPU_BACKEND = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
         ops.available_backends()["cpu"] is not None, reason=str(ops.available_backends()["cpu"])
     ),
 )
-BACKENDS = ["torch", CPU]
+BACKENDS = ["torch", CPU_BACKEND]
 Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. The last `tokens` of `lengths` are the queries."""
+    """One call. The last `tokens` tokens of each sequence are the queries."""
 
     name: str
     lengths: tuple[int, ...] = (37,)
@@ -67,7 +67,7 @@ class Case:
     mask: str = ""  # "bool" or "bias" for a complete mask
     dtype: torch.dtype = torch.float32
     from_zero: bool = False  # `start` is 0 despite a window, as in a static layer
-    latent: bool = False  # K holds latents, which are also the values, and V their positions
+    latent: bool = False  # K holds latents, which are also the values, and V their RoPE part
 
     def __str__(self) -> str:
         return self.name
@@ -94,51 +94,52 @@ class Case:
         return max(self.lengths)
 
 
-def static(*shape: int, least: float) -> Tensor:
+def make_scales(*shape: int, minimum: float) -> Tensor:
     """Return scales that differ in every head and channel."""
-    return least * (1 + torch.rand(shape))
+    return minimum * (1 + torch.rand(shape))
 
 
 def nan_code(name: str) -> int:
     return FORMATS[name].nan_code
 
 
-def poisoned(case: Case) -> Pages:
+def make_pages(case: Case) -> Pages:
     """Return pages in random order with NaN in every byte. Some pages are in no table."""
     columns = -(-case.stop // case.page_size) + 1
     batch = len(case.lengths)
-    pages = batch * columns + 3
+    num_pages = batch * columns + 3
     slots, heads = case.page_size, case.heads
 
-    def pool(name: str, *shape: int) -> Tensor:
+    def make_pool(name: str, *shape: int) -> Tensor:
         if name == AUTO:
-            return torch.full((pages, heads, *shape), math.nan, dtype=case.dtype)
-        return torch.full((pages, heads, *shape), nan_code(name), dtype=torch.uint8)
+            return torch.full((num_pages, heads, *shape), math.nan, dtype=case.dtype)
+        return torch.full((num_pages, heads, *shape), nan_code(name), dtype=torch.uint8)
 
-    def side(name: str, dim: int, least: float) -> StoredSide:
-        has_static = name != AUTO and not case.dynamic
-        scale = static(heads, dim, least=least) if has_static else None
+    def make_side(name: str, dim: int, min_scale: float) -> StoredSide:
+        is_static = name != AUTO and not case.dynamic
+        scale = make_scales(heads, dim, minimum=min_scale) if is_static else None
         return StoredSide(scale, None, name, dim, case.rotated and name != AUTO)
 
-    k, v = side(case.key, case.k_dim, 0.013), side(case.value, case.v_dim, 0.007)
+    k, v = make_side(case.key, case.k_dim, 0.013), make_side(case.value, case.v_dim, 0.007)
     if case.center and case.key != AUTO:
         k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
-        scales = torch.full((pages, heads, slots, 2), math.nan, dtype=torch.bfloat16)
+        scales = torch.full((num_pages, heads, slots, 2), math.nan, dtype=torch.bfloat16)
     return pack_pages(
-        k, pool(case.key, slots, case.k_dim), v, pool(case.value, case.v_dim, slots), scales,
-        torch.randperm(pages)[: batch * columns].view(batch, columns).int(),
+        k, make_pool(case.key, slots, case.k_dim),
+        v, make_pool(case.value, case.v_dim, slots), scales,
+        torch.randperm(num_pages)[: batch * columns].view(batch, columns).int(),
     )  # fmt: skip
 
 
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
-    """Return the same pages, in one block, with `function` applied to each tensor."""
-    leaves = flatten(in_one_block(pages))
+    """Apply `function` to each tensor of the pages, in one block, and return the new pages."""
+    leaves = flatten(merge_blocks(pages))
     return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves])
 
 
-def copy(pages: Pages) -> Pages:
+def copy_pages(pages: Pages) -> Pages:
     return map_pages(torch.clone, pages)
 
 
@@ -151,9 +152,9 @@ def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
     """Write each sequence separately, in two calls that meet in the middle of a page."""
     generator = torch.Generator().manual_seed(1)
     for row, length in enumerate(case.lengths):
-        one, center = pages._replace(table=pages.table[row : row + 1]), pages.k.center
+        row_pages, center = pages._replace(table=pages.table[row : row + 1]), pages.k.center
         if center is not None:
-            one = one._replace(k=one.k._replace(center=center[row : row + 1]))
+            row_pages = row_pages._replace(k=row_pages.k._replace(center=center[row : row + 1]))
         shape = (1, case.heads, length)
         key = torch.randn(*shape, case.k_dim, generator=generator).to(case.dtype)
         if center is not None:
@@ -161,15 +162,15 @@ def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
         value = torch.randn(*shape, case.v_dim, generator=generator).to(case.dtype)
         for begin, end in ((0, length // 3), (length // 3, length)):
             if begin < end:
-                at = torch.tensor([end], dtype=torch.int32)
-                ops.write(one, key[:, :, begin:end], value[:, :, begin:end], at, backend)
+                ends = torch.tensor([end], dtype=torch.int32)
+                ops.write(row_pages, key[:, :, begin:end], value[:, :, begin:end], ends, backend)
     return pages
 
 
-def arguments(case: Case, pages: Pages) -> dict[str, Any]:
-    """Return the fields of the spec, and poison hidden tokens again."""
-    batch, width = len(case.lengths), case.stop - case.start
-    found: dict[str, Any] = {
+def make_spec(case: Case, pages: Pages) -> dict[str, Any]:
+    """Return the fields of an AttentionSpec for a case, and poison the hidden tokens again."""
+    batch, num_positions = len(case.lengths), case.stop - case.start
+    fields: dict[str, Any] = {
         "scaling": case.k_dim**-0.5,
         "causal": case.causal and case.mask != "bool",
         "window": case.window,
@@ -177,31 +178,31 @@ def arguments(case: Case, pages: Pages) -> dict[str, Any]:
         "latent": case.latent,
     }
     if case.sinks:
-        found["sinks"] = torch.randn(case.q_heads).to(case.dtype)
+        fields["sinks"] = torch.randn(case.q_heads).to(case.dtype)
     if case.padding:
-        mask = torch.ones(batch, 1, 1, width, dtype=torch.uint8)
+        mask = torch.ones(batch, 1, 1, num_positions, dtype=torch.uint8)
         mask[0, ..., : case.padding] = 0
-        found["mask"] = mask
+        fields["mask"] = mask
         poison(pages, 0, range(case.padding))
     if case.mask == "bool":
-        mask = torch.rand(batch, 1, case.tokens, width) < 0.7
+        mask = torch.rand(batch, 1, case.tokens, num_positions) < 0.7
         mask[..., 0] = True
-        mask[..., width // 2] = False
-        found["mask"] = mask
-        poison(pages, 0, [width // 2])
+        mask[..., num_positions // 2] = False
+        fields["mask"] = mask
+        poison(pages, 0, [num_positions // 2])
     elif case.mask:
-        found["bias"] = torch.randn(1, case.q_heads, case.tokens, width).to(case.dtype)
-    return found
+        fields["bias"] = torch.randn(1, case.q_heads, case.tokens, num_positions).to(case.dtype)
+    return fields
 
 
 def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
     for position in positions:
         page, slot = int(pages.table[row, position // pages.page_size]), position % pages.page_size
-        for side, codes, at in (
+        for side, codes, index in (
             (pages.k, pages.k_codes, (page, slice(None), slot)),
             (pages.v, pages.v_codes, (page, ..., slot)),
         ):
-            codes[at] = math.nan if side.format == AUTO else nan_code(side.format)
+            codes[index] = math.nan if side.format == AUTO else nan_code(side.format)
         if pages.token_scales is not None:
             pages.token_scales[page, :, slot] = math.nan
 
@@ -212,36 +213,36 @@ def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any)
     return ops.attend(query, pages, lengths, case.start, case.stop, spec, backend=backend)
 
 
-def errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Return the relative RMS error of each sequence, `[B]`, NaN if any value is NaN."""
-    found, expected = found.double(), expected.double()
-    axes = tuple(range(1, found.ndim))
-    return ((found - expected).square().mean(axes) / expected.square().mean(axes)).sqrt()
+def errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the relative RMS error of each sequence, `[B]`, or NaN if any of its values is NaN."""
+    actual, expected = actual.double(), expected.double()
+    axes = tuple(range(1, actual.ndim))
+    return ((actual - expected).square().mean(axes) / expected.square().mean(axes)).sqrt()
 
 
-def bound(case: Case, backend: str = "") -> float:
+def max_error(case: Case, backend: str = "") -> float:
     """Return the largest relative RMS error that rounding can explain.
 
     A sum of n values, rounded after each, has an error of about sqrt(n) units of 2^-24 of its size.
     A logit sums Dk products, and its size is at most 2 * sqrt(Dk) * scaling = 2. The output sums
-    one product per token. Both results have this error, and no order of sums is better, so a factor
-    of four covers it. A result in 16 bits is rounded once more. "cpu" multiplies prompts in
-    bfloat16 if the model does and the CPU can. Then V and the weights are also rounded, and so is
-    K, whose error doubles in a logit of that size.
+    one product per token. The result and the reference have this error, and no order of sums is
+    better, so a factor of four covers both. A result in 16 bits is rounded once more. "cpu"
+    multiplies prompts in bfloat16 if the model does and the CPU can. Then V, the weights and K are
+    also rounded, and K's error doubles in a logit of that size.
     """
-    result = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}.get(case.dtype, 0.0)
+    rounding_error = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}.get(case.dtype, 0.0)
     if case.name.startswith("prompt") and backend == "cpu" and case.dtype == torch.bfloat16:
-        result *= math.sqrt(1 + 1 + 1 + 2**2)
-    return 4 * 2.0**-24 * math.sqrt(case.q_dim + case.stop) + result
+        rounding_error *= math.sqrt(1 + 1 + 1 + 2**2)
+    return 4 * 2.0**-24 * math.sqrt(case.q_dim + case.stop) + rounding_error
 
 
 NAMES = sorted(FORMATS)
-NEXT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
+NEXT_FORMAT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
 # Grid: K and V are read separately, so each format is once the format of K, once of V, next to a
 # different format. The dtype of the query determines how a code is multiplied by its scale.
 _FORMATS = [
     Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name,
-         value=NEXT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
+         value=NEXT_FORMAT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
          k_dim=64, v_dim=64)
     for name, dynamic, dtype in pairwise(
         [*NAMES, AUTO], [True, False], [torch.float32, torch.bfloat16, torch.float16]
@@ -272,7 +273,7 @@ _SHAPES = [
     Case("more queries than tokens", tokens=5, lengths=(40, 3)),
     Case("bidirectional, ragged", tokens=3, causal=False, lengths=(150, 33)),
 ]
-_EXTRAS = [
+_FEATURES = [
     Case("window", window=7, lengths=(199, 190)),
     Case("window, 17 queries", window=20, tokens=17, lengths=(199,)),
     Case("window wider than the rest", window=500, tokens=3),
@@ -291,7 +292,7 @@ _EXTRAS = [
     Case("everything", window=150, softcap=4.0, sinks=True, center=True, tokens=3, lengths=(199,),
          mask="bias", dynamic=False, key="fp8_e3m4"),
 ]  # fmt: skip
-_ROTATED = [
+_ROTATIONS = [
     Case("rotated, e2m5", rotated=True, key="fp8_e2m5", value="fp8_e2m5", k_dim=64, v_dim=128,
          center=True, lengths=(199, 33)),
     Case("rotated, int8, static, sinks", rotated=True, key="int8", value="int8", dynamic=False,
@@ -303,8 +304,8 @@ _ROTATED = [
     Case("rotated, 16 bits", rotated=True, k_dim=256, v_dim=256, dtype=torch.float16, padding=5,
          heads=1, q_heads=3),
 ]  # fmt: skip
-# Latents of one KV head. The scales of positions always differ from the scales of latents.
-LATENTS = [
+# Latents of one KV head. The scales of the RoPE part always differ from the scales of latents.
+LATENT_CASES = [
     dataclasses.replace(case, latent=True, heads=1)
     for case in (
         Case("latent, e3m4, 32 heads", key="fp8_e3m4", value=AUTO, k_dim=128, v_dim=64,
@@ -322,7 +323,7 @@ LATENTS = [
              lengths=(70,), tokens=3, q_heads=16),
         Case("latent, padding", value=AUTO, k_dim=64, v_dim=16, padding=21, lengths=(199, 199)),
         Case("latent, bias", value=AUTO, k_dim=64, v_dim=16, mask="bias", tokens=3, lengths=(70,)),
-        Case("latent, no positions, an odd number of vectors", value=AUTO, k_dim=40, v_dim=0,
+        Case("latent, no RoPE part, an odd number of vectors", value=AUTO, k_dim=40, v_dim=0,
              q_heads=20, lengths=(65, 15)),
         Case("latent, one head", value=AUTO, k_dim=24, v_dim=8, q_heads=1, lengths=(133, 70)),
         Case("latent, 3 heads", k_dim=40, v_dim=24, q_heads=3, tokens=5, lengths=(99,), page_size=8,
@@ -334,7 +335,7 @@ LATENTS = [
     )
 ]  # fmt: skip
 # Many query rows per head. "cpu" passes such calls to torch's attention if the model has 16 bits.
-PROMPTS = [
+PROMPT_CASES = [
     Case("prompt, ragged", tokens=64, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
     Case("prompt, one page too many", tokens=22, lengths=(33, 32), heads=1, q_heads=3,
          dtype=torch.float16),
@@ -351,109 +352,112 @@ PROMPTS = [
     Case("prompt, K auto bf16", tokens=66, dtype=torch.bfloat16, key=AUTO, value="fp8_e3m4",
          lengths=(199,), window=100),
 ]  # fmt: skip
-CASES = [*_FORMATS, *_SHAPES, *_EXTRAS, *_ROTATED, *LATENTS, *PROMPTS]
+CASES = [*_FORMATS, *_SHAPES, *_FEATURES, *_ROTATIONS, *LATENT_CASES, *PROMPT_CASES]
 
 
 def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
     """Return a case with NaN before a window that begins at slot 15, 0 or 1 of a page.
 
-    It has two sequences. The second sequence is a page longer.
+    It has two sequences, of which the second is a page longer.
     """
     name = f"edge at slot {slot}, {tokens} queries{', from 0' if from_zero else ''}"
     lengths = 32 + slot + 19 + tokens, 48 + slot + 19 + tokens
     return Case(name, window=20, tokens=tokens, from_zero=from_zero, lengths=lengths)
 
 
-EDGES = [edge_case(*axes) for axes in itertools.product((1, 3, 17), (15, 16, 17), (False, True))]
+_EDGES = itertools.product((1, 3, 17), (15, 16, 17), (False, True))
+EDGE_CASES = [edge_case(*axes) for axes in _EDGES]
 
 
 LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
-    "whole": in_one_block, "blocks": in_blocks, "gaps": between_others,
+    "whole": merge_blocks, "blocks": split_into_blocks, "gaps": separate_pages,
 }  # fmt: skip
 
 
-def in_layouts(cases: list[Case]) -> Any:
-    """Parametrize a test by each case with each backend, and alternating layouts."""
+def parametrize_layouts(cases: list[Case]) -> Any:
+    """Parametrize a test with each case and backend, and with alternating layouts."""
     # Grid: a layout determines where a page is, but not its contents.
     parameters = []
     for i, case in enumerate(cases):
         parameters.append(pytest.param(case, "torch", ("whole", "blocks", "gaps")[i % 3]))
         parameters.append(
-            pytest.param(case, "cpu", ("whole", "blocks", "gaps")[i % 3], marks=CPU.marks)
+            pytest.param(case, "cpu", ("whole", "blocks", "gaps")[i % 3], marks=CPU_BACKEND.marks)
         )
     return pytest.mark.parametrize(("case", "backend", "layout"), parameters, ids=str)
 
 
 def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
-    pages = fill(poisoned(case), case)
+    pages = fill(make_pages(case), case)
     query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim).to(case.dtype)
-    return pages, query, arguments(case, pages)
+    return pages, query, make_spec(case, pages)
 
 
-@in_layouts(CASES)
+@parametrize_layouts(CASES)
 def test_attention_equals_the_reference(case, backend, layout):
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query.float(), "reference", **kwargs)
-    found = attend(case, LAYOUTS[layout](pages), query, backend, **kwargs)
-    assert found.dtype == case.dtype
-    assert found.shape == (len(case.lengths), case.tokens, case.q_heads, case.out_dim)
+    actual = attend(case, LAYOUTS[layout](pages), query, backend, **kwargs)
+    assert actual.dtype == case.dtype
+    assert actual.shape == (len(case.lengths), case.tokens, case.q_heads, case.out_dim)
     assert expected.isfinite().all()
-    worst, most = errors(found, expected).max().item(), bound(case, backend)
-    assert worst <= most, f"{worst:.2e} > {most:.2e}"
+    worst_error, limit = errors(actual, expected).max().item(), max_error(case, backend)
+    assert worst_error <= limit, f"{worst_error:.2e} > {limit:.2e}"
 
 
-# A plan splits 600 tokens into two parts, and 70 rows exceed the decode kernel's block.
-APART = [
-    Case("apart, ragged", tokens=9, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
-    Case("apart, window", tokens=5, window=20, lengths=(99, 71), dynamic=False, page_size=8),
-    Case("apart, sinks, center", tokens=3, lengths=(600, 65), sinks=True, softcap=3.0, center=True,
-         rotated=True, key="int8", page_size=64),
-    Case("apart, 70 heads", tokens=2, heads=1, q_heads=70, lengths=(40, 33)),
-    Case("apart, latent", tokens=3, heads=1, latent=True, k_dim=64, v_dim=16, value=AUTO,
+# A plan splits 600 tokens into two parts, and 70 rows exceed a block of the decode kernel.
+DETERMINISTIC_CASES = [
+    Case("deterministic, ragged", tokens=9, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
+    Case("deterministic, window", tokens=5, window=20, lengths=(99, 71), dynamic=False,
+         page_size=8),
+    Case("deterministic, sinks, center", tokens=3, lengths=(600, 65), sinks=True, softcap=3.0,
+         center=True, rotated=True, key="int8", page_size=64),
+    Case("deterministic, 70 heads", tokens=2, heads=1, q_heads=70, lengths=(40, 33)),
+    Case("deterministic, latent", tokens=3, heads=1, latent=True, k_dim=64, v_dim=16, value=AUTO,
          q_heads=16, lengths=(199, 33), dtype=torch.bfloat16),
 ]  # fmt: skip
 
 
-def check_apart(case: Case, backend: str, device: str = "cpu") -> None:
-    """Check that a deterministic query token has the same bits alone, and the right values."""
+def check_deterministic(case: Case, backend: str, device: str = "cpu") -> None:
+    """Check that deterministic queries get the same bits as in separate calls, and close values."""
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query.float(), "reference", **kwargs)
     pages, query = map_pages(lambda x: x.to(device), pages), query.to(device)
     kwargs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
     kwargs["deterministic"] = True
-    found = attend(case, pages, query, backend, **kwargs)
-    assert errors(found.cpu(), expected).max() <= bound(case, backend)
+    actual = attend(case, pages, query, backend, **kwargs)
+    assert errors(actual.cpu(), expected).max() <= max_error(case, backend)
     for row, token in itertools.product(range(len(case.lengths)), range(case.tokens)):
         length = case.lengths[row] - case.tokens + 1 + token
-        alone = dataclasses.replace(case, lengths=(length,), tokens=1)
+        token_case = dataclasses.replace(case, lengths=(length,), tokens=1)
         center = pages.k.center
-        own = pages._replace(table=pages.table[row : row + 1])
+        row_pages = pages._replace(table=pages.table[row : row + 1])
         if center is not None:
-            own = own._replace(k=own.k._replace(center=center[row : row + 1]))
-        one = attend(alone, own, query[row : row + 1, :, token : token + 1], backend, **kwargs)
-        assert torch.equal(one[0, 0], found[row, token]), (row, token)
+            row_pages = row_pages._replace(k=row_pages.k._replace(center=center[row : row + 1]))
+        token_query = query[row : row + 1, :, token : token + 1]
+        token_output = attend(token_case, row_pages, token_query, backend, **kwargs)
+        assert torch.equal(token_output[0, 0], actual[row, token]), (row, token)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", APART, ids=str)
-def test_deterministic_attention_depends_on_nothing_else(case, backend):
-    check_apart(case, backend)
+@pytest.mark.parametrize("case", DETERMINISTIC_CASES, ids=str)
+def test_deterministic_attention_does_not_depend_on_other_queries(case, backend):
+    check_deterministic(case, backend)
 
 
-@pytest.mark.parametrize("backend", [CPU])
-def test_a_prompt_too_large_for_all_heads_at_once(backend):
-    """A head has 18 MB of dense keys and values. At most 64 MB are made dense at a time."""
+@pytest.mark.parametrize("backend", [CPU_BACKEND])
+def test_a_large_prompt_is_computed_in_groups_of_heads(backend):
+    """Each head has 18 MB of dense keys and values. At most 64 MB are made dense at a time."""
     case = Case("prompt, wide", key=AUTO, value=AUTO, dtype=torch.bfloat16, lengths=(1100,),
                 tokens=64, heads=4, q_heads=4, k_dim=4096, v_dim=4096, page_size=64)  # fmt: skip
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "torch", **kwargs)
-    found = attend(case, pages, query, backend, **kwargs)
-    assert errors(found, expected).max() <= 2 * bound(case, backend)
+    actual = attend(case, pages, query, backend, **kwargs)
+    assert errors(actual, expected).max() <= 2 * max_error(case, backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-def test_auto_is_plain_attention(backend):
-    """Only this test does not use the reference, but torch's attention on the original values."""
+def test_auto_equals_unquantized_attention(backend):
+    """This test compares with torch's attention on the original values, not with the reference."""
     case = Case("auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5)
     pages, query, kwargs = prepare(case)
     generator = torch.Generator().manual_seed(1)
@@ -463,36 +467,36 @@ def test_auto_is_plain_attention(backend):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), attn_mask=mask, enable_gqa=True
     )
-    found = attend(case, pages, query, backend, **kwargs)
-    assert errors(found, expected.transpose(1, 2)).max() <= bound(case)
+    actual = attend(case, pages, query, backend, **kwargs)
+    assert errors(actual, expected.transpose(1, 2)).max() <= max_error(case)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_latents_are_keys_and_values(backend):
-    """A projection expands latents for each head, as in a model. K is [latent, positions]."""
+    """A projection expands latents for each head, as in a model. A key is [latent, RoPE part]."""
     case = Case("latent, auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5, heads=1,
                 k_dim=64, v_dim=16, latent=True)  # fmt: skip
     pages, query, kwargs = prepare(case)
-    latent, positions = (
+    latent, rope_part = (
         reference.gather(pages, torch.tensor([133]), side, 0, 133, torch.float32, ragged=False)
         for side in "kv"
     )
     to_key, to_value = torch.randn(6, 24, 64).double(), torch.randn(6, 40, 64).double()
     query = torch.cat([torch.randn(1, 6, 5, 24), query[..., 64:]], -1).double()
-    expanded = torch.cat([latent.double() @ to_key.mT, positions.double().expand(1, 6, -1, -1)], -1)
+    expanded = torch.cat([latent.double() @ to_key.mT, rope_part.double().expand(1, 6, -1, -1)], -1)
     mask = torch.ones(5, 133, dtype=torch.bool).tril(128)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, expanded, latent.double() @ to_value.mT, mask, scale=kwargs["scaling"]
     )
     absorbed = torch.cat([query[..., :24] @ to_key, query[..., 24:]], -1).float()
-    found = attend(case, pages, absorbed, backend, **kwargs).double().transpose(1, 2)
-    assert errors(found @ to_value.mT, expected).max() <= 8 * bound(case)
+    actual = attend(case, pages, absorbed, backend, **kwargs).double().transpose(1, 2)
+    assert errors(actual @ to_value.mT, expected).max() <= 8 * max_error(case)
 
 
-def at_the_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
-    """Return the results of `prepare`, with NaN before the window, and torch's attention.
+def prepare_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
+    """Return the results of `prepare` with NaN before the window, and torch's attention.
 
-    The visible positions are computed here independently of visibility.py.
+    This function computes the visible positions independently of visibility.py.
     """
     pages, query, kwargs = prepare(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
@@ -513,22 +517,22 @@ def at_the_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-@pytest.mark.parametrize("case", EDGES, ids=str)
-def test_a_window_that_begins_at_the_edge_of_a_page(case, backend):
-    pages, query, kwargs, expected = at_the_edge(case)
-    found = attend(case, pages, query, backend, **kwargs)
-    worst = errors(found, expected).max().item()
-    assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
+@pytest.mark.parametrize("case", EDGE_CASES, ids=str)
+def test_a_window_may_begin_at_the_edge_of_a_page(case, backend):
+    pages, query, kwargs, expected = prepare_edge(case)
+    actual = attend(case, pages, query, backend, **kwargs)
+    worst_error = errors(actual, expected).max().item()
+    assert worst_error <= max_error(case), f"{worst_error:.2e} > {max_error(case):.2e}"
 
 
-# The smallest fault is one lost token of a thousand.
-FAR = 50
+# Minimum ratio of a fault's error to the limit. The smallest fault is one lost token of a thousand.
+FAULT_FACTOR = 50
 
 
-def faults(
+def list_faults(
     case: Case, pages: Pages, query: Tensor, sinks: Tensor
 ) -> Iterator[tuple[str, Pages, Tensor, dict[str, Any]]]:
-    """Yield a name, pages, query and changed fields of the spec for each fault."""
+    """Yield the name, the pages, the query and the changed fields of the spec of each fault."""
     hidden_positions = {
         "the last page dropped": slice(case.stop // 64 * 64, None),
         "one token lost": 500,
@@ -549,34 +553,34 @@ def faults(
     yield "a page read twice", pages._replace(table=table), query, {}
     yield "a sink forgotten", pages, query, {"sinks": sinks - 20}
     if case.latent:
-        latent, positions = query.split([case.k_dim, case.v_dim], -1)
-        swapped, zeroed = (positions, latent), (latent, 0 * positions)
-        yield "latents and positions swapped", pages, torch.cat(swapped, -1), {}
-        yield "no positions", pages, torch.cat(zeroed, -1), {}
+        latent, rope_part = query.split([case.k_dim, case.v_dim], -1)
+        swapped, zeroed = (rope_part, latent), (latent, 0 * rope_part)
+        yield "latents and RoPE part swapped", pages, torch.cat(swapped, -1), {}
+        yield "RoPE part dropped", pages, torch.cat(zeroed, -1), {}
 
 
 @pytest.mark.parametrize("shape", [{}, {"latent": True, "heads": 1, "q_heads": 16}], ids=str)
-def test_faults_are_far_above_the_bound(shape):
-    """A backend with such a fault therefore fails, because its bound is around the reference."""
+def test_faults_far_exceed_the_limit(shape):
+    """A backend with such a fault fails the tests that compare it with the reference."""
     case = Case("fault", dynamic=False, lengths=(1037,), tokens=3, page_size=64, sinks=True,
                 k_dim=64, v_dim=64, **shape)  # fmt: skip
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
-    for fault, faulty, changed_query, changed in faults(case, pages, query, kwargs["sinks"]):
-        found = attend(case, faulty, changed_query, "reference", **{**kwargs, **changed})
-        assert errors(found, expected).max() > FAR * bound(case), fault
+    for fault, *inputs, fields in list_faults(case, pages, query, kwargs["sinks"]):
+        actual = attend(case, *inputs, "reference", **{**kwargs, **fields})
+        assert errors(actual, expected).max() > FAULT_FACTOR * max_error(case), fault
 
 
-def with_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec with padding left of the first sequence, and holes in the second sequence."""
+def add_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec with padding before the first sequence, and with holes in the second."""
     mask = torch.ones(2, 1, 1, case.stop - case.start, dtype=torch.uint8)
-    for row, hidden in enumerate((range(case.start, 333), [case.start + 1, 901])):
-        poison(pages, row, [x for x in hidden if pages.table[row, x // pages.page_size] >= 0])
-        mask[row, ..., torch.tensor(list(hidden)) - case.start] = 0
+    for row, positions in enumerate((range(case.start, 333), [case.start + 1, 901])):
+        poison(pages, row, [x for x in positions if pages.table[row, x // pages.page_size] >= 0])
+        mask[row, ..., torch.tensor(list(positions)) - case.start] = 0
     return {**kwargs, "mask": mask, "bounds": mask_bounds(mask[:, 0, 0] != 0, case.start)}
 
 
-HOLES = [
+HOLE_CASES = [
     Case(f"T{tokens} window {window}", lengths=(1037, 1001), tokens=tokens, page_size=64,
          heads=1, q_heads=3, window=window, from_zero=from_zero)
     for tokens, window, from_zero in [(1, 0, True), (3, 0, True), (3, 900, False), (2, 500, True)]
@@ -584,39 +588,39 @@ HOLES = [
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-@pytest.mark.parametrize("case", HOLES, ids=str)
-def test_bounds_of_a_mask(case, backend):
+@pytest.mark.parametrize("case", HOLE_CASES, ids=str)
+def test_bounds_of_a_mask_do_not_change_the_result(case, backend):
     pages, query, kwargs = prepare(case)
-    kwargs = with_holes(case, pages, kwargs)
+    kwargs = add_holes(case, pages, kwargs)
     expected = attend(case, pages, query, "reference", **{**kwargs, "bounds": None})
-    found = attend(case, pages, query, backend, **kwargs)
-    assert errors(found, expected).max() <= bound(case)
+    actual = attend(case, pages, query, backend, **kwargs)
+    assert errors(actual, expected).max() <= max_error(case)
 
 
 # Grid: a code or a dynamic scale is NaN, in K or V, in each format.
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize(("name", "side", "dynamic"), pairwise(NAMES, ["k", "v"], [True, False]))
-def test_a_visible_nan_is_not_hidden(name, side, dynamic, backend):
+def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
     case = Case("NaN", key=name, value=name, dynamic=dynamic, lengths=(70, 70))
     pages, query, kwargs = prepare(case)
     key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
     (key if side == "k" else value)[1, 0, 0, 3] = math.nan
     ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), backend)
-    found = attend(case, pages, query, backend, **kwargs)
-    assert found[0].isfinite().all(), "another sequence"
-    assert found[1, :, 3:].isfinite().all(), "another head"
-    seen = found[1, :, :3].isnan()
-    assert seen.any(-1).all()
+    actual = attend(case, pages, query, backend, **kwargs)
+    assert actual[0].isfinite().all(), "a different sequence"
+    assert actual[1, :, 3:].isfinite().all(), "a different head"
+    is_nan = actual[1, :, :3].isnan()
+    assert is_nan.any(-1).all()
 
 
-SPECIAL = torch.tensor(
+SPECIAL_VALUES = torch.tensor(
     [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, -3e38, math.inf, -math.inf, math.nan, 447, 449, -5e4]
 )
 
 
-WRITES = [
+WRITE_CASES = [
     *_FORMATS,
-    *_ROTATED,
+    *_ROTATIONS,
     Case("center", center=True, value="fp8_e5m2"),
     Case("center, static", center=True, dynamic=False, key="fp8_e3m4"),
     Case("rotated, Dv 2", rotated=True, dynamic=False, center=True, v_dim=2, value="int8"),
@@ -625,54 +629,55 @@ WRITES = [
 ]
 
 
-@in_layouts(WRITES)
+@parametrize_layouts(WRITE_CASES)
 def test_written_bytes_equal_the_reference(case, backend, layout):
     case = dataclasses.replace(case, lengths=(150, 90))
-    other = poisoned(case)
-    pages = LAYOUTS[layout](copy(other))
+    expected_pages = make_pages(case)
+    pages = LAYOUTS[layout](copy_pages(expected_pages))
     lengths = torch.tensor([0, 0], dtype=torch.int32)
     for tokens in (1, 15, 17, 40, 1):
-        # As in a model, heads come after tokens. The values have very different sizes.
+        # As in a model, heads come after tokens. Magnitudes differ by up to 2**30.
         shape = (2, tokens, case.heads, case.k_dim + case.v_dim)
         states = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, (2, tokens, case.heads, 1)))
         key, value = states.to(case.dtype).transpose(1, 2).split([case.k_dim, case.v_dim], dim=3)
         lengths += tokens
         ops.write(pages, key, value, lengths, backend)
-        ops.write(other, key, value, lengths, "reference")
-        assert_same_pool(in_one_block(pages), other)
+        ops.write(expected_pages, key, value, lengths, "reference")
+        assert_same_pool(merge_blocks(pages), expected_pages)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", NAMES)
-def test_special_values(name, dynamic, backend):
+def test_special_values_are_stored_like_the_reference(name, dynamic, backend):
     case = Case("special", key=name, value=name, dynamic=dynamic, k_dim=5, v_dim=5, lengths=(13,))
-    pages = poisoned(case)
-    other = copy(pages)
-    # Each value is alone, so that it determines the scale, and next to ordinary values.
+    pages = make_pages(case)
+    expected_pages = copy_pages(pages)
+    # Each value is next to zeros, so that it determines the scale, and next to ordinary values.
     x = torch.zeros(1, 2, 13, 5)
-    x[0, 0, :, 1] = SPECIAL
+    x[0, 0, :, 1] = SPECIAL_VALUES
     x[0, 1] = torch.randn(13, 5)
-    x[0, 1, :, 2] = SPECIAL
+    x[0, 1, :, 2] = SPECIAL_VALUES
     lengths = torch.tensor([13], dtype=torch.int32)
     ops.write(pages, x, x, lengths, backend)
-    ops.write(other, x, x, lengths, "reference")
+    ops.write(expected_pages, x, x, lengths, "reference")
     table = code_table(FORMATS[name], torch.device("cpu"))
-    for found, expected in ((pages.k_codes, other.k_codes), (pages.v_codes, other.v_codes)):
+    for part in ("k_codes", "v_codes"):
+        actual, expected = getattr(pages, part), getattr(expected_pages, part)
         # The sign of NaN times a NaN scale is undefined.
-        nan = table[expected.int()].isnan()
-        assert_same(nan, table[found.int()].isnan())
-        assert_same(found[~nan], expected[~nan])
+        is_nan = table[expected.int()].isnan()
+        assert_same(is_nan, table[actual.int()].isnan())
+        assert_same(actual[~is_nan], expected[~is_nan])
     if dynamic:
         assert pages.token_scales is not None
         torch.testing.assert_close(
-            pages.token_scales, other.token_scales, rtol=0, atol=0, equal_nan=True
+            pages.token_scales, expected_pages.token_scales, rtol=0, atol=0, equal_nan=True
         )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["contiguous", "last axis with gaps", "expanded", "float64"])
-def test_any_strides_and_dtypes(layout, backend):
+def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
     case = Case(layout, lengths=(20,))
     key = torch.randn(1, 2, 20, 64)[..., ::2]
     value = torch.randn(1, 1, 20, 32).expand(1, 2, 20, 32)
@@ -683,56 +688,56 @@ def test_any_strides_and_dtypes(layout, backend):
     elif layout == "float64":
         key, value = key.double(), value.double()
         case = dataclasses.replace(case, dtype=torch.float64, key=AUTO)
-    pages = poisoned(case)
-    other = copy(pages)
+    pages = make_pages(case)
+    expected_pages = copy_pages(pages)
     lengths = torch.tensor([20], dtype=torch.int32)
     ops.write(pages, key, value, lengths, backend)
-    ops.write(other, key, value, lengths, "reference")
-    assert_same_pool(pages, other)
+    ops.write(expected_pages, key, value, lengths, "reference")
+    assert_same_pool(pages, expected_pages)
     query = torch.randn(1, 1, 6, 64)[..., ::2].transpose(1, 2).to(case.dtype)
-    found = attend(case, pages, query, backend, **arguments(case, pages))
-    expected = attend(case, pages, query, "reference", **arguments(case, pages))
-    assert errors(found, expected).max() <= bound(case)
+    actual = attend(case, pages, query, backend, **make_spec(case, pages))
+    expected = attend(case, pages, query, "reference", **make_spec(case, pages))
+    assert errors(actual, expected).max() <= max_error(case)
 
 
 @pytest.mark.parametrize(
     ("backend", "layout"),
     [("reference", "whole"), ("torch", "whole"), ("torch", "blocks"),
-     pytest.param("cpu", "whole", marks=CPU.marks)],
+     pytest.param("cpu", "whole", marks=CPU_BACKEND.marks)],
 )  # fmt: skip
-@pytest.mark.parametrize("hole", [False, True], ids=["past the table", "a page that is missing"])
-def test_an_overrun_changes_nothing(hole, backend, layout):
+@pytest.mark.parametrize("has_hole", [False, True], ids=["past the table", "a missing page"])
+def test_an_overrun_changes_nothing(has_hole, backend, layout):
     case = Case("overrun", lengths=(40, 40))
-    pages = poisoned(case)
-    if hole:
+    pages = make_pages(case)
+    if has_hole:
         pages.table[1, 2] = -1
-    before, pages = copy(pages), LAYOUTS[layout](pages)
+    old_pages, pages = copy_pages(pages), LAYOUTS[layout](pages)
     key = torch.randn(2, 2, 20, 32)
-    lengths = torch.tensor([20, 50 if hole else 70], dtype=torch.int32)
+    lengths = torch.tensor([20, 50 if has_hole else 70], dtype=torch.int32)
     with pytest.raises(OutOfPagesError, match="Reserve pages"):
         ops.write(pages, key, key, lengths, backend)
-    assert_same_pool(in_one_block(pages), before)
+    assert_same_pool(merge_blocks(pages), old_pages)
 
 
-@in_layouts([c for c in CASES if c.tokens == 1 and not (c.window or c.padding or c.mask)])
+@parametrize_layouts([c for c in CASES if c.tokens == 1 and not (c.window or c.padding or c.mask)])
 def test_gather_equals_the_reference_exactly(case, backend, layout):
-    pages = fill(poisoned(case), case)
-    laid_out = LAYOUTS[layout](pages)
+    pages = fill(make_pages(case), case)
+    layout_pages = LAYOUTS[layout](pages)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    least = min(case.lengths)
-    spans = ((0, case.stop, True), (least // 3, least, False), (0, 0, False))
+    min_length = min(case.lengths)
+    spans = ((0, case.stop, True), (min_length // 3, min_length, False), (0, 0, False))
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for side, (start, stop, ragged), dtype in itertools.product("kv", spans, dtypes):
-        arguments = lengths, side, start, stop, dtype, ragged
-        found = ops.gather(laid_out, *arguments, backend)
-        assert found.dtype == dtype
-        assert_same(found, ops.gather(pages, *arguments, "reference"))
-        assert found.is_contiguous()
+        gather_arguments = lengths, side, start, stop, dtype, ragged
+        actual = ops.gather(layout_pages, *gather_arguments, backend)
+        assert actual.dtype == dtype
+        assert_same(actual, ops.gather(pages, *gather_arguments, "reference"))
+        assert actual.is_contiguous()
 
 
 @pytest.mark.parametrize("backend", ops.BACKENDS)
 def test_gather_refuses_unknown_sides(backend):
-    pages, lengths = poisoned(Case("side", lengths=(5,))), torch.tensor([5], dtype=torch.int32)
+    pages, lengths = make_pages(Case("side", lengths=(5,))), torch.tensor([5], dtype=torch.int32)
     with pytest.raises(ConfigError, match="side: expected 'k' or 'v', got 'x'"):
         ops.gather(pages, lengths, "x", 0, 5, torch.float32, True, backend)
 
@@ -741,7 +746,7 @@ def test_gather_refuses_unknown_sides(backend):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code_is_decoded_exactly(name, backend):
     case = Case(name, key=name, value=name, lengths=(64,), heads=1, k_dim=4, v_dim=4, dynamic=False)
-    pages = with_scales(poisoned(case), torch.ones(1, 4), torch.ones(1, 4))
+    pages = with_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
     expected = code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
     codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
     pages.k_codes[pages.table[0, :4], 0] = codes
@@ -753,16 +758,16 @@ def test_every_code_is_decoded_exactly(name, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sequence_without_visible_tokens(backend):
-    """The sequence begins past its end, in the middle of a tile and of the next tile."""
-    for hidden in (9, 130):
-        case = Case("hidden", lengths=(hidden, 37), padding=hidden, page_size=64)
+def test_a_sequence_without_visible_tokens_gives_zeros(backend):
+    """The padding covers the whole sequence, and ends inside a tile or inside the next tile."""
+    for length in (9, 130):
+        case = Case("hidden", lengths=(length, 37), padding=length, page_size=64)
         pages, query, kwargs = prepare(case)
-        kwargs["bounds"] = torch.tensor([[max(case.lengths), hidden], [0, 0]], dtype=torch.int32)
-        found = attend(case, pages, query, backend, **kwargs)
-        assert (found[0] == 0).all()
+        kwargs["bounds"] = torch.tensor([[max(case.lengths), length], [0, 0]], dtype=torch.int32)
+        actual = attend(case, pages, query, backend, **kwargs)
+        assert (actual[0] == 0).all()
         expected = attend(case, pages, query, "reference", **kwargs)
-        assert errors(found, expected)[1] <= bound(case)
+        assert errors(actual, expected)[1] <= max_error(case)
 
 
 GPUS = {
@@ -775,7 +780,7 @@ GPUS = {
 @pytest.mark.parametrize(
     ("expected", "name"), [(backend, name) for backend, names in GPUS.items() for name in names]
 )
-def test_supported_gpus(expected, name, monkeypatch, caplog):
+def test_each_gpu_gets_its_backend(expected, name, monkeypatch, caplog):
     monkeypatch.setattr(warn_once, "_WARNED", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device = torch.device(name if name in ("mps", "xpu") else "cuda")
@@ -796,15 +801,15 @@ def test_an_additive_mask_is_a_bias(backend):
     case = Case("additive", tokens=3, lengths=(70,))
     pages, query, kwargs = prepare(case)
     mask, bias = torch.randn(2, 1, case.q_heads, 3, 70)
-    right = attend(case, pages, query, backend, **kwargs, bias=mask)
-    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask), right)
-    right = attend(case, pages, query, backend, **kwargs, bias=mask + bias)
-    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask, bias=bias), right)
+    expected = attend(case, pages, query, backend, **kwargs, bias=mask)
+    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask), expected)
+    expected = attend(case, pages, query, backend, **kwargs, bias=mask + bias)
+    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask, bias=bias), expected)
 
 
-# Arguments of a call by name, and the operations.
+# The arguments of a call by name.
 Call = dict[str, Any]
-SPOILED = (
+CHANGEABLE = (
     "query", "key", "value", "lengths", "table", "start", "stop", "mask", "bias", "sinks",
     "k_center",
 )  # fmt: skip
@@ -821,19 +826,19 @@ OPERATIONS: dict[str, Callable[[Call, Pages, AttentionSpec, str], Tensor | None]
 }  # fmt: skip
 
 
-def draw(rng: random.Random) -> tuple[Case, Call]:
-    """Return a call whose sizes fit each other."""
-    pick, tokens, latent = rng.choice, rng.choice((1, 1, 2, 5, 33)), rng.random() < 0.2
-    heads, mask = 1 if latent else pick((1, 2)), pick(("", "padding", "bool", "bias"))
+def draw_call(rng: random.Random) -> tuple[Case, Call]:
+    """Return a random call with consistent sizes."""
+    choose, tokens, latent = rng.choice, rng.choice((1, 1, 2, 5, 33)), rng.random() < 0.2
+    heads, mask = 1 if latent else choose((1, 2)), choose(("", "padding", "bool", "bias"))
     case = Case(
-        "prompt", lengths=tuple(tokens + rng.randrange(40) for _ in range(pick((1, 2, 3)))),
-        tokens=tokens, heads=heads, q_heads=heads * pick((1, 2, 3)), k_dim=pick((8, 24)),
-        v_dim=pick((8, 16)), page_size=pick((8, 16)), key=pick([*NAMES, AUTO]), latent=latent,
-        value=pick([*NAMES, AUTO]), dynamic=pick((True, False)), window=pick((0, 0, 7)),
-        center=not latent and pick((True, False)), causal=pick((True, False)),
-        softcap=pick((0.0, 4.0)), sinks=pick((True, False)), padding=int(mask == "padding"),
+        "prompt", lengths=tuple(tokens + rng.randrange(40) for _ in range(choose((1, 2, 3)))),
+        tokens=tokens, heads=heads, q_heads=heads * choose((1, 2, 3)), k_dim=choose((8, 24)),
+        v_dim=choose((8, 16)), page_size=choose((8, 16)), key=choose([*NAMES, AUTO]), latent=latent,
+        value=choose([*NAMES, AUTO]), dynamic=choose((True, False)), window=choose((0, 0, 7)),
+        center=not latent and choose((True, False)), causal=choose((True, False)),
+        softcap=choose((0.0, 4.0)), sinks=choose((True, False)), padding=int(mask == "padding"),
         mask=mask.removeprefix("padding"), from_zero=mask in ("padding", "bool"),
-        dtype=pick((torch.float32, torch.bfloat16)),
+        dtype=choose((torch.float32, torch.bfloat16)),
     )  # fmt: skip
     pages, query, spec = prepare(case)
     shape = len(case.lengths), heads, tokens
@@ -846,24 +851,24 @@ def draw(rng: random.Random) -> tuple[Case, Call]:
     }  # fmt: skip
 
 
-def spoil(rng: random.Random, x: Any) -> Any:
-    """Return a changed number, or a tensor with a changed dtype, size or number of axes."""
+def change_argument(rng: random.Random, x: Any) -> Any:
+    """Return a changed number, or a tensor with a different dtype, size or number of axes."""
     if isinstance(x, int):
         return x + rng.choice((-9, -1, 1, 16, 99))
-    kind = rng.random()
-    if kind < 0.2:
-        return x[None] if kind < 0.1 else x[0]
-    if kind < 0.25:
+    fraction = rng.random()
+    if fraction < 0.2:
+        return x[None] if fraction < 0.1 else x[0]
+    if fraction < 0.25:
         return x.to(torch.float64 if x.is_floating_point() else torch.int64)
     axis = rng.randrange(x.ndim)
     size = x.shape[axis]
-    new = rng.choice((0, 1, 2, 3, size - 1, size + 1, 2 * size))
-    return x.index_select(axis, torch.arange(new) % size)
+    new_size = rng.choice((0, 1, 2, 3, size - 1, size + 1, 2 * size))
+    return x.index_select(axis, torch.arange(new_size) % size)
 
 
-def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None, Pages]:
-    """Return the result of an operation or the kind of its error, and the pages after it."""
-    pages = copy(unflatten([x[name] for name in PAGE_FIELDS]))
+def run_operation(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None, Pages]:
+    """Return the result of an operation or the class of its error, and the pages after the call."""
+    pages = copy_pages(unflatten([x[name] for name in PAGE_FIELDS]))
     spec = AttentionSpec(**{name: x[name] for name in AttentionSpec._fields if name in x})
     try:
         return OPERATIONS[operation](x, pages, spec, backend), pages
@@ -873,7 +878,7 @@ def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("others", "calls"),
+    ("backends", "num_calls"),
     [
         (["torch", "cpu"], 300),
         pytest.param(["torch", "cpu"], 1500, marks=pytest.mark.full),
@@ -881,33 +886,33 @@ def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit_each_other(others, calls):
-    """Every backend refuses what the reference refuses, and agrees with it otherwise."""
-    if missing := [why for name in others if (why := ops.available_backends()[name])]:
-        pytest.skip(missing[0])
-    rng, refused = random.Random(calls), 0
-    for number in range(calls):
-        torch.manual_seed(number)
-        case, x = draw(rng)
-        operation, name = rng.choice(list(OPERATIONS)), None
+def test_all_backends_refuse_the_same_sizes(backends, num_calls):
+    """Every backend refuses the calls that the reference refuses, and otherwise agrees with it."""
+    if reasons := [why for name in backends if (why := ops.available_backends()[name])]:
+        pytest.skip(reasons[0])
+    rng, num_refused = random.Random(num_calls), 0
+    for seed in range(num_calls):
+        torch.manual_seed(seed)
+        case, x = draw_call(rng)
+        operation, changed_name = rng.choice(list(OPERATIONS)), None
         if rng.random() < 0.7:
-            name = rng.choice([name for name in SPOILED if x.get(name) is not None])
-            x[name] = spoil(rng, x[name])
+            changed_name = rng.choice([name for name in CHANGEABLE if x.get(name) is not None])
+            x[changed_name] = change_argument(rng, x[changed_name])
         with torch.set_grad_enabled(rng.random() < 0.2):
-            expected, written = outcome(operation, x, "reference")
-            refused += isinstance(expected, type)
-            assert name or not isinstance(expected, type), number
-            for backend in others:
+            expected, expected_pages = run_operation(operation, x, "reference")
+            num_refused += isinstance(expected, type)
+            assert changed_name or not isinstance(expected, type), seed
+            for backend in backends:
                 if backend == "triton" and expected is OutOfPagesError:
                     continue  # kernels skip tokens without a page
-                found, after = outcome(operation, x, backend)
-                what = f"{number}: {operation} with a changed {name} by {backend}"
-                assert_same_pool(after, written, what)
-                if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
-                    assert found is expected, what
+                actual, new_pages = run_operation(operation, x, backend)
+                label = f"{seed}: {operation} with a changed {changed_name} by {backend}"
+                assert_same_pool(new_pages, expected_pages, label)
+                if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+                    assert actual is expected, label
                 elif operation == "gather":
-                    assert_same_bytes(found.nan_to_num(9), expected.nan_to_num(9), what)
+                    assert_same_bytes(actual.nan_to_num(9), expected.nan_to_num(9), label)
                 else:
-                    error = (found - expected).double().norm()
-                    assert error <= 2 * bound(case, backend) * expected.double().norm(), what
-    assert 0.25 < refused / calls < 0.75
+                    error = (actual - expected).double().norm()
+                    assert error <= 2 * max_error(case, backend) * expected.double().norm(), label
+    assert 0.25 < num_refused / num_calls < 0.75

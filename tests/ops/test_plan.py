@@ -1,7 +1,7 @@
-"""Work plans: one for all layers of a step, made when the step's tokens are stored.
+"""Tests of work plans: a step makes one plan for all its layers, when its tokens are stored.
 
-The stand-in's attention raises an error for a plan that was made for other lengths, such as a plan
-of an earlier step. test_kernels_attention.py tests the contents of plans.
+The attention of the stand-in raises an error for a plan that was made for different lengths, such
+as the lengths of an earlier step. test_kernels_attention.py tests the contents of plans.
 """
 
 import copy
@@ -25,106 +25,106 @@ GREEDY = {
     "disable_compile": True,
 }  # fmt: skip
 STEPS = GREEDY["max_new_tokens"] - 1  # the first token comes from the prefill
-STATIC = {"max_cache_len": 50}
+PREALLOC = {"max_cache_len": 50}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
+def plan_calls(monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
     return triton_standin(monkeypatch)
 
 
-def tokens(batch: int, count: int = 1, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def make_tokens(batch: int, count: int = 1, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, heads, count, 16), torch.randn(batch, heads, count, 16)
 
 
-def cache_of(name: str = "gqa", backend: str = "triton", **keywords: Any) -> tuple[Any, Any]:
+def make_cache(name: str = "gqa", backend: str = "triton", **keywords: Any) -> tuple[Any, Any]:
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     return (model, inputs), FP8PagedCache(model.config, page_size=16, backend=backend, **keywords)
 
 
-# Grid: each model and each way to generate with a growing and with a preallocated cache.
+# Grid: each model and way to generate runs with a growing and with a preallocated cache.
 @pytest.mark.parametrize(
-    ("name", "groups", "keywords", "more"),
+    ("name", "num_groups", "keywords", "options"),
     [
-        ("gqa", 1, {}, {}), ("sliding_and_full", 2, {}, {}), ("kv_sharing", 2, STATIC, {}),
-        ("gqa", 1, STATIC, {}), ("sliding_and_full", 2, STATIC, {}), ("kv_sharing", 2, {}, {}),
-        ("chunked", 2, STATIC, {}), ("gqa", 1, {}, {"num_beams": 3}),
-        ("gqa", 1, STATIC, {"num_beams": 3}),
+        ("gqa", 1, {}, {}), ("sliding_and_full", 2, {}, {}), ("kv_sharing", 2, PREALLOC, {}),
+        ("gqa", 1, PREALLOC, {}), ("sliding_and_full", 2, PREALLOC, {}), ("kv_sharing", 2, {}, {}),
+        ("chunked", 2, PREALLOC, {}), ("gqa", 1, {}, {"num_beams": 3}),
+        ("gqa", 1, PREALLOC, {"num_beams": 3}),
     ],
     ids=str,
 )  # fmt: skip
-def test_one_plan_a_step(
-    name: str, groups: int, keywords: Any, more: Any, made: list[PlanCall]
+def test_a_step_makes_one_plan_per_group(
+    name: str, num_groups: int, keywords: Any, options: Any, plan_calls: list[PlanCall]
 ) -> None:
-    takes = inspect.signature(create_chunked_causal_mask).parameters
-    if name == "chunked" and "block_sequence_ids" not in takes:
-        pytest.skip("these transformers cannot generate with chunks and any static cache")
+    parameters = inspect.signature(create_chunked_causal_mask).parameters
+    if name == "chunked" and "block_sequence_ids" not in parameters:
+        pytest.skip("this version of transformers cannot generate with chunks and a static cache")
     answers = []
     for backend in ("reference", "triton"):
-        (model, inputs), cache = cache_of(name, backend, **keywords)
-        answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **more))
+        (model, inputs), cache = make_cache(name, backend, **keywords)
+        answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **options))
     assert_same(answers[1], answers[0])
-    addresses = len({x.plan.data_ptr() for x in made})
+    addresses = len({call.plan.data_ptr() for call in plan_calls})
     if keywords:
         # Allocation and prefill each make an additional plan.
-        assert more or len(made) == (STEPS + 2) * groups
-        assert addresses == groups, "an address changed"
+        assert options or len(plan_calls) == (STEPS + 2) * num_groups
+        assert addresses == num_groups, "an address changed"
     else:
-        assert len(made) == STEPS * groups
-        assert addresses == len(made), "a plan was overwritten"
-    if more:
-        assert {len(x.lengths) for x in made} == {6}
+        assert len(plan_calls) == STEPS * num_groups
+        assert addresses == len(plan_calls), "a plan was overwritten"
+    if options:
+        assert {len(call.lengths) for call in plan_calls} == {6}
 
 
-def test_a_plan_is_made_for_the_lengths_and_the_window(made: list[PlanCall]) -> None:
-    (model, inputs), cache = cache_of("sliding_and_full", prefill="stored")
+def test_a_plan_is_made_for_the_lengths_and_the_window(plan_calls: list[PlanCall]) -> None:
+    (model, inputs), cache = make_cache("sliding_and_full", prefill="stored")
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     window = model.config.sliding_window
     length = inputs["input_ids"].shape[1] + STEPS
-    assert {x.lengths[0] for x in made[-2:]} == {length}
+    assert {call.lengths[0] for call in plan_calls[-2:]} == {length}
     # `start` excludes positions before the window, for any number of query tokens.
-    assert {x.start for x in made[-2:]} == {0, max(length - window, 0)}
-    assert {x.window for x in made} == {0}
+    assert {call.start for call in plan_calls[-2:]} == {0, max(length - window, 0)}
+    assert {call.window for call in plan_calls} == {0}
 
-    made.clear()
-    (model, inputs), cache = cache_of("sliding_and_full", **STATIC)
+    plan_calls.clear()
+    (model, inputs), cache = make_cache("sliding_and_full", **PREALLOC)
     model.generate(**inputs, past_key_values=cache, **GREEDY)
-    # Masks are complete, and all pages exist. Layers only read their window, in each step.
-    assert {x.window for x in made[-2:]} == {0, window}
-    assert {x.start for x in made} == {0}
-    assert [x.tokens for x in made[-2:]] == [1, 1]
-    assert inputs["input_ids"].shape[1] in {x.tokens for x in made}
+    # Masks are complete, and all pages exist. In each step, layers only read their windows.
+    assert {call.window for call in plan_calls[-2:]} == {0, window}
+    assert {call.start for call in plan_calls} == {0}
+    assert [call.tokens for call in plan_calls[-2:]] == [1, 1]
+    assert inputs["input_ids"].shape[1] in {call.tokens for call in plan_calls}
 
 
 @pytest.mark.parametrize(
-    ("keywords", "expected"), [({}, [2, 4, 2, 4]), (STATIC, [2, 2, 4, 4, 2, 4, 2, 4])], ids=str
+    ("keywords", "expected"), [({}, [2, 4, 2, 4]), (PREALLOC, [2, 2, 4, 4, 2, 4, 2, 4])], ids=str
 )
 def test_layers_with_different_head_counts_have_separate_plans(
-    keywords: Any, expected: list[int], made: list[PlanCall]
+    keywords: Any, expected: list[int], plan_calls: list[PlanCall]
 ) -> None:
-    _, cache = cache_of(**keywords)
+    _, cache = make_cache(**keywords)
     for _ in range(3):
-        cache.update(*tokens(2), 0)
-        cache.update(*tokens(2, heads=4), 1)
-    assert [x.heads for x in made] == expected
-    assert made[-1].plan.data_ptr() != made[-2].plan.data_ptr()
+        cache.update(*make_tokens(2), 0)
+        cache.update(*make_tokens(2, heads=4), 1)
+    assert [call.heads for call in plan_calls] == expected
+    assert plan_calls[-1].plan.data_ptr() != plan_calls[-2].plan.data_ptr()
 
 
-@pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
-def test_plans_are_for_the_query_rows(keywords: dict[str, int], made: list[PlanCall]) -> None:
+@pytest.mark.parametrize("keywords", [{}, PREALLOC], ids=str)
+def test_plans_are_for_the_query_rows(keywords: dict[str, int], plan_calls: list[PlanCall]) -> None:
     """The number of query rows follows from the config and the KV heads of this process."""
     for heads, size, rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
-        made.clear()
-        _, cache = cache_of(tensor_parallel=TensorParallel(0, size), **keywords)
-        for count in (5, 1):
-            cache.update(*tokens(2, count, heads), 0)
-        assert {x.rows for x in made} == {rows}
+        plan_calls.clear()
+        _, cache = make_cache(tensor_parallel=TensorParallel(0, size), **keywords)
+        for num_tokens in (5, 1):
+            cache.update(*make_tokens(2, num_tokens, heads), 0)
+        assert {call.rows for call in plan_calls} == {rows}
     if not keywords:
-        _, cache = cache_of()
-        for count in (5, 3):
-            cache.update(*tokens(2, count), 0)
-        assert made[-1].rows == 6
+        _, cache = make_cache()
+        for num_tokens in (5, 3):
+            cache.update(*make_tokens(2, num_tokens), 0)
+        assert plan_calls[-1].rows == 6
 
 
 def _crop_and_repeat(cache: FP8PagedCache) -> FP8PagedCache:
@@ -143,38 +143,38 @@ CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("made")
-@pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
+@pytest.mark.usefixtures("plan_calls")
+@pytest.mark.parametrize("keywords", [{}, PREALLOC], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_does_not_use_an_earlier_plan(change: str, keywords: dict[str, int]) -> None:
     outputs = []
     for backend in ("reference", "triton"):
         torch.manual_seed(3)
-        (model, inputs), cache = cache_of("gqa", backend, **keywords)
+        (model, inputs), cache = make_cache("gqa", backend, **keywords)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
             model(inputs["input_ids"][:, :1], past_key_values=cache)
-            batch, make = CHANGES[change]
-            caches = make(cache)
-            for one in caches if isinstance(caches, tuple) else (cache, cache):
+            batch, change_cache = CHANGES[change]
+            caches = change_cache(cache)
+            for changed_cache in caches if isinstance(caches, tuple) else (cache, cache):
                 ids = torch.randint(3, 50, (batch, 1))
-                outputs.append(model(ids, past_key_values=one).logits)
+                outputs.append(model(ids, past_key_values=changed_cache).logits)
     for x, y in zip(outputs[:2], outputs[2:], strict=True):
         torch.testing.assert_close(y, x)
 
 
-@pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
-def test_other_backends_have_no_plans(keywords: dict[str, int]) -> None:
-    _, cache = cache_of(backend="reference", prefill="stored", **keywords)
-    keys, values = cache.update(*tokens(2), 0)
+@pytest.mark.parametrize("keywords", [{}, PREALLOC], ids=str)
+def test_backends_without_plans_get_no_plan(keywords: dict[str, int]) -> None:
+    _, cache = make_cache(backend="reference", prefill="stored", **keywords)
+    keys, values = cache.update(*make_tokens(2), 0)
     assert keys.plan is None
     assert values.plan is None
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="needs Triton")
-def test_layers_with_different_lengths_lose_no_token(device: torch.device) -> None:
-    """The layer that makes the plan does not run in a step, or holds different tokens."""
+def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> None:
+    """The layer that makes the plan may not run in a step, or may hold different tokens."""
     config = tiny("gqa")[0].config
     caches = [
         FP8PagedCache(config, page_size=16, backend=backend, max_cache_len=300, prefill="stored")
@@ -182,7 +182,7 @@ def test_layers_with_different_lengths_lose_no_token(device: torch.device) -> No
     ]
     module = torch.nn.Module()
 
-    def check(change: Callable[[FP8PagedCache], Any], layer: int) -> None:
+    def check_change(change: Callable[[FP8PagedCache], Any], layer: int) -> None:
         query = torch.randn(1, 4, 1, 16, device=device)
         outputs = []
         for cache in caches:
@@ -191,14 +191,14 @@ def test_layers_with_different_lengths_lose_no_token(device: torch.device) -> No
             outputs.append(fp8_paged_attention(module, query, keys, values, None)[0])
         torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
-    def update(layer: int, count: int) -> Callable[[FP8PagedCache], Any]:
-        key, value = (x.to(device) for x in tokens(1, count))
+    def make_update(layer: int, num_tokens: int) -> Callable[[FP8PagedCache], Any]:
+        key, value = (x.to(device) for x in make_tokens(1, num_tokens))
         return lambda cache: cache.update(key, value, layer)
 
-    check(update(0, 140), 0)
-    check(update(1, 140), 1)
-    check(update(1, 130), 1)
-    check(lambda cache: cache.layers[0].crop(-100), 1)
-    check(update(0, 1), 1)
-    check(lambda cache: cache.layers[1].reset(), 0)
-    check(update(1, 130), 1)
+    check_change(make_update(0, 140), 0)
+    check_change(make_update(1, 140), 1)
+    check_change(make_update(1, 130), 1)
+    check_change(lambda cache: cache.layers[0].crop(-100), 1)
+    check_change(make_update(0, 1), 1)
+    check_change(lambda cache: cache.layers[1].reset(), 0)
+    check_change(make_update(1, 130), 1)

@@ -1,7 +1,7 @@
-"""The interpreter of `make kernels-ptx` finds faults in a kernel's PTX.
+"""Tests that the interpreter of `make kernels-ptx` detects faults in a kernel's PTX.
 
-Each fault is one change of the text, as a wrong compiler or a wrong kernel would make it. The list
-was written before the interpreter ran any of the faults.
+Each fault is one change of the text, as a wrong compiler or kernel would cause it. The list was
+written before the interpreter ran any of the faults.
 """
 
 import linecache
@@ -26,7 +26,7 @@ from hf_fp8kv.ops.triton import plan
 from hf_fp8kv.ops.triton.gather import gather
 from hf_fp8kv.ops.triton.target import Target, assuming
 from tests.ops import test_kernels_write as writing
-from tests.ops.test_kernels_attention import errors, prepared, run, torch_attention
+from tests.ops.test_kernels_attention import errors, prepare_expected, run_kernel, torch_attention
 from tests.ops.test_ops import Case
 from tests.tools.ptx import device, memory
 from tests.tools.ptx.instructions import compile_program
@@ -36,13 +36,13 @@ SOURCES = Path(hf_fp8kv.ops.triton.__file__).parent
 _COMMON = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
 
 
-def check_attention(kernel: str, target: str, **extra: object) -> None:
-    case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **extra})  # type: ignore[arg-type]
-    pages, query, kwargs, expected = prepared(case)
+def check_attention(kernel: str, target: str, **options: object) -> None:
+    case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
+    pages, query, kwargs, expected = prepare_expected(case)
     with assuming(Target("cuda", int(target[3:]), 4)):
-        found = run(kernel, case, pages, query, **kwargs)
-    theirs = errors(torch_attention(case, pages, query, kwargs), expected)
-    assert (errors(found, expected) <= 2 * theirs).all()
+        actual = run_kernel(kernel, case, pages, query, **kwargs)
+    torch_errors = errors(torch_attention(case, pages, query, kwargs), expected)
+    assert (errors(actual, expected) <= 2 * torch_errors).all()
 
 
 def check_plan() -> None:
@@ -50,20 +50,20 @@ def check_plan() -> None:
     table = torch.full((plan.plan_rows(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
     plan.make_plan(table, lengths, 1, 0, 0, 2)
     parts = table[: plan.max_parts(table, 3), 0].tolist()
-    count = sum(table[-3:, 1].tolist())
-    assert sorted(parts[:count]) == sorted(
-        b for b, number in enumerate(table[-3:, 1].tolist()) for _ in range(number)
+    num_parts = sum(table[-3:, 1].tolist())
+    assert sorted(parts[:num_parts]) == sorted(
+        index for index, count in enumerate(table[-3:, 1].tolist()) for _ in range(count)
     )
-    assert set(parts[count:]) == {-1}
+    assert set(parts[num_parts:]) == {-1}
 
 
 def check_gather() -> None:
     case = writing.Case(lengths=(5, 37), page_size=16, center=True)
-    pages, lengths = writing.pages_of(case), torch.tensor(case.lengths, dtype=torch.int32)
+    pages, lengths = writing.make_noise_pages(case), torch.tensor(case.lengths, dtype=torch.int32)
     pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
-    given = (pages, lengths, "k", 0, 38, torch.float32, True)
-    right = reference.gather(*given)
-    torch.testing.assert_close(gather(*given), right, rtol=0, atol=0, equal_nan=True)
+    arguments = (pages, lengths, "k", 0, 38, torch.float32, True)
+    expected = reference.gather(*arguments)
+    torch.testing.assert_close(gather(*arguments), expected, rtol=0, atol=0, equal_nan=True)
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {
@@ -76,7 +76,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         "extend", "sm_80", lengths=(200, 90), tokens=70, key=AUTO, value=AUTO
     ),
     "plan": check_plan,
-    "write": lambda: writing.check(
+    "write": lambda: writing.check_write(
         writing.Case(tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
     ),
     "gather": check_gather,
@@ -84,32 +84,32 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 
 
 class Fault(NamedTuple):
-    """A change in one kernel, in its whole text or at a line of its source."""
+    """A change of one kernel, in its whole PTX or in the code of one source line."""
 
     scenario: str
     kernel: str
-    source: str  # part of the line, or ""
-    old: str
-    new: str | Callable[[re.Match[str]], str]
+    source: str  # part of the source line, or "" for the whole text
+    pattern: str
+    replacement: str | Callable[[re.Match[str]], str]
 
 
-_BETWEEN = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
+_NO_CODE = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
 
 
-def one_more(match: re.Match[str]) -> str:
+def increment(match: re.Match[str]) -> str:
     return f"{match[1]}{int(match[2]) + 1}"
 
 
 FAULTS = {
     "a wait one group too late": Fault(
-        "decode", "_attend", "", r"(cp\.async\.wait_group\s+)(\d+)", one_more
+        "decode", "_attend", "", r"(cp\.async\.wait_group\s+)(\d+)", increment
     ),
     "no barrier after a wait": Fault(
-        "decode", "_attend", "", rf"(wait_group\s+\d+.\n{_BETWEEN})\tbar\.sync\s+0", r"\1"
+        "decode", "_attend", "", rf"(wait_group\s+\d+.\n{_NO_CODE})\tbar\.sync\s+0", r"\1"
     ),
     "no barrier between warps' maxima": Fault(
         "decode", "_attend", "",
-        rf"(st\.shared\.b32[^\n]*\n{_BETWEEN})\tbar\.sync\s+0", r"\1",
+        rf"(st\.shared\.b32[^\n]*\n{_NO_CODE})\tbar\.sync\s+0", r"\1",
     ),
     "copies are in no group": Fault("decode", "_attend", "", r"cp\.async\.commit_group", ""),
     "half of each copy": Fault(
@@ -151,7 +151,7 @@ FAULTS = {
         "extend", "_attend", "", r"fence\.proxy\.async\.shared::cta", ""
     ),
     "products are not waited for": Fault(
-        "extend", "_attend", "", r"(wgmma\.wait_group\.sync\.aligned )(\d+)", one_more
+        "extend", "_attend", "", r"(wgmma\.wait_group\.sync\.aligned )(\d+)", increment
     ),
     "a matrix not transposed": Fault("decode", "_attend", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
     "no barrier at all": Fault("extend sm_80", "_attend", "", r"\tbar\.sync\s+0", ""),
@@ -172,48 +172,48 @@ FAULTS = {
     ),
 }  # fmt: skip
 # Faults of the fast tier.
-FEW = (
+FAST_FAULTS = (
     "a wait one group too late", "no barrier after a wait", "the page after the right one",
     "sums of another part", "all programs store one head", "rows of an older plan",
 )  # fmt: skip
 
 
-def change(fault: Fault, text: str) -> str:
-    """Return a module's text with the fault, or unchanged if it has a different kernel."""
+def insert_fault(fault: Fault, text: str) -> str:
+    """Return a module's text with the fault, or the same text if it has a different kernel."""
     if f".entry {fault.kernel}(" not in text:
         return text
     if not fault.source:
-        return re.sub(fault.old, fault.new, text)
-    lines, inside = [], False
+        return re.sub(fault.pattern, fault.replacement, text)
+    lines, is_selected = [], False
     for line in text.splitlines():
         if match := re.search(r"\.loc\s.*// (\w+\.py):(\d+)", line):
-            inside = fault.source in linecache.getline(str(SOURCES / match[1]), int(match[2]))
-        lines.append(re.sub(fault.old, fault.new, line) if inside else line)
+            is_selected = fault.source in linecache.getline(str(SOURCES / match[1]), int(match[2]))
+        lines.append(re.sub(fault.pattern, fault.replacement, line) if is_selected else line)
     return "\n".join(lines)
 
 
-def marked(names: Iterable[str], fast: Container[str]) -> list[Any]:
-    """Return parameters. The fast tier only runs the parameters in `fast`."""
+def mark_full(names: Iterable[str], fast_names: Container[str]) -> list[Any]:
+    """Return the names as parameters. The fast tier only runs the names in `fast_names`."""
     full = pytest.mark.full
-    return [name if name in fast else pytest.param(name, marks=full) for name in names]
+    return [name if name in fast_names else pytest.param(name, marks=full) for name in names]
 
 
-@pytest.mark.parametrize("name", marked(SCENARIOS, SCENARIOS.keys() - {"decode to the end"}))
-def test_without_a_fault_nothing_is_found(name):
+@pytest.mark.parametrize("name", mark_full(SCENARIOS, SCENARIOS.keys() - {"decode to the end"}))
+def test_correct_kernels_have_no_fault(name):
     SCENARIOS[name]()
 
 
-@pytest.mark.parametrize("name", marked(FAULTS, FEW))
-def test_a_fault_is_found(name, monkeypatch):
+@pytest.mark.parametrize("name", mark_full(FAULTS, FAST_FAULTS))
+def test_a_fault_is_detected(name, monkeypatch):
     fault, changed_texts = FAULTS[name], []
 
     def edit(text: str) -> str:
-        changed_text = change(fault, text)
+        changed_text = insert_fault(fault, text)
         if changed_text != text:
             changed_texts.append(changed_text)
         return changed_text
 
-    monkeypatch.setattr(device, "edit", edit)
+    monkeypatch.setattr(device, "edit_ptx", edit)
     with pytest.raises(AssertionError):
         SCENARIOS[fault.scenario]()
     # The faulty kernel can be parsed and executed.
@@ -222,29 +222,29 @@ def test_a_fault_is_found(name, monkeypatch):
 
 
 @triton.jit
-def _sum(x, total, PAST: tl.constexpr):
-    """Store the number of each of four programs. The last one adds all of them."""
+def _sum(x, total, OFFSET: tl.constexpr):
+    """Store the number of each of four programs. The last program adds the numbers."""
     i = tl.program_id(0)
-    tl.store(x + i + PAST, i + 1)
+    tl.store(x + i + OFFSET, i + 1)
     if i == 3:
         tl.store(total, tl.load(x) + tl.load(x + 1) + tl.load(x + 2) + tl.load(x + 3))
 
 
-@pytest.mark.parametrize(("past", "why"), [(0, "another program stores"), (1, "of all tensors")])
-def test_a_race_and_a_store_past_the_end_are_found(past, why):
+@pytest.mark.parametrize(("offset", "reason"), [(0, "another program"), (1, "outside all tensors")])
+def test_a_race_and_a_store_past_the_end_are_detected(offset, reason):
     numbers, total = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(memory.Fault, match=why):
-        _sum[(4,)](numbers, total, past)
+    with pytest.raises(memory.Fault, match=reason):
+        _sum[(4,)](numbers, total, offset)
 
 
 @triton.jit
-def _unknown(x):
-    shifted = tl.inline_asm_elementwise(
+def _reverse_bits(x):
+    reversed_bits = tl.inline_asm_elementwise(
         "brev.b32 $0, $1;", "=r,r", [tl.load(x)], dtype=tl.int32, is_pure=True, pack=1
     )
-    tl.store(x, shifted)
+    tl.store(x, reversed_bits)
 
 
 def test_an_unknown_instruction_is_refused():
     with pytest.raises(NotImplementedError, match="brev"):
-        _unknown[(1,)](torch.zeros(1, dtype=torch.int32))
+        _reverse_bits[(1,)](torch.zeros(1, dtype=torch.int32))

@@ -2,8 +2,8 @@
 
     python -m tests.tools.client_runs CLIENT URL TOKENIZER
 
-prints a line for each run. `make clients` starts the server, and calls this for every client in the
-environment of the clients. Each function imports the packages that it needs.
+The command prints a line for each run. `make clients` starts the server, and runs this command for
+every client in the clients' environment. Each function imports the packages that it needs.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from typing import Any, Literal, NamedTuple
 
 QUESTION = "What is the capital of France? Answer with one word."
 MESSAGES = [{"role": "user", "content": QUESTION}]
-SCHEMA = {
+PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-WEATHER = {
+WEATHER_FUNCTION = {
     "name": "get_weather",
     "description": "Return the weather of a city.",
     "parameters": {
@@ -37,11 +37,11 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
-TOOL = {"type": "function", "function": WEATHER}
+TOOL = {"type": "function", "function": WEATHER_FUNCTION}
 
 
 class Target(NamedTuple):
-    """A server: the address of its API, its model's name, and a folder with the tokenizer."""
+    """A server: the address of its API, the name of its model, and a folder with the tokenizer."""
 
     url: str
     model: str
@@ -53,36 +53,36 @@ CLIENTS: dict[str, dict[str, Run]] = {}
 PACKAGES = {"lm-eval": "lm_eval"}
 
 
-def of(client: str) -> Callable[[Run], Run]:
-    """Register a function under its client. Its name, after "__", describes the run."""
+def register(client: str) -> Callable[[Run], Run]:
+    """Register a function as a run of a client. Its name after "__" describes the run."""
 
-    def register(run: Run) -> Run:
+    def add_run(run: Run) -> Run:
         name = run.__name__.removeprefix("_").partition("__")[2].replace("_", " ")
         CLIENTS.setdefault(client, {})[name] = run
         return run
 
-    return register
+    return add_run
 
 
 # -- openai ----------------------------------------------------------------------------------------
 
 
-def _openai(target: Target) -> Any:
+def _make_client(target: Target) -> Any:
     from openai import OpenAI
 
     return OpenAI(base_url=target.url, api_key="-", max_retries=0, timeout=300)
 
 
-@of("openai")
+@register("openai")
 def _openai__models(target: Target) -> None:
-    client = _openai(target)
+    client = _make_client(target)
     assert client.models.list().data[0].id == target.model
     assert client.models.retrieve(target.model).id == target.model
 
 
-@of("openai")
+@register("openai")
 def _openai__chat(target: Target) -> None:
-    result = _openai(target).chat.completions.create(
+    result = _make_client(target).chat.completions.create(
         model=target.model, messages=MESSAGES, max_completion_tokens=8, n=2, temperature=0.9,
         seed=3, logprobs=True, top_logprobs=2, presence_penalty=0.1, stop=["\n\n"], user="me",
         store=False, metadata={"a": "b"}, service_tier="auto",
@@ -95,45 +95,43 @@ def _openai__chat(target: Target) -> None:
     assert result.usage.total_tokens == result.usage.prompt_tokens + result.usage.completion_tokens
 
 
-@of("openai")
+@register("openai")
 def _openai__streamed_chat(target: Target) -> None:
     chunks = list(
-        _openai(target).chat.completions.create(
+        _make_client(target).chat.completions.create(
             model=target.model, messages=MESSAGES, max_tokens=8, stream=True,
             stream_options={"include_usage": True},
         )
     )  # fmt: skip
     assert not chunks[-1].choices
     assert chunks[-1].usage.completion_tokens <= 8
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    with _openai(target).chat.completions.stream(
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    with _make_client(target).chat.completions.stream(
         model=target.model, messages=MESSAGES, max_tokens=8
     ) as stream:
-        kinds = {event.type for event in stream}
-        assert {"content.delta", "content.done"} <= kinds
+        event_types = {event.type for event in stream}
+        assert {"content.delta", "content.done"} <= event_types
         assert stream.get_final_completion().choices[0].message.content
 
 
-@of("openai")
+@register("openai")
 def _openai__completions(target: Target) -> None:
-    client = _openai(target)
+    client = _make_client(target)
     result = client.completions.create(
         model=target.model, prompt=["One, two,", "Monday, Tuesday,"], max_tokens=4, n=2, echo=True,
         logprobs=2, temperature=0.5,
     )  # fmt: skip
     assert [choice.text.split(",")[0] for choice in result.choices] == ["One"] * 2 + ["Monday"] * 2
-    first = result.choices[0].logprobs
-    assert first.token_logprobs[0] is None
-    assert len(first.tokens) == len(first.text_offset) == len(first.top_logprobs)
-    chunks = client.completions.create(
-        model=target.model, prompt=[5, 6, 7], max_tokens=4, stream=True
-    )
+    logprobs = result.choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert len(logprobs.tokens) == len(logprobs.text_offset) == len(logprobs.top_logprobs)
+    chunks = client.completions.create(model=target.model, prompt=[5, 6], max_tokens=4, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
-@of("openai")
+@register("openai")
 def _openai__responses(target: Target) -> None:
-    client = _openai(target)
+    client = _make_client(target)
     result = client.responses.create(
         model=target.model, input=QUESTION, instructions="Be brief.", max_output_tokens=8
     )
@@ -142,12 +140,12 @@ def _openai__responses(target: Target) -> None:
     with client.responses.stream(
         model=target.model, input=[{"role": "user", "content": QUESTION}], max_output_tokens=8
     ) as stream:
-        kinds = [event.type for event in stream]
-    assert kinds[0] == "response.created"
-    assert kinds[-1] in ("response.completed", "response.incomplete")
+        event_types = [event.type for event in stream]
+    assert event_types[0] == "response.created"
+    assert event_types[-1] in ("response.completed", "response.incomplete")
 
 
-@of("openai")
+@register("openai")
 def _openai__structured_output(target: Target) -> None:
     from pydantic import BaseModel
 
@@ -155,25 +153,25 @@ def _openai__structured_output(target: Target) -> None:
         name: str
         age: int
 
-    client = _openai(target)
-    ask = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
+    client = _make_client(target)
+    messages = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
     result = client.chat.completions.parse(
-        model=target.model, messages=ask, response_format=Person, max_tokens=60
+        model=target.model, messages=messages, response_format=Person, max_tokens=60
     )
     assert isinstance(result.choices[0].message.parsed, Person)
     response = client.responses.parse(
-        model=target.model, input=ask, text_format=Person, max_output_tokens=60
+        model=target.model, input=messages, text_format=Person, max_output_tokens=60
     )
     assert isinstance(response.output_parsed, Person)
     with client.chat.completions.stream(
-        model=target.model, messages=ask, response_format=Person, max_tokens=60
+        model=target.model, messages=messages, response_format=Person, max_tokens=60
     ) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
 
 
-@of("openai")
+@register("openai")
 def _openai__tools(target: Target) -> None:
-    client = _openai(target)
+    client = _make_client(target)
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
     for stream in (False, True):
         options = {
@@ -193,16 +191,16 @@ def _openai__tools(target: Target) -> None:
         assert "city" in json.loads(call.function.arguments)
     message = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     messages += [result.choices[0].message.model_dump(exclude_none=True), message]
-    after = client.chat.completions.create(
+    final_result = client.chat.completions.create(
         model=target.model, messages=messages, tools=[TOOL], max_tokens=16
     )
-    assert after.choices[0].message.content
+    assert final_result.choices[0].message.content
 
 
-@of("openai")
+@register("openai")
 def _openai__tools_of_responses(target: Target) -> None:
-    client = _openai(target)
-    tool, items = {"type": "function", **WEATHER, "strict": True}, []
+    client = _make_client(target)
+    tool, items = {"type": "function", **WEATHER_FUNCTION, "strict": True}, []
     items.append({"role": "user", "content": "How is the weather in Paris?"})
     options = {"model": target.model, "tools": [tool], "max_output_tokens": 60}
     result = client.responses.create(**options, input=items, tool_choice="required")
@@ -212,15 +210,15 @@ def _openai__tools_of_responses(target: Target) -> None:
         **options, input=items, tool_choice={"type": "function", "name": "get_weather"}
     ) as stream:
         list(stream)
-        last = stream.get_final_response()
-    (call,) = [item for item in last.output if item.type == "function_call"]
+        last_response = stream.get_final_response()
+    (call,) = [item for item in last_response.output if item.type == "function_call"]
     assert "city" in json.loads(call.arguments)
-    items += [item.model_dump(exclude_none=True) for item in last.output]
+    items += [item.model_dump(exclude_none=True) for item in last_response.output]
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
     assert client.responses.create(**options, input=items).output_text
 
 
-@of("openai")
+@register("openai")
 def _openai__async_client(target: Target) -> None:
     from openai import AsyncOpenAI
 
@@ -236,16 +234,16 @@ def _openai__async_client(target: Target) -> None:
 # -- langchain-openai ------------------------------------------------------------------------------
 
 
-def _langchain(target: Target, **options: Any) -> Any:
+def _make_chat(target: Target, **options: Any) -> Any:
     from langchain_openai import ChatOpenAI
 
     defaults = {"base_url": target.url, "api_key": "-", "model": target.model, "max_retries": 0}
     return ChatOpenAI(**{**defaults, "max_tokens": 60, "temperature": 0, **options})
 
 
-@of("langchain-openai")
+@register("langchain-openai")
 def _langchain__chat(target: Target) -> None:
-    chat = _langchain(target, max_tokens=8, seed=5, logprobs=True)
+    chat = _make_chat(target, max_tokens=8, seed=5, logprobs=True)
     result = chat.invoke([("system", "Be brief."), ("human", QUESTION)])
     assert result.content
     assert result.usage_metadata["output_tokens"] <= 8
@@ -254,15 +252,15 @@ def _langchain__chat(target: Target) -> None:
     assert asyncio.run(chat.ainvoke(QUESTION)).content == chat.invoke(QUESTION).content
 
 
-@of("langchain-openai")
+@register("langchain-openai")
 def _langchain__streamed_chat(target: Target) -> None:
-    chat = _langchain(target, max_tokens=8, stream_usage=True)
+    chat = _make_chat(target, max_tokens=8, stream_usage=True)
     parts = list(chat.stream(QUESTION))
     assert "".join(part.content for part in parts) == chat.invoke(QUESTION).content
     assert sum(part.usage_metadata["output_tokens"] for part in parts if part.usage_metadata) <= 8
 
 
-@of("langchain-openai")
+@register("langchain-openai")
 def _langchain__completions(target: Target) -> None:
     from langchain_openai import OpenAI
 
@@ -270,19 +268,19 @@ def _langchain__completions(target: Target) -> None:
         base_url=target.url, api_key="-", model=target.model, max_tokens=6, temperature=0,
         max_retries=0,
     )  # fmt: skip
-    whole = model.invoke("One, two, three,")
-    assert whole == "".join(model.stream("One, two, three,"))
+    text = model.invoke("One, two, three,")
+    assert text == "".join(model.stream("One, two, three,"))
     result = model.generate(["One, two,", "Monday, Tuesday,"])
     assert len(result.generations) == 2
-    several = OpenAI(
+    two_answers = OpenAI(
         base_url=target.url, api_key="-", model=target.model, max_tokens=6, n=2, best_of=2,
         logprobs=1, max_retries=0,
     ).generate(["One, two,"])  # fmt: skip
-    assert len(several.generations[0]) == 2
-    assert several.generations[0][0].generation_info["logprobs"]["tokens"]
+    assert len(two_answers.generations[0]) == 2
+    assert two_answers.generations[0][0].generation_info["logprobs"]["tokens"]
 
 
-@of("langchain-openai")
+@register("langchain-openai")
 def _langchain__structured_output(target: Target) -> None:
     from pydantic import BaseModel
 
@@ -292,44 +290,44 @@ def _langchain__structured_output(target: Target) -> None:
         name: str
         age: int
 
-    ask = "Ann is 30 years old. Answer with her name and age in JSON."
+    question = "Ann is 30 years old. Answer with her name and age in JSON."
     for method in ("json_schema", "function_calling"):
-        model = _langchain(target).with_structured_output(Person, method=method)
-        assert isinstance(model.invoke(ask), Person), method
-        assert isinstance(list(model.stream(ask))[-1], Person), method
-    strict = _langchain(target).with_structured_output(Person, method="json_schema", strict=True)
-    assert isinstance(strict.invoke(ask), Person)
-    anything = _langchain(target, max_tokens=120).with_structured_output(None, method="json_mode")
-    assert isinstance(anything.invoke(ask), dict)
+        model = _make_chat(target).with_structured_output(Person, method=method)
+        assert isinstance(model.invoke(question), Person), method
+        assert isinstance(list(model.stream(question))[-1], Person), method
+    model = _make_chat(target).with_structured_output(Person, method="json_schema", strict=True)
+    assert isinstance(model.invoke(question), Person)
+    model = _make_chat(target, max_tokens=120).with_structured_output(None, method="json_mode")
+    assert isinstance(model.invoke(question), dict)
 
 
-@of("langchain-openai")
+@register("langchain-openai")
 def _langchain__tools(target: Target) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
 
     @tool
     def get_weather(city: Literal["Paris", "Rome"]) -> str:
-        """Tell the weather of a city."""
+        """Return the weather of a city."""
         return f"sunny in {city}"
 
-    ask: list[Any] = [HumanMessage("How is the weather in Paris?")]
+    messages: list[Any] = [HumanMessage("How is the weather in Paris?")]
     for choice in ("any", "get_weather"):
         result = (
-            _langchain(target)
+            _make_chat(target)
             .bind_tools([get_weather], tool_choice=choice, strict=True)
-            .invoke(ask)
+            .invoke(messages)
         )
         assert result.tool_calls[0]["name"] == "get_weather"
     for call in result.tool_calls:
         assert isinstance(get_weather.invoke(call), ToolMessage)
-    ask += [result, *(get_weather.invoke(call) for call in result.tool_calls)]
-    assert _langchain(target).bind_tools([get_weather]).invoke(ask).content
+    messages += [result, *(get_weather.invoke(call) for call in result.tool_calls)]
+    assert _make_chat(target).bind_tools([get_weather]).invoke(messages).content
 
 
-@of("langchain-openai")
+@register("langchain-openai")
 def _langchain__responses(target: Target) -> None:
-    chat = _langchain(target, max_tokens=16, use_responses_api=True)
+    chat = _make_chat(target, max_tokens=16, use_responses_api=True)
     assert chat.invoke(QUESTION).text
     assert "".join(part.text for part in chat.stream(QUESTION))
 
@@ -337,49 +335,50 @@ def _langchain__responses(target: Target) -> None:
 # -- litellm ---------------------------------------------------------------------------------------
 
 
-def _litellm(target: Target, provider: str = "openai") -> dict[str, Any]:
+def _route_to(target: Target, provider: str = "openai") -> dict[str, Any]:
     name = f"{provider}/{target.model}"
     return {"model": name, "api_base": target.url, "api_key": "-", "timeout": 300}
 
 
-@of("litellm")
+@register("litellm")
 def _litellm__chat(target: Target) -> None:
     import litellm
 
     for provider in ("openai", "hosted_vllm", "litellm_proxy"):
         result = litellm.completion(
-            **_litellm(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
+            **_route_to(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
         )
         assert result.choices[0].message.content
         parts = litellm.completion(
-            **_litellm(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
+            **_route_to(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
             stream=True, stream_options={"include_usage": True},
         )  # fmt: skip
         text = "".join(part.choices[0].delta.content or "" for part in parts)
         assert text == result.choices[0].message.content
 
 
-@of("litellm")
+@register("litellm")
 def _litellm__async_chat(target: Target) -> None:
     import litellm
 
-    options = {**_litellm(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "n": 2}
-    result = asyncio.run(litellm.acompletion(**options))
+    options = {**_route_to(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True}
+    result = asyncio.run(litellm.acompletion(**options, n=2))
     assert len(result.choices) == 2
     assert result.choices[0].logprobs.content
 
 
-@of("litellm")
+@register("litellm")
 def _litellm__completions(target: Target) -> None:
     import litellm
 
-    options = {**_litellm(target, "text-completion-openai"), "prompt": "One, two,", "max_tokens": 6}
+    route = _route_to(target, "text-completion-openai")
+    options = {**route, "prompt": "One, two,", "max_tokens": 6}
     result = litellm.text_completion(**options, temperature=0)
     parts = litellm.text_completion(**options, temperature=0, stream=True)
     assert "".join(part.choices[0].text or "" for part in parts) == result.choices[0].text
 
 
-@of("litellm")
+@register("litellm")
 def _litellm__structured_output(target: Target) -> None:
     import litellm
     from pydantic import BaseModel
@@ -388,134 +387,134 @@ def _litellm__structured_output(target: Target) -> None:
         name: str
         age: int
 
-    ask = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
-    for form in (Person, {"type": "json_object"}):
-        response = litellm.completion(
-            **_litellm(target), messages=ask, max_tokens=400, response_format=form, temperature=0
-        )
+    messages = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
+    for fmt in (Person, {"type": "json_object"}):
+        options = {**_route_to(target), "messages": messages, "max_tokens": 400}
+        response = litellm.completion(**options, response_format=fmt, temperature=0)
         if response.choices[0].finish_reason == "length":  # an object may have any length
-            assert form is not Person
+            assert fmt is not Person
             continue
         content = json.loads(response.choices[0].message.content)
-        assert form is not Person or Person(**content)
+        assert fmt is not Person or Person(**content)
 
 
-@of("litellm")
+@register("litellm")
 def _litellm__tools(target: Target) -> None:
     import litellm
 
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-    options = {**_litellm(target), "tools": [TOOL], "max_tokens": 60}
+    options = {**_route_to(target), "tools": [TOOL], "max_tokens": 60}
     result = litellm.completion(**options, messages=messages, tool_choice="required")
-    call = result.choices[0].message.tool_calls[0]
+    calls = result.choices[0].message.tool_calls
     messages += [
         result.choices[0].message.model_dump(),
         *(
             {"role": "tool", "tool_call_id": x.id, "name": x.function.name, "content": "sunny"}
-            for x in result.choices[0].message.tool_calls
+            for x in calls
         ),
     ]
-    assert call.function.name == "get_weather"
+    assert calls[0].function.name == "get_weather"
     assert litellm.completion(**options, messages=messages).choices[0].message.content
 
 
-@of("litellm")
+@register("litellm")
 def _litellm__responses(target: Target) -> None:
     import litellm
 
-    result = litellm.responses(**_litellm(target), input=QUESTION, max_output_tokens=16)
+    result = litellm.responses(**_route_to(target), input=QUESTION, max_output_tokens=16)
     assert result.output[0].content[0].text
-    parts = litellm.responses(**_litellm(target), input=QUESTION, max_output_tokens=16, stream=True)
+    parts = litellm.responses(**_route_to(target), input=QUESTION, max_output_tokens=8, stream=True)
     assert [part.type for part in parts][-1] in ("response.completed", "response.incomplete")
 
 
-@of("litellm")
+@register("litellm")
 def _litellm__router(target: Target) -> None:
     from litellm import Router
 
-    entries = [{"model_name": "ours", "litellm_params": _litellm(target)} for _ in range(2)]
-    router = Router(model_list=entries, num_retries=1)
+    deployment = {"model_name": "demo", "litellm_params": _route_to(target)}
+    router = Router(model_list=[{**deployment} for _ in range(2)], num_retries=1)
     for _ in range(3):
-        assert router.completion("ours", MESSAGES, max_tokens=4).choices[0].message.content
+        assert router.completion("demo", MESSAGES, max_tokens=4).choices[0].message.content
 
 
 # -- instructor ------------------------------------------------------------------------------------
 
 
-def _person() -> Any:
+def _make_person_class() -> Any:
     from pydantic import BaseModel
 
     class Person(BaseModel):
         """A person."""
 
-        name: str = ""  # json_object is any object
+        name: str = ""  # "json_object" allows any object
         age: int = 0
 
     return Person
 
 
-def _ask_with(mode: str, **options: Any) -> Run:
+def _make_instructor_run(mode: str, **options: Any) -> Run:
     def ask(target: Target) -> None:
         import instructor
 
-        kind = _person()
-        client = instructor.from_openai(_openai(target), mode=instructor.Mode[mode])
+        person_class = _make_person_class()
+        client = instructor.from_openai(_make_client(target), mode=instructor.Mode[mode])
         arguments = {"model": target.model, "max_retries": 0, "messages": [
             {"role": "user", "content": "Ann is 30 years old. Give her name and age."}
         ]}  # fmt: skip
         arguments |= {"max_output_tokens" if "RESPONSES" in mode else "max_tokens": 300}
-        assert isinstance(client.create(response_model=kind, **arguments, **options), kind)
+        result = client.create(response_model=person_class, **arguments, **options)
+        assert isinstance(result, person_class)
 
     return ask
 
 
-# The requests of all other modes make the model write JSON.
-_FENCED = r'```json\n\{"name": "[A-Za-z ]{1,20}", "age": [0-9]{1,3}\}\n```'
+# MD_JSON does not constrain the output to JSON, so its request has this regular expression.
+_FENCED_JSON = r'```json\n\{"name": "[A-Za-z ]{1,20}", "age": [0-9]{1,3}\}\n```'
 CLIENTS["instructor"] = {
-    f"mode {mode}": _ask_with(mode)
+    f"mode {mode}": _make_instructor_run(mode)
     for mode in ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "JSON_O1", "FUNCTIONS",
                  "RESPONSES_TOOLS")
 } | {
-    "mode MD_JSON": _ask_with(
-        "MD_JSON", extra_body={"structured_outputs": {"regex": _FENCED}}
+    "mode MD_JSON": _make_instructor_run(
+        "MD_JSON", extra_body={"structured_outputs": {"regex": _FENCED_JSON}}
     )
 }  # fmt: skip
 
 
-@of("instructor")
+@register("instructor")
 def _instructor__mode_PARALLEL_TOOLS(target: Target) -> None:
     from collections.abc import Iterable
 
     import instructor
 
-    kind = _person()
-    client = instructor.from_openai(_openai(target), mode=instructor.Mode.PARALLEL_TOOLS)
+    person_class = _make_person_class()
+    client = instructor.from_openai(_make_client(target), mode=instructor.Mode.PARALLEL_TOOLS)
     result = client.create(
-        response_model=Iterable[kind], model=target.model, max_tokens=200, max_retries=0,
+        response_model=Iterable[person_class], model=target.model, max_tokens=200, max_retries=0,
         messages=[{"role": "user", "content": "Ann is 30 and Bob is 40. Call the tool for both."}],
         extra_body={"tool_choice": "required", "parallel_tool_calls": False},
     )  # fmt: skip
-    assert all(isinstance(item, kind) for item in result)
+    assert all(isinstance(item, person_class) for item in result)
 
 
-@of("instructor")
+@register("instructor")
 def _instructor__streams(target: Target) -> None:
     import instructor
 
-    kind = _person()
+    person_class = _make_person_class()
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(_openai(target), mode=mode)
+        client = instructor.from_openai(_make_client(target), mode=mode)
         arguments = {"model": target.model, "max_tokens": 80, "max_retries": 0, "messages": [
             {"role": "user", "content": "Ann is 30 years old. Give her name and age."}
         ]}  # fmt: skip
-        *_, last = client.create_partial(response_model=kind, **arguments)
-        assert last.age is not None
+        *_, last_person = client.create_partial(response_model=person_class, **arguments)
+        assert last_person.age is not None
 
 
 # -- openai-agents ---------------------------------------------------------------------------------
 
 
-def _agent(target: Target, api: str, **options: Any) -> Any:
+def _make_agent(target: Target, api: str, **options: Any) -> Any:
     from agents import (
         Agent,
         ModelSettings,
@@ -530,69 +529,71 @@ def _agent(target: Target, api: str, **options: Any) -> Any:
 
     @function_tool
     def get_weather(city: str) -> str:
-        """Tell the weather of a city."""
-        CALLS.append(city)
+        """Return the weather of a city."""
+        TOOL_CALLS.append(city)
         return f"It is sunny in {city}."
 
     client = AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0)
-    kind = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[api]
+    model_class = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[api]
     settings = {"max_tokens": 60, "temperature": 0.0, **options.pop("settings", {})}
     return Agent(
         name="helper", instructions="Use the tools.", tools=options.pop("tools", [get_weather]),
-        model=kind(target.model, client), model_settings=ModelSettings(**settings), **options,
+        model=model_class(target.model, client), model_settings=ModelSettings(**settings),
+        **options,
     )  # fmt: skip
 
 
-CALLS: list[str] = []
+TOOL_CALLS: list[str] = []
 
 
-@of("openai-agents")
+@register("openai-agents")
 def _agents__tools(target: Target) -> None:
     from agents import Runner
 
     for api in ("chat", "responses"):
-        CALLS.clear()
-        agent = _agent(target, api, settings={"tool_choice": "required"})
+        TOOL_CALLS.clear()
+        agent = _make_agent(target, api, settings={"tool_choice": "required"})
         result = Runner.run_sync(agent, "How is the weather in Paris?", max_turns=4)
-        assert CALLS
+        assert TOOL_CALLS
         assert result.final_output, api
 
 
-@of("openai-agents")
+@register("openai-agents")
 def _agents__streams(target: Target) -> None:
     from agents import Runner
 
     async def run(api: str) -> Any:
-        agent = _agent(target, api, settings={"tool_choice": "required"})
+        agent = _make_agent(target, api, settings={"tool_choice": "required"})
         result = Runner.run_streamed(agent, "How is the weather in Paris?", max_turns=4)
-        kinds = {event.type async for event in result.stream_events()}
-        assert {"raw_response_event", "run_item_stream_event"} <= kinds
+        event_types = {event.type async for event in result.stream_events()}
+        assert {"raw_response_event", "run_item_stream_event"} <= event_types
         return result.final_output
 
     for api in ("chat", "responses"):
-        CALLS.clear()
+        TOOL_CALLS.clear()
         assert asyncio.run(run(api)), api
-        assert CALLS
+        assert TOOL_CALLS
 
 
-@of("openai-agents")
+@register("openai-agents")
 def _agents__structured_output(target: Target) -> None:
     from agents import Runner
 
-    kind = _person()
+    person_class = _make_person_class()
     for api in ("chat", "responses"):
-        agent = _agent(target, api, tools=[], output_type=kind)
+        agent = _make_agent(target, api, tools=[], output_type=person_class)
         result = Runner.run_sync(agent, "Ann is 30 years old. Name and age?")
-        assert isinstance(result.final_output, kind), api
+        assert isinstance(result.final_output, person_class), api
 
 
-@of("openai-agents")
+@register("openai-agents")
 def _agents__handoff(target: Target) -> None:
     from agents import Runner
 
     for api in ("chat", "responses"):
-        clerk = _agent(target, api, tools=[])
-        desk = _agent(target, api, tools=[], handoffs=[clerk], settings={"tool_choice": "required"})
+        clerk = _make_agent(target, api, tools=[])
+        settings = {"tool_choice": "required"}
+        desk = _make_agent(target, api, tools=[], handoffs=[clerk], settings=settings)
         desk.name = "desk"
         result = Runner.run_sync(desk, "Hello, I need help.", max_turns=4)
         assert result.last_agent is clerk, api
@@ -602,10 +603,10 @@ def _agents__handoff(target: Target) -> None:
 
 
 @contextlib.contextmanager
-def _llm_folder(target: Target) -> Iterator[Callable[..., str]]:
-    entry = {"model_name": target.model, "api_base": target.url, "supports_tools": True,
-             "supports_schema": True}  # fmt: skip
-    models = [{"model_id": "ours", **entry}, {"model_id": "ours-text", **entry, "completion": True}]
+def _llm_command(target: Target) -> Iterator[Callable[..., str]]:
+    api = {"model_name": target.model, "api_base": target.url, "supports_tools": True,
+           "supports_schema": True}  # fmt: skip
+    models = [{"model_id": "demo", **api}, {"model_id": "demo-text", **api, "completion": True}]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "extra-openai-models.yaml").write_text(json.dumps(models))
         environment = {
@@ -613,7 +614,7 @@ def _llm_folder(target: Target) -> Iterator[Callable[..., str]]:
             "LLM_USER_PATH": folder,
             "OPENAI_API_KEY": "-",
             "LLM_LOAD_PLUGINS": "",
-        }  # another plugin of the demo model needs llama.cpp
+        }  # a plugin for the demo model needs llama.cpp
 
         def run(*arguments: str) -> str:
             process = subprocess.run(
@@ -626,34 +627,34 @@ def _llm_folder(target: Target) -> Iterator[Callable[..., str]]:
         yield run
 
 
-@of("llm")
+@register("llm")
 def _llm__prompt(target: Target) -> None:
-    with _llm_folder(target) as llm:
-        arguments = ("-m", "ours", "-o", "temperature", "0", "-o", "max_tokens", "12")
+    with _llm_command(target) as llm:
+        arguments = ("-m", "demo", "-o", "temperature", "0", "-o", "max_tokens", "12")
         assert llm(*arguments, QUESTION) == llm(*arguments, "--no-stream", QUESTION)
         assert llm(*arguments, "-c", "Say it again.").strip()
 
 
-@of("llm")
+@register("llm")
 def _llm__completion(target: Target) -> None:
-    with _llm_folder(target) as llm:
-        assert llm("-m", "ours-text", "-o", "max_tokens", "6", "One, two, three,").strip()
+    with _llm_command(target) as llm:
+        assert llm("-m", "demo-text", "-o", "max_tokens", "6", "One, two, three,").strip()
 
 
-@of("llm")
+@register("llm")
 def _llm__schema(target: Target) -> None:
-    with _llm_folder(target) as llm:
-        arguments = ("-m", "ours", "-o", "max_tokens", "60", "--schema", json.dumps(SCHEMA))
+    with _llm_command(target) as llm:
+        arguments = ("-m", "demo", "-o", "max_tokens", "60", "--schema", json.dumps(PERSON))
         for options in ((), ("--no-stream",)):
             result = json.loads(llm(*arguments, *options, "Ann is 30 years old."))
             assert result.keys() == {"name", "age"}
 
 
-@of("llm")
+@register("llm")
 def _llm__tools(target: Target) -> None:
     tool = 'def get_weather(city: str) -> str:\n    "Weather of a city."\n    return "sunny"\n'
-    with _llm_folder(target) as llm:
-        arguments = ("-m", "ours", "-o", "max_tokens", "24", "--functions", tool, "--td")
+    with _llm_command(target) as llm:
+        arguments = ("-m", "demo", "-o", "max_tokens", "24", "--functions", tool, "--td")
         for options in ((), ("--no-stream",)):
             assert llm(*arguments, *options, "How is the weather in Paris?")
 
@@ -661,7 +662,7 @@ def _llm__tools(target: Target) -> None:
 # -- lm-eval ---------------------------------------------------------------------------------------
 
 
-def _lm_eval(target: Target, model: str, task: dict[str, Any], **options: Any) -> Any:
+def _evaluate(target: Target, model: str, task: dict[str, Any], **options: Any) -> Any:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -675,21 +676,21 @@ def _lm_eval(target: Target, model: str, task: dict[str, Any], **options: Any) -
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         config = {
-            "task": "own", "dataset_path": "json", "test_split": "test",
+            "task": "facts", "dataset_path": "json", "test_split": "test",
             "dataset_kwargs": {"data_files": {"test": f"{folder}/rows.jsonl"}}, **task,
         }  # fmt: skip
         os.environ |= {"HF_HOME": folder, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "-"}
         return simple_evaluate(
             model=model, model_args=arguments, tasks=[config], task_manager=TaskManager(),
             apply_chat_template="chat" in model, bootstrap_iters=0, log_samples=True,
-        )["samples"]["own"]  # fmt: skip
+        )["samples"]["facts"]  # fmt: skip
 
 
-_CHOICES = {
+_MULTIPLE_CHOICE = {
     "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices",
     "doc_to_target": "answer", "metric_list": [{"metric": "acc"}],
 }  # fmt: skip
-_UNTIL = {
+_GENERATE_UNTIL = {
     "output_type": "generate_until", "doc_to_text": "{{question}}",
     "doc_to_target": "{{choices[answer]}}",
     "generation_kwargs": {
@@ -699,48 +700,48 @@ _UNTIL = {
 }  # fmt: skip
 
 
-@of("lm-eval")
+@register("lm-eval")
 def _lm_eval__loglikelihood(target: Target) -> None:
     for tokenized in (True, False):
-        result = _lm_eval(
-            target, "local-completions", _CHOICES, tokenizer=target.tokenizer,
+        result = _evaluate(
+            target, "local-completions", _MULTIPLE_CHOICE, tokenizer=target.tokenizer,
             tokenizer_backend="huggingface", tokenized_requests=tokenized, batch_size=4,
         )  # fmt: skip
         assert [row["acc"] for row in result] == [1, 1, 1]
 
 
-@of("lm-eval")
+@register("lm-eval")
 def _lm_eval__rolling_loglikelihood(target: Target) -> None:
     task = {
         "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
         "metric_list": [{"metric": "word_perplexity"}],
     }  # fmt: skip
-    result = _lm_eval(
+    result = _evaluate(
         target, "local-completions", task, tokenizer=target.tokenizer, max_length=128,
         tokenizer_backend="huggingface",
     )  # fmt: skip
     assert all(-200 < row["filtered_resps"][0] < 0 for row in result)
 
 
-@of("lm-eval")
+@register("lm-eval")
 def _lm_eval__generate(target: Target) -> None:
-    result = _lm_eval(
-        target, "local-completions", _UNTIL, tokenizer=target.tokenizer, num_concurrent=3,
+    result = _evaluate(
+        target, "local-completions", _GENERATE_UNTIL, tokenizer=target.tokenizer, num_concurrent=3,
         tokenizer_backend="huggingface",
     )  # fmt: skip
     assert all(isinstance(row["resps"][0][0], str) for row in result)
 
 
-@of("lm-eval")
+@register("lm-eval")
 def _lm_eval__chat(target: Target) -> None:
-    result = _lm_eval(target, "local-chat-completions", _UNTIL, num_concurrent=3)
+    result = _evaluate(target, "local-chat-completions", _GENERATE_UNTIL, num_concurrent=3)
     assert all(row["resps"][0][0] for row in result)
 
 
 # -- guidellm --------------------------------------------------------------------------------------
 
 
-def _guidellm(target: Target, path: str) -> dict[str, Any]:
+def _run_guidellm(target: Target, path: str) -> dict[str, Any]:
     server = target.url.removesuffix("/v1")
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.run(
@@ -749,23 +750,23 @@ def _guidellm(target: Target, path: str) -> dict[str, Any]:
              "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
              "--tokenizer", f"kind=huggingface_auto,model={target.tokenizer}",
              "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
-             "--output", f"kind=json,path={folder}/found.json"],
+             "--output", f"kind=json,path={folder}/result.json"],
             env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert process.returncode == 0, process.stderr[-2000:]
-        (result,) = json.loads(Path(folder, "found.json").read_text())["benchmarks"]
+        (result,) = json.loads(Path(folder, "result.json").read_text())["benchmarks"]
     return result["metrics"]
 
 
-@of("guidellm")
+@register("guidellm")
 def _guidellm__chat(target: Target) -> None:
-    totals = _guidellm(target, "/v1/chat/completions")["request_totals"]
+    totals = _run_guidellm(target, "/v1/chat/completions")["request_totals"]
     assert (totals["successful"], totals["errored"]) == (6, 0), totals
 
 
-@of("guidellm")
+@register("guidellm")
 def _guidellm__completions(target: Target) -> None:
-    result = _guidellm(target, "/v1/completions")
+    result = _run_guidellm(target, "/v1/completions")
     assert result["request_totals"]["successful"] == 6
     assert result["output_token_count"]["successful"]["mean"] == 8
 
@@ -776,21 +777,21 @@ def main(client: str, url: str, tokenizer: str) -> int:
 
     with urllib.request.urlopen(f"{url}/models") as answer:
         model = json.loads(answer.read())["data"][0]["id"]
-    failed = 0
+    num_failed = 0
     print(json.dumps({"client": client, "version": version(PACKAGES.get(client, client))}))
-    only = os.environ.get("ONLY", "")
+    name_filter = os.environ.get("ONLY", "")
     for name, run in CLIENTS[client].items():
-        if only not in name:
+        if name_filter not in name:
             continue
         error = None
         try:
             run(Target(url, model, tokenizer))
-        except Exception as caught:
-            failed += 1
-            error = f"{type(caught).__name__}: {caught}"[:600]
+        except Exception as exception:
+            num_failed += 1
+            error = f"{type(exception).__name__}: {exception}"[:600]
             traceback.print_exc()
         print(json.dumps({"run": name, "error": error}), flush=True)
-    return failed
+    return num_failed
 
 
 if __name__ == "__main__":

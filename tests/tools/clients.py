@@ -4,8 +4,8 @@
     python -m tests.tools.clients ... --record tests/serving/client_requests.json
 
 `--python` is an interpreter with the clients (see client_runs.py). Each client runs in a separate
-process with a time limit. The server has the demo model, with a chat template that shows tools.
-`--record` writes one request of each form that a client sends, which test_clients.py sends again.
+process with a time limit. The server has the demo model, with a chat template that lists tools.
+`--record` writes one request of each form that a client sends. test_clients.py sends them again.
 """
 
 import argparse
@@ -28,8 +28,8 @@ CLIENTS = (
     "openai", "langchain-openai", "litellm", "instructor", "openai-agents", "llm", "lm-eval",
     "guidellm",
 )  # fmt: skip
-SECONDS = 600  # time limit of a client
-ROOM = ("--cb-num-blocks", "512", "--max-model-len", "2048")
+TIME_LIMIT = 600  # seconds of a client
+CACHE_OPTIONS = ("--cb-num-blocks", "512", "--max-model-len", "2048")
 
 
 class Recorder(http.server.ThreadingHTTPServer):
@@ -43,9 +43,9 @@ class Recorder(http.server.ThreadingHTTPServer):
         """Print nothing, because a client may close its connection."""
 
     def add_request(self, path: str, content: bytes) -> None:
-        """Keep the request if no kept request of the client has its form."""
+        """Keep the request unless a kept request of the client has the same form."""
         body = json.loads(content)
-        key = json.dumps([path, form_of(body)])
+        key = json.dumps([path, describe_form(body)])
         self.requests[self.client].setdefault(key, {"path": path, "body": body})
 
 
@@ -54,41 +54,41 @@ class ForwardingHandler(http.server.BaseHTTPRequestHandler):
 
     server: Recorder
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         content = self.rfile.read(int(self.headers.get("content-length", 0)))
         if content:
             self.server.add_request(self.path, content)
-        upstream = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=SECONDS)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=TIME_LIMIT)
         with contextlib.closing(upstream):
-            kind = self.headers.get("content-type", "")
-            upstream.request(self.command, self.path, content or None, {"content-type": kind})
+            headers = {"content-type": self.headers.get("content-type", "")}
+            upstream.request(self.command, self.path, content or None, headers)
             answer = upstream.getresponse()
             self.send_response(answer.status)
             self.send_header("content-type", answer.getheader("content-type", ""))
             self.end_headers()
-            while part := answer.read1():
-                self.wfile.write(part)
+            while chunk := answer.read1():
+                self.wfile.write(chunk)
 
-    do_GET = do_POST = do_HEAD = _pass_on
+    do_GET = do_POST = do_HEAD = _forward
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
 
 
-def form_of(value: Any) -> Any:
-    """Return a JSON value with the types of its strings and numbers, except kinds and roles."""
+def describe_form(value: Any) -> Any:
+    """Return a JSON value in which types replace strings and numbers, except in some fields."""
     if isinstance(value, dict):
-        recorded = ("type", "role", "tool_choice", "stream")
-        return {n: v if n in recorded else form_of(v) for n, v in sorted(value.items())}
+        kept_names = ("type", "role", "tool_choice", "stream")
+        return {n: x if n in kept_names else describe_form(x) for n, x in sorted(value.items())}
     if isinstance(value, list):
-        forms = [form_of(item) for item in value]
+        forms = [describe_form(item) for item in value]
         return [form for i, form in enumerate(forms) if form not in forms[:i]]
     return type(value).__name__
 
 
 @contextlib.contextmanager
-def recording(port: int) -> Iterator[Recorder]:
-    """Run a Recorder for the server at `port` inside the context."""
+def run_recorder(port: int) -> Iterator[Recorder]:
+    """Run a Recorder for the server at `port` until the context ends."""
     with Recorder(port) as recorder:
         thread = threading.Thread(target=recorder.serve_forever, daemon=True)
         thread.start()
@@ -97,15 +97,15 @@ def recording(port: int) -> Iterator[Recorder]:
 
 
 def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[str, Any]]:
-    """Run one client, and return the objects that it printed, one per line."""
+    """Run one client, and return the JSON objects that it prints, one per line."""
     command = [python, "-m", "tests.tools.client_runs", name]
     try:
         process = subprocess.run(
             [*command, f"http://127.0.0.1:{port}/v1", tokenizer], cwd=ROOT, text=True,
-            capture_output=True, timeout=SECONDS,
+            capture_output=True, timeout=TIME_LIMIT,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        return [{"run": "all", "error": f"not done within {SECONDS} s: {error.stdout!r}"}]
+        return [{"run": "all", "error": f"not done within {TIME_LIMIT} s: {error.stdout!r}"}]
     lines = [line for line in process.stdout.splitlines() if line.startswith('{"')]
     if not lines:
         return [{"run": "all", "error": process.stderr[-1000:]}]
@@ -115,9 +115,9 @@ def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[s
 def main() -> int:
     """Run the clients, print a table, and return the number of failed runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", required=True, help="an interpreter with the clients")
+    parser.add_argument("--python", required=True, help="interpreter that can import the clients")
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
-    parser.add_argument("--record", type=Path, help="the file of requests to write")
+    parser.add_argument("--record", type=Path, help="file to which requests are written")
     options = parser.parse_args()
     num_failed = 0
     with contextlib.ExitStack() as stack:
@@ -125,35 +125,33 @@ def main() -> int:
         (folder / "template").write_text(TOOLS_TEMPLATE)
         model = str(demo_model_path())
         server = stack.enter_context(
-            serving(model, *ROOM, "--chat-template", str(folder / "template"))
+            serving(model, *CACHE_OPTIONS, "--chat-template", str(folder / "template"))
         )
-        recorder = stack.enter_context(recording(server.port)) if options.record else None
+        recorder = stack.enter_context(run_recorder(server.port)) if options.record else None
         print(f"{'client':17} {'version':9} {'passed':>7}")
         for name in options.only:
             port = server.port
             if recorder is not None:
                 recorder.client, port = name, recorder.server_address[1]
-            first, *runs = run_client(options.python, name, port, model)
-            runs = runs if "client" in first else [first, *runs]
+            header, *runs = run_client(options.python, name, port, model)
+            runs = runs if "client" in header else [header, *runs]
             failed_runs = [run for run in runs if run["error"] is not None]
             num_failed += len(failed_runs)
             passed = f"{len(runs) - len(failed_runs)} of {len(runs)}"
-            print(f"{name:17} {first.get('version', '?'):9} {passed:>7}", flush=True)
+            print(f"{name:17} {header.get('version', '?'):9} {passed:>7}", flush=True)
             for run in failed_runs:
                 print(f"    {run['run']}: {run['error']}")
             if recorder is not None:
-                old_requests = (
-                    json.loads(options.record.read_text()) if options.record.exists() else {}
-                )
-                new_requests = {name: [*recorder.requests[name].values()]}
-                options.record.write_text(format_requests(old_requests | new_requests))
+                requests = json.loads(options.record.read_text()) if options.record.exists() else {}
+                requests[name] = [*recorder.requests[name].values()]
+                options.record.write_text(format_requests(requests))
     return num_failed
 
 
-def format_requests(recorded: dict[str, list[dict[str, Any]]]) -> str:
+def format_requests(requests_by_client: dict[str, list[dict[str, Any]]]) -> str:
     """Return JSON with one request per line."""
     parts = []
-    for name, requests in recorded.items():
+    for name, requests in requests_by_client.items():
         lines = ",\n".join(f"  {json.dumps(request, ensure_ascii=False)}" for request in requests)
         parts.append(f"{json.dumps(name)}: [\n{lines}\n]")
     return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -2,12 +2,11 @@
 
     python -m tests.tools.compile_first
 
-An eager call would load code and fill caches that tracing could then use. The program empties the
-caches of the process between the cases, so each case starts as the first case does.
+An eager call would load code and fill caches, which tracing could then use. The program empties the
+caches of the process between cases, so each case starts like the first case.
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.modeling.model_support import model_class
 from tests.helpers.tiny_models import tiny
 
-Run = Callable[[Any, Any], list[torch.Tensor]]
-ROOM = 40
+Logits = list[torch.Tensor]
+MAX_CACHE_LEN = 40
 
 
-# Every case of one model, and each case once more for layers with a window and for sinks.
+# All cases with one model, and each case again with a model with windows or with sinks.
 CASES = {
     "llama": (
         "no cache", "DynamicCache", "StaticCache", "preallocated", "preallocated, stored", "export",
@@ -32,21 +31,21 @@ CASES = {
 }  # fmt: skip
 
 
-def new_cache(case: str, config: Any) -> Any:
+def make_cache(case: str, config: Any) -> Any:
     return {
         "no cache": lambda: None,
         "DynamicCache": lambda: DynamicCache(config=config),
-        "StaticCache": lambda: StaticCache(config, max_cache_len=ROOM),
-        "preallocated": lambda: FP8PagedCache(config, page_size=16, max_cache_len=ROOM),
+        "StaticCache": lambda: StaticCache(config, max_cache_len=MAX_CACHE_LEN),
+        "preallocated": lambda: FP8PagedCache(config, page_size=16, max_cache_len=MAX_CACHE_LEN),
         "preallocated, stored": lambda: FP8PagedCache(
-            config, page_size=16, max_cache_len=ROOM, prefill="stored", scales=0.05,
+            config, page_size=16, max_cache_len=MAX_CACHE_LEN, prefill="stored", scales=0.05,
             plan="fp8_e3m4 centered",
         ),
     }[case]()  # fmt: skip
 
 
-def forget(model: PreTrainedModel) -> None:
-    """Empty the caches that earlier calls filled."""
+def clear_caches(model: PreTrainedModel) -> None:
+    """Empty the caches that earlier calls have filled."""
     torch._dynamo.reset()
     counters.clear()
     model_class.cache_clear()
@@ -54,7 +53,7 @@ def forget(model: PreTrainedModel) -> None:
         del type(model)._can_set_attn_implementation_cached_value
 
 
-def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> Logits:
     """Return the logits of the prompt and, with a cache, of two single tokens after it."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     outputs = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
@@ -65,50 +64,48 @@ def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[to
     return outputs
 
 
-def logits_after(
-    model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return logits of a fork and of the cache, after eager operations on the cache."""
+def later_logits(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> Logits:
+    """Return the logits of one more token in a fork and in the cache, after eager operations."""
     assert cache.host_length() == inputs["input_ids"].shape[1] + 2
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-1)
     mask = torch.ones(2, cache.host_length() + 1, dtype=torch.long)
     token = inputs["input_ids"][:, :1]
     return [
-        model(input_ids=token, attention_mask=mask, past_key_values=each).logits
-        for each in (cache.fork(), cache)
+        model(input_ids=token, attention_mask=mask, past_key_values=x).logits
+        for x in (cache.fork(), cache)
     ]
 
 
-def agree(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Assert that logits agree up to rounding, because compiled code may round differently."""
+def agree(actual: Logits, expected: Logits) -> None:
+    """Assert that logits are close. Compiled code may round differently than eager code."""
     torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
 @torch.no_grad()
 def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
     """Compile or export a model before any eager call, then compare with eager calls."""
-    forget(model)
+    clear_caches(model)
     if case == "export":
         inputs = {**inputs, "use_cache": False}
-        exported = torch.export.export(model, (), inputs, strict=True)
-        agree([exported.module()(**inputs).logits], [model(**inputs).logits])
+        program = torch.export.export(model, (), inputs, strict=True)
+        agree([program.module()(**inputs).logits], [model(**inputs).logits])
         return
-    # AOTAutograd splits the handles into tensors. All other cases only check the tracing.
+    # AOTAutograd splits the `PagedKV` handles into tensors. All other cases only check the tracing.
     backend = "aot_eager" if case == "preallocated" else "eager"
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    preallocated = case.startswith("preallocated")
-    caches = [new_cache(case, model.config) for _ in range(1 + preallocated)]
+    is_preallocated = case.startswith("preallocated")
+    caches = [make_cache(case, model.config) for _ in range(1 + is_preallocated)]
     actual = [logits(compiled, cache, inputs) for cache in caches]
     assert not counters["graph_break"]
-    if preallocated:
+    if is_preallocated:
         assert counters["stats"]["unique_graphs"] == 2, "a second cache was compiled again"
-    eager = new_cache(case, model.config)
-    expected = logits(model, eager, inputs)
-    for each in actual:
-        agree(each, expected)
-    if preallocated:
-        agree(logits_after(model, caches[0], inputs), logits_after(model, eager, inputs))
+    eager_cache = make_cache(case, model.config)
+    expected = logits(model, eager_cache, inputs)
+    for x in actual:
+        agree(x, expected)
+    if is_preallocated:
+        agree(later_logits(model, caches[0], inputs), later_logits(model, eager_cache, inputs))
 
 
 def main() -> None:

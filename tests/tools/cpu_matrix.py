@@ -5,7 +5,7 @@
     python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
     python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
-A library selects kernels by the CPU's instruction sets. These variables hide some instruction sets,
+Libraries select kernels by the CPU's instruction sets. These variables hide some instruction sets,
 so sums run in a different order, as on a different machine. The nine settings contain every pair of
 choices.
 """
@@ -33,13 +33,13 @@ Setting = dict[str, str]
 
 
 def list_settings(product: bool) -> list[Setting]:
-    """Return the settings to run: one for each pair of instruction sets, or all combinations."""
+    """Return the settings to run: one for each pair of instruction sets, or with `product` all."""
     if product:
-        values_of_settings = list(itertools.product(*CHOICES.values()))
+        rows = list(itertools.product(*CHOICES.values()))
     else:
-        isas = itertools.product(*list(CHOICES.values())[:2])
-        values_of_settings = [(*isa, CHOICES["threads"][i % 2]) for i, isa in enumerate(isas)]
-    return [dict(zip(CHOICES, values, strict=True)) for values in values_of_settings]
+        pairs = itertools.product(*list(CHOICES.values())[:2])
+        rows = [(*pair, CHOICES["threads"][i % 2]) for i, pair in enumerate(pairs)]
+    return [dict(zip(CHOICES, values, strict=True)) for values in rows]
 
 
 def parse_only(text: str) -> Setting:
@@ -53,9 +53,9 @@ def parse_only(text: str) -> Setting:
 
 
 def make_environment(setting: Setting, logs: Path) -> dict[str, str]:
-    """Return this process's environment with the setting and no other choice.
+    """Return this process's environment with the variables of the setting, and no other choices.
 
-    Each setting has its own cache, because torch would reuse code compiled for a different one.
+    Each setting has a separate cache, because torch would reuse code compiled for a different one.
     """
     other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
     values = {name: value for name, value in setting.items() if value != UNSET}
@@ -66,8 +66,8 @@ def make_environment(setting: Setting, logs: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
-    """Run pytest under a setting. Return whether it passed, and its closing line."""
+def run_pytest(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
+    """Run pytest under a setting. Return whether all tests pass, and the line of the summary."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
         code = subprocess.run(
@@ -87,11 +87,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--product", action="store_true", help="every combination")
-    parser.add_argument("--all", action="store_true", help="every test, not only those marked text")
+    parser.add_argument("--product", action="store_true", help="run all combinations")
+    parser.add_argument("--all", action="store_true", help="run all tests, not only `-m text`")
     parser.add_argument(
         "--only", action="append", type=parse_only, metavar="NAME=VALUE,...",
-        help="the settings with these choices, may be repeated",
+        help="run the settings with these choices (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix")
     parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT")
@@ -99,7 +99,7 @@ def main() -> int:
     chosen_settings = [
         setting
         for setting in list_settings(options.product or bool(options.only))
-        if any(only.items() <= setting.items() for only in options.only or [{}])
+        if any(choices.items() <= setting.items() for choices in options.only or [{}])
     ]
     options.logs.mkdir(parents=True, exist_ok=True)
     arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
@@ -107,13 +107,13 @@ def main() -> int:
     for index, setting in enumerate(chosen_settings, 1):
         name = ", ".join(f"{key}={value}" for key, value in setting.items())
         start = time.monotonic()
-        passed, summary = run(setting, arguments, options.logs / f"{index:02}.txt")
-        rows.append((passed, *setting.values(), summary))
+        has_passed, summary = run_pytest(setting, arguments, options.logs / f"{index:02}.txt")
+        rows.append((has_passed, *setting.values(), summary))
         print(f"{name}: {summary} ({time.monotonic() - start:.0f} s)", flush=True)
     print("\n|  |", " | ".join(CHOICES), "| pytest |\n|---|---|---|---|---|")
-    for passed, *cells in rows:
-        print("|", "passed" if passed else "FAILED", "|", " | ".join(cells), "|")
-    return 0 if all(passed for passed, *_ in rows) else 1
+    for has_passed, *cells in rows:
+        print("|", "passed" if has_passed else "FAILED", "|", " | ".join(cells), "|")
+    return 0 if all(has_passed for has_passed, *_ in rows) else 1
 
 
 if __name__ == "__main__":

@@ -32,10 +32,8 @@ def measure_step(tokenizer: object, guide: Guide, num_requests: int, num_guided:
     """Return the median time to make and apply masks and advance in a step, in microseconds."""
     vocabulary_size, times = len(tokenizer), []
     sampler, logits = Sampler([], vocabulary_size), torch.ones(num_requests, vocabulary_size)
-    sampling_args, stop_ids = (
-        torch.zeros(5, num_requests, dtype=torch.int32),
-        frozenset({vocabulary_size - 1}),
-    )
+    sampling_args = torch.zeros(5, num_requests, dtype=torch.int32)
+    stop_ids = frozenset({vocabulary_size - 1})
     sampler.fill_defaults(sampling_args)
     for _ in range(5):
         forks = [guide.fork() for _ in range(num_guided)] + [None] * (num_requests - num_guided)
@@ -43,20 +41,20 @@ def measure_step(tokenizer: object, guide: Guide, num_requests: int, num_guided:
         requests = step_of(sequences, 1)
         for token in tokenizer(ANSWER)["input_ids"][:-1]:
             logits.fill_(0.5)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             sampler.prepare_tensor_args(requests, sampling_args)
             sampler(sampling_args[0], logits, sampling_args)
             for sequence in sequences:
                 check_token(sequence, token, vocabulary_size)
-            times.append(time.perf_counter() - begin)
+            times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
-    for name in (save_chat_model(Path(tempfile.mkdtemp())), demo_model_path()):
-        tokenizer = AutoTokenizer.from_pretrained(name)
+    for folder in (save_chat_model(Path(tempfile.mkdtemp())), demo_model_path()):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         grammars = Grammars(tokenizer, len(tokenizer), None)
         grammar = read_grammar(CompletionRequest(prompt="x", structured_outputs={"json": PERSON}))
         assert grammar is not None
@@ -66,13 +64,12 @@ def main() -> None:
             guide = grammars._compile(*grammar)
             times.append((time.perf_counter() - begin) * 1e3)
         later_median = statistics.median(times[1:])
-        print(
-            f"{len(tokenizer)} tokens: first request {times[0]:.0f} ms, later {later_median:.1f} ms"
-        )
+        first_request = f"first request {times[0]:.0f} ms"
+        print(f"{len(tokenizer)} tokens: {first_request}, median of later {later_median:.1f} ms")
         for counts in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
-            microseconds = measure_step(tokenizer, guide, *counts)
-            requests, guided = counts
-            print(f"  {requests} requests, {guided} with a grammar: {microseconds:.0f} us per step")
+            step_time = measure_step(tokenizer, guide, *counts)
+            text = f"{counts[0]} requests, {counts[1]} with a grammar"
+            print(f"  {text}: {step_time:.0f} us per step")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m tests.tools.hub_kernel build/kernel
 
-The kernel consists of `hf_fp8kv/ops/triton` and the modules that it imports. These need only torch
-and Triton. The repository is never committed. It has the source for kernel-builder in `torch-ext/`,
-and the builder's result for `kernels.get_local_kernel` in `build/`.
+The kernel consists of `hf_fp8kv/ops/triton` and the modules that it imports, which need only torch
+and Triton. The written repository is never committed. It has the source for kernel-builder in
+`torch-ext/`, and the builder's result for `kernels.get_local_kernel` in `build/`.
 """
 
 import argparse
@@ -17,18 +17,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fp8kv"
 NAME, TITLE = "fp8_paged_attention", "fp8-paged-attention"
 VERSION = 1
-# Triton needs no build. "cpu" is for Triton's interpreter.
+# Triton needs no build step. "cpu" is for Triton's interpreter.
 BACKENDS = ("cuda", "rocm", "cpu")
-_FIRST = "ops/triton/backend.py"
+_BACKEND_FILE = "ops/triton/backend.py"
 
 # Files that do not come from the package: public names, tests, benchmark and card.
-PARTS = ROOT / "tests" / "data" / "hub_kernel"
+EXTRA_FILES = ROOT / "tests" / "data" / "hub_kernel"
 
 
-def find_sources(first: str = _FIRST) -> list[str]:
-    """Return a file of the package and the files that it imports relatively, directly or not."""
+def find_sources(root: str = _BACKEND_FILE) -> list[str]:
+    """Return a file of the package, and the files that it imports relatively and transitively."""
     sources: dict[str, None] = {}
-    queue = [first]
+    queue = [root]
     while queue:
         path = queue.pop()
         if path in sources:
@@ -43,34 +43,34 @@ def find_sources(first: str = _FIRST) -> list[str]:
             names = [target, *(target / alias.name for alias in node.names)]
             for name in names:
                 for file in (name.with_suffix(".py"), name / "__init__.py"):
-                    if (PACKAGE / file).is_file() and not _is_bare(file):
+                    if (PACKAGE / file).is_file() and not _is_emptied(file):
                         queue.append(file.as_posix())
     return sorted(sources)
 
 
-def _is_bare(file: Path) -> bool:
-    """Return whether an empty file replaces this one, because it imports too much."""
+def _is_emptied(file: Path) -> bool:
+    """Return whether an empty file replaces `file`, because `file` imports too much."""
     return file.as_posix() in ("__init__.py", "ops/__init__.py")
 
 
 def make_kernel(target: Path) -> None:
-    """Write the kernel's repository to a folder. Its contents are deleted first."""
+    """Write the kernel's repository to a folder, after deleting the folder's contents."""
     shutil.rmtree(target, ignore_errors=True)
     source = target / "torch-ext" / NAME
     for path in find_sources():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / path, source / path)
     (source / "ops" / "__init__.py").write_text('"""Operations on stored pages."""\n')
-    shutil.copy(PARTS / "init.py", source / "__init__.py")
-    for folder, part, name in (
+    shutil.copy(EXTRA_FILES / "init.py", source / "__init__.py")
+    for folder, file, name in (
         ("tests", "own_tests.py", "test_kernel.py"),
         ("benchmarks", "benchmark.py", "benchmark.py"),
     ):
         (target / folder).mkdir()
-        shutil.copy(PARTS / part, target / folder / name)
+        shutil.copy(EXTRA_FILES / file, target / folder / name)
     shutil.copy(ROOT / "LICENSE", target)
-    card = (PARTS / "CARD.md").read_text()
-    for field, value in (("title", TITLE), ("version", VERSION), ("commit", _commit())):
+    card = (EXTRA_FILES / "CARD.md").read_text()
+    for field, value in (("title", TITLE), ("version", VERSION), ("commit", _read_commit())):
         card = card.replace(f"{{{field}}}", str(value))
     (target / "CARD.md").write_text(card)
     (target / "build.toml").write_text(
@@ -88,7 +88,7 @@ def make_kernel(target: Path) -> None:
         (build_folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
 
 
-def _commit() -> str:
+def _read_commit() -> str:
     git_folder = ROOT / ".git"
     if not git_folder.exists():
         return "(no commit)"
@@ -100,5 +100,5 @@ def _commit() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder that the kernel is written to")
+    parser.add_argument("folder", type=Path, help="folder to which the kernel is written")
     make_kernel(parser.parse_args().folder)

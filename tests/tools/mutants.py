@@ -5,7 +5,7 @@
 Each mutant replaces one piece of text in a copy of the tree. Its named test files run first, up to
 the first failure. If they pass, the whole fast tier runs, and then the full tier. The command fails
 if a patch does not apply, if the named tests fail without a mutation, if a mutant cannot be
-imported, if more than `ALLOWED` mutants survive the fast tier, or if one survives the full tier.
+imported, if over `MAX_SURVIVORS` mutants survive the fast tier, or if one survives the full tier.
 """
 
 import argparse
@@ -21,17 +21,17 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "__pycache__")
-# Mutants that may survive the fast tier.
-ALLOWED = 3
-# Exit codes of pytest: all passed, some failed.
+IGNORED_FILES = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "__pycache__")
+# Maximum number of mutants that survive the fast tier.
+MAX_SURVIVORS = 3
+# Exit codes of pytest if all tests pass, and if some tests fail.
 PASSED, FAILED = 0, 1
 TIMEOUT = 1800.0
 PARALLEL = ["-n", "2", "--dist", "worksteal"]
 
 
 class Mutant(NamedTuple):
-    """A fault that replaces the only `old` in `file` with `new`. The files `tests` should fail."""
+    """A fault: `new` replaces the only occurrence of `old` in `file`. Then `tests` should fail."""
 
     name: str
     file: str
@@ -391,7 +391,7 @@ MUTANTS = (
 )  # fmt: skip
 
 
-def apply(tree: Path, mutant: Mutant) -> None:
+def apply_mutant(tree: Path, mutant: Mutant) -> None:
     path = tree / "hf_fp8kv" / mutant.file
     text = path.read_text()
     if (count := text.count(mutant.old)) != 1:
@@ -400,7 +400,7 @@ def apply(tree: Path, mutant: Mutant) -> None:
     compile_kernels(tree, mutant)
 
 
-def restore(tree: Path, mutant: Mutant) -> None:
+def restore_file(tree: Path, mutant: Mutant) -> None:
     shutil.copy2(ROOT / "hf_fp8kv" / mutant.file, tree / "hf_fp8kv" / mutant.file)
     compile_kernels(tree, mutant)
 
@@ -411,7 +411,7 @@ def compile_kernels(tree: Path, mutant: Mutant) -> None:
 
 
 def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
-    """Return pytest's exit code, None after `TIMEOUT` seconds, and its last lines."""
+    """Return pytest's exit code (None after `TIMEOUT` seconds) and the last lines of its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -425,29 +425,29 @@ def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
     return process.returncode, "\n".join(process.stdout.splitlines()[-5:])
 
 
-def judge(tree: Path, mutant: Mutant) -> str:
-    """Return which tests failed: "named tests", "fast tier", "full tier", or "" for none.
+def find_failing_tier(tree: Path, mutant: Mutant) -> str:
+    """Return which tests fail first: "named tests", "fast tier", "full tier", or "" for none.
 
     "timeout" means that a run took `TIMEOUT` seconds, which does not count as a failure.
     """
-    stages = {
+    arguments_by_tier = {
         "named tests": mutant.tests.split(),
         "fast tier": PARALLEL,
         "full tier": [*PARALLEL, "-m", "", "--hypothesis-profile=full"],
     }
-    apply(tree, mutant)
+    apply_mutant(tree, mutant)
     try:
-        for stage, arguments in stages.items():
+        for tier, arguments in arguments_by_tier.items():
             code, tail = run_tests(tree, *arguments)
             if code is None:
                 return "timeout"
             if code == FAILED:
-                return stage
+                return tier
             if code != PASSED:
                 raise SystemExit(f"{mutant.name}: pytest ended with {code}:\n{tail}")
         return ""
     finally:
-        restore(tree, mutant)
+        restore_file(tree, mutant)
 
 
 def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
@@ -459,23 +459,23 @@ def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[], help="names, or parts of them")
+    parser.add_argument("--only", nargs="+", default=[], help="names of mutants, or parts of names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--list", action="store_true", help="name the mutants, and run nothing")
+    parser.add_argument("--list", action="store_true", help="list the mutants, and run no tests")
     options = parser.parse_args()
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names), "two mutants have the same name"
     parts = options.only or [""]
     chosen_mutants = [mutant for mutant in MUTANTS if any(part in mutant.name for part in parts)]
-    start, noticed_by = time.monotonic(), dict[str, str]()
+    start, tiers = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = SimpleQueue[Path]()
-        for number in range(1 if options.list else options.jobs):
-            trees.put(shutil.copytree(ROOT, Path(folder) / str(number), ignore=NOT_COPIED))
+        for index in range(1 if options.list else options.jobs):
+            trees.put(shutil.copytree(ROOT, Path(folder) / str(index), ignore=IGNORED_FILES))
         first_tree = trees.get()
         for mutant in chosen_mutants:
-            apply(first_tree, mutant)
-            restore(first_tree, mutant)
+            apply_mutant(first_tree, mutant)
+            restore_file(first_tree, mutant)
             if options.list:
                 print(f"{mutant.name}  ({mutant.file})")
         if options.list:
@@ -484,24 +484,24 @@ def main() -> None:
         check_unmutated(first_tree, chosen_mutants)
         print(f"{time.monotonic() - start:.0f} s: the tests pass without a mutation", flush=True)
 
-        def run(mutant: Mutant) -> None:
+        def test_mutant(mutant: Mutant) -> None:
             tree = trees.get()
             try:
-                noticed_by[mutant.name] = stage = judge(tree, mutant)
+                tiers[mutant.name] = tier = find_failing_tier(tree, mutant)
             finally:
                 trees.put(tree)
-            now = time.monotonic() - start
-            print(f"{now:.0f} s: {mutant.name}: {stage or 'SURVIVED'}", flush=True)
+            elapsed = time.monotonic() - start
+            print(f"{elapsed:.0f} s: {mutant.name}: {tier or 'SURVIVED'}", flush=True)
 
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(run, chosen_mutants))
-    num_fast = sum(stage in ("named tests", "fast tier") for stage in noticed_by.values())
-    survivors = [name for name, stage in noticed_by.items() if stage in ("", "timeout")]
+            list(pool.map(test_mutant, chosen_mutants))
+    num_fast = sum(tier in ("named tests", "fast tier") for tier in tiers.values())
+    survivors = [name for name, tier in tiers.items() if tier in ("", "timeout")]
     minutes = (time.monotonic() - start) / 60
     print(f"{num_fast} of {len(chosen_mutants)} mutants noticed by the fast tier, "
           f"{len(survivors)} by none, "
           f"{minutes:.1f} minutes")  # fmt: skip
-    if survivors or len(chosen_mutants) - num_fast > ALLOWED:
+    if survivors or len(chosen_mutants) - num_fast > MAX_SURVIVORS:
         raise SystemExit(1)
 
 

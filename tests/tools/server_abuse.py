@@ -2,21 +2,21 @@
 
     python -m tests.tools.server_abuse --minutes 10
 
-starts `hf-fp8kv serve` on this machine with a tiny model, some of whose logits are NaN (or with
-`--demo`). For some minutes, good clients send chats, completions, responses, streams, several
-answers, penalties, structured output and forced tools. Bad clients send half bodies, bad chunks and
-floods of connections, read slowly, or close connections. Some requests have logits that overflow.
-The program prints a table and all violations:
+The program starts `hf-fp8kv serve` on this machine with a tiny model, some of whose logits are NaN,
+or with the demo model (`--demo`). For some minutes, good clients request chats, completions,
+responses, streams, several answers, penalties, structured output and forced tools. Bad clients send
+incomplete bodies, bad chunks and floods of connections, read slowly, or close connections. Some
+requests have logits that overflow. The program prints a table and all violations:
 
-* an answer with status 5xx (except for logits that are NaN), a different answer to a request that
-  is repeated, or a request without an answer at its deadline
-* memory that still grows in the second half
+* an answer with status 5xx (except for logits that are NaN), a different answer to a repeated
+  request, or a request without an answer at its deadline
+* memory that still grows in the second half of the time
 * pages that are not freed: the last request needs all pages
 * a traceback in the log, or a nonzero exit code after SIGTERM while requests run
 
 With `--hostile`, all clients except one send requests that must not harm a server: many prompts
 with a large field, pipelined requests whose answers are never read, endless headers, bodies without
-their last byte, and names of other hosts. Two further violations are a 99th percentile of /health
+the last byte, and names of foreign hosts. Two further violations are a 99th percentile of /health
 above 0.5 s, and memory that grows by 200 MiB.
 """
 
@@ -48,14 +48,14 @@ from tests.helpers.serve_process import (
 )  # fmt: skip
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-PAGES, PAGE = 96, 16
-CONTEXT = 2 * PAGES * PAGE
-DEADLINE = 180.0  # seconds, for one request among 60 clients on two cores
+PAGES, PAGE_SIZE = 96, 16
+CONTEXT = 2 * PAGES * PAGE_SIZE
+TIMEOUT = 180.0  # seconds that one request may take, among 60 clients on two cores
 MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
 MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
 MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
 CLIENT_TIMEOUT = 5.0
-BODY = 4 * 2**20 - 1
+BODY_SIZE = 4 * 2**20 - 1
 LARGE_BODIES = [
     (path, json.dumps(body | field).encode())
     for path, body in (
@@ -66,13 +66,13 @@ LARGE_BODIES = [
     )
 ]  # fmt: skip
 HOSTILE_ACTIONS = ("do_prompts", "do_pipeline", "do_headers", "do_hold", "do_host")
-STEADY = {"prompt": "a steady question, ", "max_tokens": 24}
+REPEATED_BODY = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
 }  # fmt: skip
-FUNCTION = {"name": "f", "description": "f", "parameters": SCHEMA}
+TOOL_FUNCTION = {"name": "f", "description": "f", "parameters": SCHEMA}
 GRAMMARS = (
     {"json": SCHEMA}, {"regex": "[a-z]{3,9}-[0-9]{2}"}, {"choice": ["red", "blue"]},
     {"json_object": True},
@@ -84,51 +84,46 @@ BAD_BODIES = (
 )  # fmt: skip
 
 
-class Hang(Exception):
-    """A request had no answer at its deadline."""
+class NoAnswerError(Exception):
+    """Raised if a request has no answer at its deadline."""
 
 
-class Abuse:
-    """The requests of 60 clients to one server. `violations` lists broken rules."""
+class AbuseRun:
+    """The requests of all clients to one server. `violations` describes the violated rules."""
 
     def __init__(
-        self, server: Server, seconds: float, seed: int, *, nan: bool, hostile: bool
+        self, server: Server, seconds: float, seed: int, *, has_nan: bool, is_hostile: bool
     ) -> None:
-        self.server, self.seed, self.nan, self.hostile = server, seed, nan, hostile
+        self.server, self.seed, self.has_nan, self.is_hostile = server, seed, has_nan, is_hostile
         self.times: dict[str, list[float]] = defaultdict(list)
         self.statuses: Counter[tuple[str, object]] = Counter()
         self.violations: list[str] = []
         self.lock = threading.Lock()
-        self.steady_answer = self.ask(COMPLETIONS, STEADY)[1]["choices"][0]["text"]
+        self.repeated_answer = self.ask(COMPLETIONS, REPEATED_BODY)[1]["choices"][0]["text"]
         self.deadline = time.monotonic() + seconds
 
-    def run(self, number: int) -> None:
-        """Run client `number` until the time is over."""
+    def run_client(self, number: int) -> None:
+        """Run client `number` until the deadline of the run."""
         generator = random.Random(self.seed * 1000 + number)
         names = [
             name for name in dir(self) if name.startswith("do_") and name not in HOSTILE_ACTIONS
         ]
-        actions = [getattr(self, name) for name in (HOSTILE_ACTIONS if self.hostile else names)]
+        actions = [getattr(self, name) for name in (HOSTILE_ACTIONS if self.is_hostile else names)]
         while time.monotonic() < self.deadline:
-            # Half of the requests are good, so that bad requests have clients to disturb.
-            good_action = (
-                self.do_ask if not self.hostile else self.do_steady if number == 0 else None
-            )
-            good_share = 0.5 if not self.hostile else 1
-            action = (
-                good_action
-                if good_action and generator.random() < good_share
-                else generator.choice(actions)
-            )
+            # Among hostile clients, client 0 is good. Otherwise half of the requests are good, so
+            # bad requests have clients to disturb.
+            good_action = self.do_repeat if self.is_hostile else self.do_request
+            is_good = number == 0 if self.is_hostile else generator.random() < 0.5
+            action = good_action if is_good else generator.choice(actions)
             name, start = action.__name__.removeprefix("do_"), time.monotonic()
             try:
                 status: object = action(generator)
-            except Hang as error:
+            except NoAnswerError as error:
                 status = "hang"
                 self.add_violation(f"{name}: {error}")
             except OSError as error:
                 status = type(error).__name__
-                if action in (self.do_ask, self.do_steady):
+                if action in (self.do_request, self.do_repeat):
                     self.add_violation(f"{name}: {error!r}")
             except Exception as error:
                 status = "failed"
@@ -146,7 +141,7 @@ class Abuse:
 
     def ask(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the status and the JSON of an answer, or of the last event of a stream."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=DEADLINE)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=TIMEOUT)
         try:
             with contextlib.closing(connection):
                 content = json.dumps(body).encode()
@@ -154,7 +149,9 @@ class Abuse:
                 answer = connection.getresponse()
                 text = answer.read().decode()
         except TimeoutError:
-            raise Hang(f"no answer within {DEADLINE:g} s to {json.dumps(body):.300}") from None
+            raise NoAnswerError(
+                f"no answer within {TIMEOUT:g} s to {json.dumps(body):.300}"
+            ) from None
         if not body.get("stream") or answer.status != 200:
             return answer.status, json.loads(text)
         events = [line.removeprefix("data: ") for line in text.split("\n") if line]
@@ -162,11 +159,11 @@ class Abuse:
             raise AssertionError("a stream without an end")
         return answer.status, json.loads(events[-1])
 
-    def do_ask(self, generator: random.Random) -> object:
+    def do_request(self, generator: random.Random) -> object:
         path, body = make_request(generator)
         status, answer = self.ask(path, body)
-        failed = "error" in answer and answer["error"] is not None
-        if status >= 500 or (status == 200 and failed):
+        has_error = "error" in answer and answer["error"] is not None
+        if status >= 500 or (status == 200 and has_error):
             self.add_violation(f"{status} to {json.dumps(body):.300}: {json.dumps(answer):.300}")
         elif status not in (200, 429):
             self.add_violation(
@@ -174,46 +171,46 @@ class Abuse:
             )
         return status
 
-    def do_steady(self, generator: random.Random) -> object:
-        status, answer = self.ask(COMPLETIONS, STEADY)
-        if self.hostile:
+    def do_repeat(self, generator: random.Random) -> object:
+        status, answer = self.ask(COMPLETIONS, REPEATED_BODY)
+        if self.is_hostile:
             time.sleep(1)
-        if status == 200 and answer["choices"][0]["text"] != self.steady_answer:
+        if status == 200 and answer["choices"][0]["text"] != self.repeated_answer:
             self.add_violation(f"a different answer: {answer['choices'][0]['text']!r}")
         elif status not in (200, 429):
             self.add_violation(f"{status} to a steady request: {json.dumps(answer):.300}")
         return status
 
     def do_refused(self, generator: random.Random) -> object:
-        with self._connected() as connection:
-            self._post(connection, COMPLETIONS, generator.choice(BAD_BODIES))
-            status = _status(connection)
+        with self._connect() as connection:
+            self._send_post(connection, COMPLETIONS, generator.choice(BAD_BODIES))
+            status = _read_status(connection)
         if status != 400:
             self.add_violation(f"a bad body: expected 400, got {status}")
         return status
 
     def do_overflow(self, generator: random.Random) -> object:
-        if not self.nan:
-            return self.do_steady(generator)
+        if not self.has_nan:
+            return self.do_repeat(generator)
         body = {"prompt": _random_text(generator, 60) + OVERFLOWS, "max_tokens": 9}
         stream = generator.random() < 0.5
         status, answer = self.ask(COMPLETIONS, body | {"stream": stream})
         if status == 429:
             return status
-        is_right = status == (200 if stream else 500)
-        if not is_right or "finite logits" not in answer["error"]["message"]:
+        is_expected = status == (200 if stream else 500)
+        if not is_expected or "finite logits" not in answer["error"]["message"]:
             self.add_violation(f"logits of NaN: {status} {json.dumps(answer):.300}")
         return f"{status} NaN"
 
     # -- bad clients ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _connected(self, timeout: float = DEADLINE) -> Any:
+    def _connect(self, timeout: float = TIMEOUT) -> Any:
         address = ("127.0.0.1", self.server.port)
         with contextlib.closing(socket.create_connection(address, timeout=timeout)) as connection:
             yield connection
 
-    def _post(
+    def _send_post(
         self, connection: socket.socket, path: str, content: bytes, *, length: int | None = None
     ) -> None:
         size = len(content) if length is None else length
@@ -223,13 +220,13 @@ class Abuse:
         )
 
     def do_leave(self, generator: random.Random) -> object:
-        """Close the connection within the body, the prompt or the answer, with or without RST."""
+        """Close the connection during the body, the prefill or the answer, with or without RST."""
         path, body = make_request(generator)
         content = json.dumps(body).encode()
-        with self._connected() as connection:
+        with self._connect() as connection:
             part = content[: generator.randrange(1, len(content))]
             sends_all = generator.random() < 0.8
-            self._post(connection, path, content if sends_all else part, length=len(content))
+            self._send_post(connection, path, content if sends_all else part, length=len(content))
             time.sleep(generator.choice((0, 0.01, 0.1, 0.5)))
             if generator.random() < 0.5:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -237,9 +234,9 @@ class Abuse:
 
     def do_read_slowly(self, generator: random.Random) -> object:
         path, body = make_request(generator)
-        with self._connected() as connection:
+        with self._connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            self._post(connection, path, json.dumps(body | {"stream": True}).encode())
+            self._send_post(connection, path, json.dumps(body | {"stream": True}).encode())
             for _ in range(generator.randrange(10, 60)):
                 if not connection.recv(128):
                     return "read"
@@ -247,27 +244,27 @@ class Abuse:
         return "left"
 
     def do_bad_chunks(self, generator: random.Random) -> object:
-        bad = generator.choice(
+        chunk = generator.choice(
             (b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx")
         )
-        with self._connected(10) as connection:
+        with self._connect(10) as connection:
             connection.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-                b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" + bad
+                b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" + chunk
             )
-            if bad[:1] in b"5f":  # the server waits for the remainder
+            if chunk[:1] in b"5f":  # the server waits for the rest of the chunk
                 return "left"
-            return _status(connection)
+            return _read_status(connection)
 
     def do_garbage(self, generator: random.Random) -> object:
-        with self._connected(10) as connection:
+        with self._connect(10) as connection:
             connection.sendall(generator.randbytes(generator.randrange(1, 3000)) + b"\r\n\r\n")
-            return _status(connection)
+            return _read_status(connection)
 
     def do_flood(self, generator: random.Random) -> object:
         with contextlib.ExitStack() as stack:
             for _ in range(30):
-                connection = stack.enter_context(self._connected())
+                connection = stack.enter_context(self._connect())
                 connection.sendall(
                     generator.choice((b"", b"GET / HT", b"POST /v1/completions HTTP"))
                 )
@@ -277,19 +274,19 @@ class Abuse:
     # -- hostile clients --------------------------------------------------------------------------
 
     def do_prompts(self, generator: random.Random) -> object:
-        """Send many prompts in a body of megabytes, whose shared fields must be read only once."""
-        with self._connected() as connection:
+        """Send many prompts in a body of several MB, whose shared fields must be read only once."""
+        with self._connect() as connection:
             path, content = generator.choice(LARGE_BODIES)
-            self._post(connection, path, content)
-            status = _status(connection)
+            self._send_post(connection, path, content)
+            status = _read_status(connection)
         if status not in (400, 429):
             self.add_violation(f"many prompts: expected 400, got {status}")
         return status
 
     def do_pipeline(self, generator: random.Random) -> object:
-        """Repeat requests in one connection without reading an answer."""
+        """Repeat requests in one connection, without reading an answer."""
         requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
-        with self._connected(12 * CLIENT_TIMEOUT) as connection:
+        with self._connect(12 * CLIENT_TIMEOUT) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             try:
                 while time.monotonic() < self.deadline:
@@ -302,7 +299,7 @@ class Abuse:
         return "left"
 
     def do_headers(self, generator: random.Random) -> object:
-        with self._connected(30) as connection:
+        with self._connect(30) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
             try:
                 for number in range(20_000):
@@ -314,25 +311,27 @@ class Abuse:
 
     def do_hold(self, generator: random.Random) -> object:
         """Send a body except its last byte, and wait."""
-        with self._connected(30) as connection:
-            self._post(connection, COMPLETIONS, b"[" + b" " * (BODY - 2), length=BODY)
+        with self._connect(30) as connection:
+            self._send_post(
+                connection, COMPLETIONS, b"[" + b" " * (BODY_SIZE - 2), length=BODY_SIZE
+            )
             connection.settimeout(generator.uniform(1, 20))
             try:
-                return _status(connection)
+                return _read_status(connection)
             except TimeoutError:
                 return "left"
 
     def do_host(self, generator: random.Random) -> object:
-        with self._connected(DEADLINE) as connection:
+        with self._connect(TIMEOUT) as connection:
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: evil.example\r\n\r\n")
-            status = _status(connection)
+            status = _read_status(connection)
         time.sleep(0.1)
         if status != 421:
             self.add_violation(f"the name of a different host: expected 421, got {status}")
         return status
 
     def probe(self) -> None:
-        """Request /health repeatedly, in addition to the clients."""
+        """Request /health repeatedly, while the clients run."""
         while time.monotonic() < self.deadline:
             start = time.monotonic()
             status = self.server.ask("/health")[0]
@@ -342,8 +341,8 @@ class Abuse:
             time.sleep(0.05)
 
 
-def _status(connection: socket.socket) -> object:
-    """Return the status of an answer, or "closed"."""
+def _read_status(connection: socket.socket) -> object:
+    """Return the status of the answer on a connection, or "closed" without an answer."""
     head = connection.recv(4000)
     return int(head.split()[1]) if head.startswith(b"HTTP/1.1 ") else "closed"
 
@@ -353,18 +352,20 @@ def _random_text(generator: random.Random, max_length: int) -> str:
 
 
 def make_request(generator: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return the path and the body of a valid request."""
+    """Return the path and the body of a random valid request."""
     path = generator.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
-    limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": generator.randrange(1, 40)}
-    # Most prompts have the same beginning, so that they share pages.
+    token_limit = {
+        "max_output_tokens" if path == RESPONSES else "max_tokens": generator.randrange(1, 40)
+    }
+    # Most prompts have the same beginning, so they share pages.
     text = ("the same beginning of many " * generator.randrange(8)) + _random_text(generator, 90)
-    prompt = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
-    content = [{"role": "user", "content": text}] if path == CHAT else text
-    body: dict[str, Any] = {prompt: content, "stream": generator.random() < 0.4, **limit}
+    prompt_field = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
+    prompt = [{"role": "user", "content": text}] if path == CHAT else text
+    body: dict[str, Any] = {prompt_field: prompt, "stream": generator.random() < 0.4, **token_limit}
     if generator.random() < 0.5:
         body["temperature"] = generator.choice((0, 1e-40, 1e-6, 0.7, 2.0))
         body["top_p"] = generator.choice((1e-9, 0.5, 1))
-        # At temperature 2 the model may choose the token after which logits are NaN.
+        # At temperature 2, the model could sample the token after which logits are NaN.
         body["logit_bias"] = {str(ord(OVERFLOWS) - 32): -100}
         body["seed"] = generator.randrange(-5, 5)
     if path != RESPONSES and generator.random() < 0.4:
@@ -374,25 +375,25 @@ def make_request(generator: random.Random) -> tuple[str, dict[str, Any]]:
         body |= {"min_p": 0.05, "min_tokens": 3, "bad_words": ["the"], "logit_bias": {"5": 2}}
     if path != RESPONSES and generator.random() < 0.3:
         body["stop"] = [generator.choice("abcdefgh"), "no such text"]
-    kind = generator.randrange(6)
-    if kind == 0:
+    choice = generator.randrange(6)
+    if choice == 0:
         body["structured_outputs"] = generator.choice(GRAMMARS)
-    elif kind == 1 and path != COMPLETIONS:
-        tool = {"type": "function", **FUNCTION} if path == RESPONSES else {
-            "type": "function", "function": FUNCTION,
+    elif choice == 1 and path != COMPLETIONS:
+        tool = {"type": "function", **TOOL_FUNCTION} if path == RESPONSES else {
+            "type": "function", "function": TOOL_FUNCTION,
         }  # fmt: skip
         body |= {"tools": [tool], "tool_choice": generator.choice(("required", "auto", "none"))}
-    elif kind == 2 and path == CHAT:
+    elif choice == 2 and path == CHAT:
         body |= {"logprobs": True, "top_logprobs": generator.randrange(5)}
-    elif kind == 2 and path == COMPLETIONS:
+    elif choice == 2 and path == COMPLETIONS:
         body |= {"logprobs": generator.randrange(5), "echo": generator.random() < 0.5}
-    elif kind == 3 and path == COMPLETIONS:
+    elif choice == 3 and path == COMPLETIONS:
         body["prompt"] = [text, "another", "and one"]
     return path, body
 
 
 class Memory(threading.Thread):
-    """A thread that reads the resident memory of a process every half second."""
+    """A thread that reads the resident memory of a process every half second, in bytes."""
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
@@ -405,22 +406,22 @@ class Memory(threading.Thread):
             line = next(x for x in self._path.read_text().splitlines() if x.startswith("VmRSS"))
             self.samples.append(int(line.split()[1]) * 1024)
 
-    def quarters(self) -> list[float]:
-        """Return the means of the four quarters."""
+    def average_quarters(self) -> list[float]:
+        """Return the mean memory in each quarter of the time."""
         size = max(len(self.samples) // 4, 1)
         return [statistics.mean(self.samples[n * size : (n + 1) * size]) for n in range(4)]
 
 
-def check_end(abuse: Abuse) -> dict[str, float]:
-    """Check that all pages are free again, and that running requests finish at SIGTERM."""
+def check_end(abuse: AbuseRun) -> dict[str, float]:
+    """Check that all pages are free, and that requests finish after SIGTERM. Return metrics."""
     server = abuse.server
-    metrics = server.wait_until(DEADLINE, requests_active=0, requests_waiting=0)
-    if abuse.nan:  # the tiny model, whose tokens are letters
-        status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE - 8)})
+    metrics = server.wait_until(TIMEOUT, requests_active=0, requests_waiting=0)
+    if abuse.has_nan:  # the tiny model, whose tokens are characters
+        status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE_SIZE - 8)})
         if status != 200 or answer["usage"]["completion_tokens"] != 9:
             abuse.add_violation(f"the last request: {status} {json.dumps(answer):.200}")
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(abuse.ask, COMPLETIONS, STEADY | {"n": 4}) for _ in range(8)]
+        futures = [pool.submit(abuse.ask, COMPLETIONS, REPEATED_BODY | {"n": 4}) for _ in range(8)]
         with contextlib.suppress(AssertionError):
             server.wait_until(10, requests_active=8)
         code = server.stop()
@@ -439,8 +440,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hostile", action="store_true", help="hostile clients instead")
-    parser.add_argument("--demo", action="store_true", help="the demo model, not a tiny model")
+    parser.add_argument("--hostile", action="store_true", help="run hostile clients instead")
+    parser.add_argument("--demo", action="store_true", help="use the demo model")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -451,48 +452,52 @@ def main() -> int:
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
         arguments += ("--client-timeout", str(CLIENT_TIMEOUT))
         with serving(model, *arguments, "--cb-num-blocks", str(PAGES)) as server:
-            abuse = Abuse(
-                server, options.minutes * 60, options.seed, nan=not options.demo,
-                hostile=options.hostile,
+            abuse = AbuseRun(
+                server, options.minutes * 60, options.seed, has_nan=not options.demo,
+                is_hostile=options.hostile,
             )  # fmt: skip
             memory = Memory(server.process.pid)
             memory.start()
             with ThreadPoolExecutor(options.clients + 1) as pool:
                 probe = pool.submit(abuse.probe)
-                list(pool.map(abuse.run, range(options.clients)))
+                list(pool.map(abuse.run_client, range(options.clients)))
                 probe.result()
             memory.ended.set()
             memory.join()
             metrics = check_end(abuse)
-    report(abuse, memory, metrics)
+    print_report(abuse, memory, metrics)
     return bool(abuse.violations)
 
 
-def report(abuse: Abuse, memory: Memory, metrics: dict[str, float]) -> None:
+def print_report(abuse: AbuseRun, memory: Memory, metrics: dict[str, float]) -> None:
     """Print a table of all actions, and the violations."""
-    quarters, growth = memory.quarters(), max(memory.samples) - memory.samples[0]
+    quarters, growth = memory.average_quarters(), max(memory.samples) - memory.samples[0]
     health_time = statistics.quantiles(abuse.times["health"], n=100)[-1]
-    if not abuse.hostile and quarters[3] - quarters[1] > MAX_GROWTH:
+    if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH:
         abuse.add_violation("memory grows")
-    if abuse.hostile and growth > MAX_HOSTILE_GROWTH:
+    if abuse.is_hostile and growth > MAX_HOSTILE_GROWTH:
         abuse.add_violation("memory grew by more than hostile clients may hold")
-    if abuse.hostile and health_time > MAX_HEALTH_SECONDS:
+    if abuse.is_hostile and health_time > MAX_HEALTH_SECONDS:
         abuse.add_violation("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
     for name, times in sorted(abuse.times.items()):
-        outcomes = [(kind, n) for (action, kind), n in abuse.statuses.items() if action == name]
-        text = ", ".join(f"{kind}: {n}" for kind, n in sorted(outcomes, key=str))
+        outcomes = [
+            (status, count) for (action, status), count in abuse.statuses.items() if action == name
+        ]
+        outcome_text = ", ".join(
+            f"{status}: {count}" for status, count in sorted(outcomes, key=str)
+        )
         median = statistics.median(times)
-        print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {text}")
+        print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {outcome_text}")
     sizes = ", ".join(f"{size / 2**20:.0f}" for size in quarters)
-    print(f"memory by quarters of the time: {sizes} MiB, pages at rest: "
+    print(f"memory by quarters of the time: {sizes} MiB, pages in use at the end: "
           f"{metrics['pages_used']:.0f} of {metrics['pages_total']:.0f}, prefix hits: "
           f"{metrics['prefix_hits_total']:.0f}")  # fmt: skip
     print(f"/health, 99th percentile: {health_time:.3f} s, memory grew by at most "
           f"{growth / 2**20:.0f} MiB")  # fmt: skip
-    print(f"wrong: {len(abuse.violations)}")
-    for text, count in Counter(abuse.violations).most_common(20):
-        print(f"  {count} times: {text}")
+    print(f"violations: {len(abuse.violations)}")
+    for outcome_text, count in Counter(abuse.violations).most_common(20):
+        print(f"  {count} times: {outcome_text}")
 
 
 if __name__ == "__main__":

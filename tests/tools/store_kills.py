@@ -2,10 +2,10 @@
 
     python -m tests.tools.store_kills --kills 200
 
-The parent builds a tiny model. It forks each writer, which answers prompts in a random order until
-it is killed at a random moment. After each kill, another store reads the folder: the tokens must
-equal the tokens without a store, and all files, including unfinished files, must be within the
-bound.
+The parent process builds a tiny model. It forks each writer, which answers prompts in a random
+order until it is killed at a random moment. After each kill, a new store reads the folder. The
+tokens must equal the tokens without a store, and the total size of all files, including unfinished
+files, must be within the bound.
 """
 
 import argparse
@@ -21,22 +21,22 @@ from pathlib import Path
 from typing import Any
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
-PROMPTS, TOKENS, PAGE = 6, 100, 8
-# About half of the pages of six prompts fit. A prompt has 12 pages.
-BOUND = 36 * 2300
+PROMPTS, TOKENS, PAGE_SIZE = 6, 100, 8  # number of prompts, and tokens of each prompt and page
+# About half of the pages of six prompts fit, because each prompt has 12 pages.
+MAX_BYTES = 36 * 2300
 
 
 def run_kills(folder: Path, kills: int) -> dict[str, int]:
-    """Run this file in a separate process, because it forks and the caller may have threads."""
-    return _run("--kills", str(kills), "--folder", str(folder))
+    """Run `kill_writers` in a separate process, because it forks, and callers may have threads."""
+    return _run_module("--kills", str(kills), "--folder", str(folder))
 
 
 def run_together(folder: Path, processes: int) -> dict[str, int]:
-    """Run processes that write and read the same prompts at the same time."""
-    return _run("--together", str(processes), "--folder", str(folder))
+    """Run `write_together` in a separate process. Its processes use the same prompts."""
+    return _run_module("--together", str(processes), "--folder", str(folder))
 
 
-def _run(*arguments: str) -> dict[str, int]:
+def _run_module(*arguments: str) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.tools.store_kills", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
@@ -48,7 +48,7 @@ def _run(*arguments: str) -> dict[str, int]:
 
 
 class Workload:
-    """A tiny model, prompts, and its answers without a store."""
+    """A tiny model, prompts, and the model's answers without a store."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -61,18 +61,18 @@ class Workload:
         self.folder, self.enable, self.store_class = folder, enable, PrefixStore
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(2, 98, (PROMPTS, 1, TOKENS), generator=generator)
-        enable(self.model, prefill="stored", page_size=PAGE)
+        enable(self.model, prefill="stored", page_size=PAGE_SIZE)
         self.expected = []
         for prompt in self.prompts:
-            cache = FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE)
+            cache = FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE_SIZE)
             self.expected.append(self.model.generate(prompt, past_key_values=cache, **GREEDY))
 
-    def answer(self, rounds: int, seed: int) -> dict[str, int]:
+    def answer_prompts(self, rounds: int, seed: int) -> dict[str, int]:
         """Answer random prompts. Return the number of wrong answers and the counts of the store."""
         import torch
 
-        store = self.store_class(self.folder, max_bytes=BOUND)
-        self.enable(self.model, prefix_store=store, page_size=PAGE)
+        store = self.store_class(self.folder, max_bytes=MAX_BYTES)
+        self.enable(self.model, prefix_store=store, page_size=PAGE_SIZE)
         generator, num_wrong = random.Random(seed), 0
         for _ in range(rounds):
             index = generator.randrange(PROMPTS)
@@ -81,25 +81,25 @@ class Workload:
         usage = store.usage()
         return {
             "wrong": num_wrong, "found": usage.tokens_found, "written": usage.bytes_written,
-            "over": int(self.size() > BOUND), "refused": usage.files_refused,
+            "over": int(self.count_bytes() > MAX_BYTES), "refused": usage.files_refused,
         }  # fmt: skip
 
-    def size(self) -> int:
+    def count_bytes(self) -> int:
         total = 0
         for path in self.folder.iterdir():
             try:
                 total += path.lstat().st_size
             except FileNotFoundError:
-                continue  # another process removed it
+                continue  # another process has removed the file
         return total
 
-    def fork(self, rounds: int, seed: int, result: Path | None = None) -> int:
-        """Answer prompts in a child process, and return its id."""
-        child = os.fork()
-        if child:
-            return child
+    def fork_writer(self, rounds: int, seed: int, result: Path | None = None) -> int:
+        """Answer prompts in a child process, which writes its counts to `result`. Return its id."""
+        pid = os.fork()
+        if pid:
+            return pid
         try:
-            counts = self.answer(rounds, seed)
+            counts = self.answer_prompts(rounds, seed)
             if result is not None:
                 result.write_text(json.dumps(counts))
         finally:
@@ -107,37 +107,37 @@ class Workload:
 
 
 def kill_writers(workload: Workload, kills: int) -> dict[str, int]:
-    """Kill a writing process `kills` times at random moments. Return the counts of all reads."""
+    """Kill a writer `kills` times at random moments. Return the summed counts of all reads."""
     start = time.monotonic()
-    workload.answer(PROMPTS, 0)
+    workload.answer_prompts(PROMPTS, 0)
     duration = time.monotonic() - start
     totals = {"kills": 0, "wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0, "parts": 0}
     generator = random.Random(1)
-    for number in range(kills):
+    for seed in range(kills):
         for path in list(workload.folder.glob("*.safetensors"))[:: generator.randint(1, 3)]:
-            path.unlink()  # the writer then has pages to write
-        child = workload.fork(1000, seed=number)
+            path.unlink()  # so that the writer has pages to write
+        pid = workload.fork_writer(1000, seed=seed)
         time.sleep(generator.uniform(0, duration))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         totals["kills"] += 1
         totals["parts"] += len(list(workload.folder.glob(".*.part")))
-        totals["over"] += workload.size() > BOUND
-        for name, value in workload.answer(3, seed=number).items():
+        totals["over"] += workload.count_bytes() > MAX_BYTES
+        for name, value in workload.answer_prompts(3, seed=seed).items():
             totals[name] += value
     return totals
 
 
 def write_together(workload: Workload, processes: int) -> dict[str, int]:
     """Run processes that answer prompts at the same time. Return their summed counts."""
-    results = [workload.folder.with_name(f"result{number}") for number in range(processes)]
-    children = [workload.fork(30, number, result) for number, result in enumerate(results)]
+    results = [workload.folder.with_name(f"result{index}") for index in range(processes)]
+    pids = [workload.fork_writer(30, index, result) for index, result in enumerate(results)]
     totals = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}
-    while children:
-        totals["over"] += workload.size() > BOUND
-        child, _ = os.waitpid(children[0], os.WNOHANG)
-        if child:
-            children.pop(0)
+    while pids:
+        totals["over"] += workload.count_bytes() > MAX_BYTES
+        pid, _ = os.waitpid(pids[0], os.WNOHANG)
+        if pid:
+            pids.pop(0)
         time.sleep(0.005)
     for result in results:
         for name, value in json.loads(result.read_text()).items():
@@ -148,7 +148,7 @@ def write_together(workload: Workload, processes: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--together", type=int, default=0, help="processes that are not killed")
+    parser.add_argument("--together", type=int, default=0, help="processes to run without kills")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -38,18 +38,18 @@ from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.utils.environment import hardware
 from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build, type_names
 
-NAME = "fp8_paged"
+FP8_PAGED = "fp8_paged"
 FP8 = "fp8_e4m3"
-TYPE_SECONDS = 60
-# Tolerance for a different order of sums in fp32: a share of the logits' standard deviation.
+TYPE_TIME_LIMIT = 60
+# Tolerance for a different order of sums in fp32, as a share of the logits' standard deviation.
 TOLERANCE = 1e-3
-SIDES = ("own", "own_fp8", "paged", "paged_fp8")
+OUTCOMES = ("own", "own_fp8", "paged", "paged_fp8")
 
 CacheMaker = Callable[[str], Any]
 
 
-class TooSlow(BaseException):
-    """A type took longer than its limit. Handlers of `Exception` do not catch this."""
+class TypeTimeout(BaseException):
+    """Raised if a type takes longer than its limit. Handlers of `Exception` do not catch this."""
 
 
 class Answer(NamedTuple):
@@ -64,11 +64,11 @@ class Outcome:
     """Comparison of an answer with the baseline's answer.
 
     Attributes:
-        status: "equal", "close" (equal tokens, but logits farther apart than rounding explains),
+        status: "equal", "close" (equal tokens, but logits that differ by more than rounding),
             "differs", "refused" or "error".
         gap: Largest difference of a logit, as a share of the logits' standard deviation.
         agreement: Share of equal tokens.
-        note: The exception that was raised, or the first token that differs.
+        note: Raised exception, or position of the first token that differs.
     """
 
     status: str
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class Row:
-    """Results of one type. `baseline` is the reason why `DynamicCache` does not run it, or ""."""
+    """Results of one type. `baseline` says why it does not run with `DynamicCache`, or is ""."""
 
     name: str
     baseline: str = ""
@@ -101,19 +101,19 @@ class Row:
         return self.runs and bool(self.path) and not self.path.startswith(("refused", "not"))
 
     def failures(self) -> list[str]:
-        """Return the labels of failed outcomes. A refused type has none."""
+        """Describe the failed outcomes. A type that refuses "fp8_paged" has not failed."""
         failures = []
-        for label in SIDES if self.runs else ():
-            good = {"equal"} | ({"refused"} if label.startswith("paged") else set())
-            good |= {"close", "differs"} if label.endswith("fp8") else set()
+        for label in OUTCOMES if self.runs else ():
+            allowed_statuses = {"equal"} | ({"refused"} if label.startswith("paged") else set())
+            allowed_statuses |= {"close", "differs"} if label.endswith("fp8") else set()
             outcome: Outcome | None = getattr(self, label)
-            if outcome is None or outcome.status not in good:
+            if outcome is None or outcome.status not in allowed_statuses:
                 failures.append(f"{self.name}, {label}: {outcome}")
         return failures
 
 
 def answer(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
-    """Generate greedily with the cache, or with the cache that `generate` makes itself."""
+    """Generate greedily with the cache, or with the default cache of `generate`."""
     arguments = {name: value.clone() for name, value in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
@@ -135,44 +135,44 @@ def compare(expected: Answer, actual: Answer) -> Outcome:
     is_shared = torch.cumprod(
         torch.cat([torch.ones_like(is_same[:, :1]), is_same[:, :-1]], 1), 1
     ).bool()
-    finite = expected.logits.isfinite() & actual.logits.isfinite() & is_shared[..., None]
-    spread = expected.logits[expected.logits.isfinite()].std().clamp_min(1e-12)
-    error = float(((expected.logits - actual.logits).abs() / spread)[finite].max())
+    is_compared = expected.logits.isfinite() & actual.logits.isfinite() & is_shared[..., None]
+    logits_std = expected.logits[expected.logits.isfinite()].std().clamp_min(1e-12)
+    error = float(((expected.logits - actual.logits).abs() / logits_std)[is_compared].max())
     if not bool((expected.logits.isfinite() == actual.logits.isfinite())[is_shared].all()):
         error = float("inf")
     agreement = float(is_same.float().mean())
     if agreement < 1.0:
-        row, step = (int(place) for place in (is_same == 0).nonzero()[0])
+        row, step = (int(index) for index in (is_same == 0).nonzero()[0])
         return Outcome("differs", error, agreement, f"row {row} from token {step}")
     return Outcome("equal" if error <= TOLERANCE else "close", error, agreement)
 
 
-def cache_makers(model: PreTrainedModel, accepts_single: bool) -> dict[str, CacheMaker]:
+def make_cache_makers(model: PreTrainedModel, accepts_single: bool) -> dict[str, CacheMaker]:
     """Return the ways to pass an `FP8PagedCache`.
 
-    An encoder-decoder gets a pair, for its own tokens and for the encoder's. It also gets a single
-    cache if it accepts a `DynamicCache` outside such a pair (`accepts_single`).
+    An encoder-decoder gets a pair of caches, for the decoder's and the encoder's tokens. It also
+    gets a single cache if it accepts a single `DynamicCache` (`accepts_single`).
     """
 
-    def make(dtype: str, *config: Any) -> FP8PagedCache:
-        pages = {"page_size": 8} if dtype == "auto" else {}  # several pages if every token counts
-        return FP8PagedCache(*config, dtype=dtype, **pages)
+    def make_cache(dtype: str, *config: Any) -> FP8PagedCache:
+        options = {"page_size": 8} if dtype == "auto" else {}  # so that prompts have several pages
+        return FP8PagedCache(*config, dtype=dtype, **options)
 
     makers: dict[str, CacheMaker] = {}
-    # These make a new cache for the encoder, of the same class but without its options.
-    remakes = model.config.model_type in ("t5gemma", "t5gemma2")
+    # These types replace the encoder's cache by a new cache of its class, without options.
+    remakes_cache = model.config.model_type in ("t5gemma", "t5gemma2")
     if accepts_single:
-        makers["alone"] = lambda dtype: make(dtype, model.config)
+        makers["alone"] = lambda dtype: make_cache(dtype, model.config)
     if model.config.is_encoder_decoder:
         # The encoder's keys have no window, as in transformers.
         makers["pair"] = lambda dtype: EncoderDecoderCache(
-            make(dtype, model.config), DynamicCache() if remakes else make(dtype)
+            make_cache(dtype, model.config), DynamicCache() if remakes_cache else make_cache(dtype)
         )
     return makers
 
 
 def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
-    """Return the answer with transformers' own cache.
+    """Return the answer with transformers' cache.
 
     Raises:
         ValueError: The type stores no keys and values.
@@ -199,26 +199,26 @@ def find_worst_outcome(
 ) -> Outcome:
     """Return the worst outcome over all ways to pass the cache."""
     outcomes = []
-    for label, make in makers.items():
-        outcome = attempt(lambda make=make: compare(base, answer(model, inputs, make(dtype))))
+    for label, make_cache in makers.items():
+        outcome = attempt(lambda f=make_cache: compare(base, answer(model, inputs, f(dtype))))
         note = outcome.note and f"{label}: {outcome.note}"
         outcomes.append(dataclasses.replace(outcome, note=note))
-    order = ("error", "refused", "differs", "close", "equal")
-    return min(outcomes, key=lambda outcome: order.index(outcome.status))
+    statuses = ("error", "refused", "differs", "close", "equal")
+    return min(outcomes, key=lambda outcome: statuses.index(outcome.status))
 
 
 def attempt(run: Callable[[], Outcome]) -> Outcome:
     """Return the outcome of a run. An error of this package is a refusal."""
     try:
         return run()
-    except Exception as error:  # a type may raise any error, which is reported
+    except Exception as error:  # a type may raise any error, and the outcome reports it
         return Outcome(
             "refused" if isinstance(error, FP8KVError) else "error", note=shorten_error(error)
         )
 
 
 def shorten_error(error: BaseException) -> str:
-    """Return an error on one line, without phrases that many errors share."""
+    """Return an error on one line, without phrases that many errors have in common."""
     text = re.sub(
         r"\(note: typos in the generate.*|Class validation error for validator '\w+': "
         r"|You can install it with.*|\| ",
@@ -228,32 +228,33 @@ def shorten_error(error: BaseException) -> str:
 
 
 class Watch:
-    """Counts the pages and dense tensors that reach "fp8_paged" in decoding steps."""
+    """Counts the calls of "fp8_paged" with pages and with dense tensors in decoding steps."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        stock_attention = ALL_ATTENTION_FUNCTIONS[NAME]
+        stock_attention = ALL_ATTENTION_FUNCTIONS[FP8_PAGED]
 
         def count_and_attend(module, query, key, value, *args, **kwargs):
             if query.shape[2] == 1:
-                sparse = any(kwargs.get(name) is not None for name in ("indices", "block_indices"))
-                paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
-                latent = paged and reads_stored_latents(module)
-                fused = "fused, latent" if latent else "fused"
-                self.seen[fused if paged and (latent or not sparse) else "dense"] += 1
+                indices = (kwargs.get(name) for name in ("indices", "block_indices"))
+                is_sparse = any(x is not None for x in indices)
+                is_paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+                is_latent = is_paged and reads_stored_latents(module)
+                path = "fused, latent" if is_latent else "fused"
+                self.seen[path if is_paged and (is_latent or not is_sparse) else "dense"] += 1
             return stock_attention(module, query, key, value, *args, **kwargs)
 
-        AttentionInterface.register(NAME, count_and_attend)
+        AttentionInterface.register(FP8_PAGED, count_and_attend)
         try:
             yield
         finally:
-            AttentionInterface.register(NAME, stock_attention)
+            AttentionInterface.register(FP8_PAGED, stock_attention)
 
     def path(self) -> str:
-        """Return "fused", "fused, latent", "dense" or several, or "own" without any call."""
+        """Return the paths of calls ("fused", "fused, latent", "dense"), or "own" without calls."""
         return ", ".join(sorted(self.seen, reverse=True)) or "own"
 
 
@@ -262,21 +263,21 @@ def measure_paged(
 ) -> None:
     """Set the fields of `attn_implementation="fp8_paged"`."""
     watch = Watch()
-    model.set_attn_implementation(NAME)
-    if decoder_attention(model) == NAME:
+    model.set_attn_implementation(FP8_PAGED)
+    if get_attention(model) == FP8_PAGED:
         with watch():
             row.paged = find_worst_outcome(base, model, inputs, "auto", makers)
             row.paged_fp8 = find_worst_outcome(base, model, inputs, FP8, makers)
         row.path = watch.path()
         return
 
-    # transformers keeps the old attention here, with a warning. from_pretrained would not.
+    # Here transformers warns and keeps the old attention. from_pretrained would change it.
     def run_forced() -> Outcome:
-        model, inputs = build(row.name, attn_implementation=NAME)
+        model, inputs = build(row.name, attn_implementation=FP8_PAGED)
         accepts_single = not model.config.is_encoder_decoder
         with watch():
             return find_worst_outcome(
-                base, model, inputs, "auto", cache_makers(model, accepts_single)
+                base, model, inputs, "auto", make_cache_makers(model, accepts_single)
             )
 
     row.paged = attempt(run_forced)
@@ -286,7 +287,7 @@ def measure_paged(
     row.paged_fp8 = Outcome("refused")
 
 
-def decoder_attention(model: PreTrainedModel) -> str:
+def get_attention(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
@@ -296,15 +297,15 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
     try:
         model, inputs = build(name)
         if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
-            # sdpa, which older versions choose here, omits the softcap.
+            # Older versions choose sdpa here, which omits the softcap.
             model.set_attn_implementation("eager")
-        row.attention = decoder_attention(model)
+        row.attention = get_attention(model)
         base = baseline(model, inputs)
-    except Exception as error:  # a type that cannot run here is listed with the reason
+    except Exception as error:  # the table lists a type that cannot run, with the reason
         row.baseline = shorten_error(error)
     else:
         if not only_baseline:
-            makers = cache_makers(model, accepts_single_cache(model, inputs, base))
+            makers = make_cache_makers(model, accepts_single_cache(model, inputs, base))
             row.own = find_worst_outcome(base, model, inputs, "auto", makers)
             row.own_fp8 = find_worst_outcome(base, model, inputs, FP8, makers)
             measure_paged(row, base, model, inputs, makers)
@@ -315,59 +316,59 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
 
 
 @contextlib.contextmanager
-def limit(seconds: int) -> Iterator[None]:
+def time_limit(seconds: int) -> Iterator[None]:
     """Raise TooSlow in the context when the time is over, if the system has alarms."""
 
-    def ring(signum: int, frame: Any) -> None:
-        raise TooSlow(f"took more than {seconds} s")
+    def raise_timeout(signum: int, frame: Any) -> None:
+        raise TypeTimeout(f"took more than {seconds} s")
 
     if not hasattr(signal, "SIGALRM"):
         yield
         return
-    before = signal.signal(signal.SIGALRM, ring)
+    old_handler = signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
 
 
 def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
-    """Yield a row per type, in order. A type that hangs is cut off."""
+    """Yield a row per type, in order. A type that exceeds its time limit is stopped."""
     for name in names:
         try:
-            with limit(TYPE_SECONDS):
+            with time_limit(TYPE_TIME_LIMIT):
                 yield check_type(name, only_baseline=only_baseline)
-        except TooSlow as error:
-            yield Row(name, baseline=shorten_error(error), seconds=TYPE_SECONDS)
+        except TypeTimeout as error:
+            yield Row(name, baseline=shorten_error(error), seconds=TYPE_TIME_LIMIT)
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
     """Return the counts above the table."""
-    ran = [row for row in rows if row.runs]
-    accepts = [row for row in ran if row.accepts]
+    runnable = [row for row in rows if row.runs]
+    accepting = [row for row in runnable if row.accepts]
 
-    def equal(outcomes: list[Outcome | None]) -> int:
+    def count_equal(outcomes: list[Outcome | None]) -> int:
         return sum(outcome is not None and outcome.status == "equal" for outcome in outcomes)
 
-    def answered(outcomes: list[Outcome | None]) -> int:
+    def count_answered(outcomes: list[Outcome | None]) -> int:
         return sum(outcome is not None and outcome.agreement is not None for outcome in outcomes)
 
     return {
         "types": len(rows),
-        "run under DynamicCache": len(ran),
-        "equal under their own attention": equal([row.own for row in ran]),
-        'accept "fp8_paged"': len(accepts),
-        'equal under "fp8_paged"': equal([row.paged for row in accepts]),
-        "of these fused": sum("fused" in row.path for row in accepts),
-        'refuse "fp8_paged"': len(ran) - len(accepts),
-        "run in E4M3 under their own attention": answered([row.own_fp8 for row in ran]),
-        'run in E4M3 under "fp8_paged"': answered([row.paged_fp8 for row in accepts]),
+        "run under DynamicCache": len(runnable),
+        "equal under their own attention": count_equal([row.own for row in runnable]),
+        'accept "fp8_paged"': len(accepting),
+        'equal under "fp8_paged"': count_equal([row.paged for row in accepting]),
+        "of these fused": sum("fused" in row.path for row in accepting),
+        'refuse "fp8_paged"': len(runnable) - len(accepting),
+        "run in E4M3 under their own attention": count_answered([row.own_fp8 for row in runnable]),
+        'run in E4M3 under "fp8_paged"': count_answered([row.paged_fp8 for row in accepting]),
     }
 
 
-def markdown(rows: list[Row], command: str) -> str:
+def format_page(rows: list[Row], command: str) -> str:
     """Return the page: counts, the table of types that run, and the list of types that do not."""
     seconds = sum(row.seconds for row in rows)
     numbers = "\n".join(f"* {label}: **{number}**" for label, number in counts(rows).items())
@@ -398,42 +399,42 @@ attention. *not switched*: `set_attn_implementation` does not change the model, 
 
 | type | own attention | equal | E4M3 | "fp8_paged" | equal | E4M3 | note |
 |---|---|---|---|---|---|---|---|
-{"".join(_line(row) + chr(10) for row in rows if row.runs)}
+{"".join(_format_row(row) + chr(10) for row in rows if row.runs)}
 ## Types that did not run under DynamicCache
 
 | type | reason |
 |---|---|
-{"".join(_line(row) + chr(10) for row in rows if not row.runs)}"""
+{"".join(_format_row(row) + chr(10) for row in rows if not row.runs)}"""
 
 
-def _line(row: Row) -> str:
+def _format_row(row: Row) -> str:
     if not row.runs:
         return f"| {row.name} | {row.baseline} |"
-    own, own_fp8, paged, paged_fp8 = outcomes = [getattr(row, x) or Outcome("") for x in SIDES]
-    hidden = {"", *(x.note for x in (own_fp8, paged_fp8) if x.status == "differs")}
-    notes = dict.fromkeys(x.note for x in outcomes if x.note not in hidden)
-    cells = [row.name, row.attention, own.status, _share(own_fp8)]
-    cells += [row.path, paged.status, _share(paged_fp8), "; ".join(notes)]
+    own, own_fp8, paged, paged_fp8 = outcomes = [getattr(row, x) or Outcome("") for x in OUTCOMES]
+    hidden_notes = {"", *(x.note for x in (own_fp8, paged_fp8) if x.status == "differs")}
+    notes = dict.fromkeys(x.note for x in outcomes if x.note not in hidden_notes)
+    cells = [row.name, row.attention, own.status, _format_share(own_fp8)]
+    cells += [row.path, paged.status, _format_share(paged_fp8), "; ".join(notes)]
     return "| " + " | ".join(cells) + " |"
 
 
-def _share(outcome: Outcome) -> str:
+def _format_share(outcome: Outcome) -> str:
     return outcome.status if outcome.agreement is None else f"{outcome.agreement:.2f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 1 if a type that runs under DynamicCache is neither equal nor refused."""
     parser = argparse.ArgumentParser(
-        "python -m tests.tools.sweep", description="Sweep model types."
+        "python -m tests.tools.sweep", description="Run all model types."
     )
-    parser.add_argument("--types", help="comma-separated names (default: all)")
+    parser.add_argument("--types", help="comma-separated names of types (default: all)")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
     parser.add_argument("--baseline", action="store_true", help="only run types under DynamicCache")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    # The configurations are odd, and no network is needed.
+    # The configs cause many warnings. The network is not needed.
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -441,12 +442,12 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for row in sweep(names, only_baseline=options.baseline):
         rows.append(row)
-        print(f"{row.seconds:6.2f} s  {_line(row)}", flush=True)
+        print(f"{row.seconds:6.2f} s  {_format_row(row)}", flush=True)
     for label, number in counts(rows).items():
         print(f"{number:5d}  {label}")
     command = " ".join(["python -m tests.tools.sweep", *(arguments or sys.argv[1:])])
     if options.out:
-        options.out.write_text(markdown(rows, command), encoding="utf-8")
+        options.out.write_text(format_page(rows, command), encoding="utf-8")
     if options.json:
         text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")

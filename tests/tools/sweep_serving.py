@@ -1,10 +1,10 @@
-"""Measure which model types run in transformers' engine, with its own cache and with our pages.
+"""Measure which model types run in transformers' engine, with its cache and with FP8 pages.
 
     python -m tests.tools.sweep_serving [--json PATH]
 
 A tiny random model of each type answers five prompts with `generate_batch`, in chunks. It uses
-transformers' own cache, and then pages in the model's dtype, with which all tokens must be equal.
-Both answers are compared with the model's `generate()`. This takes about five minutes.
+transformers' cache, and then pages in the model's dtype, with which all tokens must be equal. Both
+answers are compared with the answer of the model's `generate()`. This takes about five minutes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from hf_fp8kv import FP8KVError, serving
 from tests.helpers.serving_tools import batched, greedy, prompts
 from tests.helpers.tiny_models import tiny, type_names
 
-NEW = 6
+NEW_TOKENS = 6
 EQUAL, DIFFERS, FAILS, REFUSED = "equal", "differs", "fails", "refused"
 
 
@@ -44,47 +44,49 @@ def main() -> None:
             rows[name] = row
             print_line(f"{name:24} transformers: {row[0]:8} FP8 pages: {row[1]:8} {row[2]}")
     print_line("")
-    for (stock_outcome, our_outcome), count in Counter(
-        (a, b) for a, b, _ in rows.values()
+    for (stock_outcome, pages_outcome), count in Counter(
+        (stock, pages) for stock, pages, _ in rows.values()
     ).most_common():
-        print_line(f"{count:4}  transformers: {stock_outcome:8} FP8 pages: {our_outcome}")
+        print_line(f"{count:4}  transformers: {stock_outcome:8} FP8 pages: {pages_outcome}")
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def compare(name: str) -> list[str] | None:
-    """Return the outcome with transformers' cache, the outcome with ours, and a reason.
+    """Return the outcome with transformers' cache, the outcome with pages, and a reason.
 
-    The result is None if `generate()` does not run for the type.
+    The result is None if the type does not run with `generate()`.
     """
-    texts = prompts(90)[:5]
+    prompt_ids = prompts(90)[:5]
     try:
         model, _ = tiny(name)
-        expected = [generate_alone(model, text) for text in texts]
+        expected = [generate_alone(model, ids) for ids in prompt_ids]
     except Exception:
         return None
-    stock_outcome, _ = run_batched(model, texts, expected)
+    stock_outcome, _ = run_batched(model, prompt_ids, expected)
     try:
         serving.enable(model, dtype="auto")
     except FP8KVError as error:
         return [stock_outcome, REFUSED, str(error)[:160]]
-    return [stock_outcome, *run_batched(model, texts, expected)]
+    return [stock_outcome, *run_batched(model, prompt_ids, expected)]
 
 
-def generate_alone(model: Any, text: list[int]) -> list[int]:
+def generate_alone(model: Any, ids: list[int]) -> list[int]:
     output = model.generate(
-        torch.tensor([text]), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+        torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
-    tokens: list[int] = output[0, len(text) :].tolist()
+    tokens: list[int] = output[0, len(ids) :].tolist()
     return tokens
 
 
-def run_batched(model: Any, texts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
+def run_batched(
+    model: Any, prompt_ids: list[list[int]], expected: list[list[int]]
+) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(None):
             outputs = batched(
-                model, texts, generation=greedy(max_new_tokens=NEW), max_batch_tokens=48
+                model, prompt_ids, generation=greedy(max_new_tokens=NEW_TOKENS), max_batch_tokens=48
             )
     except (Exception, AssertionError) as error:
         return FAILS, f"{type(error).__name__}: {error}"[:160].replace("\n", " ")

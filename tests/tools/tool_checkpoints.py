@@ -1,10 +1,10 @@
-"""Write the golden files of tests/data/tools with the tools themselves: `make tools`.
+"""Write the golden files of tests/data/tools, each with its tool: `make tools`.
 
     python tests/tools/tool_checkpoints.py llm-compressor tests/data/tools
 
-runs in an environment of that tool, and does not import this package. Each layout is a tiny model
-with random weights, calibrated on random tokens. The configs that the tool saves, and the scale
-tensors of K and V, are copied to `TOOL-VERSION/LAYOUT`.
+The program runs in an environment of the tool, and does not import hf_fp8kv. Each layout is a tiny
+model with random weights, calibrated on random tokens. The configs that the tool saves, and the
+scale tensors of K and V, are copied to `TOOL-VERSION/LAYOUT`.
 """
 
 import importlib.metadata
@@ -27,29 +27,29 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.2,
     "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
 }  # fmt: skip
-CONFIGS = ("config.json", "hf_quant_config.json")
-KEPT = re.compile(
+CONFIG_FILES = ("config.json", "hf_quant_config.json")
+SCALE_NAMES = re.compile(
     r".*\b(?:self_attn|attention)\.(?!.*(?:weights?_|input_|dense))"
     r".*(?:scale|scaling_factor|zero_point|[kv]_proj\.[kv]_bias)"
 )
 Save = Callable[[Path], object]
 
 
-def make_model(kind: str) -> PreTrainedModel:
-    """Return a tiny model of a model type, the same in every run."""
+def make_model(model_type: str) -> PreTrainedModel:
+    """Return a tiny model of a model type. It is the same in every run."""
     torch.manual_seed(0)
-    sizes = SIZES | ({"head_dim": None} if kind == "phi3" else {})
-    config = AutoConfig.for_model(kind, **{n: v for n, v in sizes.items() if v is not None})
+    sizes = {key: x for key, x in SIZES.items() if (model_type, key) != ("phi3", "head_dim")}
+    config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.config.architectures = [type(model).__name__]
     return model
 
 
-def save_model(kind: str, folder: Path) -> Path:
-    """Save the model and a tokenizer for tools that load them, and return the folder."""
-    words = Tokenizer(WordLevel({str(i): i for i in range(512)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="2")
-    make_model(kind).save_pretrained(folder)
+def save_model(model_type: str, folder: Path) -> Path:
+    """Save the model and a tokenizer for tools that load files. Return the folder."""
+    word_tokenizer = Tokenizer(WordLevel({str(i): i for i in range(512)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, pad_token="2")
+    make_model(model_type).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -59,32 +59,33 @@ def make_tokens() -> torch.Tensor:
     return torch.randint(3, 512, (8, 64), generator=torch.Generator().manual_seed(1))
 
 
-def keep(saved: Path, target: Path) -> None:
+def copy_results(saved: Path, target: Path) -> None:
     """Copy the configs of a checkpoint, and the scale tensors of each of its files."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for path in sorted(saved.iterdir()):
-        if path.name in CONFIGS:
+        if path.name in CONFIG_FILES:
             shutil.copyfile(path, target / path.name)
         elif path.suffix == ".safetensors":
-            tensors = {n: t for n, t in load_file(path).items() if KEPT.fullmatch(n)}
-            if tensors:
-                save_file(tensors, target / path.name)
+            tensors = load_file(path).items()
+            scales = {name: x for name, x in tensors if SCALE_NAMES.fullmatch(name)}
+            if scales:
+                save_file(scales, target / path.name)
 
 
-def auto_round() -> dict[str, Save]:
-    """Return a function for each layout, which saves it with AutoRound."""
+def list_auto_round() -> dict[str, Save]:
+    """Return a function for each layout that saves the layout with AutoRound."""
     from auto_round import AutoRound
 
     def layout(scheme: str, format: str, **options: str) -> Save:
         def save(folder: Path) -> None:
             original = save_model("llama", folder / "original")
             tokens = [{"input_ids": row[None]} for row in make_tokens()]
-            rounding = AutoRound(
+            quantizer = AutoRound(
                 str(original), scheme=scheme, iters=0, nsamples=8, seqlen=64, dataset=tokens,
                 device_map="cpu", **options,
             )  # fmt: skip
-            rounding.quantize_and_save(str(folder / "saved"), format=format)
+            quantizer.quantize_and_save(str(folder / "saved"), format=format)
             for path in folder.glob("saved/*/*"):
                 path.rename(folder / path.name)
 
@@ -98,24 +99,24 @@ def auto_round() -> dict[str, Save]:
     }
 
 
-def llm_compressor() -> dict[str, Save]:
-    """Return a function for each layout, which saves it with LLM Compressor."""
+def list_llm_compressor() -> dict[str, Save]:
+    """Return a function for each layout that saves the layout with LLM Compressor."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform import SpinQuantModifier
 
-    eight = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    eight["symmetric"] = True
+    fp8_scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    fp8_scheme["symmetric"] = True
 
     def layout(
-        kind: str, scheme: dict[str, object], weights: str | None = None, rotation: str = ""
+        name: str, scheme: dict[str, object], weights: str | None = None, rotation: str = ""
     ) -> Save:
         def save(folder: Path) -> None:
-            original = save_model(kind, folder / "original")
+            original = save_model(name, folder / "original")
             # R3 of SpinQuant rotates K and the queries after RoPE.
             spin = SpinQuantModifier(rotations=["R3"], transform_type=rotation or "hadamard")
-            options: dict[str, object] = {"kv_cache_scheme": eight | scheme}
+            options: dict[str, object] = {"kv_cache_scheme": fp8_scheme | scheme}
             if weights:
                 options |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
             samples = Dataset.from_dict({"input_ids": make_tokens().tolist()})
@@ -142,21 +143,21 @@ def llm_compressor() -> dict[str, Save]:
     }
 
 
-def quark() -> dict[str, Save]:
-    """Return a function for each layout, which saves it with Quark."""
+def list_quark() -> dict[str, Save]:
+    """Return a function for each layout that saves the layout with Quark."""
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
     def layout(
-        kind: str = "llama", scheme: str = "fp8", mode: str = "quark", post_rope: bool = False,
+        name: str = "llama", scheme: str = "fp8", mode: str = "quark", post_rope: bool = False,
         **options: object,
     ) -> Save:  # fmt: skip
         def save(folder: Path) -> None:
-            template = LLMTemplate.get(kind)
+            template = LLMTemplate.get(name)
             config = template.get_config(scheme=scheme, **{"kv_cache_scheme": "fp8"} | options)
             config.kv_cache_post_rope = post_rope
             quantizer = ModelQuantizer(config)
             tokens = [row[None] for row in make_tokens()]
-            model = quantizer.quantize_model(make_model(kind), tokens)
+            model = quantizer.quantize_model(make_model(name), tokens)
             export_safetensors(quantizer.freeze(model), folder, custom_mode=mode)
 
         return save
@@ -178,25 +179,25 @@ def quark() -> dict[str, Save]:
     }
 
 
-def modelopt() -> dict[str, Save]:
-    """Return a function for each layout, which saves it with ModelOpt."""
+def list_modelopt() -> dict[str, Save]:
+    """Return a function for each layout that saves the layout with ModelOpt."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
 
-    def run(model: PreTrainedModel) -> None:
+    def run_calibration(model: PreTrainedModel) -> None:
         for row in make_tokens():
             model(row[None])
 
-    def layout(kind: str, weights: str | None, cache: str | None, ranks: int = 0) -> Save:
+    def layout(name: str, weights: str | None, cache: str | None, ranks: int = 0) -> Save:
         def save(folder: Path) -> None:
-            caches = [] if cache is None else getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
+            cache_config = [] if cache is None else getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
             config = {} if weights is None else getattr(mtq, f"{weights}_CFG")
-            if caches:
-                config = mtq.update_quant_cfg_with_kv_cache_quant(config, caches)
-            model = mtq.quantize(make_model(kind), config, run)
+            if cache_config:
+                config = mtq.update_quant_cfg_with_kv_cache_quant(config, cache_config)
+            model = mtq.quantize(make_model(name), config, run_calibration)
             if ranks:
                 export_tensorrt_llm_checkpoint(
-                    model, kind, torch.bfloat16, folder, inference_tensor_parallel=ranks
+                    model, name, torch.bfloat16, folder, inference_tensor_parallel=ranks
                 )
             else:
                 export_hf_checkpoint(model, export_dir=folder)
@@ -219,32 +220,32 @@ def modelopt() -> dict[str, Save]:
     }
 
 
-# The package whose version is in the folder's name, and the function, for each tool.
+# For each tool, the package whose version is in the folder's name, and the function of layouts.
 TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
-    "auto-round": ("auto-round", auto_round),
-    "llm-compressor": ("llmcompressor", llm_compressor),
-    "modelopt": ("nvidia-modelopt", modelopt),
-    "quark": ("amd-quark", quark),
+    "auto-round": ("auto-round", list_auto_round),
+    "llm-compressor": ("llmcompressor", list_llm_compressor),
+    "modelopt": ("nvidia-modelopt", list_modelopt),
+    "quark": ("amd-quark", list_quark),
 }
 
 
-def main(tool: str, target: Path, only: list[str]) -> int:
-    """Write the layouts of a tool, all or those in `only`. Return the number of failed layouts."""
+def main(tool: str, target: Path, names: list[str]) -> int:
+    """Write the layouts of a tool, or only `names`. Return the number of failed layouts."""
     package, layouts = TOOLS[tool]
     folder = target / f"{tool}-{importlib.metadata.version(package)}"
-    failed = 0
+    num_failed = 0
     for name, save in layouts().items():
-        if only and name not in only:
+        if names and name not in names:
             continue
-        with tempfile.TemporaryDirectory() as saved:
+        with tempfile.TemporaryDirectory() as scratch:
             try:
-                save(Path(saved))
+                save(Path(scratch))
             except Exception:
                 logging.exception("%s: %s was not written", tool, name)
-                failed += 1
+                num_failed += 1
                 continue
-            keep(Path(saved), folder / name)
-    return failed
+            copy_results(Path(scratch), folder / name)
+    return num_failed
 
 
 if __name__ == "__main__":

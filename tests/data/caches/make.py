@@ -2,8 +2,8 @@
 
 Each case has two files: `NAME.safetensors`, a cache after a prompt, and
 `NAME.continued.safetensors`, the same cache after `continue_cache`. All files have version 3, and
-the same tokens as the files of version 2 that they replaced. Write them again only for a new
-version of the format.
+the same tokens as the files of version 2 that they replaced. Write the files again only for a
+new version of the format.
 """
 
 import sys
@@ -15,26 +15,26 @@ import torch
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
 from hf_fp8kv.formats import LayerPlan
 
-HEADS, DIM, PROMPT = 2, 16, 13
+HEADS, DIM, PROMPT_TOKENS = 2, 16, 13
 
 
-def make_config(kind: str) -> Any:
-    config = _make_config(kind)
-    # The centers of a first call with RoPE differ from the centers in the earlier files.
+def make_config(model_type: str) -> Any:
+    config = _make_config(model_type)
+    # With RoPE, the centers of a first call would differ from the centers in earlier files.
     config.rope_parameters = None
     return config
 
 
-def _make_config(kind: str) -> Any:
+def _make_config(model_type: str) -> Any:
     from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
     sizes: dict[str, Any] = {
         "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": HEADS,
         "head_dim": DIM, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64,
     }  # fmt: skip
-    if kind == "llama":
+    if model_type == "llama":
         return LlamaConfig(**sizes)
-    if kind == "mistral":
+    if model_type == "mistral":
         return MistralConfig(**sizes, sliding_window=8)
     types = ["sliding_attention", "full_attention"]
     return Gemma3TextConfig(**sizes, sliding_window=8, layer_types=types)
@@ -79,18 +79,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def feed(cache: FP8PagedCache, count: int, seed: int) -> None:
+def feed(cache: FP8PagedCache, num_tokens: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for layer in range(2):
-        x = torch.randint(-64, 65, (2, HEADS, count, DIM), generator=generator) / 8
+        x = torch.randint(-64, 65, (2, HEADS, num_tokens, DIM), generator=generator) / 8
         cache.update(x, x.flip(-1) + layer, layer)
 
 
 def make_cache(name: str) -> FP8PagedCache:
-    kind, keywords = CASES[name]
-    cache = FP8PagedCache(make_config(kind) if kind else None, page_size=8, **keywords)
+    model_type, keywords = CASES[name]
+    cache = FP8PagedCache(make_config(model_type) if model_type else None, page_size=8, **keywords)
     if name != "empty":
-        feed(cache, PROMPT, 0)
+        feed(cache, PROMPT_TOKENS, 0)
         cache.reorder_cache(torch.tensor([1, 1]))
     return cache
 

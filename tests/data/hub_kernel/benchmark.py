@@ -1,4 +1,4 @@
-"""Time one decode step: attention over 8-bit pages, and torch's attention over bf16."""
+"""Time the attention of one decode step: over 8-bit pages, and torch's over dense bf16."""
 
 import importlib
 from functools import partial
@@ -9,7 +9,7 @@ from triton.testing import do_bench
 fp8 = importlib.import_module("fp8_paged_attention")
 
 
-def compare(length: int) -> tuple[float, float]:
+def measure_step(length: int) -> tuple[float, float]:
     """Return the milliseconds of a step over `length` tokens: with pages, and with torch."""
     table = torch.arange(length // 64, dtype=torch.int32, device="cuda")[None]
     pages = fp8.new_pages(table, length // 64, 8, 128)
@@ -18,12 +18,12 @@ def compare(length: int) -> tuple[float, float]:
     fp8.write(pages, key, value, lengths)
     query = torch.randn(1, 32, 1, 128, device="cuda").bfloat16()
     spec = fp8.AttentionSpec(scaling=128**-0.5, causal=True)
-    ours = do_bench(partial(fp8.attend, query, pages, lengths, 0, length, spec))
+    paged_ms = do_bench(partial(fp8.attend, query, pages, lengths, 0, length, spec))
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    return ours, do_bench(partial(sdpa, query, key, value, enable_gqa=True))
+    return paged_ms, do_bench(partial(sdpa, query, key, value, enable_gqa=True))
 
 
 if __name__ == "__main__":
     for tokens in (4096, 32768, 131072):
-        ours, stock = compare(tokens)
-        print(f"{tokens} tokens: {ours:.3f} ms, torch in bf16 {stock:.3f} ms")
+        paged_ms, dense_ms = measure_step(tokens)
+        print(f"{tokens} tokens: pages {paged_ms:.3f} ms, torch in bf16 {dense_ms:.3f} ms")

@@ -38,12 +38,12 @@ def new_pages(
 ) -> Pages:
     """Return empty pages with dynamic scales for one layer.
 
-    `table` is `[B, M]`, int32: the page numbers of each sequence, in order. All are below `pages`.
+    `table` is `[B, M]`, int32: the page numbers of each sequence, in order, all below `pages`.
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
-    side, byte = StoredSide(None, None, format, head_dim, rotated), torch.uint8
-    size = page_layout(heads, page_size, head_dim, head_dim, byte, byte, True).size
-    block = torch.zeros(pages, size, dtype=byte, device=table.device)
-    offsets = torch.arange(0, pages * size, size, device=table.device)
-    return Pages(side, side, block, table, offsets, heads, page_size, byte, byte, True)
+    side, uint8 = StoredSide(None, None, format, head_dim, rotated), torch.uint8
+    page_bytes = page_layout(heads, page_size, head_dim, head_dim, uint8, uint8, True).size
+    block = torch.zeros(pages, page_bytes, dtype=uint8, device=table.device)
+    offsets = torch.arange(0, pages * page_bytes, page_bytes, device=table.device)
+    return Pages(side, side, block, table, offsets, heads, page_size, uint8, uint8, True)

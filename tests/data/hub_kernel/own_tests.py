@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("format", sorted(fp8.FORMATS))
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_attend(format, tokens):
+def test_attention_equals_attention_over_gathered_values(format, tokens):
     torch.manual_seed(0)
     table = torch.tensor([[3, 0, 2]], dtype=torch.int32, device=DEVICE)
     pages = fp8.new_pages(table, 4, 2, 32, page_size=16, format=format)
@@ -23,10 +23,11 @@ def test_attend(format, tokens):
     actual = fp8.attend(query, pages, lengths, 0, 39, spec)
     k, v = (fp8.gather(pages, lengths, side, 0, 39, torch.float32, False) for side in "kv")
     for dense, original in ((k, key), (v, value)):
-        assert (dense - original).square().mean().sqrt() < 0.1 * original.square().mean().sqrt()
+        rounding_error = (dense - original).square().mean().sqrt()
+        assert rounding_error < 0.1 * original.square().mean().sqrt()
     mask = torch.ones(tokens, 39, dtype=torch.bool, device=DEVICE).tril(39 - tokens)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, k, v, attn_mask=mask, enable_gqa=True
     ).transpose(1, 2)
     error = (actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error < 2e-3
+    assert error < 2e-3  # sums have different orders

@@ -1,6 +1,6 @@
 """Write the golden checkpoints next to this file: `python tests/data/scales/make.py`.
 
-Each folder has the names, shapes, dtypes and config entries that one tool writes, and little else.
+Each folder has the names, shapes, dtypes and config entries that one tool writes, and few others.
 The scales of K and V are the first scales in the two files that vLLM uses in its tests (Llama 2 7B
 and 70B). K and V have different scales, so a reader that confuses them fails.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
 V = (0.0230364128947258, 0.01979283057153225, 0.0241350457072258)
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_key_value_heads": 2}
@@ -23,8 +23,8 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": 
 Tensors = dict[str, torch.Tensor]
 
 
-def pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
-    """Return the scales of K and V of each layer under these names."""
+def make_pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
+    """Return the scales of K and V of each layer, as tensors with these names."""
     tensors = {}
     for layer, (k, v) in enumerate(zip(K, V, strict=True)):
         tensors[f"model.layers.{layer}.{k_name}"] = torch.full(shape, k, dtype=dtype)
@@ -32,15 +32,15 @@ def pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) 
     return tensors
 
 
-def shared(prefix: str, tail: str, shape: tuple[int, ...]) -> Tensors:
+def make_shared(prefix: str, suffix: str, shape: tuple[int, ...]) -> Tensors:
     """Return the larger scale of K and V of each layer as their shared scale."""
-    both = [max(pair) for pair in zip(K, V, strict=True)]
-    return {f"{prefix}.{i}.{tail}": torch.full(shape, s) for i, s in enumerate(both)}
+    scales = [max(pair) for pair in zip(K, V, strict=True)]
+    return {f"{prefix}.{i}.{suffix}": torch.full(shape, x) for i, x in enumerate(scales)}
 
 
-def write(name: str, config: dict[str, object], *shards: Tensors) -> None:
-    """Write a folder with a config and one file, or several files and their index."""
-    folder = HERE / name
+def write_folder(name: str, config: dict[str, object], *shards: Tensors) -> None:
+    """Write a folder with a config and one file of tensors, or several files and their index."""
+    folder = FOLDER / name
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | config, indent=1) + "\n")
     weight = {"model.layers.0.self_attn.k_proj.weight_scale": torch.tensor(7.0)}
@@ -57,8 +57,8 @@ def write(name: str, config: dict[str, object], *shards: Tensors) -> None:
 
 
 def write_json(name: str, model_type: str | None, ranks: dict[str, tuple[float, ...]]) -> None:
-    """Write a kv_cache_scales.json."""
-    folder = HERE / name
+    """Write a folder with a kv_cache_scales.json."""
+    folder = FOLDER / name
     folder.mkdir(exist_ok=True)
     factors = {rank: {str(i): s for i, s in enumerate(values)} for rank, values in ranks.items()}
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
@@ -67,7 +67,7 @@ def write_json(name: str, model_type: str | None, ranks: dict[str, tuple[float, 
 
 
 def main() -> None:
-    """Write every folder."""
+    """Write all folders."""
     f32, bf16 = torch.float32, torch.bfloat16
     attention = ("self_attn.k_scale", "self_attn.v_scale")
     outputs = ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale")
@@ -76,36 +76,36 @@ def main() -> None:
     write_json("vllm", "llama", {"0": K})
     write_json("vllm-rank0", "llama", {"rank0": V})
     write_json("vllm-two-ranks", None, {"0": K, "1": V})
-    write("tgi", {}, pairs(*attention, (), f32))
-    kv = shared("model.layers", "self_attn.kv_scale", ())
-    write("tgi-kv", {"kv_cache_torch_dtype": "float8_e4m3fn"}, kv)
-    write("tgi-kv-written", {"kv_cache_dtype": "float8_e4m3fn"}, kv)
-    write("tgi-kv-fnuz", {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, kv)
-    write("autofp8", {"quantization_config": FP8}, pairs(*attention, (), f32))
-    write("autofp8-kv", {"quantization_config": FP8}, kv)
+    write_folder("tgi", {}, make_pairs(*attention, (), f32))
+    kv = make_shared("model.layers", "self_attn.kv_scale", ())
+    write_folder("tgi-kv", {"kv_cache_torch_dtype": "float8_e4m3fn"}, kv)
+    write_folder("tgi-kv-written", {"kv_cache_dtype": "float8_e4m3fn"}, kv)
+    write_folder("tgi-kv-fnuz", {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, kv)
+    write_folder("autofp8", {"quantization_config": FP8}, make_pairs(*attention, (), f32))
+    write_folder("autofp8-kv", {"quantization_config": FP8}, kv)
     scheme = {"quantization_config": compressed | {"kv_cache_scheme": SCHEME}}
-    write("compressed-tensors", scheme, pairs(*attention, (1,), bf16))
-    old = {"compression_config": compressed | {"kv_cache_scheme": SCHEME}}
-    write("compressed-tensors-old", old, pairs(*attention, (1,), torch.float16))
+    write_folder("compressed-tensors", scheme, make_pairs(*attention, (1,), bf16))
+    old_config = {"compression_config": compressed | {"kv_cache_scheme": SCHEME}}
+    write_folder("compressed-tensors-old", old_config, make_pairs(*attention, (1,), torch.float16))
     per_head = {}
-    for name, tensor in pairs(*attention, (2, 1, 1), torch.float64).items():
+    for name, tensor in make_pairs(*attention, (2, 1, 1), torch.float64).items():
         per_head[name] = tensor * torch.tensor([1.0, 2.0]).view(2, 1, 1)
     scheme = compressed | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
     names = sorted(per_head)
-    shards = [{n: per_head[n] for n in names[:3]}, {n: per_head[n] for n in names[3:]}]
-    write("compressed-tensors-heads", {"quantization_config": scheme}, *shards)
-    # ModelOpt writes neither strategy nor symmetric.
+    shards = [{n: per_head[n] for n in part} for part in (names[:3], names[3:])]
+    write_folder("compressed-tensors-heads", {"quantization_config": scheme}, *shards)
+    # ModelOpt writes neither `strategy` nor `symmetric`.
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8"}
     modelopt["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     names = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
-    write("modelopt", {"quantization_config": modelopt}, pairs(*names, (), f32))
+    write_folder("modelopt", {"quantization_config": modelopt}, make_pairs(*names, (), f32))
     output = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
     group = ["*k_proj", "*v_proj"]
     quark = {"quant_method": "quark", "export": {"kv_cache_group": group}}
     quark["layer_quant_config"] = {name: {"output_tensors": output} for name in group}
-    write("quark", {"quantization_config": quark}, pairs(*outputs, (), f32))
-    factors = shared("transformer.layers", "attention.kv_cache_scaling_factor", (1,))
-    write("trtllm", {"quantization": {"kv_cache_quant_algo": "FP8"}}, factors)
+    write_folder("quark", {"quantization_config": quark}, make_pairs(*outputs, (), f32))
+    factors = make_shared("transformer.layers", "attention.kv_cache_scaling_factor", (1,))
+    write_folder("trtllm", {"quantization": {"kv_cache_quant_algo": "FP8"}}, factors)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 A smoke test and compute-sanitizer run first, and the benchmark before the slower half of the
 tests. Each part has a time limit, and the logs name the tests that did not run. Logs and gpu.json
-go to a folder. The last line is one JSON object. The exit code is the tests' exit code, or if that
-is 0 the benchmark's. Without a GPU nothing runs, and the exit code is 0. In a dry run, the limit of
-each part is half an hour.
+go to the folder `--out`. The last line of the output is a JSON object. The exit code is the tests'
+exit code, or the benchmark's if the tests pass. Without a GPU nothing runs, and the exit code is 0.
+In a dry run, the limit of each part is half an hour.
 """
 
 import argparse
@@ -22,20 +22,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-# Limit of each part in seconds. With END for each part and START for torch's import, the sum is at
-# most TOTAL.
+# Limit of each part in seconds. With END_LIMIT for each part and IMPORT_LIMIT for torch's import,
+# the sum is at most TOTAL_LIMIT.
 LIMITS = {
     "smoke": 25, "memcheck": 60, "racecheck": 55, "kernels": 70, "benchmark": 225, "table": 14,
     "gpu": 44,
 }  # fmt: skip
-# Only the tests of the kernels run with --experiments.
-EXPERIMENTS = {"kernels": 80, "benchmark": 340, "table": 20}
-END, START, TOTAL = 5, 12, 540
+# With --experiments, only the tests of the kernels and the benchmark run.
+EXPERIMENT_LIMITS = {"kernels": 80, "benchmark": 340, "table": 20}
+END_LIMIT, IMPORT_LIMIT, TOTAL_LIMIT = 5, 12, 540
 SANITIZER = "compute-sanitizer"
-# Seconds of the benchmark after its own time limit.
-GRACE = 15
-DRY = 1800
-INTERPRETED = """
+GRACE_LIMIT = 15  # seconds that the benchmark may run past its own time limit
+DRY_LIMIT = 1800  # seconds of each part in a dry run
+INTERPRETED_BENCHMARK = """
 from tests.helpers.interpreter import repair
 repair()
 from benchmarks.gpu.__main__ import main
@@ -45,20 +44,20 @@ raise SystemExit(main())
 
 def main() -> int:
     options = parse_arguments()
-    gpu = gpu_name()
+    gpu = get_gpu_name()
     if gpu is None and not options.dry:
-        say("No GPU: torch finds none, so nothing was run.")
-        say(json.dumps({"gpu": None}))
+        print_line("No GPU: torch finds none, so nothing was run.")
+        print_line(json.dumps({"gpu": None}))
         return 0
-    # Parts run in the repository, so that their paths must not be relative.
+    # Parts run in the repository's folder, so paths must not be relative to the current folder.
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     logs = [f"{name}.log" for name in LIMITS]
     for name in (*logs, "gpu.json", "gpu.json.new"):
         (out / name).unlink(missing_ok=True)
-    limits = EXPERIMENTS if options.experiments else LIMITS
+    limits = EXPERIMENT_LIMITS if options.experiments else LIMITS
     if options.dry:
-        limits = dict.fromkeys(limits, DRY)
+        limits = dict.fromkeys(limits, DRY_LIMIT)
     if options.dry and gpu is None:
         # Kernels run in Triton's interpreter, with the tests' fixes of its arithmetic.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -75,13 +74,13 @@ def main() -> int:
     if "gpu" in limits:
         other_tests = ["-m", "gpu", *(f"--ignore={path}" for path in kernels)]
         codes.append(run_tests("gpu", other_tests, out, limits["gpu"]))
-    last = {"gpu": gpu, "tests_exit_code": max(codes), "benchmark_exit_code": benchmark_code}
-    say(json.dumps(read_summary(out / "gpu.json") | last))
+    report = {"gpu": gpu, "tests_exit_code": max(codes), "benchmark_exit_code": benchmark_code}
+    print_line(json.dumps(read_summary(out / "gpu.json") | report))
     return max(codes) or benchmark_code
 
 
 @functools.cache
-def gpu_name() -> str | None:
+def get_gpu_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -91,108 +90,108 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes, on any machine")
+    parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
     parser.add_argument("--experiments", action="store_true", help="search launch parameters")
-    parser.add_argument("tests", nargs="*", help="instead of the tests of the kernels")
+    parser.add_argument("tests", nargs="*", help="tests to run instead of the kernel tests")
     return parser.parse_args()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ()) -> int:
-    """Run Python with the repository on its path, and return the exit code, 124 after a timeout.
+def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] = ()) -> int:
+    """Run Python with the repository on its path. Return the exit code, or 124 after a timeout.
 
-    `tool` is a command that runs Python.
+    `tool` is a command that Python runs under, such as compute-sanitizer.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Tests use deterministic algorithms, for which cuBLAS needs a workspace.
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
     if tool:
-        # Torch's cached blocks of memory would hide accesses past the end of a tensor.
+        # Cached blocks of memory in torch would hide accesses past the end of a tensor.
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
-    began = time.monotonic()
+    start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
             [*tool, sys.executable, *command], cwd=ROOT, env=environment, start_new_session=True,
             stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            code = process.wait(seconds)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = 124
-            # Pytest still prints the failures so far after an interrupt.
+            # After an interrupt, pytest still prints the failures up to then.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END - 1)
-            file.write(f"\nended after {seconds:.0f} seconds\n")
+                process.wait(END_LIMIT - 1)
+            file.write(f"\nended after {limit:.0f} seconds\n")
         finally:
-            # Its child processes must also end, because a kernel that hangs would hold the GPU.
+            # Child processes must also end, because a kernel that hangs would block the GPU.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    say(f"({time.monotonic() - began:.0f} s, exit code {code}, {log})")
+    print_line(f"({time.monotonic() - start:.0f} s, exit code {code}, {log})")
     return code
 
 
-def run_smoke(name: str, tool: list[str], out: Path, seconds: float) -> int:
-    say(f"== {name}")
+def run_smoke(name: str, tool: list[str], out: Path, limit: float) -> int:
+    print_line(f"== {name}")
     log = out / f"{name}.log"
     options = ["tiny"] if tool else []
-    code = run(["-W", "ignore", "-m", "tests.tools.gpu.smoke", *options], log, seconds, tool)
-    say(tail(log, 14 if code else 4))
+    code = run_python(["-W", "ignore", "-m", "tests.tools.gpu.smoke", *options], log, limit, tool)
+    print_line(read_tail(log, 14 if code else 4))
     return abs(code)
 
 
-def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int:
+def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
     """Return pytest's exit code, or 0 if no test was selected."""
-    say(f"== tests: {name}")
+    print_line(f"== tests: {name}")
     options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     options += ["-p", "tests.tools.gpu.unfinished"]
     if importlib.util.find_spec("xdist"):
         # Compiling on the CPU takes most of the time.
         options += ["-n", str(min(os.cpu_count() or 1, 14))]
-    # The versions on a GPU machine may differ from those that the tests were written with.
+    # A GPU machine may have other versions of packages than the tests were written for.
     for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
         options += ["-W", f"ignore::{warning}"]
-    # The log names the test of a kernel that hangs.
+    # If a kernel hangs, the log names its test.
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"
-    code = run(["-m", "pytest", *options, *arguments], log, seconds)
-    say(tail(log, 40 if code == 124 else 14))
+    code = run_python(["-m", "pytest", *options, *arguments], log, limit)
+    print_line(read_tail(log, 40 if code == 124 else 14))
     return 0 if code == 5 else abs(code)
 
 
 def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]) -> int:
-    say("== benchmark")
+    print_line("== benchmark")
     command = ["-m", "benchmarks.gpu"]
-    if options.dry and gpu_name() is None:
-        command = ["-c", INTERPRETED]
+    if options.dry and get_gpu_name() is None:
+        command = ["-c", INTERPRETED_BENCHMARK]
     results, log = out / "gpu.json", out / "benchmark.log"
-    seconds = options.seconds or limits["benchmark"] - GRACE
-    arguments = ["--seconds", str(seconds), "--json", str(results)]
+    time_limit = options.seconds or limits["benchmark"] - GRACE_LIMIT
+    arguments = ["--seconds", str(time_limit), "--json", str(results)]
     arguments += ["--dry"] * options.dry + ["--experiments"] * options.experiments
-    code = run([*command, *arguments], log, seconds + GRACE)
-    if code:
-        say(tail(log))
+    exit_code = run_python([*command, *arguments], log, time_limit + GRACE_LIMIT)
+    if exit_code:
+        print_line(read_tail(log))
     if results.exists():
         # The file exists even if the benchmark was stopped.
         table = out / "table.log"
-        if run([*command, "--from", str(results)], table, limits["table"]):
-            code = code or 1
-        say(table.read_text())
-    return abs(code)
+        if run_python([*command, "--from", str(results)], table, limits["table"]):
+            exit_code = exit_code or 1
+        print_line(table.read_text())
+    return abs(exit_code)
 
 
-def tail(log: Path, lines: int = 14) -> str:
+def read_tail(log: Path, lines: int = 14) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def read_summary(results: Path) -> dict[str, object]:
-    """Return the benchmark's summary, or nothing without a result."""
+    """Return the summary of the benchmark's results, or {} without results."""
     if not results.exists():
         return {}
     sys.path.insert(0, str(ROOT))

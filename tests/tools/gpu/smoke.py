@@ -25,16 +25,16 @@ LATENT = Heads(16, 1, 512, 64) if ON_GPU else TINY.latents[0].heads
 
 
 def attend_to_pages(stage: Stage, case: Case, kind: Kind) -> float:
-    """Return the error of attention to scattered pages, which a plan may split."""
+    """Return the error of attention to scattered pages. A plan may split the attention."""
     [pages] = pages_for(stage, kind, case, 1, 8)
     query = make_query(stage, case)
-    make, plan, lengths = make_plan_step(stage, case, "triton")
-    make()
+    compute_plan, plan, lengths = make_plan_step(stage, case, "triton")
+    compute_plan()
     return check(attend(query, pages, lengths, case, plan, "triton"), query, pages, case)
 
 
 def step_cache(stage: Stage, kind: Kind) -> float:
-    """Return the error of a growing cache after three steps, which write, plan and attend."""
+    """Return the error of a growing cache after three steps that each write, plan and attend."""
     case = Case((130, 130), HEADS)
     steps = CacheSteps(stage, kind, case, 2, "triton", preallocated=False)
     for _ in range(3):
@@ -61,9 +61,9 @@ def main() -> int:
             for kind in (E3M4, E4M3, BF16):
                 errors[f"cache {kind.name}"] = step_cache(stage, kind)
                 errors[f"ragged {kind.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), kind)
-            many = Case((200,), HEADS, tokens=70)
+            extend_case = Case((200,), HEADS, tokens=70)
             for kind in (E3M4, BF16):
-                errors[f"extend {kind.name}"] = attend_to_pages(stage, many, kind)
+                errors[f"extend {kind.name}"] = attend_to_pages(stage, extend_case, kind)
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT), E3M4)
         else:
             length = 32768 if ON_GPU else 130

@@ -26,9 +26,11 @@ def test_without_a_gpu_nothing_is_run(monkeypatch, capsys):
 def test_all_parts_fit_into_nine_minutes():
     parts = ["smoke", "memcheck", "racecheck", "kernels", "benchmark", "table", "gpu"]
     assert list(run.LIMITS) == parts
-    for limits in (run.LIMITS, run.EXPERIMENTS):
-        assert sum(limits.values()) + len(limits) * run.END + run.START <= run.TOTAL == 540
-    assert sum(FULL.seconds.values()) + COMPILE_SECONDS == run.LIMITS["benchmark"] - run.GRACE
+    for limits in (run.LIMITS, run.EXPERIMENT_LIMITS):
+        end_limits = len(limits) * run.END_LIMIT
+        assert sum(limits.values()) + end_limits + run.IMPORT_LIMIT <= run.TOTAL_LIMIT == 540
+    seconds = run.LIMITS["benchmark"] - run.GRACE_LIMIT
+    assert sum(FULL.seconds.values()) + COMPILE_SECONDS == seconds
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_all_parts_fit_into_nine_minutes():
 def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, failing, code):
     result = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
 
-    def replay(command, log, seconds, tool=()):
+    def fake_run_python(command, log, seconds, tool=()):
         log.write_text("the log\n")
         logs.append(log.stem)
         if "tests.tools.gpu.smoke" in command:
@@ -50,23 +52,23 @@ def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, 
         return 2 if failing == "benchmark" else 0
 
     logs = []
-    monkeypatch.setattr(run, "run", replay)
+    monkeypatch.setattr(run, "run_python", fake_run_python)
     monkeypatch.setattr(run.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(sys, "argv", ["run.py", "--dry", "--out", str(tmp_path)])
     assert run.main() == code
     assert logs == list(run.LIMITS)
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["tests_exit_code"] == (0 if failing == "benchmark" else code)
-    assert last["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
-    assert last["goals"]
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert results["tests_exit_code"] == (0 if failing == "benchmark" else code)
+    assert results["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
+    assert results["goals"]
 
 
 @pytest.mark.parametrize(("source", "code"), [("test", 2), ("plugin", 3)])
 def test_the_log_names_failures_and_unfinished_tests(tmp_path, source, code):
-    """An interrupt may come within a test, or break a plugin."""
-    ended = tmp_path / "test_ended.py"
-    ended.write_text(
+    """An interrupt may come during a test, or break a plugin."""
+    test_file = tmp_path / "test_ended.py"
+    test_file.write_text(
         "def test_bad(): assert 1 == 2\n"
         f"def test_ends(): {'raise KeyboardInterrupt' if source == 'test' else 'pass'}\n"
         "def test_late(): pass\n"
@@ -76,30 +78,30 @@ def test_the_log_names_failures_and_unfinished_tests(tmp_path, source, code):
             "def pytest_runtest_protocol(item): assert item.name != 'test_ends'\n"
         )
     options = ["-m", "pytest", "-p", "tests.tools.gpu.unfinished", "-p", "no:cacheprovider", "-q"]
-    options += [str(ended), "--rootdir", str(tmp_path)]
-    assert run.run(options, tmp_path / "log", 600) == code
+    options += [str(test_file), "--rootdir", str(tmp_path)]
+    assert run.run_python(options, tmp_path / "log", 600) == code
     log = (tmp_path / "log").read_text()
     assert "failed: test_ended.py::test_bad" in log
     assert "not finished: 2 of test_ended.py" in log
 
 
 def test_a_timeout_is_in_the_log(tmp_path):
-    assert run.run(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
+    assert run.run_python(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
     assert "ended after" in (tmp_path / "log").read_text()
 
 
 def test_a_tool_runs_python_without_cached_memory(tmp_path):
     script = "print(__import__('os').environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
-    assert run.run(["-c", script], tmp_path / "log", 600, ["env", "A=1"]) == 0
+    assert run.run_python(["-c", script], tmp_path / "log", 600, ["env", "A=1"]) == 0
     assert (tmp_path / "log").read_text() == "1\n"
 
 
 def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
-    """A later test passes in a new process, although the first process has lost the GPU."""
+    """A later test passes in a new process, after the first process has lost the GPU."""
     pytest.importorskip("xdist")
-    # The processes import this instead of the package, which takes seconds.
+    # The processes import this file instead of torch, whose import takes seconds.
     (tmp_path / "torch.py").write_text("class cuda: is_initialized = lambda: False\n")
-    (lost := tmp_path / "test_lost.py").write_text(
+    (test_file := tmp_path / "test_lost.py").write_text(
         "import torch\n"
         "def lose():\n"
         "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
@@ -109,35 +111,35 @@ def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
         "def test_later(): assert not torch.cuda.is_initialized()\n"
     )
     options = ["-m", "pytest", "-p", "tests.tools.gpu.unfinished", "-p", "no:cacheprovider"]
-    options += ["-n", "1", "--rootdir", str(tmp_path), str(lost)]
-    assert run.run(options, tmp_path / "log", 600) == 1
+    options += ["-n", "1", "--rootdir", str(tmp_path), str(test_file)]
+    assert run.run_python(options, tmp_path / "log", 600) == 1
     log = (tmp_path / "log").read_text()
     assert "RuntimeError: CUDA error: an illegal memory access" in log
     assert "1 passed" in log
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_child_processes_end_with_a_part(tmp_path, number):
-    slow = tmp_path / "test_slow.py"
-    slow.write_text(
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_child_processes_end_with_a_part(tmp_path, signal_number):
+    test_file = tmp_path / "test_slow.py"
+    test_file.write_text(
         "import os, pathlib, time\n"
         "def test_slow():\n"
         "    pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
         "    time.sleep(600)\n"
     )
-    script = [sys.executable, "-m", "tests.tools.gpu.run", "--dry", str(slow)]
+    script = [sys.executable, "-m", "tests.tools.gpu.run", "--dry", str(test_file)]
     with subprocess.Popen(
-        [*script, "--out", str(tmp_path / "here")], cwd=run.ROOT, stdout=subprocess.DEVNULL,
-        # Jobs in the background of a shell ignore SIGINT, and so do their children.
+        [*script, "--out", str(tmp_path / "out")], cwd=run.ROOT, stdout=subprocess.DEVNULL,
+        # Background jobs of a shell ignore SIGINT, and their child processes inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as runs:  # fmt: skip
+    ) as process:  # fmt: skip
         pid = tmp_path / "pid"
         while not (pid.exists() and pid.read_text()):
-            assert runs.poll() is None
+            assert process.poll() is None
             time.sleep(0.1)
-        runs.send_signal(number)
-        assert runs.wait() not in (0, None)
+        process.send_signal(signal_number)
+        assert process.wait() not in (0, None)
     while True:
         try:
             os.kill(int(pid.read_text()), 0)

@@ -42,14 +42,14 @@ def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> dict[str, obje
     cells = {name: row[name] for name in ("variant", "kernel", "target")}
     old_row = old_rows.get((row["target"], row["variant"], row["kernel"]), {})
     for name in COLUMNS:
-        new = row.get(name, "")
-        old = old_row.get(name, new)
-        cells[name.replace("_", " ")] = new if old == new else f"{old} > {new}"
+        value = row.get(name, "")
+        old_value = old_row.get(name, value)
+        cells[name.replace("_", " ")] = value if old_value == value else f"{old_value} -> {value}"
     return cells | {"verdict": "; ".join(row["violations"]) or "ok"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile and print. Return 1 if a kernel does not compile or violates a rule."""
+    """Compile the kernels, and print them. Return 1 if one does not compile or violates a rule."""
     parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
     add_argument = parser.add_argument
     names = [variant.name for variant in list_variants()]

@@ -16,21 +16,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Assembly:
-    """Facts about a kernel's machine code.
+    """Properties of a kernel's machine code.
 
     Attributes:
-        registers: Registers per thread. On AMD vector and accumulation registers together.
+        registers: Registers per thread. On AMD, the sum of vector and accumulation registers.
         spills: Instructions that access local memory (NVIDIA), or spilled vector registers (AMD).
         loop_spills: Spills in the main loop. NVIDIA only.
         doubles: Instructions on float64.
-        loop: Instructions of the main loop, or 0. The main loop is the innermost loop with products
-            of matrices that has the most 16-byte loads, and among equals the shortest.
+        loop: Instructions of the main loop, or 0. The main loop is the innermost loop with matrix
+            products that has the most 16-byte loads, or the shortest of several such loops.
         wide_bytes: Bytes that a thread loads in the loop with 16-byte loads from global memory.
         byte_loads: Loads of single bytes from shared memory in the loop.
-        conversions: Instructions in the loop, or anywhere without a loop, that convert 8-bit
-            floating-point values.
-        ahead: Largest share of a round's 16-byte loads that is in flight during a product.
-        fused: Products with log2(e) that are not rounded before a sum. NVIDIA only.
+        conversions: Instructions that convert 8-bit floating-point values, in the loop, or in the
+            whole kernel if it has no loop.
+        rounds_ahead: Rounds whose 16-byte loads are in flight during a product. A fraction is a
+            share of the loads of one round.
+        fused: Products with log2(e) that are fused with a sum, without rounding. NVIDIA only.
     """
 
     registers: int
@@ -41,19 +42,19 @@ class Assembly:
     byte_loads: int
     conversions: int
     loop_spills: int = 0
-    ahead: float = 0.0
+    rounds_ahead: float = 0.0
     fused: int = 0
 
 
 def read_assembly(asm: dict[str, Any]) -> Assembly:
-    """Return the facts of a kernel, given the `asm` of Triton's compiled kernel."""
+    """Return the properties of a kernel, given the `asm` of Triton's compiled kernel."""
     if "amdgcn" in asm:
         return read_amd(asm["amdgcn"])
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(asm["cubin"])
         usage = _run_tool("cuobjdump", "--dump-resource-usage", binary)
-        # -ndf leaves out the analysis of data flow, a quarter of the time.
+        # -ndf skips the analysis of data flow, which takes a quarter of the time.
         return read_nvidia(_run_tool("nvdisasm", "-c", "-ndf", binary), usage)
 
 
@@ -76,7 +77,7 @@ _SASS_DOUBLE = r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F6
 
 
 def read_nvidia(text: str, usage: str) -> Assembly:
-    """Return the facts in nvdisasm's `text` and cuobjdump's resource `usage`."""
+    """Read the properties from nvdisasm's `text` and cuobjdump's resource `usage`."""
     lines, labels = _find_lines(text, _SASS, _SASS_LABEL)
     loop = _find_main_loop(lines, labels, _SASS_JUMP, _SASS_PRODUCT, _SASS_WIDE)
     return Assembly(
@@ -88,23 +89,21 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         wide_bytes=16 * _count(_SASS_WIDE, loop),
         byte_loads=_count(r"LDS\.[US]8\b", loop),
         conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop or lines),
-        ahead=_count_copies(loop),
+        rounds_ahead=_count_rounds_ahead(loop),
         fused=_count(_SASS_FUSED, lines),
     )
 
 
-def _count_copies(loop: Sequence[str]) -> float:
+def _count_rounds_ahead(loop: Sequence[str]) -> float:
     """Return the number of rounds whose asynchronous copies to shared memory are in flight at once.
 
-    The groups in flight are those left by the strictest wait, and those added by a round. Loads
-    to registers do not count, because the same round waits for their values.
+    The strictest wait leaves some groups in flight, and a round adds its groups. Loads to registers
+    do not count, because the same round waits for their values.
     """
     groups = _count(r"LDGDEPBAR\b", loop)
-    groups_left = [
-        int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))
-    ]
-    copied = groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
-    return (min(groups_left) + groups) / groups if copied else 0.0
+    groups_left = [int(m[1], 16) for x in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", x))]
+    has_copies = groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
+    return (min(groups_left) + groups) / groups if has_copies else 0.0
 
 
 # "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"
@@ -117,7 +116,7 @@ _GCN_WIDE = r"(global|buffer|flat)_load_(lds_)?dwordx4"
 
 
 def read_amd(text: str) -> Assembly:
-    """Return the facts in the assembly `text` of a kernel for AMD's GPUs."""
+    """Read the properties from the assembly `text` of a kernel for AMD's GPUs."""
     lines, labels = _find_lines(text[: text.find(".amdhsa_kernel")], _GCN, _GCN_LABEL)
     loop = _find_main_loop(lines, labels, _GCN_JUMP, _GCN_PRODUCT, _GCN_WIDE)
     return Assembly(
@@ -128,25 +127,25 @@ def read_amd(text: str) -> Assembly:
         wide_bytes=16 * _count(_GCN_WIDE, loop),
         byte_loads=_count(r"ds_read_[ui]8", loop),
         conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop or lines),
-        ahead=_count_loads_ahead(loop),
+        rounds_ahead=_measure_loads_ahead(loop),
     )
 
 
-def _count_loads_ahead(loop: Sequence[str]) -> float:
+def _measure_loads_ahead(loop: Sequence[str]) -> float:
     """Return the largest share of AMD's wide loads that is in flight at a product of the loop.
 
-    Loads end in order: a wait for vmcnt(n) leaves the last n.
+    Loads end in order, so a wait for vmcnt(n) leaves the last n loads in flight.
     """
     in_flight: list[bool] = []
-    most = 0
+    max_in_flight = 0
     for line in [*loop, *loop]:
         if re.match(_GCN_LOAD, line):
             in_flight.append(re.match(_GCN_WIDE, line) is not None)
-        elif left := re.match(r"s_waitcnt.*vmcnt\((\d+)\)", line):
-            in_flight = in_flight[max(0, len(in_flight) - int(left[1])) :]
+        elif wait := re.match(r"s_waitcnt.*vmcnt\((\d+)\)", line):
+            in_flight = in_flight[max(0, len(in_flight) - int(wait[1])) :]
         elif re.match(_GCN_PRODUCT, line):
-            most = max(most, sum(in_flight))
-    return most / max(1, _count(_GCN_WIDE, loop))
+            max_in_flight = max(max_in_flight, sum(in_flight))
+    return max_in_flight / max(1, _count(_GCN_WIDE, loop))
 
 
 def _read_field(pattern: str, text: str) -> int:
@@ -166,9 +165,9 @@ def _find_lines(
 
 
 def _find_main_loop(
-    lines: Sequence[str], labels: dict[str, int], jump: str, product: str, wide: str
+    lines: Sequence[str], labels: dict[str, int], jump: str, product: str, wide_load: str
 ) -> Sequence[str]:
-    """Return the instructions of the main loop, see `Assembly`. `wide` matches its widest loads."""
+    """Return the instructions of the main loop (see `Assembly`)."""
     jumps = [(end, match) for end, line in enumerate(lines) if (match := re.match(jump, line))]
     spans = [(labels.get(match[1], len(lines)), end) for end, match in jumps]
     loops = {(a, b) for a, b in spans if a <= b and _count(product, lines[a : b + 1])}
@@ -177,10 +176,10 @@ def _find_main_loop(
         for a, b in loops
         if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
     ]
-    main_loop = min(inner, key=lambda loop: (-_count(wide, loop), len(loop)), default=[])
+    main_loop = min(inner, key=lambda loop: (-_count(wide_load, loop), len(loop)), default=[])
     return [line for line in main_loop if not line.startswith("NOP")]
 
 
 def _count(pattern: str, lines: Sequence[str]) -> int:
-    compiled = re.compile(pattern)
-    return sum(compiled.match(line) is not None for line in lines)
+    regex = re.compile(pattern)
+    return sum(regex.match(line) is not None for line in lines)

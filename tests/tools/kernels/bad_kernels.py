@@ -1,6 +1,6 @@
-"""Faulty inputs for the check of kernels: broken rules, a wrong variant, and a compiler that dies.
+"""Faulty kernels for the check: violated rules, a wrong variant, and a process that dies.
 
-The kernels resemble the decode kernel. "good" breaks no rule. Each further case has one change.
+The kernels resemble the decode kernel. "good" violates no rule. Each further case has one change.
 """
 
 import os
@@ -20,9 +20,9 @@ CASES = {
     "good": {},
     "strides unknown": {"stride": 64 * 128 + 1},
     "V by rows": {"V_BY_ROWS": True},
-    "large": {"ROWS": 64, "WIDE": 512},
+    "large": {"ROWS": 64, "HEAD_DIM": 512},
     "converted by bits": {"BY_BITS": True},
-    "float64": {"DOUBLE": True},
+    "float64": {"FLOAT64": True},
     "unknown format": None,
     "dies": None,
 }
@@ -31,8 +31,8 @@ CASES = {
 @triton.jit
 def _convert(codes, BY_BITS: tl.constexpr):
     if BY_BITS:
-        wide = codes.to(tl.int16)
-        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        bits = codes.to(tl.int16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     else:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
@@ -40,31 +40,31 @@ def _convert(codes, BY_BITS: tl.constexpr):
 @triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, stride, length,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, V_BY_ROWS: tl.constexpr,
-    BY_BITS: tl.constexpr, DOUBLE: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, V_BY_ROWS: tl.constexpr,
+    BY_BITS: tl.constexpr, FLOAT64: tl.constexpr,
 ):  # fmt: skip
-    rows, d, n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, TILE)
-    q = tl.load(q_ptr + rows[:, None] * WIDE + d[None, :])
-    acc = tl.zeros([ROWS, WIDE], tl.float32)
+    rows, d, n = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM), tl.arange(0, TILE)
+    q = tl.load(q_ptr + rows[:, None] * HEAD_DIM + d[None, :])
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     page = tl.load(table_ptr)
     for j in tl.range(0, length, num_stages=3):
         next_page = tl.load(table_ptr + j + 1)
         base = page.to(tl.int64) * stride
-        k = tl.load(k_ptr + base + n[:, None] * WIDE + d[None, :])
-        x = tl.dot(q, tl.trans(_convert(k, BY_BITS)))
-        if DOUBLE:
-            x = (x.to(tl.float64) * x + 1).to(tl.float32)
+        k = tl.load(k_ptr + base + n[:, None] * HEAD_DIM + d[None, :])
+        logits = tl.dot(q, tl.trans(_convert(k, BY_BITS)))
+        if FLOAT64:
+            logits = (logits.to(tl.float64) * logits + 1).to(tl.float32)
         if V_BY_ROWS:
-            v = tl.load(v_ptr + base + n[:, None] * WIDE + d[None, :])
+            v = tl.load(v_ptr + base + n[:, None] * HEAD_DIM + d[None, :])
         else:
             v = tl.trans(tl.load(v_ptr + base + d[:, None] * TILE + n[None, :]))
-        acc = tl.dot(x.to(tl.float16), _convert(v, BY_BITS), acc)
+        acc = tl.dot(logits.to(tl.float16), _convert(v, BY_BITS), acc)
         page = next_page
-    tl.store(out_ptr + rows[:, None] * WIDE + d[None, :], acc)
+    tl.store(out_ptr + rows[:, None] * HEAD_DIM + d[None, :], acc)
 
 
-def compile_bad(name: str) -> Iterator[Row]:
-    """Yield the row of a case for sm_90. Call it in a new process."""
+def compile_bad_kernel(name: str) -> Iterator[Row]:
+    """Yield the row of a case for sm_90. Call this in a new process, whose target it sets."""
     set_target("sm_90")
     if name == "dies":
         os.abort()
@@ -72,8 +72,8 @@ def compile_bad(name: str) -> Iterator[Row]:
         yield from compile_variants("sm_90", [Variant("decode", k="no format")])
         return
     constants = {
-        "ROWS": 16, "WIDE": 128, "TILE": 64, "V_BY_ROWS": False, "BY_BITS": False, "DOUBLE": False,
-        "num_warps": 4, **CASES[name],
+        "ROWS": 16, "HEAD_DIM": 128, "TILE": 64, "V_BY_ROWS": False, "BY_BITS": False,
+        "FLOAT64": False, "num_warps": 4, **CASES[name],
     }  # fmt: skip
     stride = constants.pop("stride", 64 * 128)
     pool = torch.zeros(4, 64, 128, dtype=torch.uint8)
@@ -81,4 +81,4 @@ def compile_bad(name: str) -> Iterator[Row]:
     arguments = (q, pool, pool, table, torch.zeros(16, 128), stride, 63)
     compiled = _attend.warmup(*arguments, grid=(1,), **constants)
     target = replace(Target.parse("sm_90"), parameters={"programs": 3})
-    yield make_row(target, Variant("decode", main=True), "_attend", compiled, constants)
+    yield make_row(target, Variant("decode", is_main=True), "_attend", compiled, constants)

@@ -1,8 +1,8 @@
 """Compile every kernel for every supported GPU, without a GPU, and check the machine code.
 
-The functions that a cache calls run on tensors on the CPU, and each kernel that they would start is
-compiled for the target instead. The compiled kernels therefore have the constants and the alignment
-of arguments of real calls. assembly.py reads the machine code, and rules.py checks it.
+The functions that a cache calls run on tensors on the CPU, and each kernel that they would launch
+is compiled for the target instead. The compiled kernels therefore have the constants and argument
+alignments of real calls. assembly.py reads the machine code, and rules.py checks it.
 
 Triton's cache (TRITON_CACHE_DIR) stores compiled kernels by their source.
 """
@@ -28,7 +28,7 @@ from .assembly import read_assembly
 from .rules import find_violations
 from .variants import Variant, call_variant, list_variants
 
-# One kernel of a variant for one target: its names, violations, and the facts of `make_row`.
+# One kernel of a variant for one target: its names, violations, and the properties of `make_row`.
 Row: TypeAlias = dict[str, Any]
 
 
@@ -39,9 +39,9 @@ def check_targets(names: Sequence[str], variants: Collection[str] = ()) -> dict[
 
 
 def run_in_processes(
-    names: Sequence[str], work: Callable[[str], Iterable[Row]]
+    names: Sequence[str], yield_rows: Callable[[str], Iterable[Row]]
 ) -> dict[str, list[Row]]:
-    """Return the rows that `work` yields for each name, in one process per name, two at a time.
+    """Return the rows that `yield_rows` yields for each name, in a process per name, two at a time.
 
     Triton 3.6 converts FP8 for all targets of a process as for its first target. The processes are
     forks, because an import of torch and transformers takes seconds. A process that dies gives a
@@ -50,10 +50,10 @@ def run_in_processes(
     fork = multiprocessing.get_context("fork")
     rows: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for first in range(0, len(names), 2):
+        for start in range(0, len(names), 2):
             processes = {
-                name: fork.Process(target=_write_rows, args=(Path(folder, name), work, name))
-                for name in names[first : first + 2]
+                name: fork.Process(target=_write_rows, args=(Path(folder, name), yield_rows, name))
+                for name in names[start : start + 2]
             }
             for process in processes.values():
                 process.start()
@@ -64,40 +64,40 @@ def run_in_processes(
                 print(f"{name}: {len(lines)} kernels", file=sys.stderr)
                 if process.exitcode:
                     reason = f"the process ended with {process.exitcode}"
-                    rows[name].append(_failed_row(name, "", "", reason))
+                    rows[name].append(_make_failed_row(name, "", "", reason))
     return rows
 
 
-def _write_rows(path: Path, work: Callable[[str], Iterable[Row]], name: str) -> None:
+def _write_rows(path: Path, yield_rows: Callable[[str], Iterable[Row]], name: str) -> None:
     with path.open("w", buffering=1) as file:
-        for row in work(name):
+        for row in yield_rows(name):
             file.write(json.dumps(row) + "\n")
 
 
 def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
-    """Yield a row for each kernel that the variants start on the target `name`.
+    """Yield a row for each kernel that the variants launch on the target `name`.
 
-    Triton then compiles for the target in this process.
+    From then on, Triton compiles for this target in this process.
     """
     set_target(name)
     target = Target.parse(name)
-    seen: set[str] = set()
+    seen_hashes: set[str] = set()
     for variant in variants:
         try:
             with assuming(target), recording(starts=False) as recorded:
                 call_variant(variant)
             for kernel, grid, args, constants, _ in recorded.launches:
                 compiled = kernel.warmup(*args, grid=grid, **constants)
-                if compiled.hash not in seen:
-                    seen.add(compiled.hash)
+                if compiled.hash not in seen_hashes:
+                    seen_hashes.add(compiled.hash)
                     yield make_row(target, variant, kernel.__name__, compiled, constants)
-        except Exception as error:  # a compiler may raise any error, which the row reports
+        except Exception as error:  # a compiler may raise any error, and the row reports it
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
-            yield _failed_row(name, variant.name, variant.operation, reason)
+            yield _make_failed_row(name, variant.name, variant.operation, reason)
 
 
-def _failed_row(target: str, variant: str, kernel: str, reason: str) -> Row:
+def _make_failed_row(target: str, variant: str, kernel: str, reason: str) -> Row:
     return {"target": target, "variant": variant, "kernel": kernel, "violations": [reason]}
 
 
@@ -105,7 +105,7 @@ def set_target(name: str) -> None:
     """Make Triton compile for the GPU `name` from now on."""
     parsed = Target.parse(name)
     target = GPUTarget(parsed.vendor, parsed.arch, 32 if parsed.is_nvidia else 64)
-    # The methods of a driver that a compilation uses.
+    # A compilation uses only these methods of a driver.
     driver = SimpleNamespace(
         get_current_target=lambda: target,
         get_active_torch_device=lambda: torch.device("cpu"),
@@ -116,32 +116,33 @@ def set_target(name: str) -> None:
 
 
 def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
-    """Return the facts of a compiled kernel: the fields of Assembly, resources and ratios.
+    """Return the properties of a compiled kernel: the fields of Assembly, resources and ratios.
 
-    "rows" are the query rows of a program, and "tile" the tokens that a round of the main loop
-    reads. "per_tile" counts instructions of all warps in a round, and "per_kib" instructions of all
-    warps per KiB of keys and values. "programs" fit on one SM, and have at most "in_flight" bytes
-    of keys and values in flight while they compute.
+    "rows" is the number of query rows of a program, and "tile" the number of tokens that a round of
+    the main loop reads. "per_tile" counts the instructions of all warps in a round, and "per_kib"
+    divides them by the KiB of keys and values. "programs" is the number of programs that fit on one
+    SM, and "in_flight" the number of bytes of keys and values that they load while they compute.
     """
     assembly = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     programs = target.fit(assembly.registers, warps, shared)
     call = constants.get("CALL")
     tile = call.config.tile if call else constants.get("TILE", 0)
-    reads = kernel == "_attend" and variant.dtype != torch.float32
+    reads_pages = kernel == "_attend" and variant.dtype != torch.float32
+    reads_codes = reads_pages or kernel == "_widen_codes"
     codec = call.k_codec if call else constants.get("K_CODEC")
-    broken = find_violations(
-        target, variant, assembly, shared, warps, tile if reads else 0,
-        converts=(reads or kernel == "_widen_codes") and getattr(codec, "how", None) != AS_IS.value,
+    violations = find_violations(
+        target, variant, assembly, shared, warps, tile if reads_pages else 0,
+        converts=reads_codes and getattr(codec, "how", None) != AS_IS.value,
     )  # fmt: skip
     tile = tile if assembly.loop else 0
-    size = variant.bytes_per_token * tile
+    bytes_per_tile = variant.bytes_per_token * tile
     per_tile = assembly.loop * warps if tile else 0
     return {
         "target": target.name, "variant": variant.name, "kernel": kernel.strip("_"), "warps": warps,
         **asdict(assembly), "shared": shared, "programs": programs,
         "rows": call.config.rows if call else constants.get("ROWS", 0),
-        "tile": tile, "per_kib": round(per_tile * 1024 / size, 1) if tile else 0.0,
-        "per_tile": per_tile, "in_flight": round(assembly.ahead * size) * programs,
-        "violations": list(broken),
+        "tile": tile, "per_kib": round(per_tile * 1024 / bytes_per_tile, 1) if tile else 0.0,
+        "per_tile": per_tile, "in_flight": round(assembly.rounds_ahead * bytes_per_tile) * programs,
+        "violations": list(violations),
     }  # fmt: skip

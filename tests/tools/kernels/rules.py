@@ -9,42 +9,42 @@ from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, expected_programs, famil
 from .assembly import Assembly
 from .variants import Variant
 
-# Maximum bytes of shared memory of one program. NVIDIA reserves one KiB.
+# Maximum bytes of shared memory of one program, by GPU. NVIDIA reserves one KiB.
 TARGETS = {
-    name: has.shared - (1024 if name.startswith("sm_") else 0) for name, (_, has) in CHIPS.items()
+    name: chip.shared - (1024 if name.startswith("sm_") else 0) for name, (_, chip) in CHIPS.items()
 }
 # Newer versions of ptxas keep a few values outside the main loop that are used after it.
-SPILLS_OUTSIDE = 8
-# The 64 rows of a program of latents use all registers. Values for the code before and after the
-# main loop, and for masked tiles, are kept in memory. Prompts still take 0.68 to 0.77 of the time
+SPILLS_LIMIT = 8
+# A program with latents uses all registers for its 64 rows. Values that the code before and after
+# the main loop needs, and masked tiles, stay in memory. Prompts still take 0.68 to 0.77 of the time
 # of 16 rows without spills (H200).
-LATENT_SPILLS_OUTSIDE = 48
+LATENT_SPILLS_LIMIT = 48
 
 
-def _spills_outside(target: Target, variant: Variant, assembly: Assembly) -> int:
+def _max_spills_outside(target: Target, variant: Variant, assembly: Assembly) -> int:
     if not assembly.loop or not target.is_nvidia:
         return 0
-    has_many_rows = (
-        family_of(target).latent_many and variant.groups * variant.tokens > FEW_LATENT_ROWS
-    )
-    return LATENT_SPILLS_OUTSIDE if "latent" in variant.extras and has_many_rows else SPILLS_OUTSIDE
+    rows = variant.groups * variant.tokens
+    has_many_rows = family_of(target).latent_many and rows > FEW_LATENT_ROWS
+    may_spill = "latent" in variant.extras and has_many_rows
+    return LATENT_SPILLS_LIMIT if may_spill else SPILLS_LIMIT
 
 
 def find_violations(
     target: Target, variant: Variant, assembly: Assembly, shared: int, warps: int, tile: int,
     *, converts: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield each rule that a kernel breaks.
+    """Yield a message for each rule that a kernel violates.
 
     Args:
         shared: Bytes of shared memory.
         warps: Warps of a program.
-        tile: Tokens that a round of the main loop reads. 0 if the kernel need not read pages fast.
-        converts: Whether it reads 8-bit codes of K, which no earlier kernel has converted.
+        tile: Number of tokens that a round of the main loop reads. 0 if it need not be fast.
+        converts: Whether the kernel reads 8-bit codes of K that no earlier kernel has converted.
     """
     if assembly.loop_spills:
         yield f"{assembly.loop_spills} spills in the main loop"
-    elif assembly.spills > _spills_outside(target, variant, assembly):
+    elif assembly.spills > _max_spills_outside(target, variant, assembly):
         yield f"{assembly.spills} spills"
     if shared > TARGETS[target.name]:
         yield f"{shared} bytes of shared memory, the limit is {TARGETS[target.name]}"
@@ -53,7 +53,7 @@ def find_violations(
     if assembly.fused and "bias" in variant.extras:
         # The lowest value minus itself would not be 0.
         yield f"{assembly.fused} products with log2(e) fused with sums"
-    # Codes of E5M2 may also be converted to float16 by moves of bytes.
+    # Moves of bytes also convert E5M2 to float16, so E5M2 needs no instruction.
     stored = FORMATS.get(variant.k)
     is_native = stored is not None and stored.mantissa_bits > 2 and target.converts(stored)
     if converts and is_native and not assembly.conversions:
@@ -64,14 +64,15 @@ def find_violations(
         yield "no main loop"
         return
     # The 8-bit RoPE part of latents has too few bytes for 16-byte loads.
-    narrow_v = "latent" in variant.extras and variant.v in FORMATS
-    width = variant.bytes_per_token - (variant.dims[1] if narrow_v else 0)
-    wide, needed = assembly.wide_bytes * (32 if target.is_nvidia else 64), width * tile / warps
-    if wide < needed:
-        yield f"{wide} of {needed:.0f} bytes in 16-byte loads"
-    if assembly.byte_loads and not narrow_v:
+    has_narrow_v = "latent" in variant.extras and variant.v in FORMATS
+    bytes_per_token = variant.bytes_per_token - (variant.dims[1] if has_narrow_v else 0)
+    wide_bytes = assembly.wide_bytes * (32 if target.is_nvidia else 64)
+    needed_bytes = bytes_per_token * tile / warps
+    if wide_bytes < needed_bytes:
+        yield f"{wide_bytes} of {needed_bytes:.0f} bytes in 16-byte loads"
+    if assembly.byte_loads and not has_narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
     programs = target.fit(assembly.registers, warps, shared)
     expected = expected_programs(target, variant.groups * variant.tokens)
-    if variant.main and variant.operation == "decode" and programs < expected:
+    if variant.is_main and variant.operation == "decode" and programs < expected:
         yield f"{programs} programs fit on an SM, of {expected}"

@@ -22,18 +22,18 @@ class Variant:
 
     Attributes:
         operation: "decode", "extend", "write" or "gather".
-        k, v: Formats.
+        k, v: Formats of K and V.
         static: Whether the scales are static.
         dims: Head sizes of K and V.
         groups: Query heads per KV head.
-        tokens: New tokens.
-        page: Slots of a page.
+        tokens: Number of new tokens per sequence.
+        page_size: Slots of a page.
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
-            "complete" is a mask per query token. "latent" means one head whose K holds latents, and
-            V their positions. "k" or "v" is the side to gather. "float32" means keys in float32
-            next to values of a different dtype.
-        main: Whether the variant must be fast.
+            "complete" is a mask with a row per query token. "latent" means one head whose K holds
+            latents, and V their RoPE part. "k" or "v" is the side to gather. "float32" is the dtype
+            of new keys, while new values have `dtype`.
+        is_main: Whether the variant must be fast.
     """
 
     operation: str
@@ -43,20 +43,20 @@ class Variant:
     dims: tuple[int, int] = (128, 128)
     groups: int = 4
     tokens: int = 1
-    page: int = 64
+    page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
     extras: tuple[str, ...] = ()
-    main: bool = False
+    is_main: bool = False
 
     @property
     def name(self) -> str:
-        """Name in a table."""
+        """The name in tables, made of all fields that differ from their defaults."""
         parts = [
             self.operation, *([self.k] if self.k == self.v else [f"{self.k} and", self.v]),
             "static" if self.static else "", "D" + "/".join(map(str, dict.fromkeys(self.dims))),
             "" if self.groups == 4 else f"groups {self.groups}",
             "" if self.tokens == 1 else f"T{self.tokens}",
-            "" if self.page == 64 else f"page {self.page}",
+            "" if self.page_size == 64 else f"page {self.page_size}",
             "" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch."),
             *self.extras,
         ]  # fmt: skip
@@ -64,7 +64,7 @@ class Variant:
 
     @property
     def heads(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
         return 1 if "latent" in self.extras else HEADS
 
     @property
@@ -83,53 +83,53 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     ]
     auto, static = {"k": AUTO, "v": AUTO}, {"static": True}
     e2m5, int8 = ({"k": name, "v": name} for name in ("fp8_e2m5", "int8"))
-    rotated = {**e2m5, "extras": ("rotated",)}
-    everything = {"extras": ("window", "softcap", "sinks", "mask", "center")}
-    complete = {"extras": ("complete",)}
+    rotation = {**e2m5, "extras": ("rotated",)}
+    all_features = {"extras": ("window", "softcap", "sinks", "mask", "center")}
+    full_mask = {"extras": ("complete",)}
     main_calls = [
         *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
-        {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
-        rotated, {**rotated, **int8, **static},
+        {"page_size": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
+        rotation, {**rotation, **int8, **static},
     ]  # fmt: skip
     # Models with latents have 16 to 128 heads, and a RoPE part in 16 bits.
-    latent = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
-    latents = [
-        latent, {**latent, "k": "fp8_e3m4"}, {**latent, "k": AUTO},
-        {**latent, "k": "int8", "static": True}, {**latent, "groups": 128},
-        {**latent, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
-        {**latent, "groups": 128, "k": "fp8_e3m4"},
+    mla = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
+    mla_calls = [
+        mla, {**mla, "k": "fp8_e3m4"}, {**mla, "k": AUTO},
+        {**mla, "k": "int8", "static": True}, {**mla, "groups": 128},
+        {**mla, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
+        {**mla, "groups": 128, "k": "fp8_e3m4"},
     ]  # fmt: skip
     other_calls = [
-        {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
-        everything, {"extras": ("bias",)}, {"dtype": torch.float32}, {"dims": (192, 128)},
-        {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8}, {"tokens": 5},
-        *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
-        {**rotated, "dims": (256, 256)}, {**rotated, "groups": 8, "tokens": 8}, *latents,
-        {**latent, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
-        {**latent, "extras": ("latent", "complete"), "tokens": 2},
-        {**latent, "extras": ("latent", "bias", "softcap")},
-        {**latent, "dims": (256, 64), "page": 16},
+        {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page_size": 16}, all_features,
+        {"extras": ("mask",)}, {"extras": ("bias",)}, {"dtype": torch.float32},
+        {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8}, {"tokens": 5},
+        *({"groups": g, "tokens": 4, **full_mask} for g in (4, 8)),
+        {**rotation, "dims": (256, 256)}, {**rotation, "groups": 8, "tokens": 8}, *mla_calls,
+        {**mla, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
+        {**mla, "extras": ("latent", "complete"), "tokens": 2},
+        {**mla, "extras": ("latent", "bias", "softcap")},
+        {**mla, "dims": (256, 64), "page_size": 16},
     ]  # fmt: skip
-    extends = [
+    extend_calls = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *shifted_formats, auto, {"dims": (64, 64)},
-        {"dims": (256, 256)}, everything, {"dtype": torch.float32}, complete,
-        {**complete, "dims": (256, 256)}, rotated, {**rotated, "dims": (256, 256)},
+        {"dims": (256, 256)}, all_features, {"dtype": torch.float32}, full_mask,
+        {**full_mask, "dims": (256, 256)}, rotation, {**rotation, "dims": (256, 256)},
     ]  # fmt: skip
-    writes = [
+    write_calls = [
         *formats, {**static, "extras": ("center",)}, auto,
         {**e2m5, "extras": ("rotated", "center")}, {"extras": ("float32",)},
     ]  # fmt: skip
     variants = [
-        *(Variant("decode", **main, main=True) for main in main_calls),
-        *(Variant("decode", **other) for other in other_calls),
-        *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
+        *(Variant("decode", **call, is_main=True) for call in main_calls),
+        *(Variant("decode", **call) for call in other_calls),
+        *(Variant("extend", **extend, tokens=1024) for extend in (*extend_calls, *mla_calls)),
         # Within a window, codes are not widened.
         *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
         # Sequences are split as in decoding if there are too few programs for a GPU.
-        *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
-        *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
+        *(Variant("extend", **extend, tokens=128) for extend in ({}, all_features, full_mask)),
+        *(Variant("write", **write, tokens=tokens) for write in write_calls for tokens in (1, 128)),
         *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
-          for gather in ({}, static, *shifted_formats, rotated) for side in "kv"),
+          for gather in ({}, static, *shifted_formats, rotation) for side in "kv"),
     ]  # fmt: skip
     return [variant for variant in variants if not names or variant.name in names]
 
@@ -137,33 +137,34 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
 def call_variant(variant: Variant) -> None:
     """Call the operation of `variant` as the cache calls it."""
     kernels = importlib.import_module(f"hf_fp8kv.ops.triton.{variant.operation}")
-    pages = _pages(variant)
+    pages = _make_pages(variant)
     lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)
     if variant.operation == "gather":
         side = variant.extras[0]
         kernels.gather(pages, lengths, side, 0, LENGTH, variant.dtype, True)
     elif variant.operation == "write":
-        kernels.write(pages, *_new_tokens(variant), lengths)
+        kernels.write(pages, *_make_new_tokens(variant), lengths)
     else:
-        latent, complete = "latent" in variant.extras, "complete" in variant.extras
+        is_latent, is_complete = "latent" in variant.extras, "complete" in variant.extras
         q_heads = variant.heads * variant.groups
-        q_dim = sum(variant.dims) if latent else variant.dims[0]
+        q_dim = sum(variant.dims) if is_latent else variant.dims[0]
         query = torch.zeros(BATCH, variant.tokens, q_heads, q_dim, dtype=variant.dtype)
-        extras = {
+        features = {
             "window": 512,
             "softcap": 30.0,
             "sinks": torch.zeros(q_heads, dtype=variant.dtype),
             "mask": torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8),
             "bias": torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype),
         }
-        options = {name: x for name, x in extras.items() if name in variant.extras}
-        if complete:
+        options = {name: x for name, x in features.items() if name in variant.extras}
+        if is_complete:
             options["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
-        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **options)
+        scale = variant.dims[0] ** -0.5
+        spec = AttentionSpec(scale, causal=not is_complete, latent=is_latent, **options)
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
 
 
-def _new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
+def _make_new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
     """Return keys and values with the strides of a projection: a token's heads are contiguous."""
     shape = (BATCH, variant.tokens, variant.heads)
     key_dtype = torch.float32 if "float32" in variant.extras else variant.dtype
@@ -173,25 +174,25 @@ def _new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _pages(variant: Variant) -> Pages:
-    count = -(-LENGTH // variant.page) + variant.tokens
-    dim_k, dim_v = variant.dims
+def _make_pages(variant: Variant) -> Pages:
+    slots, (k_dim, v_dim) = variant.page_size, variant.dims
+    pages_per_sequence = -(-LENGTH // slots) + variant.tokens
 
-    def side(name: str, dim: int) -> StoredSide:
-        static = torch.ones(variant.heads, dim) if name != AUTO and variant.static else None
-        return StoredSide(static, None, name, dim, "rotated" in variant.extras)
+    def make_side(name: str, dim: int) -> StoredSide:
+        scales = torch.ones(variant.heads, dim) if name != AUTO and variant.static else None
+        return StoredSide(scales, None, name, dim, "rotated" in variant.extras)
 
-    def codes(name: str, *shape: int) -> torch.Tensor:
+    def make_codes(name: str, *shape: int) -> torch.Tensor:
         dtype = variant.dtype if name == AUTO else torch.uint8
         return torch.zeros((2, variant.heads, *shape), dtype=dtype)
 
-    k, v = side(variant.k, dim_k), side(variant.v, dim_v)
+    k, v = make_side(variant.k, k_dim), make_side(variant.v, v_dim)
     if "center" in variant.extras:
-        k = k._replace(center=torch.zeros(BATCH, variant.heads, dim_k))
+        k = k._replace(center=torch.zeros(BATCH, variant.heads, k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
-        scales = torch.ones(2, variant.heads, variant.page, 2, dtype=torch.bfloat16)
+        scales = torch.ones(2, variant.heads, slots, 2, dtype=torch.bfloat16)
     return pack_pages(
-        k, codes(variant.k, variant.page, dim_k), v, codes(variant.v, dim_v, variant.page), scales,
-        torch.zeros((BATCH, count), dtype=torch.int32),
+        k, make_codes(variant.k, slots, k_dim), v, make_codes(variant.v, v_dim, slots), scales,
+        torch.zeros((BATCH, pages_per_sequence), dtype=torch.int32),
     )  # fmt: skip

@@ -23,33 +23,33 @@ from .machine import execute
 from .memory import GlobalMemory
 from .parse import Program, parse
 
-# Numbers of executed launches, programs and instructions, and of launches of each kernel.
+# Numbers of executed launches, programs and instructions, and of parsed versions of each kernel.
 COUNTS: collections.Counter[str] = collections.Counter()
 OPCODES: set[str] = set()
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel: its PTX, and bytes of shared memory."""
+    """A compiled kernel: its PTX, and the bytes of shared memory of a program."""
 
     text: str
-    shared: int
+    shared_size: int
 
 
 # Function that changes the PTX of kernels before execution. Tests insert faults with it.
-edit: Callable[[str], str] | None = None
+edit_ptx: Callable[[str], str] | None = None
 
 
 @functools.lru_cache(512)
-def _load(text: str) -> tuple[Program, list[Any]]:
+def _parse_and_compile(text: str) -> tuple[Program, list[Any]]:
     program = parse(text)
     OPCODES.update(".".join(instruction.opcode) for instruction in program.code)
-    COUNTS[f"{program.name}"] += 1
+    COUNTS[program.name] += 1
     return program, compile_program(program)
 
 
 def activate() -> None:
     """Make Triton compile for and launch on this device from now on."""
-    # No cubin is made.
+    # PTX is the last stage, so no cubin is made.
     CUDABackend.binary_ext = property(lambda _: "ptx", lambda *_: None)
     triton.knobs.runtime.add_stages_inspection_hook = _end_with_ptx
     cpu = torch.device("cpu")
@@ -58,10 +58,10 @@ def activate() -> None:
         load_binary=lambda _name, ptx, shared, _: (None, Kernel(ptx.decode(), shared), 0, 0, 1024),
     )
     driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", _arch(), 32),
+        get_current_target=lambda: GPUTarget("cuda", _get_arch(), 32),
         get_active_torch_device=lambda: cpu,
-        # Triton keeps kernels by device.
-        get_current_device=_arch,
+        # Triton caches kernels by device, so each architecture is a device.
+        get_current_device=_get_arch,
         get_current_stream=lambda _: 0,
         launcher_cls=_Launcher,
         utils=utils,
@@ -69,7 +69,7 @@ def activate() -> None:
     triton.runtime.driver.set_active(driver)
 
 
-def _arch() -> int:
+def _get_arch() -> int:
     return int(target_of(torch.device("cpu")).arch)
 
 
@@ -86,33 +86,33 @@ class _Launcher:
         self.signature = tuple(source.signature.values())
 
     def __call__(self, x: int, y: int, z: int, _stream: int, kernel: Kernel, *values: Any) -> None:
-        # Metadata and two hooks come first.
-        leaves = list(_leaves(self.signature, values[4:]))
+        # The first four values are metadata and two hooks.
+        leaves = list(_flatten(self.signature, values[4:]))
         tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
-        # Offsets of pages may lead to other blocks.
+        # The offsets of pages may lead to blocks that are not arguments themselves.
         tensors += [block for x in tensors for block in vars(x).get("blocks", ())]
-        arguments = [_bits(kind, value) for kind, value in leaves]
-        text = edit(kernel.text) if edit is not None else kernel.text
-        program, steps = _load(text)
+        arguments = [_to_bits(type_name, value) for type_name, value in leaves]
+        text = edit_ptx(kernel.text) if edit_ptx is not None else kernel.text
+        program, steps = _parse_and_compile(text)
         COUNTS["launches"] += 1
         COUNTS["programs"] += x * y * z
-        # Two addresses of scratch memory, which no kernel has.
+        # The last two parameters are addresses of scratch memory, which no kernel uses.
         COUNTS["instructions"] += execute(
-            program, steps, [*arguments, 0, 0], (x, y, z), GlobalMemory(tensors), kernel.shared
+            program, steps, [*arguments, 0, 0], (x, y, z), GlobalMemory(tensors), kernel.shared_size
         )
 
 
-def _leaves(signature: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    for kind, value in zip(signature, values, strict=True):
-        if isinstance(kind, tuple):
-            yield from _leaves(kind, value)
-        elif kind != "constexpr":
-            yield kind, value
+def _flatten(signature: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    for type_name, value in zip(signature, values, strict=True):
+        if isinstance(type_name, tuple):
+            yield from _flatten(type_name, value)
+        elif type_name != "constexpr":
+            yield type_name, value
 
 
-def _bits(kind: str, value: Any) -> int:
-    if kind[0] == "*":
+def _to_bits(type_name: str, value: Any) -> int:
+    if type_name[0] == "*":
         return value.data_ptr() if isinstance(value, torch.Tensor) else int(value or 0)
-    if kind == "fp32":
+    if type_name == "fp32":
         return struct.unpack("<I", struct.pack("<f", value))[0]
     return int(value) & (1 << 64) - 1

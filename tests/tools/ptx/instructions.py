@@ -9,7 +9,7 @@ import numpy as np
 from .machine import Copy, Machine, Mask, Step
 from .matrices import MATRICES
 from .memory import Fault
-from .operands import STORED, address, names_of, read_as
+from .operands import REG_TYPES, make_address_reader, make_reader, register_names
 from .operations import TYPES, Operation, find_operation
 from .parse import Instruction, Program
 
@@ -17,7 +17,7 @@ from .parse import Instruction, Program
 def compile_program(program: Program) -> list[tuple[str, bool, int, Step | None]]:
     """Return the guard, whether it is negated, the target and the function of each instruction.
 
-    A branch has a target and no function. The target of an end is below zero.
+    Branches and ends have no function. The target of an end is below zero.
     """
     steps = []
     for instruction in program.code:
@@ -27,102 +27,105 @@ def compile_program(program: Program) -> list[tuple[str, bool, int, Step | None]
             target = program.labels[label]
         elif name not in ("ret", "exit"):
             step = _compile(instruction, program)
-        steps.append((instruction.guard, instruction.negated, target, step))
+        steps.append((instruction.guard, instruction.is_negated, target, step))
     return steps
 
 
 def _compile(instruction: Instruction, program: Program) -> Step:
     opcode, operands = instruction.opcode, instruction.operands
     operation = find_operation(opcode)
-    vectors = any(isinstance(x, tuple) for x in operands)
-    if operation is not None and not vectors:
+    has_vectors = any(isinstance(x, tuple) for x in operands)
+    if operation is not None and not has_vectors:
         return _compile_operation(operation, operands, program)
-    make = _MAKERS.get(opcode[0])
-    if make is None:
-        raise NotImplementedError(f"an instruction that tests/tools/ptx lacks: {instruction.text}")
-    return make(instruction, program)
+    make_step = _MAKERS.get(opcode[0])
+    if make_step is None:
+        raise NotImplementedError(f"tests/tools/ptx lacks this instruction: {instruction.text}")
+    return make_step(instruction, program)
 
 
 def _compile_operation(operation: Operation, operands: Any, program: Program) -> Step:
-    to, *sources = operands
-    compute, kinds, result = operation
-    reads = [read_as(x, kind, program) for x, kind in zip(sources, kinds, strict=True)]
-    stored = STORED[program.registers[to]]
+    dst, *sources = operands
+    compute, types, result = operation
+    reads = [make_reader(x, dtype, program) for x, dtype in zip(sources, types, strict=True)]
+    reg_type = REG_TYPES[program.registers[dst]]
     # A narrow result is extended, with its sign if it is signed.
-    wide = stored if result.kind != "i" else np.dtype(f"i{stored.itemsize}")
+    extended_type = reg_type if result.kind != "i" else np.dtype(f"i{reg_type.itemsize}")
 
-    def run(machine: Machine, mask: Mask) -> None:
+    def operate(machine: Machine, mask: Mask) -> None:
         value = compute(*[read(machine) for read in reads])
-        if value.dtype.itemsize != stored.itemsize:
-            value = value.astype(wide)
-        machine.put(to, value.view(stored), mask)
+        if value.dtype.itemsize != reg_type.itemsize:
+            value = value.astype(extended_type)
+        machine.set_register(dst, value.view(reg_type), mask)
 
-    return run
+    return operate
 
 
 def _make_move(instruction: Instruction, program: Program) -> Step:
     """Compile a move that packs several registers into one, or unpacks one register."""
-    to, source = (names_of(x) for x in instruction.operands)
-    kind = TYPES[instruction.opcode[-1]]
-    part = STORED[8 * kind.itemsize // max(len(to), len(source))]
-    reads = [read_as(x, kind if len(source) == 1 else part, program) for x in source]
+    dst, src = (register_names(x) for x in instruction.operands)
+    dtype = TYPES[instruction.opcode[-1]]
+    part_type = REG_TYPES[8 * dtype.itemsize // max(len(dst), len(src))]
+    reads = [make_reader(x, dtype if len(src) == 1 else part_type, program) for x in src]
 
     def move(machine: Machine, mask: Mask) -> None:
-        bits = 8 * part.itemsize
-        parts = [read(machine).astype(kind) << kind.type(bits * i) for i, read in enumerate(reads)]
-        whole = functools.reduce(np.bitwise_or, parts)
-        for i, name in enumerate(to):
+        bits = 8 * part_type.itemsize
+        parts = [
+            read(machine).astype(dtype) << dtype.type(bits * i) for i, read in enumerate(reads)
+        ]
+        packed = functools.reduce(np.bitwise_or, parts)
+        for i, name in enumerate(dst):
             if name != "_":
-                stored = kind if len(to) == 1 else part
-                machine.put(name, (whole >> kind.type(bits * i)).astype(stored), mask)
+                value_type = dtype if len(dst) == 1 else part_type
+                value = (packed >> dtype.type(bits * i)).astype(value_type)
+                machine.set_register(name, value, mask)
 
     return move
 
 
 def _make_load(instruction: Instruction, program: Program) -> Step:
-    names, source = names_of(instruction.operands[0]), instruction.operands[1]
-    kind = TYPES[instruction.opcode[-1]]
-    stored = [STORED[program.registers[name]] for name in names]
+    names, src = register_names(instruction.operands[0]), instruction.operands[1]
+    dtype = TYPES[instruction.opcode[-1]]
+    types = [REG_TYPES[program.registers[name]] for name in names]
     if "param" in instruction.opcode:
-        read = address(source, program)
+        read = make_address_reader(src, program)
 
         def load_parameter(machine: Machine, mask: Mask) -> None:
-            value = machine.parameters.view(kind)[read(machine) // kind.itemsize]
-            machine.put(names[0], value.astype(stored[0]), mask)
+            value = machine.parameters.view(dtype)[read(machine) // dtype.itemsize]
+            machine.set_register(names[0], value.astype(types[0]), mask)
 
         return load_parameter
-    place = address(source, program)
+    find_addresses = make_address_reader(src, program)
     is_global = "global" in instruction.opcode
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def load(machine: Machine, mask: Mask) -> None:
-        threads = machine.threads(mask)
-        addresses = machine.pick(place(machine), threads)
+        threads = machine.thread_ids(mask)
+        addresses = machine.gather(find_addresses(machine), threads)
         if is_global:
-            programs = machine.programs_of(threads)
-            values = machine.memory.load(addresses, kind.itemsize, len(names), programs)
+            programs = machine.program_ids_of(threads)
+            values = machine.memory.load(addresses, dtype.itemsize, len(names), programs)
         else:
-            values = machine.shared.load(threads, addresses, kind.itemsize, len(names))
+            values = machine.shared.load(threads, addresses, dtype.itemsize, len(names))
         for i, name in enumerate(names):
-            machine.spread(name, values[:, i].view(kind).astype(stored[i]), threads, mask)
+            machine.scatter(name, values[:, i].view(dtype).astype(types[i]), threads, mask)
 
     return load
 
 
 def _make_store(instruction: Instruction, program: Program) -> Step:
-    to, source = instruction.operands
-    kind = TYPES[instruction.opcode[-1]]
-    place = address(to, program)
-    reads = [read_as(x, kind, program) for x in names_of(source)]
+    dst, src = instruction.operands
+    dtype = TYPES[instruction.opcode[-1]]
+    find_addresses = make_address_reader(dst, program)
+    reads = [make_reader(x, dtype, program) for x in register_names(src)]
     is_global = "global" in instruction.opcode
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def store(machine: Machine, mask: Mask) -> None:
-        threads = machine.threads(mask)
-        addresses = machine.pick(place(machine), threads)
-        values = np.stack([machine.pick(read(machine), threads) for read in reads], 1)
+        threads = machine.thread_ids(mask)
+        addresses = machine.gather(find_addresses(machine), threads)
+        values = np.stack([machine.gather(read(machine), threads) for read in reads], 1)
         if is_global:
-            machine.memory.store(addresses, values, machine.programs_of(threads))
+            machine.memory.store(addresses, values, machine.program_ids_of(threads))
         else:
             machine.shared.store(threads, addresses, values)
 
@@ -134,120 +137,121 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
     if instruction.opcode[2] == "commit_group":
 
         def commit(machine: Machine, mask: Mask) -> None:
-            machine.groups = machine.groups + (1 if mask is None else mask)
+            machine.copy_groups = machine.copy_groups + (1 if mask is None else mask)
 
         return commit
     if instruction.opcode[2] == "wait_group":
         (num_left,) = instruction.operands
         return lambda machine, mask: _wait_for_copies(machine, mask, int(num_left))
-    to, source, size, *optional = instruction.operands
-    places = [address(x, program) for x in (to, source)]
-    whole = int(size, 0)
-    read_size = read_as(optional[0] if optional else size, STORED[32], program)
+    dst, src, size, *optional_size = instruction.operands
+    readers = [make_address_reader(x, program) for x in (dst, src)]
+    copy_size = int(size, 0)
+    read_size = make_reader(optional_size[0] if optional_size else size, REG_TYPES[32], program)
 
     def copy(machine: Machine, mask: Mask) -> None:
-        threads = machine.threads(mask)
-        addresses, sources = (machine.pick(place(machine), threads) for place in places)
-        sizes = machine.pick(read_size(machine), threads)
-        if (sizes > whole).any():
-            raise Fault("a copy of more bytes than its destination has")
-        values = np.zeros((len(threads), whole), np.uint8)
+        threads = machine.thread_ids(mask)
+        addresses, sources = (machine.gather(read(machine), threads) for read in readers)
+        sizes = machine.gather(read_size(machine), threads)
+        if (sizes > copy_size).any():
+            raise Fault("a copy has more bytes than its destination")
+        values = np.zeros((len(threads), copy_size), np.uint8)
         for n in np.unique(sizes[sizes > 0]):
             selected = sizes == n
-            count, unit = (1, whole) if n == whole and whole < 16 else (int(n) // 4, 4)
+            count, unit = (1, copy_size) if n == copy_size and copy_size < 16 else (int(n) // 4, 4)
             if count * unit != n:
                 count, unit = int(n), 1
             loaded = machine.memory.load(
-                sources[selected], unit, count, machine.programs_of(threads[selected])
+                sources[selected], unit, count, machine.program_ids_of(threads[selected])
             )
             values[selected, :n] = loaded.view(np.uint8)
-        machine.shared.begin_copy(threads, addresses, whole)
-        groups = machine.groups.reshape(-1)[threads]
+        machine.shared.begin_copy(threads, addresses, copy_size)
+        groups = machine.copy_groups.reshape(-1)[threads]
         machine.copies.append(Copy(threads, groups, addresses, values))
 
     return copy
 
 
 def _wait_for_copies(machine: Machine, mask: Mask, num_left: int) -> None:
-    """Complete the copies of all groups except the last `left` groups."""
-    closed = machine.groups.reshape(-1)
-    remaining = []
+    """Complete the copies of all groups except the last `num_left` groups."""
+    num_closed = machine.copy_groups.reshape(-1)
+    remaining_copies = []
     for copy in machine.copies:
-        is_done = copy.groups < closed[copy.threads] - num_left
+        is_done = copy.groups < num_closed[copy.threads] - num_left
         if mask is not None:
             is_done &= np.broadcast_to(mask, machine.shape).reshape(-1)[copy.threads]
         threads, groups, addresses, values = copy
         if is_done.any():
             machine.shared.end_copy(threads[is_done], addresses[is_done], values[is_done])
         if not is_done.all():
-            remaining.append(
+            remaining_copies.append(
                 Copy(threads[~is_done], groups[~is_done], addresses[~is_done], values[~is_done])
             )
-    machine.copies = remaining
+    machine.copies = remaining_copies
 
 
 def _make_barrier(instruction: Instruction, _: Program) -> Step:
     if "warp" in instruction.opcode:
 
         def synchronize_warps(machine: Machine, mask: Mask) -> None:
-            machine.warps(mask)
-            machine.shared.synchronize_warps(machine.threads(mask))
+            machine.warp_ids(mask)
+            machine.shared.synchronize_warps(machine.thread_ids(mask))
 
         return synchronize_warps
     assert instruction.operands == ("0",), instruction.text
 
     def synchronize(machine: Machine, mask: Mask) -> None:
-        machine.shared.synchronize(machine.programs(mask))
+        machine.shared.synchronize(machine.select_programs(mask))
 
     return synchronize
 
 
 def _make_shuffle(instruction: Instruction, program: Program) -> Step:
-    to, source, by, clamp, members = instruction.operands
+    dst, src, offset, clamp, members = instruction.operands
     mode = instruction.opcode[2]
     assert members == "-1", instruction.text
     assert clamp in ("31", "0"), instruction.text
     assert clamp == ("0" if mode == "up" else "31"), instruction.text
-    read, read_by = (read_as(x, STORED[32], program) for x in (source, by))
+    read, read_offset = (make_reader(x, REG_TYPES[32], program) for x in (src, offset))
 
     def shuffle(machine: Machine, mask: Mask) -> None:
-        warps = machine.warps(mask)
-        values = machine.by_warps(read(machine), warps)
-        distance = machine.by_warps(read_by(machine), warps).astype(np.int64)
-        lane = np.arange(32)
+        warps = machine.warp_ids(mask)
+        values = machine.select_warps(read(machine), warps)
+        offsets = machine.select_warps(read_offset(machine), warps).astype(np.int64)
+        lanes = np.arange(32)
         if mode == "bfly":
-            other = lane ^ distance
+            source_lanes = lanes ^ offsets
         elif mode == "idx":
-            other = distance & 31
+            source_lanes = offsets & 31
         else:
-            other = np.where(lane - distance < 0, lane, lane - distance)
-        machine.put_by_warps(to, np.take_along_axis(values, other, 1), warps, mask)
+            source_lanes = np.where(lanes - offsets < 0, lanes, lanes - offsets)
+        machine.set_warps(dst, np.take_along_axis(values, source_lanes, 1), warps, mask)
 
     return shuffle
 
 
 def _make_reduction(instruction: Instruction, program: Program) -> Step:
-    to, source, members = instruction.operands
+    dst, src, members = instruction.operands
     assert instruction.opcode[2] in ("max", "min", "add"), instruction.text
     reduce = {"max": np.max, "min": np.min, "add": np.sum}[instruction.opcode[2]]
-    kind = TYPES[instruction.opcode[3]]
-    read, read_members = read_as(source, kind, program), read_as(members, STORED[32], program)
+    dtype = TYPES[instruction.opcode[3]]
+    read = make_reader(src, dtype, program)
+    read_members = make_reader(members, REG_TYPES[32], program)
 
-    def run(machine: Machine, mask: Mask) -> None:
-        warps = machine.warps(mask)
-        if (machine.by_warps(read_members(machine), warps) != 0xFFFFFFFF).any():
+    def reduce_warps(machine: Machine, mask: Mask) -> None:
+        warps = machine.warp_ids(mask)
+        if (machine.select_warps(read_members(machine), warps) != 0xFFFFFFFF).any():
             raise Fault("redux: expected all threads of a warp as members")
-        values = reduce(machine.by_warps(read(machine), warps), axis=1, keepdims=True)
-        values = np.broadcast_to(values.astype(kind), (len(warps), 32))
-        machine.put_by_warps(to, np.ascontiguousarray(values).view(np.uint32), warps, mask)
+        values = reduce(machine.select_warps(read(machine), warps), axis=1, keepdims=True)
+        values = np.broadcast_to(values.astype(dtype), (len(warps), 32))
+        machine.set_warps(dst, np.ascontiguousarray(values).view(np.uint32), warps, mask)
 
-    return run
+    return reduce_warps
 
 
 def _make_fence(instruction: Instruction, _: Program) -> Step:
-    """Make stores to shared memory visible to products that run asynchronously."""
+    """Make stores to shared memory visible to asynchronous products."""
     assert instruction.opcode[1:3] == ("proxy", "async"), instruction.text
-    return lambda machine, mask: machine.shared.make_visible(machine.programs(mask))
+    return lambda machine, mask: machine.shared.make_visible(machine.select_programs(mask))
 
 
 _MAKERS: dict[str, Callable[[Instruction, Program], Step]] = {

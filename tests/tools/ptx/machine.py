@@ -18,7 +18,7 @@ _GARBAGE = 0xDEADBEEFDEADBEEF  # a large number in each type
 
 
 class Copy(NamedTuple):
-    """An asynchronous copy: threads, their groups, destinations, and bytes `[n, size]`."""
+    """Asynchronous copies: threads, their groups, destinations, and bytes `[n, size]`."""
 
     threads: Ints
     groups: Array
@@ -27,7 +27,7 @@ class Copy(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product that runs asynchronously: its group, registers, and the grains that it reads."""
+    """An asynchronous matrix product: its group, registers, and the grains that it reads."""
 
     group: int
     names: tuple[str, ...]
@@ -35,28 +35,29 @@ class Product(NamedTuple):
 
 
 class Machine:
-    """Some programs of a launch.
+    """The state of some programs of a launch.
 
     Args:
         program: The kernel.
         steps: Result of `compile_program` for the kernel.
-        parameters: 64 bits of each parameter.
-        grid: Programs of the launch, on three axes.
-        numbers: Numbers of the programs to execute.
+        parameters: Value of each parameter, as 64 bits.
+        grid: Number of programs of the launch on each of three axes.
+        program_ids: Indices of the programs to execute.
         memory: Global memory.
-        shared: Bytes of shared memory of a program.
+        shared_size: Bytes of shared memory of a program.
     """
 
     def __init__(
         self, program: Program, steps: Sequence[Any], parameters: Array,
-        grid: Sequence[int], numbers: Ints, memory: GlobalMemory, shared: int,
+        grid: Sequence[int], program_ids: Ints, memory: GlobalMemory, shared_size: int,
     ) -> None:  # fmt: skip
         self.program, self.steps, self.parameters, self.memory = program, steps, parameters, memory
-        threads = program.threads
-        self.shape = len(numbers), threads
-        self.numbers = numbers
+        threads = program.num_threads
+        self.shape = len(program_ids), threads
+        self.program_ids = program_ids
         self.registers: dict[str, Array] = {}
-        x, y, z = numbers % grid[0], numbers // grid[0] % grid[1], numbers // (grid[0] * grid[1])
+        x, yz = program_ids % grid[0], program_ids // grid[0]
+        y, z = yz % grid[1], yz // grid[1]
         axes = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z"), (x, y, z), strict=True))
         sizes = dict(zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True))
         for name, axis in axes.items():
@@ -65,96 +66,96 @@ class Machine:
             self.registers[name] = np.full((1, 1), size, np.uint32)
         self.registers["%tid.x"] = np.arange(threads, dtype=np.uint32)[None]
         self.registers["%laneid"] = self.registers["%tid.x"] % 32
-        self.shared = SharedMemory(len(numbers), threads, shared, _find_grain(program))
-        self.groups = np.zeros(self.shape, np.int32)  # number of closed groups of copies
+        self.shared = SharedMemory(len(program_ids), threads, shared_size, _find_grain(program))
+        self.copy_groups = np.zeros(self.shape, np.int32)  # number of closed groups of copies
         self.copies: list[Copy] = []
         # Results of unfinished products by register, the products, and the number of closed groups.
         self.unfinished: dict[str, Array] = {}
         self.products: list[Product] = []
         self.product_groups = 0
-        self.live = np.ones(self.shape, bool)
-        self.waiting: dict[int, Array] = {}
-        self.count = 0
+        self.live_threads = np.ones(self.shape, bool)
+        self.pc_masks: dict[int, Array] = {}  # threads that wait at each instruction
+        self.num_executed = 0
 
     def run(self) -> None:
         """Execute all threads to their end."""
-        self.waiting = {0: self.live.copy()}
+        self.pc_masks = {0: self.live_threads.copy()}
         try:
             with np.errstate(all="ignore"):
-                while self.waiting:
-                    pc = min(self.waiting)
-                    threads = self.waiting.pop(pc)
-                    self._run_threads(pc, min(self.waiting, default=len(self.steps)), threads)
+                while self.pc_masks:
+                    pc = min(self.pc_masks)
+                    threads = self.pc_masks.pop(pc)
+                    self._run_threads(pc, min(self.pc_masks, default=len(self.steps)), threads)
         except Fault as fault:
             fault.add_note(f"{self.program.name}, {self.program.code[self.pc].text}")
             raise
         if self.copies:
-            raise Fault(f"{self.program.name}: a program ends before its copies arrive")
+            raise Fault(f"{self.program.name}: a program ends before its copies complete")
 
-    def _run_threads(self, pc: int, until: int, threads: Array) -> None:
-        """Execute threads until instruction `until`, or to an instruction where they diverge."""
-        active = None if threads.all() else threads
+    def _run_threads(self, pc: int, stop: int, threads: Array) -> None:
+        """Execute threads up to instruction `stop`, or to an instruction where they diverge."""
+        mask = None if threads.all() else threads
         registers, steps = self.registers, self.steps
-        while pc < until:
+        while pc < stop:
             self.pc = pc
             guard, negated, target, step = steps[pc]
-            here = active
+            step_mask = mask
             if guard:
-                holds = ~registers[guard] if negated else registers[guard]
-                if not holds.all():
-                    here = holds & threads
-                    if not here.any():
+                predicate = ~registers[guard] if negated else registers[guard]
+                if not predicate.all():
+                    step_mask = predicate & threads
+                    if not step_mask.any():
                         pc += 1
                         continue
-                    here = None if here.all() else here
-            self.count += 1
+                    step_mask = None if step_mask.all() else step_mask
+            self.num_executed += 1
             if step is not None:
-                step(self, here)
+                step(self, step_mask)
                 pc += 1
                 continue
-            branching = threads if here is active else threads if here is None else here
-            other_threads = threads & ~branching
+            branching_threads = threads if step_mask is None or step_mask is mask else step_mask
+            other_threads = threads & ~branching_threads
             if target < 0:
-                self._end(branching, pc + 1, other_threads)
+                self._end_threads(branching_threads, pc + 1, other_threads)
                 return
             if not other_threads.any():
                 pc = target
                 continue
-            self._wait(target, branching)
-            self._wait(pc + 1, other_threads)
+            self._wait_at(target, branching_threads)
+            self._wait_at(pc + 1, other_threads)
             return
-        self._wait(pc, threads)
+        self._wait_at(pc, threads)
 
-    def _wait(self, pc: int, threads: Array) -> None:
-        self.waiting[pc] = self.waiting[pc] | threads if pc in self.waiting else threads
+    def _wait_at(self, pc: int, threads: Array) -> None:
+        self.pc_masks[pc] = self.pc_masks[pc] | threads if pc in self.pc_masks else threads
 
-    def _end(self, ended_threads: Array, pc: int, other_threads: Array) -> None:
-        """End threads. Programs without threads are removed, which shortens the arrays."""
+    def _end_threads(self, ended_threads: Array, pc: int, other_threads: Array) -> None:
+        """End threads, and remove programs without threads, which shortens the arrays."""
         if other_threads.any():
-            self._wait(pc, other_threads)
-        self.live &= ~ended_threads
-        is_live = self.live.any(1)
+            self._wait_at(pc, other_threads)
+        self.live_threads &= ~ended_threads
+        is_live = self.live_threads.any(1)
         if is_live.all() or not is_live.any():
             return
-        assert not self.products, "a program ends before products of other programs"
-        count = self.shape[0]
+        assert not self.products, "a program ends before the products of another program"
+        num_programs = self.shape[0]
         self.shape = int(is_live.sum()), self.shape[1]
-        select_live = lambda x: x[is_live] if len(x) == count else x  # noqa: E731
+        select_live = lambda x: x[is_live] if len(x) == num_programs else x  # noqa: E731
         self.registers = {name: select_live(x) for name, x in self.registers.items()}
-        self.waiting = {pc: x[is_live] for pc, x in self.waiting.items()}
-        self.live, self.groups = self.live[is_live], self.groups[is_live]
-        self.numbers = self.numbers[is_live]
+        self.pc_masks = {pc: x[is_live] for pc, x in self.pc_masks.items()}
+        self.live_threads, self.copy_groups = self.live_threads[is_live], self.copy_groups[is_live]
+        self.program_ids = self.program_ids[is_live]
         self.shared.select_programs(is_live)
         new_index = np.cumsum(is_live) - 1
         for i, copy in enumerate(self.copies):
             program, thread = np.divmod(copy.threads, self.shape[1])
             if not is_live[program].all():
-                raise Fault("a program ends before its copies arrive")
+                raise Fault("a program ends before its copies complete")
             self.copies[i] = copy._replace(threads=new_index[program] * self.shape[1] + thread)
 
     # -- effects of instructions -------------------------------------------------------------------
 
-    def put(self, name: str, value: Array, mask: Mask) -> None:
+    def set_register(self, name: str, value: Array, mask: Mask) -> None:
         """Overwrite a register of some threads."""
         if mask is not None:
             old = self.registers.get(name)
@@ -162,38 +163,38 @@ class Machine:
         self.registers[name] = value
 
     def make_garbage(self, name: str) -> Array:
-        """Return values for an unset register. Compilers do not store results of such values."""
+        """Return arbitrary values for an unset register. Compilers do not store their results."""
         width = self.program.registers[name]
         garbage = np.array([[_GARBAGE & (1 << width) - 1]], np.uint64)
         return garbage.astype("?" if width == 1 else f"u{width // 8}")
 
-    def threads(self, mask: Mask) -> Ints:
-        """Return the indices of the threads of a mask."""
+    def thread_ids(self, mask: Mask) -> Ints:
+        """Return the indices of the threads in a mask."""
         size = self.shape[0] * self.shape[1]
         return np.arange(size) if mask is None else np.flatnonzero(mask)
 
-    def pick(self, x: Array, threads: Ints) -> Array:
-        """Return the elements of the threads `threads`."""
+    def gather(self, x: Array, threads: Ints) -> Array:
+        """Return the elements of `x` that belong to `threads`."""
         return np.broadcast_to(x, self.shape).reshape(-1)[threads]
 
-    def spread(self, name: str, values: Array, threads: Ints, mask: Mask) -> None:
-        """Overwrite a register of the threads `threads`."""
+    def scatter(self, name: str, values: Array, threads: Ints, mask: Mask) -> None:
+        """Overwrite a register of `threads`, which are the threads in `mask`."""
         if mask is None:
-            self.put(name, values.reshape(self.shape), None)
+            self.set_register(name, values.reshape(self.shape), None)
             return
-        full = np.zeros(self.shape, values.dtype)
-        full.reshape(-1)[threads] = values
-        self.put(name, full, mask)
+        all_values = np.zeros(self.shape, values.dtype)
+        all_values.reshape(-1)[threads] = values
+        self.set_register(name, all_values, mask)
 
-    def programs(self, mask: Mask) -> Array:
-        """Return whether each program is in a mask. All or none of its threads must be in it."""
+    def select_programs(self, mask: Mask) -> Array:
+        """Return whether each program is in a mask. It must contain all or none of its threads."""
         threads = np.broadcast_to(True if mask is None else mask, self.shape)
         if (threads.any(1) != threads.all(1)).any():
             raise Fault("some threads of a program do not arrive")
         return threads[:, 0]
 
-    def warps(self, mask: Mask) -> Ints:
-        """Return the numbers of the warps of a mask, whose threads must all be in it."""
+    def warp_ids(self, mask: Mask) -> Ints:
+        """Return the indices of the warps in a mask, which must contain all of their threads."""
         count = self.shape[0] * self.shape[1] // 32
         if mask is None:
             return np.arange(count)
@@ -202,22 +203,22 @@ class Machine:
             raise Fault("some threads of a warp do not arrive")
         return np.flatnonzero(threads[:, 0])
 
-    def by_warps(self, x: Array, warps: Ints) -> Array:
-        """Return a register of some warps, `[warps, 32]`."""
+    def select_warps(self, x: Array, warps: Ints) -> Array:
+        """Return the values of a register in some warps, `[warps, 32]`."""
         return np.broadcast_to(x, self.shape).reshape(-1, 32)[warps]
 
-    def put_by_warps(self, name: str, values: Array, warps: Ints, mask: Mask) -> None:
-        """Overwrite a register of some warps, `[warps, 32]`."""
+    def set_warps(self, name: str, values: Array, warps: Ints, mask: Mask) -> None:
+        """Overwrite a register of some warps with values `[warps, 32]`."""
         threads = (warps[:, None] * 32 + np.arange(32)).reshape(-1)
-        self.spread(name, np.ascontiguousarray(values).reshape(-1), threads, mask)
+        self.scatter(name, np.ascontiguousarray(values).reshape(-1), threads, mask)
 
-    def programs_of(self, threads: Ints) -> Ints:
-        """Return the number in the launch of each thread's program."""
-        return self.numbers[threads // self.shape[1]]
+    def program_ids_of(self, threads: Ints) -> Ints:
+        """Return the index in the launch of each thread's program."""
+        return self.program_ids[threads // self.shape[1]]
 
 
 def _find_grain(program: Program) -> int:
-    """Return the bytes of the narrowest access to shared memory."""
+    """Return the bytes of the narrowest access to shared memory, at most 4."""
     sizes = [4]
     for instruction in program.code:
         if instruction.opcode[0] in ("ld", "st") and "shared" in instruction.opcode:
@@ -227,29 +228,29 @@ def _find_grain(program: Program) -> int:
 
 def execute(
     program: Program, steps: Sequence[Any], arguments: Sequence[int], grid: Sequence[int],
-    memory: GlobalMemory, shared: int,
+    memory: GlobalMemory, shared_size: int,
 ) -> int:  # fmt: skip
     """Run a launch, and return the number of executed instructions.
 
     Args:
         program: The kernel.
         steps: Result of `compile_program` for the kernel.
-        arguments: The bits of its parameters, in order.
-        grid: Programs on three axes.
-        memory: The tensors.
-        shared: Bytes of shared memory of a program.
+        arguments: Bits of each parameter of the kernel, in order.
+        grid: Number of programs on each of three axes.
+        memory: The tensors of the launch.
+        shared_size: Bytes of shared memory of a program.
     """
-    assert len(arguments) == program.parameters, "expected an argument for each parameter"
+    assert len(arguments) == program.num_parameters, "expected an argument for each parameter"
     parameters = np.array(arguments, np.uint64)
-    numbers = np.arange(grid[0] * grid[1] * grid[2])
-    count = 0
-    for batch in _batched(numbers, max(1, MAX_THREADS // program.threads)):
-        machine = Machine(program, steps, parameters, grid, batch, memory, shared)
+    program_ids = np.arange(grid[0] * grid[1] * grid[2])
+    num_executed = 0
+    for batch in _split_batches(program_ids, max(1, MAX_THREADS // program.num_threads)):
+        machine = Machine(program, steps, parameters, grid, batch, memory, shared_size)
         machine.run()
-        count += machine.count
+        num_executed += machine.num_executed
     memory.check_order()
-    return count
+    return num_executed
 
 
-def _batched(numbers: Ints, size: int) -> list[Ints]:
-    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
+def _split_batches(program_ids: Ints, size: int) -> list[Ints]:
+    return [program_ids[i : i + size] for i in range(0, len(program_ids), size)]

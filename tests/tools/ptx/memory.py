@@ -1,12 +1,12 @@
-"""Models of global and shared memory that check each access of a launch before it is made.
+"""Models of global and shared memory that check each access of a launch before they perform it.
 
 Global memory is the memory of the process. An access must lie in a tensor of the launch, and the
 result must not depend on the order of programs. No kernel has fences or atomics, so no program may
 store or load a byte that a different program stores.
 
 Shared memory is undefined before a store, and a thread may load the stores of other threads only
-after a barrier. Asynchronous copies arrive at their wait. Until then no thread may access their
-destinations.
+after a barrier. An asynchronous copy completes at its wait. Until then no thread may access its
+destination.
 """
 
 from typing import Any
@@ -49,8 +49,8 @@ class GlobalMemory:
                 merged[-1] = merged[-1][0], max(end, merged[-1][1])
             else:
                 merged.append((begin, end))
-        self._firsts = np.array([0, *(begin for begin, _ in merged)])
-        self._ends = np.array([0, *(end for _, end in merged)])
+        self._span_begins = np.array([0, *(begin for begin, _ in merged)])
+        self._span_ends = np.array([0, *(end for _, end in merged)])
         self._views = {n: np.asarray(_ProcessMemory(n)) for n in (1, 2, 4, 8)}
         self._loads: dict[int, list[Ints]] = {}
         self._stores: list[Ints] = []
@@ -86,47 +86,44 @@ class GlobalMemory:
             raise Fault("two programs store the same byte")
         for size, loads in self._loads.items():
             keys = np.unique(np.concatenate(loads))
-            begin, reader = keys & (1 << 48) - 1, keys >> 48
-            first = np.searchsorted(addresses, begin)
-            last = np.searchsorted(addresses, begin + size) - 1
-            is_shared = last >= first
-            for i in (first[is_shared], last[is_shared]):
-                if (programs[i] != reader[is_shared]).any():
+            load_begins, loading_programs = keys & (1 << 48) - 1, keys >> 48
+            first_stores = np.searchsorted(addresses, load_begins)
+            last_stores = np.searchsorted(addresses, load_begins + size) - 1
+            is_shared = last_stores >= first_stores
+            for i in (first_stores[is_shared], last_stores[is_shared]):
+                if (programs[i] != loading_programs[is_shared]).any():
                     raise Fault("a program loads a byte that another program stores")
 
     def _index(self, addresses: Ints, size: int, count: int) -> Ints:
         return ((addresses - _FIRST_ADDRESS) // size)[:, None] + np.arange(count)
 
     def _check(self, addresses: Ints, size: int) -> None:
-        spans = np.searchsorted(self._firsts, addresses, side="right") - 1
-        outside = addresses + size > self._ends[spans]
-        if outside.any():
-            raise Fault(
-                f"{outside.sum()} of {len(addresses)} threads access memory outside of all tensors"
-            )
+        spans = np.searchsorted(self._span_begins, addresses, side="right") - 1
+        is_outside = addresses + size > self._span_ends[spans]
+        if is_outside.any():
+            threads_text = f"{is_outside.sum()} of {len(addresses)} threads"
+            raise Fault(f"{threads_text} access memory outside all tensors")
         if (addresses & size - 1).any():
             raise Fault(f"an address is not a multiple of {size} bytes")
 
 
 # States of a grain of shared memory, for its stores (S) and its loads (L) since the last barrier. A
-# state from 1 to `_SYNCED` is 1 + the number of a thread. With a negative state of its stores the
-# grain is undefined.
+# state from 1 to `_SYNCED` is 1 + the index of a thread in its program. A grain is undefined if the
+# state of its stores is negative.
 _CLEAN = 0  # S, L: no access
-_UNSTORED = -1  # S: no thread has ever stored the grain
-_COPYING = -2  # S: an asynchronous copy to the grain has not arrived
-_SYNCED = 1 << 16  # S, L: + warp, whose threads have synchronized since the access
-_SEVERAL_THREADS = (
-    1 << 17
-)  # L: + warp, of which several threads loaded the grain and have not synchronized
+_UNSTORED = -1  # S: no thread has stored to the grain
+_COPYING = -2  # S: an asynchronous copy to the grain has not completed
+_SYNCED = 1 << 16  # S, L: + index of the warp, whose threads have synchronized since the access
+_ONE_WARP = 1 << 17  # L: + index of the warp. Several of its threads have not synchronized since
 _SEVERAL_WARPS = 1 << 20  # L: threads of several warps, or a finished product
-_PRODUCT = 1 << 21  # L: a product of matrices that runs asynchronously
+_PRODUCT = 1 << 21  # L: an asynchronous matrix product
 _CONTESTED = -3  # L, only within `load`: the states of several threads overwrote each other
 
 
 def _differ(x: Array, y: Array) -> bool:
     """Return whether bits differ, or for float32 values whether they differ by more than rounding.
 
-    Threads round a total differently if a product is fused with the first sum of a butterfly.
+    In a butterfly reduction, threads round differently if a product is fused with the first sum.
     """
     unequal = x != y
     if x.itemsize == 4 and unequal.any():
@@ -150,38 +147,35 @@ class SharedMemory:
         self.size, self.grain = -(-size // 16) * 16, grain
         self.threads_per_program = threads_per_program
         self.bytes = np.zeros((programs, self.size), np.uint8)
-        self.writer = np.full((programs, self.size // grain), _UNSTORED, np.int32)
-        self.reader = np.zeros_like(self.writer)
-        # Whether stores are not yet visible to products that run asynchronously.
-        self.hidden = np.zeros(self.writer.shape, bool)
+        self.store_states = np.full((programs, self.size // grain), _UNSTORED, np.int32)
+        self.load_states = np.zeros_like(self.store_states)
+        # Whether stores are not yet visible to asynchronous products.
+        self.is_hidden = np.zeros(self.store_states.shape, bool)
 
     def load(self, threads: Ints, addresses: Ints, size: int, count: int) -> Array:
         """Return `[n, count]` values of `size` bytes for the threads `[n]`."""
         grains, thread_state, warp_synced = self._locate(threads, addresses, size * count)
-        writer, reader = self.writer.reshape(-1), self.reader.reshape(-1)
-        self._check_readable(writer[grains], thread_state, warp_synced)
-        old_states = reader[grains]
-        warp_state = warp_synced - _SYNCED + _SEVERAL_THREADS
-        old_warps = np.where(
-            old_states < _SYNCED, _SEVERAL_THREADS + (old_states - 1) // 32, old_states
-        )
+        store_states, load_states = self.store_states.reshape(-1), self.load_states.reshape(-1)
+        self._check_readable(store_states[grains], thread_state, warp_synced)
+        old_states = load_states[grains]
+        warp_state = warp_synced - _SYNCED + _ONE_WARP
+        old_warps = np.where(old_states < _SYNCED, _ONE_WARP + (old_states - 1) // 32, old_states)
         new_states = np.where(old_warps == warp_state, warp_state, _SEVERAL_WARPS)
         new_states = np.where(
             (old_states == _CLEAN) | (old_states == thread_state) | (old_states == warp_synced),
             thread_state,
             new_states,
         )
-        reader[grains] = new_states
-        was_overwritten = reader[grains] != new_states
-        if was_overwritten.any():  # several threads load one grain
-            reader[grains[was_overwritten]] = _CONTESTED
-            is_contested = reader[grains] == _CONTESTED
+        load_states[grains] = new_states
+        was_overwritten = load_states[grains] != new_states
+        if was_overwritten.any():  # several threads load the same grain
+            load_states[grains[was_overwritten]] = _CONTESTED
+            is_contested = load_states[grains] == _CONTESTED
             warp_state = np.broadcast_to(warp_state, grains.shape)[is_contested]
-            reader[grains[is_contested]] = warp_state
-            reader[grains[is_contested][reader[grains[is_contested]] != warp_state]] = (
-                _SEVERAL_WARPS
-            )
-            reader[grains[new_states == _SEVERAL_WARPS]] = _SEVERAL_WARPS
+            contested = grains[is_contested]
+            load_states[contested] = warp_state
+            load_states[contested[load_states[contested] != warp_state]] = _SEVERAL_WARPS
+            load_states[grains[new_states == _SEVERAL_WARPS]] = _SEVERAL_WARPS
         return self._view(size)[self._index(threads, addresses, size, count)]
 
     def store(self, threads: Ints, addresses: Ints, values: Array) -> None:
@@ -190,112 +184,112 @@ class SharedMemory:
         grains, thread_state, warp_synced = self._locate(threads, addresses, size * count)
         self._check_writable(grains, thread_state, warp_synced)
         view, index = self._view(size), self._index(threads, addresses, size, count)
-        writer = self.writer.reshape(-1)
-        old_states = writer[grains]
+        store_states = self.store_states.reshape(-1)
+        old_states = store_states[grains]
         is_foreign = (old_states > 0) & (old_states != thread_state) & (old_states != warp_synced)
         if is_foreign.any() and _differ(view[index], values):
-            raise Fault("a thread stores where another thread stored, without a barrier between")
+            raise Fault("a thread overwrites another thread's store without a barrier")
         view[index] = values
         if _differ(view[index], values):
-            raise Fault("two threads store different values in one place")
-        writer[grains] = thread_state
-        self.hidden.reshape(-1)[grains] = True
+            raise Fault("two threads store different values at one address")
+        store_states[grains] = thread_state
+        self.is_hidden.reshape(-1)[grains] = True
 
     def begin_copy(self, threads: Ints, addresses: Ints, size: int) -> None:
-        """Block the destinations of asynchronous copies for all threads until the copies arrive."""
+        """Block the destinations of asynchronous copies until the copies complete."""
         grains, thread_state, warp_synced = self._locate(threads, addresses, size)
         self._check_writable(grains, thread_state, warp_synced)
-        writer = self.writer.reshape(-1)
-        old_states = writer[grains]
+        store_states = self.store_states.reshape(-1)
+        old_states = store_states[grains]
         if ((old_states > 0) & (old_states != thread_state) & (old_states != warp_synced)).any():
-            raise Fault("a thread copies where another thread stored, without a barrier between")
-        writer[grains] = _COPYING
+            raise Fault("a copy overwrites another thread's store without a barrier")
+        store_states[grains] = _COPYING
 
     def end_copy(self, threads: Ints, addresses: Ints, values: Array) -> None:
         """Store the values of asynchronous copies, and unblock their destinations."""
         grains, thread_state, _ = self._locate(threads, addresses, values.shape[1])
         self._view(1)[self._index(threads, addresses, 1, values.shape[1])] = values
-        self.writer.reshape(-1)[grains] = thread_state
-        self.hidden.reshape(-1)[grains] = True
+        self.store_states.reshape(-1)[grains] = thread_state
+        self.is_hidden.reshape(-1)[grains] = True
 
     def make_visible(self, programs: Array) -> None:
         """Make the stores of some programs visible to their asynchronous products."""
-        self.hidden[programs] = False
+        self.is_hidden[programs] = False
 
-    def begin_product(self, program: Ints, addresses: Ints, size: int) -> tuple[Array, Ints]:
+    def begin_product(self, programs: Ints, addresses: Ints, size: int) -> tuple[Array, Ints]:
         """Return values of `size` bytes that a product reads until its wait, and their grains.
 
-        `program` and `addresses` have the same shape.
+        `programs` and `addresses` have the same shape.
         """
         if (addresses + size > self.size).any():
-            raise Fault("a product reads outside of shared memory")
-        grains = (program * self.size + addresses) // self.grain
-        if (self.writer.reshape(-1)[grains] != _CLEAN).any():
-            raise Fault("a product reads a store, without a barrier between")
-        if self.hidden.reshape(-1)[grains].any():
-            raise Fault("a product reads a store, without a fence between")
+            raise Fault("a product reads outside shared memory")
+        grains = (programs * self.size + addresses) // self.grain
+        if (self.store_states.reshape(-1)[grains] != _CLEAN).any():
+            raise Fault("a product reads a stored value without a barrier")
+        if self.is_hidden.reshape(-1)[grains].any():
+            raise Fault("a product reads a stored value without a fence")
         grains = np.unique(grains)
-        self.reader.reshape(-1)[grains] = _PRODUCT
-        return self._view(size)[(program * self.size + addresses) // size], grains
+        self.load_states.reshape(-1)[grains] = _PRODUCT
+        return self._view(size)[(programs * self.size + addresses) // size], grains
 
     def end_products(self, finished: list[Ints], unfinished: list[Ints]) -> None:
-        """Allow stores to the grains that products read, after a barrier."""
-        reader = self.reader.reshape(-1)
+        """Release the grains that finished products read. A store still needs a barrier."""
+        load_states = self.load_states.reshape(-1)
         for state, products in ((_SEVERAL_WARPS, finished), (_PRODUCT, unfinished)):
             for grains in products:
-                reader[grains] = state
+                load_states[grains] = state
 
     def synchronize(self, programs: Any) -> None:
         """Synchronize all threads of some programs."""
-        self.writer[programs] = np.minimum(self.writer[programs], _CLEAN)
-        reader = self.reader[programs]
-        self.reader[programs] = np.where(reader == _PRODUCT, reader, 0)
+        self.store_states[programs] = np.minimum(self.store_states[programs], _CLEAN)
+        load_states = self.load_states[programs]
+        self.load_states[programs] = np.where(load_states == _PRODUCT, load_states, 0)
 
     def synchronize_warps(self, threads: Ints) -> None:
         """Synchronize all threads of some warps."""
         for warp in np.unique(threads // 32):
-            program, first = divmod(int(warp) * 32, self.threads_per_program)
-            for states in (self.writer[program], self.reader[program]):
-                inside = (states > first) & (states <= first + 32) | (
-                    states == _SEVERAL_THREADS + first // 32
+            program, first_thread = divmod(int(warp) * 32, self.threads_per_program)
+            for states in (self.store_states[program], self.load_states[program]):
+                is_inside = (states > first_thread) & (states <= first_thread + 32) | (
+                    states == _ONE_WARP + first_thread // 32
                 )
-                states[inside] = _SYNCED + first // 32
+                states[is_inside] = _SYNCED + first_thread // 32
 
     def select_programs(self, programs: Array) -> None:
-        """Remove all programs except `programs`."""
-        self.bytes, self.writer, self.reader, self.hidden = (
-            x[programs] for x in (self.bytes, self.writer, self.reader, self.hidden)
+        """Remove all programs for which `programs` is False."""
+        self.bytes, self.store_states, self.load_states, self.is_hidden = (
+            x[programs] for x in (self.bytes, self.store_states, self.load_states, self.is_hidden)
         )
 
     def _locate(self, threads: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:
-        """Return the grains `[n, size / grain]`, and the states for a thread and for its warp."""
+        """Return the grains `[n, size / grain]`, and the states for each thread and its warp."""
         if (addresses & size - 1).any():
             raise Fault(f"an address in shared memory is not a multiple of {size} bytes")
         if (addresses + size > self.size).any() or (addresses < 0).any():
-            raise Fault("an address is outside of shared memory")
+            raise Fault("an address is outside shared memory")
         program, thread = np.divmod(threads, self.threads_per_program)
-        first = (program * self.size + addresses) // self.grain
-        grains = first[:, None] + np.arange(size // self.grain)
+        first_grain = (program * self.size + addresses) // self.grain
+        grains = first_grain[:, None] + np.arange(size // self.grain)
         return grains, (thread + 1)[:, None], (_SYNCED + thread // 32)[:, None]
 
-    def _check_readable(self, writer: Array, thread_state: Array, warp_synced: Array) -> None:
-        if ((writer != _CLEAN) & (writer != thread_state) & (writer != warp_synced)).any():
-            if (writer == _COPYING).any():
-                raise Fault("a thread loads before an asynchronous copy arrives")
-            if (writer == _UNSTORED).any():
+    def _check_readable(self, states: Array, thread_state: Array, warp_synced: Array) -> None:
+        if ((states != _CLEAN) & (states != thread_state) & (states != warp_synced)).any():
+            if (states == _COPYING).any():
+                raise Fault("a thread loads before an asynchronous copy completes")
+            if (states == _UNSTORED).any():
                 raise Fault("a thread loads shared memory that no thread stored")
-            raise Fault("a thread loads where another thread stored, without a barrier between")
+            raise Fault("a thread loads another thread's store without a barrier")
 
     def _check_writable(self, grains: Ints, thread_state: Array, warp_synced: Array) -> None:
-        reader = self.reader.reshape(-1)[grains]
-        if ((reader != 0) & (reader != thread_state) & (reader != warp_synced)).any():
-            raise Fault("a thread stores where another thread loaded, without a barrier between")
-        if (self.writer.reshape(-1)[grains] == _COPYING).any():
+        states = self.load_states.reshape(-1)[grains]
+        if ((states != _CLEAN) & (states != thread_state) & (states != warp_synced)).any():
+            raise Fault("a thread stores where another thread loaded, without a barrier")
+        if (self.store_states.reshape(-1)[grains] == _COPYING).any():
             raise Fault("a thread stores to the destination of an asynchronous copy")
 
     def _index(self, threads: Ints, addresses: Ints, size: int, count: int) -> Ints:
-        first = (threads // self.threads_per_program * self.size + addresses) // size
-        return first[:, None] + np.arange(count)
+        first_index = (threads // self.threads_per_program * self.size + addresses) // size
+        return first_index[:, None] + np.arange(count)
 
     def _view(self, size: int) -> Array:
         return self.bytes.reshape(-1).view(f"u{size}")

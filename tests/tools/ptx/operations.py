@@ -30,9 +30,9 @@ class Operation(NamedTuple):
     """An instruction that computes one register.
 
     Attributes:
-        compute: The function.
-        sources: The types of its arguments.
-        result: The type of its result.
+        compute: Function of the source values.
+        sources: Types of its arguments.
+        result: Type of its result.
     """
 
     compute: Callable[..., Array]
@@ -47,7 +47,7 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
         operation = find_operation(tuple(part for part in opcode if part != "ftz"))
         assert operation is None or {operation.result, *operation.sources} == {_F32}, opcode
         return operation and operation._replace(
-            compute=lambda *arguments: _flush(operation.compute(*map(_flush, arguments)))
+            compute=lambda *values: _flush(operation.compute(*map(_flush, values)))
         )
     name, *parts = opcode
     type_names = [part for part in parts if part in TYPES]
@@ -56,7 +56,7 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     if not type_names:
         return None
     dtype = TYPES[type_names[0]]
-    key = ".".join([name, *(p for p in parts if p in _MODIFIERS)])
+    key = ".".join([name, *(part for part in parts if part in _MODIFIERS)])
     if name == "setp":
         compare = _COMPARISONS.get(parts[0]) if len(parts) == 2 else None
         if compare is not None and type_names[0] == "bf16":
@@ -78,8 +78,8 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
         wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
         sources = [dtype, dtype, *([wide] if name == "mad" else [])]
         return Operation(_multiply_wide, sources, wide)
-    group = "f" if dtype.kind == "f" else "b" if dtype == _PRED else "i"
-    compute = _OPERATIONS.get((key, group))
+    kind = "f" if dtype.kind == "f" else "b" if dtype == _PRED else "i"
+    compute = _OPERATIONS.get((key, kind))
     if (
         compute is None
         or type_names[0] in ("bf16", "f16", "bf16x2", "f16x2")
@@ -128,10 +128,10 @@ def _bfe(x: Array, start: Array, length: Array) -> Array:
     return (x << unused.astype(x.dtype)) >> (unused + start).astype(x.dtype)
 
 
-def _multiply_wide(a: Array, b: Array, *sums: Array) -> Array:
+def _multiply_wide(a: Array, b: Array, *addend: Array) -> Array:
     wide = np.dtype(f"{a.dtype.kind}{2 * a.itemsize}")
     product = a.astype(wide) * b
-    return product + sums[0] if sums else product
+    return product + addend[0] if addend else product
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -144,8 +144,8 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
     # The float64 product is exact. With a sum rounded to odd, the second rounding is correct.
     product = a.astype(np.float64) * b
     total = product + c
-    part = total - product
-    error = (product - (total - part)) + (c - part)
+    c_part = total - product
+    error = (product - (total - c_part)) + (c - c_part)
     is_even = total.view(np.int64) & 1 == 0
     needs_odd = is_even & (error != 0) & np.isfinite(total)
     if needs_odd.any():
@@ -183,10 +183,10 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
 
 def _prmt_any(a: Array, b: Array, selector: Array) -> Array:
     a, b, selector = np.broadcast_arrays(a, b, selector)
-    both = np.stack([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (a, b)], -2)
-    both = both.reshape(*a.shape, 8)
+    pairs = np.stack([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (a, b)], -2)
+    pairs = pairs.reshape(*a.shape, 8)
     nibbles = selector[..., None] >> (4 * np.arange(4, dtype=np.uint32)) & _U32.type(15)
-    result = np.take_along_axis(both, (nibbles & 7).astype(np.int64), -1)
+    result = np.take_along_axis(pairs, (nibbles & 7).astype(np.int64), -1)
     result = np.where(nibbles > 7, np.where(result > 127, np.uint8(255), np.uint8(0)), result)
     return np.ascontiguousarray(result).view(np.uint32)[..., 0]
 
@@ -273,10 +273,10 @@ def _from_e5m2x2(codes: Array) -> Array:
 
 
 def _to_integer(dtype: np.dtype[Any], rounding: Callable[[Array], Array]) -> Callable[..., Array]:
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    lowest, highest = np.iinfo(dtype).min, np.iinfo(dtype).max
 
     def convert(x: Array) -> Array:
-        return np.clip(np.nan_to_num(rounding(x).astype(np.float64)), least, most).astype(dtype)
+        return np.clip(np.nan_to_num(rounding(x).astype(np.float64)), lowest, highest).astype(dtype)
 
     assert dtype.itemsize < 8, "cvt: expected an integer that float64 holds"
     return convert

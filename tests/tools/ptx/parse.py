@@ -13,17 +13,17 @@ class Instruction(NamedTuple):
     """One instruction.
 
     Attributes:
-        opcode: Its parts, such as ("add", "s32").
-        operands: Registers, numbers and symbols as they are written, vectors as tuples.
-        guard: The register of a predicate, or "".
-        negated: Whether the instruction is executed by threads whose predicate is false.
-        text: The line of the kernel's source, and the instruction.
+        opcode: Parts of the opcode, such as ("add", "s32").
+        operands: Registers, numbers and symbols as they are written. Vectors are tuples.
+        guard: Name of the register with the predicate, or "" if every thread executes it.
+        is_negated: Whether the threads whose predicate is false execute the instruction.
+        text: Line of the kernel's source, and the instruction.
     """
 
     opcode: tuple[str, ...]
     operands: tuple[Any, ...]
     guard: str
-    negated: bool
+    is_negated: bool
     text: str
 
 
@@ -31,18 +31,18 @@ class Program(NamedTuple):
     """A kernel.
 
     Attributes:
-        name: Its name.
-        parameters: Number of its parameters.
-        threads: Threads of a program.
-        code: Instructions.
-        labels: The index of the instruction after each label.
+        name: Name of the kernel.
+        num_parameters: Number of parameters.
+        num_threads: Number of threads of a program.
+        code: Instructions of the kernel.
+        labels: Index of the instruction after each label.
         symbols: Addresses of parameters, which lie 8 bytes apart here, and of shared memory.
-        registers: The width of each register in bits.
+        registers: Width of each register in bits.
     """
 
     name: str
-    parameters: int
-    threads: int
+    num_parameters: int
+    num_threads: int
     code: list[Instruction]
     labels: dict[str, int]
     symbols: dict[str, int]
@@ -62,7 +62,7 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,|{}\[\]]+")
 
 
 def parse(text: str) -> Program:
-    """Return the kernel of a module."""
+    """Parse the kernel of a PTX module."""
     head = _HEAD.search(text)
     assert head is not None, "expected a kernel"
     threads = re.search(r"\.reqntid (\d+)", head[3])
@@ -70,17 +70,17 @@ def parse(text: str) -> Program:
     parameters = _PARAMETER.findall(head[2].strip())
     symbols = {"global_smem": 0, **{name: 8 * i for i, name in enumerate(parameters)}}
     registers: dict[str, int] = {}
-    # Blocks of assembly have registers of the same names.
+    # Blocks of inline assembly may declare registers of the same names.
     scopes: ChainMap[str, str] = ChainMap()
     code: list[Instruction] = []
     labels: dict[str, int] = {}
-    line, at, count = "", head.end(), 0
+    source_line, position, num_declarations = "", head.end(), 0
     while True:
-        match = _STATEMENT.match(text, at)
-        assert match is not None, f"expected a statement, got {text[at : at + 80]!r}"
-        at = match.end()
+        match = _STATEMENT.match(text, position)
+        assert match is not None, f"expected a statement, got {text[position : position + 80]!r}"
+        position = match.end()
         if match["line"]:
-            line = match["line"]
+            source_line = match["line"]
         elif match["label"]:
             labels[match["label"]] = len(code)
         elif match["scope"] == "{":
@@ -91,34 +91,34 @@ def parse(text: str) -> Program:
             scopes = scopes.parents
         elif match["kind"]:
             for declared in match["names"].split(","):
-                count += 1
-                many = _RANGE.fullmatch(declared.strip())
+                num_declarations += 1
+                span = _RANGE.fullmatch(declared.strip())
                 names = (
-                    [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [declared.strip()]
+                    [f"{span[1]}{i}" for i in range(int(span[2]))] if span else [declared.strip()]
                 )
                 for name in names:
-                    unique = name if name.startswith("%") else f"{name}#{count}"
+                    unique = name if name.startswith("%") else f"{name}#{num_declarations}"
                     if unique != name:
                         scopes[name] = unique
                     registers[unique] = WIDTHS[match["kind"]]
         elif match["text"]:
-            code.append(_parse_instruction(match["text"], scopes, line))
+            code.append(_parse_instruction(match["text"], scopes, source_line))
     return Program(head[1], len(parameters), int(threads[1]), code, labels, symbols, registers)
 
 
-def _parse_instruction(text: str, names: Mapping[str, str], line: str) -> Instruction:
+def _parse_instruction(text: str, scopes: Mapping[str, str], source_line: str) -> Instruction:
     match = _TEXT.fullmatch(text)
     assert match is not None, f"expected an instruction, got {text!r}"
-    negated, guard, opcode, operands_text = match.groups()
+    negation, guard, opcode, operands_text = match.groups()
     operands: list[str | tuple[str, ...]] = []
     for part in _OPERAND.findall(operands_text):
         if part[0] == "{":
-            inner = (x.strip() for x in part[1:-1].split(","))
-            operands.append(tuple(names.get(x, x) for x in inner))
+            registers = (x.strip() for x in part[1:-1].split(","))
+            operands.append(tuple(scopes.get(x, x) for x in registers))
         else:
-            operands.append(names.get(part, part))
-    flat = " ".join(text.split())
+            operands.append(scopes.get(part, part))
+    one_line = " ".join(text.split())
     return Instruction(
-        tuple(opcode.split(".")), tuple(operands), names.get(guard or "", guard or ""),
-        bool(negated), f"{line}: {flat}",
+        tuple(opcode.split(".")), tuple(operands), scopes.get(guard or "", guard or ""),
+        bool(negation), f"{source_line}: {one_line}",
     )  # fmt: skip

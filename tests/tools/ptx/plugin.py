@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# Read when conftest.py and Triton are imported.
+# conftest.py and Triton read this variable when they are imported.
 os.environ["TRITON_INTERPRET"] = "0"
 
 
@@ -33,7 +33,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
 
     from . import device
 
-    # Every launch passes tensors, whose bounds are known.
+    # Recordings are off, because only direct launches pass tensors, whose bounds are checked.
     replay._REPLAYS = False
     device.activate()
     arch = int(session.config.getoption("--target").removeprefix("sm_"))
@@ -42,7 +42,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
         from . import device
 
         session.config.workeroutput["ptx"] = dict(device.COUNTS), sorted(device.OPCODES)
