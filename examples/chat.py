@@ -33,12 +33,13 @@ def main() -> None:
         inputs = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        length, reused = inputs.input_ids.shape[1], cache.reused
+        length, old_reused = inputs.input_ids.shape[1], cache.reused_tokens
         output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False
         )
         answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
-        print(f"{question} {answer!r} ({length} tokens, {cache.reused - reused} of them reused)")
+        reused = cache.reused_tokens - old_reused
+        print(f"{question} {answer!r} ({length} tokens, {reused} of them reused)")
         chat.append({"role": "assistant", "content": answer})
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     times = [time.perf_counter()]
     cache = FP8PagedCache(model.config, prefill="stored")
     model(prompts[0][:, :shared], past_key_values=cache, logits_to_keep=1)
-    print(f"shared: {shared} tokens in {cache.budget.held} pages")
+    print(f"shared: {shared} tokens in {cache.budget.num_held} pages")
     forks = [cache.fork() for _ in prompts]
     answers = [ask(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]
     times.append(time.perf_counter())
@@ -51,7 +51,8 @@ def main() -> None:
     times.append(time.perf_counter())
     print(*map("{} {!r}".format, args.questions, answers), sep="\n")
     print(f"the same answers without forks: {answers == separate}")
-    print(f"pages with forks: {cache.budget.held}; apart: {sum(x.budget.held for x in caches)}")
+    separate_pages = sum(x.budget.num_held for x in caches)
+    print(f"pages with forks: {cache.budget.num_held}; apart: {separate_pages}")
     print(f"seconds with forks: {times[1] - times[0]:.1f}; apart: {times[2] - times[1]:.1f}")
 
 

@@ -49,10 +49,10 @@ def main() -> None:
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     output = model.generate(ids, past_key_values=cache, **options)
     print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")
-    size = cache.memory_footprint().total_bytes
+    size, pages = cache.memory_footprint().total_bytes, cache.budget.num_held
     # PagedKV tensors have the shape and dtype of dense K and V, so this is the dense size.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantized")
+    print(f"{pages} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantized")
 
 
 if __name__ == "__main__":

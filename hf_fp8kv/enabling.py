@@ -1,4 +1,4 @@
-"""`enable` and `disable`, which make every `generate()` of a model use an FP8 cache."""
+"""`enable` and `disable`: an FP8 cache for every `generate()` of a model."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
-from .modeling.model_support import ATTENTION, CACHE, refusal
+from .modeling.model_support import ATTENTION, CACHE, find_refusal
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
 from .prefix.generate import Prefill, PrepareInputs
@@ -29,12 +29,12 @@ from .utils.digests import digest_weights
 
 logger = logging.getLogger(__name__)
 
-_SAVED = "_hf_fp8kv_enabled"
-_HOOK = "_prepare_cache_for_generation"
+_SAVED_ATTENTION = "_hf_fp8kv_enabled"
+_PREPARE_METHOD = "_prepare_cache_for_generation"
 # Value of generate()'s `cache_implementation` for a growing cache in host memory.
 OFFLOADED = "offloaded"
 # Types of PEFT's adapters that add keys and values to the cache.
-_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+_PREFIX_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
 _Model = TypeVar("_Model")
 
 
@@ -49,28 +49,28 @@ def enable(
 ) -> _Model:
     """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
 
-    Each call gets a new cache, unless it passes a cache, or selects a different kind of cache or
-    none. The attention is set to "fp8_paged" if the model supports that. Call again to change the
+    Each call gets a new cache, unless it passes a cache, or selects a different cache or none. The
+    attention is set to "fp8_paged" if the model supports it. Call `enable` again to change the
     keywords. `disable` undoes everything.
 
     With `training="stored"`, calls without a cache, in train and eval mode, read K and V rounded
-    exactly as these caches and `serving` store them with the same keywords. This is for
-    trainers that recompute the probabilities of generated text. Gradients pass through the rounding
-    unchanged. `prefill` must then be "stored", which is its default.
+    exactly as these caches and `serving` store them with the same keywords. This is for trainers
+    that recompute the probabilities of generated text. Gradients pass through the rounding
+    unchanged. `prefill` must then be "stored", which becomes the default.
 
     With `deterministic=True`, the pages and logits of a token have the same bits for any batch, and
-    for any split of the sequence into calls. docs/limits.md has the requirements. Such calls take
-    longer. `prefill` must then be "stored", which is its default.
+    for any split of the sequence into calls. Such calls take longer. docs/limits.md lists the
+    requirements. `prefill` must then be "stored", which becomes the default.
 
     Args:
         model: A model with `generate`, or PEFT's wrapper of one.
-        deterministic: See above. The model is run on 64 tokens. Add adapters before this call.
-        training: None or "stored", see above. With "stored" the model is run on three tokens, so
-            call this before it is compiled, wrapped or sharded.
-        reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, and continues
-            after the tokens that both share. False means that the cache is assumed to hold the
-            beginning of the prompt.
-        prefix_store: Store from which each `generate()` restores pages of its prompt, and to which
+        deterministic: As described. The model is run on 64 tokens. Add adapters before this call.
+        training: None or "stored", as described. With "stored" the model is run on three tokens, so
+            call `enable` before the model is compiled, wrapped or sharded.
+        reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, so that only
+            the tokens after the shared tokens are computed. False means that the cache is assumed
+            to hold the beginning of the prompt.
+        prefix_store: Store from which each `generate()` restores pages of the prompt, and to which
             it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
         cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
             dtype="adaptive" means the plan of `choose_plan(model)`, which is cached in the model.
@@ -82,10 +82,10 @@ def enable(
         ConfigError: The model cannot use the cache, or a keyword is invalid.
         ScaleError, BackendError: A keyword is invalid.
     """
-    base = _unwrap(model)
-    if not isinstance(base, PreTrainedModel) or not hasattr(base, _HOOK):
+    base = _find_base_model(model)
+    if not isinstance(base, PreTrainedModel) or not hasattr(base, _PREPARE_METHOD):
         raise ConfigError(f"model: expected a model with generate(), got {type(model).__name__}")
-    if reason := refusal(type(base)):
+    if reason := find_refusal(type(base)):
         raise ConfigError(
             f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
             "it without enable()"
@@ -96,7 +96,7 @@ def enable(
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    roundings = prepare_rounding(base, training, cache_keywords, always=deterministic)
+    roundings = prepare_rounding(base, training, cache_keywords, always_paged=deterministic)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if deterministic:
@@ -108,13 +108,13 @@ def enable(
         # Do slow first-time work here instead of in the first call.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
-    if _SAVED in vars(base):
+    if _SAVED_ATTENTION in vars(base):
         disable(base)
-    before = get_implementations(base)
+    old_attention = get_implementations(base)
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
-    vars(base)[_SAVED] = before
+    vars(base)[_SAVED_ATTENTION] = old_attention
     prefill = Prefill(base, reuse_prefix, prefix_store)
     for method in (_PrepareCache(base, cache_keywords), prefill, PrepareInputs(base)):
         method.install()
@@ -126,20 +126,20 @@ def enable(
 
 
 def disable(model: _Model) -> _Model:
-    """Undo `enable`, if it was called, and return the model."""
-    base = _unwrap(model)
-    before = vars(base).pop(_SAVED, None)
-    if before is not None:
+    """Undo `enable`, if it was called. Return the model."""
+    base = _find_base_model(model)
+    old_attention = vars(base).pop(_SAVED_ATTENTION, None)
+    if old_attention is not None:
         remove_methods(base)
         remove_rounding(base)
         remove_deterministic(base, __name__)
         latent.remove_all(base)
         if base._can_set_attn_implementation():
-            set_implementations(base, before)
+            set_implementations(base, old_attention)
     return model
 
 
-def _unwrap(model: Any) -> Any:
+def _find_base_model(model: Any) -> Any:
     """Return the model whose `generate` runs, inside PEFT's wrappers."""
     while hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -147,102 +147,102 @@ def _unwrap(model: Any) -> Any:
 
 
 class _PrepareCache(ModelMethod):
-    """A model's cache preparation, which creates an FP8 cache. Its argument is the cache keywords.
+    """A model's cache preparation, which creates an FP8 cache. The argument is the cache keywords.
 
-    It replaces this method instead of `generate`, because some models (Whisper, for long audio)
+    This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
     """
 
-    name = _HOOK
+    name = _PREPARE_METHOD
 
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         model, (keywords,) = self.model, self.arguments
-        if _wants_default_cache(generation_config, model_kwargs):
+        if _uses_default_cache(generation_config, model_kwargs):
             if generation_config.cache_implementation == OFFLOADED:
                 keywords = {**keywords, "offloading": keywords.get("offloading") or True}
                 # transformers rejects this option if a cache is passed.
                 generation_config = copy.copy(generation_config)
                 generation_config.cache_implementation = None
-            cache = model_kwargs[CACHE] = _new_cache(model, keywords)
-            _note_padding(cache, model_kwargs.get("attention_mask"))
+            cache = model_kwargs[CACHE] = _make_cache(model, keywords)
+            _pass_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            self._take_prefix(model, keywords)
+            self._replace_prefix(model, keywords)
         return self.stock(generation_config, model_kwargs, *args, **kwargs)
 
-    def _take_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
-        """Store the prefix of PEFT's prefix tuning, which replaces an empty cache.
+    def _replace_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
+        """Put the prefix of PEFT's prefix tuning, which replaces an empty cache, in an FP8 cache.
 
-        PEFT replaces the model's method during a `generate`, and restores it afterwards.
+        PEFT replaces the model's method during a `generate()`, and restores it afterwards.
         """
         prepare: Any = model.prepare_inputs_for_generation
         config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
-        if config is None or config.peft_type not in _PREFIXES:
+        if config is None or config.peft_type not in _PREFIX_TYPES:
             return
 
         @functools.wraps(prepare)  # because `identify_model` checks the wrapped function
         def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
             inputs = prepare(*args, **kwargs)
-            prefix = _self_attention_cache(inputs.get(CACHE))
+            prefix = _get_prefix_cache(inputs.get(CACHE))
             if type(prefix) is DynamicCache:
-                cache = inputs[CACHE] = _new_cache(model, keywords)
+                cache = inputs[CACHE] = _make_cache(model, keywords)
                 layers: list[Any] = prefix.layers
                 for index, layer in enumerate(layers):
                     if getattr(layer, "keys", None) is not None:
-                        _self_attention_cache(cache).update(*_fill_up(layer), index)
+                        _get_prefix_cache(cache).update(*_fill_window(layer), index)
             return inputs
 
         vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
 
 
-def _self_attention_cache(cache: Any) -> Any:
-    """Return the cache that receives prefixes, in an encoder-decoder the self-attention cache."""
+def _get_prefix_cache(cache: Any) -> Any:
+    """Return the cache that receives prefixes: of an encoder-decoder, the self-attention cache."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def _fill_up(layer: Any) -> list[torch.Tensor]:
-    """Return keys and values of all positions of a layer, which may only hold its window.
+def _fill_window(layer: Any) -> list[torch.Tensor]:
+    """Return keys and values for all positions of a layer, which may only hold its window.
 
-    Missing positions are not visible to any query. They get the mean, so that centers do not
+    Earlier positions are not visible to any query. They get the mean, so that centers do not
     change.
     """
-    filled, tokens = [], layer.get_seq_length()
+    states, tokens = [], layer.get_seq_length()
     for dense in (layer.keys, layer.values):
-        unseen = dense.mean(2, keepdim=True).expand(-1, -1, tokens - dense.shape[2], -1)
-        filled.append(torch.cat([unseen, dense], 2))
-    return filled
+        padding = dense.mean(2, keepdim=True).expand(-1, -1, tokens - dense.shape[2], -1)
+        states.append(torch.cat([padding, dense], 2))
+    return states
 
 
-def _wants_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
     if model_kwargs.get(CACHE) is not None:
         return False
-    kind = generation_config.cache_implementation
-    # Generation configs of old checkpoints contain "hybrid", which transformers ignores.
-    if kind not in (None, "hybrid", OFFLOADED):
-        logger.info("generate() uses a %r cache instead of an FP8 cache", kind)
+    implementation = generation_config.cache_implementation
+    # The generation configs of old checkpoints contain "hybrid", which transformers ignores.
+    if implementation not in (None, "hybrid", OFFLOADED):
+        logger.info("generate() uses a %r cache instead of an FP8 cache", implementation)
         return False
     return generation_config.use_cache is not False
 
 
-def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
+def _make_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
     cache = FP8PagedCache(model.config, **keywords)
     if not model.config.is_encoder_decoder:
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
     plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
-    cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
-    return EncoderDecoderCache(cache, FP8PagedCache(model.config, **cross))
+    keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
+    return EncoderDecoderCache(cache, FP8PagedCache(model.config, **keywords))
 
 
-def _note_padding(cache: Any, mask: torch.Tensor | None) -> None:
+def _pass_padding(cache: Any, mask: torch.Tensor | None) -> None:
     """Pass the padding mask of a `generate()` to a new cache, which uses it for centers of K.
 
-    A mask function cannot pass it to a cross-attention's cache, or under a different attention.
+    A mask function cannot pass the mask to a cross-attention cache, or with a different attention.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.cross_attention_cache
     for layer in cache.paged_layers[:1]:
-        layer.store.encoding.first_tokens.text_mask = mask
+        layer.store.encoding.padding_observer.prompt_mask = mask

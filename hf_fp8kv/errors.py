@@ -7,8 +7,8 @@
     ├── BackendError     a backend requested by name cannot run
     └── EngineError      the engine of a server ended while the server was running
 
-A message contains what was expected, what was passed, and what to do. After an error the cache is
-as it was before the call.
+A message states what was expected, what was passed, and what to do. After an error the cache is as
+it was before the call.
 """
 
 
@@ -29,7 +29,7 @@ class OutOfPagesError(FP8KVError, MemoryError):
 
     Attributes:
         needed: Number of pages or tokens that the call needs.
-        available: Number of pages or tokens that are left, or the limit.
+        available: Number of pages that are left, or the limit of tokens.
     """
 
     def __init__(self, message: str, *, needed: int, available: int) -> None:
@@ -39,7 +39,7 @@ class OutOfPagesError(FP8KVError, MemoryError):
 
     @classmethod
     def of_tokens(cls, limit: int, stored: int, tokens: int) -> "OutOfPagesError":
-        """Return the error for `tokens` new tokens after `stored` tokens past `max_cache_len`."""
+        """Return the error for a `limit` that `tokens` new tokens after `stored` tokens exceed."""
         return cls(
             f"expected at most {limit} tokens per sequence (max_cache_len), got {stored} stored "
             f"and {tokens} more. Make the cache with a larger max_cache_len, or crop or reset it",

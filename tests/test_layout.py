@@ -30,9 +30,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1898, "bench": 808, "cache": 3076, "calibration": 2299, "card": 1753, "cli": 1662,
-    "enabling": 248, "errors": 63, "formats": 416, "__init__": 62, "modeling": 626, "ops": 6539,
-    "paging": 1630, "prefix": 1134, "scales": 2892, "server": 3767, "serving": 1766, "utils": 497,
+    "attention": 1896, "bench": 808, "cache": 3075, "calibration": 2299, "card": 1753, "cli": 1662,
+    "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 626, "ops": 6539,
+    "paging": 1631, "prefix": 1136, "scales": 2892, "server": 3767, "serving": 1766, "utils": 498,
     "vllm": 1001,
 }  # fmt: skip
 

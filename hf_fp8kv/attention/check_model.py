@@ -1,4 +1,4 @@
-"""Check of a model: whether each layer runs fused, dense or stock, and why."""
+"""Check whether each layer of a model runs fused, dense or stock, and why."""
 
 import logging
 from collections import Counter
@@ -15,7 +15,7 @@ from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import rounding_note
-from ..modeling.model_support import caches_latents, refusal, with_cache
+from ..modeling.model_support import caches_latents, find_refusal, with_cache
 from . import latent
 from .deterministic import (
     FunctionWatch,
@@ -30,7 +30,7 @@ from .switching import eval_mode, paged_attention, watched_attention
 logger = logging.getLogger(__name__)
 
 # Relative tolerance of logits for a different order of sums, and for codes that change with it.
-_NEAR = 0.1
+_LOGITS_TOLERANCE = 0.1
 FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
 
 
@@ -61,7 +61,7 @@ class ModelReport:
         model: Class of the model.
         layers: A report for each layer. Empty if the model cannot use the cache.
         refused: Reason why the model cannot use the cache, or "".
-        probed: Whether the model was run. Otherwise only its class and config were read.
+        probed: Whether the model was run. Otherwise, only its class and config were read.
         note: Additional information about the model, or "".
     """
 
@@ -104,12 +104,12 @@ class ModelReport:
 
 
 def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
-    """Report for each layer of a model whether it can read stored pages, and why not.
+    """Report for each layer of a model whether it can read stored pages, or why not.
 
     Args:
         model: A model of transformers. It is not changed.
-        probe: Whether to run the model on three tokens to observe its attention. Encoder-decoder
-            models, models with custom attention code, and models that fail are not run. Their
+        probe: Whether to run the model on three tokens, to observe its attention. For
+            encoder-decoder models, models with custom attention code, and models that fail, the
             report is based on the class and the config.
 
     Raises:
@@ -118,25 +118,25 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
     name = type(model).__name__
-    if why := refusal(type(model)):
-        return ModelReport(name, (), why)
+    if reason := find_refusal(type(model)):
+        return ModelReport(name, (), reason)
     try:
         cache = FP8PagedCache(model.config, backend="torch")
     except FP8KVError as error:
         return ModelReport(name, (), str(error))
-    interface = model._can_set_attn_implementation()
-    paged: dict[int, str] | None = None
-    if probe and interface and not model.config.is_encoder_decoder:
-        paged = _probe(model, cache)
+    uses_interface = model._can_set_attn_implementation()
+    paths: dict[int, str] | None = None
+    if probe and uses_interface and not model.config.is_encoder_decoder:
+        paths = _probe_layers(model, cache)
     layers = tuple(
-        _report(index, layer, interface, paged, model.config)
+        _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    return ModelReport(name, layers, probed=paged is not None, note=rounding_note(model))
+    return ModelReport(name, layers, probed=paths is not None, note=rounding_note(model))
 
 
-def _report(
-    index: int, layer: Any, interface: bool, paged: dict[int, str] | None, config: Any
+def _report_layer(
+    index: int, layer: Any, uses_interface: bool, paths: dict[int, str] | None, config: Any
 ) -> LayerReport:
     kind, path, why = type(layer).__name__, DENSE, ""
     is_latent = caches_latents(config.get_text_config(decoder=True))
@@ -144,24 +144,24 @@ def _report(
         path, why = STOCK, "not plain attention: a layer of transformers stores it, unquantized"
         if kind == "DummyLayer":
             why = "it stores nothing: no attention, or attention to another layer's keys and values"
-    elif not interface:
+    elif not uses_interface:
         why = (
             "the model has its own attention code and does not use transformers' attention registry"
         )
-    elif paged is None:
+    elif paths is None:
         path = LATENT if is_latent else FUSED
-    elif index not in paged:
+    elif index not in paths:
         why = "the model does not call the attention function it is set to use"
-    elif (path := paged[index]) == DENSE and is_latent:
+    elif (path := paths[index]) == DENSE and is_latent:
         why = "the model expands its latents by more than a product with weights (kv_b_proj)"
     elif path == DENSE:
         why = "the model changes keys or values between the cache and attention"
     return LayerReport(index, kind, path, why)
 
 
-def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | None:
+def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | None:
     """Run the model on two tokens, then on one, and return the path of each layer."""
-    paged: dict[int, str] = {}
+    paths: dict[int, str] = {}
 
     def record(module: Any, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
         is_stored = isinstance(key, PagedKV) and isinstance(value, PagedKV)
@@ -169,28 +169,28 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | Non
         if is_stored and reads_stored_latents(module):
             path = DENSE if find_projections(module, key) is None else LATENT
         index = module.layer_idx
-        paged[index] = DENSE if paged.get(index) == DENSE else path
+        paths[index] = DENSE if paths.get(index) == DENSE else path
 
     try:
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
-        watched = watched_attention(model, record)
-        with torch.no_grad(), eval_mode(model), undoing_installs(model), watched:
+        attention = watched_attention(model, record)
+        with torch.no_grad(), eval_mode(model), undoing_installs(model), attention:
             model(input_ids=ids, **with_cache(model, cache))
-            paged.clear()
+            paths.clear()
             model(input_ids=ids[:, :1], **with_cache(model, cache))
     except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None
-    return paged
+    return paths
 
 
 def probe_deterministic(
     model: PreTrainedModel, options: CacheOptions, stock: Sequence[int] = ()
 ) -> None:
-    """Raise ConfigError for a model or options that are not deterministic.
+    """Raise ConfigError if a model with these options is not deterministic.
 
     The model is run on 64 tokens at once, in chunks and in a batch. The results must be identical,
-    and close to the result of the unchanged model. `stock` are layers that are not paged.
+    and close to the result of the unchanged model. `stock` has the layers that are not paged.
     """
     options.check_stored("deterministic")
     check_page_size(options.page_size)
@@ -198,26 +198,27 @@ def probe_deterministic(
     tokens, vocabulary = 64, model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(3 * tokens, device=model.device) * 37 + 11).view(3, tokens) % vocabulary
 
-    def read(rows: int, chunks: list[int]) -> torch.Tensor:
+    def compute_logits(rows: int, chunks: list[int]) -> torch.Tensor:
         cache = FP8PagedCache(model.config, prefill="stored")
-        parts = ids[:rows].split(chunks, 1)
-        return torch.cat([model(x, **with_cache(model, cache)).logits[0] for x in parts])
+        inputs = ids[:rows].split(chunks, 1)
+        return torch.cat([model(x, **with_cache(model, cache)).logits[0] for x in inputs])
 
-    name, training = type(model).__name__, [x for x in model.modules() if x.training]
-    why = ""
+    name, training_modules = type(model).__name__, [x for x in model.modules() if x.training]
+    reason = ""
     try:
         with torch.no_grad(), paged_attention(model.eval()), latent.undoing_installs(model):
             latent.install_all(model)
-            plain = read(1, [tokens])
+            stock_logits = compute_logits(1, [tokens])
             install_deterministic(model, __name__)
             with FunctionWatch(tokens) as watch:
-                once = read(1, [tokens])
-            if watch.found:
-                why = f"calls {watch.found} on all tokens at once, outside modules"
-            elif not all(torch.equal(once, read(*x)) for x in ((1, [7] * 9 + [1]), (3, [1, 63]))):
-                why = "has different logits in a larger batch or in chunks"
-            elif (once - plain).float().norm() > _NEAR * plain.float().norm():
-                why = "has different results if modules compute tokens in blocks"
+                logits = compute_logits(1, [tokens])
+            splits, difference = ((1, [7] * 9 + [1]), (3, [1, 63])), logits - stock_logits
+            if watch.name:
+                reason = f"calls {watch.name} on all tokens at once, outside modules"
+            elif not all(torch.equal(logits, compute_logits(*split)) for split in splits):
+                reason = "has different logits in a larger batch or in chunks"
+            elif difference.float().norm() > _LOGITS_TOLERANCE * stock_logits.float().norm():
+                reason = "has different results if modules compute tokens in blocks"
     except FP8KVError:
         raise
     except Exception as error:
@@ -227,12 +228,12 @@ def probe_deterministic(
         ) from error
     finally:
         remove_deterministic(model, __name__)
-        for module in training:
+        for module in training_modules:
             module.training = True
-    if why:
+    if reason:
         raise ConfigError(
             "deterministic: expected a model whose results do not depend on batch and chunks, got "
-            f"{name}, which {why}; leave deterministic out"
+            f"{name}, which {reason}; leave deterministic out"
         )
 
 

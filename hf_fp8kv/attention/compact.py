@@ -1,9 +1,8 @@
 """Compact masks: causal masks that only store the padding.
 
-transformers passes one mask tensor to all layers of a kind, so the mask can carry results that are
-computed once per step. A `CompactMask` looks like the complete mask, and operations on it get the
-complete mask. "fp8_paged" reads its attributes instead, and applies causality and the window
-itself.
+transformers passes one mask tensor to all layers of a type, so the mask can carry results that are
+computed once per step. A `CompactMask` looks like the complete mask, and any other operation gets
+the complete mask. "fp8_paged" reads the attributes instead, and applies causality and the window.
 """
 
 from typing import Any
@@ -18,29 +17,29 @@ Tensor = torch.Tensor
 
 
 class CompactMask(StandIn):
-    """A causal mask that looks like `[B, 1, T, N]`, bool. The queries are the last filled columns.
+    """A causal mask that looks like `[B, 1, T, N]`, bool. The queries are the last stored tokens.
 
     Attributes:
-        seen: Which tokens are not padding, `[B, 1, 1, N]`, uint8.
-        bounds: First visible position, and last hidden position plus one, `[B, 2]`, int32. Tokens
-            that are not stored yet are not hidden.
-        filled: Number of columns with tokens, `[B]`, int32.
+        token_mask: Whether each column is not padding, `[B, 1, 1, N]`, uint8.
+        bounds: First visible position, and last hidden position plus one, `[B, 2]`, int32. Columns
+            without a token yet count as visible.
+        lengths: Number of columns with tokens, `[B]`, int32.
         start: Position of the first column.
         window: Number of tokens that a query attends to. 0 means all.
-        is_checked: Whether the mask was checked to have no padding before tokens, as deterministic
-            models require.
+        is_checked: Whether `check_padding` found no padding before tokens, as deterministic models
+            require.
     """
 
-    FIELDS = ("seen", "bounds", "filled", "start", "window")
-    seen: Tensor
+    FIELDS = ("token_mask", "bounds", "lengths", "start", "window")
+    token_mask: Tensor
     bounds: Tensor
-    filled: Tensor
+    lengths: Tensor
     start: int
     window: int
     is_checked = False
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Return the columns of `seen` for positions `start` to `stop - 1`.
+        """Return the columns of `token_mask` for positions `start` to `stop - 1`.
 
         Raises:
             ConfigError: The mask does not cover these positions.
@@ -52,16 +51,16 @@ class CompactMask(StandIn):
                 f"tokens {self.start} to {self.start + width - 1}; pass a mask over the cached and "
                 "the new tokens"
             )
-        return self.seen if last - first == width else self.seen[..., first:last]
+        return self.token_mask if last - first == width else self.token_mask[..., first:last]
 
-    def complete(self, start: int, stop: int, window: int) -> Tensor:
+    def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
-        seen, filled = self.columns(start, stop).bool(), self.filled + (self.start - start)
-        return visible(filled, self.shape[2], 0, stop - start, True, window)[:, None] & seen
+        token_mask, lengths = self.columns(start, stop).bool(), self.lengths + (self.start - start)
+        return visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & token_mask
 
     def dense(self) -> Tensor:
         """Return the complete mask."""
-        return self.complete(self.start, self.start + self.shape[3], self.window)
+        return self.make_complete(self.start, self.start + self.shape[3], self.window)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -80,33 +79,33 @@ class CompactMask(StandIn):
 
 
 def make_compact(
-    present: Tensor, start: int, filled: int | Tensor, window: int, tokens: int
+    is_token: Tensor, start: int, length: int | Tensor, window: int, tokens: int
 ) -> CompactMask:
     """Return a compact mask for `tokens` queries.
 
     Args:
-        present: Which columns are not padding, `[B, N]`, bool. Unfilled columns may have any value.
+        is_token: Whether each column is not padding, `[B, N]`, bool, or any value from `length` on.
         start: Position of the first column.
-        filled: Number of columns with tokens, or a tensor `[]` on the device.
+        length: Number of columns with tokens, or a tensor `[]` on the device.
         window: Number of tokens that a query attends to. 0 means all.
         tokens: Number of queries, T.
     """
-    batch, columns = present.shape
-    if isinstance(filled, Tensor) or filled < columns:
-        column = torch.arange(columns, dtype=torch.int32, device=present.device)
-        present = present | (column >= filled)
-    if isinstance(filled, Tensor):
-        last = filled.int().expand(batch)
+    batch, columns = is_token.shape
+    if isinstance(length, Tensor) or length < columns:
+        column = torch.arange(columns, dtype=torch.int32, device=is_token.device)
+        is_token = is_token | (column >= length)
+    if isinstance(length, Tensor):
+        lengths = length.int().expand(batch)
     else:
-        last = torch.full((batch,), filled, dtype=torch.int32, device=present.device)
-    seen = present.to(torch.uint8)[:, None, None]
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=is_token.device)
+    mask_values = is_token.to(torch.uint8)[:, None, None]
     attributes = {
-        "seen": seen, "bounds": mask_bounds(present, start), "filled": last, "start": start,
-        "window": window,
+        "token_mask": mask_values, "bounds": mask_bounds(is_token, start), "lengths": lengths,
+        "start": start, "window": window,
     }  # fmt: skip
     size = (batch, 1, tokens, columns)
-    mask: CompactMask = CompactMask.wrap(attributes, size, torch.bool, present.device)
+    mask: CompactMask = CompactMask.wrap(attributes, size, torch.bool, is_token.device)
     return mask
 
 
-torch._dynamo.allow_in_graph(make_compact)  # as `make_handles`
+torch._dynamo.allow_in_graph(make_compact)  # like `make_handles`

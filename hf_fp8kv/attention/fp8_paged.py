@@ -20,11 +20,11 @@ from ..utils.warn_once import warn_once
 from . import latent
 from .compact import CompactMask
 from .deterministic import check_padding, check_page_size
-from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
+from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_selected_keys
 
 logger = logging.getLogger(__name__)
 
-# Attribute of an attention module that rounds its K and V like a cache (training.py).
+# Attribute of an attention module, its `StoredRounding` if it rounds K and V (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
 # An argument that only an engine passes. Before transformers 5.24 it is the engine's cache.
 _ENGINE_ARGUMENT = "write_index" if CACHE == "cache" else "cache"
@@ -34,26 +34,26 @@ _DENSE_WARNING = (
     "{} uses a feature that attention over pages does not support (attention weights, dropout or "
     "a sparse choice of keys), so it runs on dense copies of K and V, which is correct but slower"
 )
-_EXPANDS_WARNING = "{} expands all stored latents in each step, which is correct but slower: {}"
-_FOR_GRADIENT = "gradients are enabled; call the model in torch.no_grad() if you need none"
-_FOR_CENTER = (
+_EXPANSION_WARNING = "{} expands all stored latents in each step, which is correct but slower: {}"
+_GRADIENT_REASON = "gradients are enabled; call the model in torch.no_grad() if you need none"
+_CENTER_REASON = (
     "they have a center, but are also values, which have no center; use a plan without centers"
 )
-_FOR_PRODUCT = (
+_PRODUCT_REASON = (
     "kv_b_proj is not a product with weights in their dtype; hf_fp8kv.check_model explains why, "
     "except for training mode, autocast, and a separate adapter for each sequence"
 )
-_NO_GRADIENT = (
+_TRAINING_ERROR = (
     "expected inference, got a training step through stored pages, which have no gradient; call "
     "model.eval(), or train without the cache (use_cache=False)"
 )
-_NOT_DETERMINISTIC = (
+_DETERMINISTIC_ERROR = (
     "deterministic: expected attention over stored pages, got keys that are not stored, or a "
     "feature that needs dense keys (dropout, attention weights, a gradient through latents); use "
     "the cache that generate() makes, FP8PagedCache(..., prefill='stored'), or "
     "enable(..., training='stored') for calls without a cache"
 )
-# Arguments that change the result of attention and that only the model's eager code supports.
+# Arguments that change the result of attention, and that only the model's eager code supports.
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 # Arguments that attention over pages does not support.
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
@@ -79,11 +79,11 @@ def register() -> None:
     """Add "fp8_paged" to transformers' attention and mask registries.
 
     kvpress wraps all functions that are registered when it is imported, because presses on single
-    heads hide tokens in the wrapper. If it was imported first, its wrapper is applied here.
+    heads hide tokens in the wrapper. If kvpress was imported first, its wrapper is applied here.
     """
-    patch = getattr(sys.modules.get("kvpress.attention_patch"), "attention_patch", None)
+    wrap = getattr(sys.modules.get("kvpress.attention_patch"), "attention_patch", None)
     AttentionInterface.register(
-        ATTENTION, patch(fp8_paged_attention) if patch else fp8_paged_attention
+        ATTENTION, wrap(fp8_paged_attention) if wrap else fp8_paged_attention
     )
     AttentionMaskInterface.register(ATTENTION, fp8_paged_mask)
 
@@ -143,21 +143,21 @@ def fp8_paged_attention(
     call = Call(module, query, key, value, spec, dropout, kwargs)
     engine = getattr(key, ENGINE, kwargs.get(_ENGINE_ARGUMENT))
     if engine is not None:
-        return _engine_attention(call, engine), None
+        return _attend_in_engine(call, engine), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         if spec.deterministic:
             spec = check_spec(query, key, spec)
             call = call._replace(spec=spec)
         if latent.reads_stored_latents(module):
-            return _latent_attention(call)
+            return _attend_latents(call)
         needs_dense = dropout or (
             not _DENSE_ARGUMENTS.isdisjoint(kwargs) and requires_dense(kwargs)
         )
-        of_one_layer = key.block is value.block and key.stop == value.stop
-        if not needs_dense and of_one_layer and (key.side, value.side) == ("k", "v"):
+        is_same_layer = key.block is value.block and key.stop == value.stop
+        if not needs_dense and is_same_layer and (key.side, value.side) == ("k", "v"):
             if query.requires_grad and module.training:
-                raise ConfigError(_NO_GRADIENT)
+                raise ConfigError(_TRAINING_ERROR)
             return attend_stored(query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
@@ -168,57 +168,57 @@ def fp8_paged_attention(
 
 def requires_dense(kwargs: dict[str, Any]) -> bool:
     """Return whether arguments of a model's attention need dense keys and values."""
-    chosen = any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
-    return chosen or bool(kwargs.get("output_attentions"))
+    has_argument = any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
+    return has_argument or bool(kwargs.get("output_attentions"))
 
 
-def _latent_attention(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Compute attention over stored latents and positional parts, or over expanded latents."""
+def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Compute attention over stored latents and RoPE parts, or over expanded latents."""
     module, query, key, _, spec, dropout, kwargs = call
     assert isinstance(key, PagedKV)
     indices = kwargs.get("indices")
     other_kwargs = {name: x for name, x in kwargs.items() if name != "indices"}
     tokens, length = query.shape[2], key.shape[2]
-    projections, why = None, ""
+    projections, reason = None, ""
     # Stored latents have no gradient, but expanding them has a gradient for the weights.
     if latent.needs_gradient(module, query):
         if module.training:
-            raise ConfigError(_NO_GRADIENT)
-        why = _FOR_GRADIENT
+            raise ConfigError(_TRAINING_ERROR)
+        reason = _GRADIENT_REASON
     elif key.k_center is not None:
-        why = _FOR_CENTER
+        reason = _CENTER_REASON
     elif not dropout and not requires_dense(other_kwargs):
-        projections, why = latent.find_projections(module, key), _FOR_PRODUCT
+        projections, reason = latent.find_projections(module, key), _PRODUCT_REASON
     if projections is None:
-        warning = _EXPANDS_WARNING if why else _DENSE_WARNING
-        warn_once(logger, warning.format(type(module).__name__, why))
-    if projections is None or not (spec.deterministic or projections.pays(tokens, length)):
+        warning = _EXPANSION_WARNING if reason else _DENSE_WARNING
+        warn_once(logger, warning.format(type(module).__name__, reason))
+    if projections is None or not (spec.deterministic or projections.is_cheaper(tokens, length)):
         return dense_attention(call)
     if indices is not None:
         span = (query, key, spec.window or key.window, spec.causal, key.start)
         mask = complete_mask(spec.mask, *span, key.lengths if key.ragged else None)
-        spec = spec._replace(mask=keep_chosen_keys(mask, indices, query, key))
+        spec = spec._replace(mask=keep_selected_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
     attended = attend_stored(projections.absorb(query, spec.deterministic), key, spec)
     return projections.expand(attended, spec.deterministic), None
 
 
 def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
-    """Return a spec of a deterministic model without its mask, which only hides later tokens.
+    """Return the spec of a deterministic model without the mask, which only hides later tokens.
 
     Raises:
-        ConfigError: The mask hides other tokens, or pages are too small.
+        ConfigError: The mask hides more tokens, or the pages are too small.
     """
     check_page_size(pages_of(key).page_size)
     mask = spec.mask
     if isinstance(mask, CompactMask):
-        if not mask.is_checked:  # otherwise checked by an earlier layer of this step
-            check_padding(mask.seen[:, 0, 0])
+        if not mask.is_checked:  # by an earlier layer of this step
+            check_padding(mask.token_mask[:, 0, 0])
             mask.is_checked = True
     elif mask is not None:
-        plain = causal_mask(query, key, spec.window or key.window)
-        fits = mask.dtype == torch.bool and mask.shape[-2:] == plain.shape[-2:]
-        if not fits or not torch.equal(mask, plain.expand_as(mask)):
+        causal = causal_mask(query, key, spec.window or key.window)
+        has_size = mask.dtype == torch.bool and mask.shape[-2:] == causal.shape[-2:]
+        if not has_size or not torch.equal(mask, causal.expand_as(mask)):
             raise ConfigError(
                 "deterministic: expected no mask or a causal bool mask, got a mask that may hide "
                 "more, as for packed sequences, or for padding with a window; pass each sequence "
@@ -241,11 +241,11 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
 
 
 def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> AttentionSpec:
-    """Return a spec with the layer's window, and mask and bias in the form that operations need."""
+    """Return a spec with the layer's window, and with mask and bias as the operations need them."""
     mask, bounds, window = spec.mask, None, spec.window or key.window
     if mask is not None:
         # A mask includes the window. Unlike transformers' layers, a preallocated sliding layer also
-        # keeps older tokens. No mask shows these, so the window is only set to skip reading them.
+        # keeps older tokens. Every mask hides them, so the window only avoids reading them.
         window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
     causal, bias = spec.causal and mask is None, spec.bias
     if isinstance(mask, CompactMask):
@@ -268,7 +268,7 @@ def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
 
 
 def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
-    """Cut a mask or bias to the columns of `key`. Raise ConfigError if it is too narrow."""
+    """Return the columns of `key` in a mask or bias. Raise ConfigError if it is too narrow."""
     columns = mask.shape[3] if mask.ndim == 4 else 0
     if columns == key.shape[2]:
         return mask
@@ -282,7 +282,7 @@ def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
     return mask[..., : key.shape[2]]
 
 
-def _engine_attention(call: Call, cache: Any) -> Tensor:
+def _attend_in_engine(call: Call, cache: Any) -> Tensor:
     module, query, key, value, spec, _, kwargs = call
     if not hasattr(cache, "attend_stored"):
         raise ConfigError(
@@ -307,31 +307,31 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     """Compute attention over dense K and V with transformers' code."""
     module, query, key, value, spec, dropout, kwargs = call
     if spec.deterministic:
-        raise ConfigError(_NOT_DETERMINISTIC)
-    window, start, filled = spec.window, None, None
+        raise ConfigError(_DETERMINISTIC_ERROR)
+    window, start, lengths = spec.window, None, None
     if isinstance(key, PagedKV):
         start = key.start
-        if spec.mask is None:  # otherwise the mask includes the window
+        if spec.mask is None:  # a mask includes the window
             window = window or key.window
-        filled = key.lengths if key.ragged else None
+        lengths = key.lengths if key.ragged else None
     is_latent = isinstance(key, PagedKV) and latent.reads_stored_latents(module)
     key, value = densify(key), densify(value)
     if is_latent:
         key, value = latent.expand(module, key, value)
-    mask = complete_mask(spec.mask, query, key, window, spec.causal, start, filled)
+    mask = complete_mask(spec.mask, query, key, window, spec.causal, start, lengths)
     indices = kwargs.pop("indices", None)
     if indices is not None:
-        mask = keep_chosen_keys(mask, indices, query, key)
-    extras = {name: kwargs.get(name) for name in _MODEL_ARGUMENTS}
-    extras |= {"softcap": spec.softcap or None, "s_aux": spec.sinks}
-    extras = {name: extra for name, extra in extras.items() if extra is not None}
-    if extras or kwargs.get("output_attentions"):
-        attend_eagerly = _eager_attention(type(module).__module__)
+        mask = keep_selected_keys(mask, indices, query, key)
+    extra_kwargs = {name: kwargs.get(name) for name in _MODEL_ARGUMENTS}
+    extra_kwargs |= {"softcap": spec.softcap or None, "s_aux": spec.sinks}
+    extra_kwargs = {name: x for name, x in extra_kwargs.items() if x is not None}
+    if extra_kwargs or kwargs.get("output_attentions"):
+        attend_eagerly = _find_eager_attention(type(module).__module__)
         if spec.bias is not None:
-            extras["position_bias"] = spec.bias
+            extra_kwargs["position_bias"] = spec.bias
         if mask is None and spec.causal and query.shape[2] > 1:
             mask = causal_mask(query, key)
-        kwargs = {**kwargs, **extras}
+        kwargs = {**kwargs, **extra_kwargs}
         return attend_eagerly(  # type: ignore[no-any-return]
             module, query, key, value, additive_mask(mask, query.dtype), scaling=spec.scaling,
             dropout=dropout, sliding_window=spec.window or None, **kwargs,
@@ -343,8 +343,8 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 @functools.cache
-def _eager_attention(module_name: str) -> Callable[..., Any]:
-    """Return the eager attention of a model's module, which supports its extra arguments."""
+def _find_eager_attention(module_name: str) -> Callable[..., Any]:
+    """Return the eager attention of a module, which supports the extra arguments of its models."""
     attend: Callable[..., Any] | None = getattr(
         sys.modules[module_name], "eager_attention_forward", None
     )

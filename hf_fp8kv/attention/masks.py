@@ -31,7 +31,7 @@ def fp8_paged_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask for one kind of layers: None, compact or complete.
+    """Return the mask for one type of layers: None, compact or complete.
 
     Args:
         batch_size: Number of sequences, B.
@@ -39,9 +39,9 @@ def fp8_paged_mask(
         kv_length: Number of keys, N, including the tokens of this call.
         q_offset: Position of the first query. A tensor `[]` in a preallocated cache.
         kv_offset: Position of the first key.
-        mask_function: The pattern.
-        attention_mask: Padding mask of all tokens so far, `[B, tokens]`, bool, False for padding,
-            or None.
+        mask_function: Function of transformers that defines the pattern.
+        attention_mask: Padding mask of all tokens so far, `[B, tokens]`, bool, False for padding.
+            None means no padding.
         kwargs: Further arguments of transformers' mask functions.
 
     Returns:
@@ -53,7 +53,7 @@ def fp8_paged_mask(
         ConfigError: The number of rows of `attention_mask` is neither 1 nor B, or it does not cover
             all cached and new tokens.
     """
-    if step.engine:
+    if step.is_engine:
         return None
     if attention_mask is not None and attention_mask.shape[0] not in (1, batch_size):
         raise ConfigError(
@@ -62,27 +62,27 @@ def fp8_paged_mask(
         )
     request = step.take_request(q_length, kv_length, kv_offset)
     if request.observer is not None:
-        request.observer.take_padding(attention_mask, q_offset, q_length)
-    # transformers declares an int, but may pass a tensor.
-    offset: Any = q_offset
-    is_preallocated, config = request.preallocated, kwargs.get("config")
-    # Without a cache, positions may be packed.
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    plain = is_preallocated and not chunked and not kwargs.get("use_vmap", False)
-    window = causal_window(mask_function, plain=plain, local_size=kwargs.get("local_size"))
+        request.observer.record_padding(attention_mask, q_offset, q_length)
+    first_query: Any = q_offset  # transformers declares an int, but may pass a tensor
+    is_preallocated, config = request.is_preallocated, kwargs.get("config")
+    # Without a cache, positions may be packed, so the pattern is not plain.
+    is_chunked = getattr(config, "attention_chunk_size", None) is not None
+    is_plain = is_preallocated and not is_chunked and not kwargs.get("use_vmap", False)
+    window = causal_window(mask_function, is_plain=is_plain, local_size=kwargs.get("local_size"))
     # A compact mask requires that the queries are the last stored tokens.
     ends_together = is_preallocated or (
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     )
-    # New keys, unlike stored keys, do not carry the window of their layer. If it hides tokens, they
-    # need a complete mask, which is made here once for all layers.
-    fresh = q_length > 1 and q_length == kv_length and not (is_preallocated or request.stored)
-    adds = adds_mask(config)
-    if adds or not ends_together or window is None or (fresh and 0 < window < kv_length):
+    # New keys, unlike stored keys, do not carry the window of their layer. If the window hides
+    # tokens, new keys need a complete mask, which is made here once for all layers.
+    has_new_keys = q_length > 1 and q_length == kv_length and not request.is_stored
+    hides_new_keys = has_new_keys and window is not None and 0 < window < kv_length
+    adds_itself = adds_mask(config)
+    if adds_itself or not ends_together or window is None or hides_new_keys:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        make = eager_mask if adds else sdpa_mask
-        return make(
-            batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
+        make_mask = eager_mask if adds_itself else sdpa_mask
+        return make_mask(
+            batch_size, q_length, kv_length, first_query, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
     # Some models do not pass their window to the attention function, and new keys have no window.
@@ -92,28 +92,27 @@ def fp8_paged_mask(
     if attention_mask is None:
         shape, device = (batch_size, kv_offset + kv_length), kwargs.get("device", "cpu")
         attention_mask = torch.ones(shape, dtype=torch.bool, device=device)
-    missing = kv_offset + kv_length - attention_mask.shape[-1]
-    if missing > 0 and request.growing:
+    num_missing = kv_offset + kv_length - attention_mask.shape[-1]
+    if num_missing > 0 and request.is_growing:
         raise ConfigError(
             f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
             f"got one over {attention_mask.shape[-1]}; pass the mask of the whole sequence, or a "
             "cache without other tokens"
         )
-    if missing > 0:  # as transformers does under sdpa, hide tokens that the mask does not cover
-        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-    present = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    # Reading the values synchronizes with a GPU, so this is only done in the prefill. A
-    # preallocated cache has the same kind of mask in each step, because code may be compiled for
-    # it.
+    if num_missing > 0:  # hide tokens that the mask does not cover, as transformers' sdpa does
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, num_missing))
+    is_token = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    # Reading the values synchronizes with a GPU, so it is only done in the prefill. A preallocated
+    # cache has the same type of mask in each step, because code may be compiled for that type.
     reads_values = (
-        (present.is_cpu or q_length > 1)
+        (is_token.is_cpu or q_length > 1)
         and not is_preallocated
         and not torch.compiler.is_compiling()
     )
-    if may_be_none and reads_values and present.all():
+    if may_be_none and reads_values and is_token.all():
         return None
-    filled = offset + q_length if is_preallocated else kv_length
-    return make_compact(present, kv_offset, filled, window, q_length)
+    length = first_query + q_length if is_preallocated else kv_length
+    return make_compact(is_token, kv_offset, length, window, q_length)
 
 
 def complete_mask(
@@ -123,44 +122,44 @@ def complete_mask(
     window: int,
     causal: bool,
     start: int | None = None,
-    filled: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor | None:
-    """Return a mask that includes causality and the window, or None if `is_causal` suffices.
+    """Return a mask that includes causality and the window, or None if sdpa's `is_causal` suffices.
 
     Args:
         mask: None, a compact mask, or a complete mask, which is only cut to the keys.
-        query: Queries, `[B, Hq, T, Dk]`, the last T tokens of the filled keys.
+        query: Queries, `[B, Hq, T, Dk]`, of the last T stored tokens.
         key: Keys, `[B, Hkv, N, Dk]`.
         window: Number of tokens that a query attends to. 0 means all, or the window of a compact
             mask.
-        causal: Whether a query only attends to tokens up to its own.
+        causal: Whether a query attends only to its own token and earlier tokens.
         start: Position of the first key. None means the start of the mask.
-        filled: Number of keys with tokens, `[B]`. None means all, or the number in a compact mask.
+        lengths: Number of stored tokens, `[B]`. None means N, or the number in a compact mask.
     """
     tokens, length = query.shape[2], key.shape[2]
     if isinstance(mask, CompactMask):
-        first = mask.start if start is None else start
-        return mask.complete(first, first + length, window or mask.window)
+        mask_start = mask.start if start is None else start
+        return mask.make_complete(mask_start, mask_start + length, window or mask.window)
     if mask is not None:
         return mask[..., :length]
-    narrow = bool(window) and length > window
-    if filled is None and not (causal and (narrow or 1 < tokens != length)):
+    hides_tokens = bool(window) and length > window
+    if lengths is None and not (causal and (hides_tokens or 1 < tokens != length)):
         return None
-    return causal_mask(query, key, window, causal, filled)
+    return causal_mask(query, key, window, causal, lengths)
 
 
 def causal_mask(
-    query: Tensor, key: Tensor, window: int = 0, causal: bool = True, filled: Tensor | None = None
+    query: Tensor, key: Tensor, window: int = 0, causal: bool = True, lengths: Tensor | None = None
 ) -> Tensor:
-    """Return a causal mask, `[1 or B, 1, T, N]`, bool, with the arguments of `complete_mask`."""
+    """Return a causal mask, `[1 or B, 1, T, N]`, bool. The arguments are as in `complete_mask`."""
     tokens, length = query.shape[2], key.shape[2]
-    if filled is None:
-        filled = torch.tensor([length], device=query.device)
-    return visible(filled, tokens, 0, length, causal, window)[:, None]
+    if lengths is None:
+        lengths = torch.tensor([length], device=query.device)
+    return visible(lengths, tokens, 0, length, causal, window)[:, None]
 
 
-def keep_chosen_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Hide the keys that a sparse-attention model did not select.
+def keep_selected_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return a mask that also hides the keys that a sparse-attention model did not select.
 
     Args:
         mask: A complete mask, bool or additive. None means causal.
@@ -169,20 +168,20 @@ def keep_chosen_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: T
         key: Keys, `[B, Hkv, N, Dk]`.
     """
     batch, tokens = indices.shape[:2]
-    chosen = torch.zeros((batch, tokens, key.shape[2] + 1), dtype=torch.bool, device=query.device)
-    # Negative indices go to an extra column, which is then cut off.
+    is_selected = query.new_zeros((batch, tokens, key.shape[2] + 1), dtype=torch.bool)
+    # Negative indices select an extra column, which is then cut off.
     columns = indices.long()
-    chosen.scatter_(-1, columns.where(columns >= 0, key.shape[2]), True)
-    chosen = chosen[:, None, :, :-1]
+    is_selected.scatter_(-1, columns.where(columns >= 0, key.shape[2]), True)
+    is_selected = is_selected[:, None, :, :-1]
     if mask is None:
-        return chosen & causal_mask(query, key)
+        return is_selected & causal_mask(query, key)
     if mask.dtype == torch.bool:
-        return mask & chosen
-    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+        return mask & is_selected
+    return mask.masked_fill(~is_selected, torch.finfo(mask.dtype).min)
 
 
 def additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Convert a mask of any shape to values to add to the logits: 0 or the lowest of `dtype`."""
+    """Return the values to add to the logits for a mask: 0, or the lowest value of `dtype`."""
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask.bool(), torch.finfo(dtype).min)

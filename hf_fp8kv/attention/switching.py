@@ -1,4 +1,4 @@
-"""Reading a model's attention implementation, and replacing it temporarily."""
+"""Read a model's attention implementation, and replace it temporarily."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
 def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
     """Set the attention implementations that `get_implementations` returned."""
     model.set_attn_implementation({part: name for part, name in names.items() if name is not None})
-    model.config._attn_implementation = names  # also None, which the method does not accept
+    model.config._attn_implementation = names  # includes None, which the method does not accept
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
     Within the block K and V stay unrounded, and attention need not be deterministic.
     """
-    training = [module for module in model.modules() if module.training]
-    marks = {
+    training_modules = [module for module in model.modules() if module.training]
+    attributes = {
         module: {x: vars(module).pop(x) for x in (ROUNDING, DETERMINISTIC) if x in vars(module)}
         for module in model.modules()
     }
@@ -69,9 +69,9 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, marked in marks.items():
-            vars(module).update(marked)
-        for module in training:
+        for module, removed in attributes.items():
+            vars(module).update(removed)
+        for module in training_modules:
             module.training = True
 
 
@@ -81,9 +81,9 @@ def paged_attention(model: PreTrainedModel, name: str = ATTENTION) -> Iterator[N
     if not model._can_set_attn_implementation():
         yield
         return
-    before = get_implementations(model)
+    old_names = get_implementations(model)
     try:
         model.set_attn_implementation(name)
         yield
     finally:
-        set_implementations(model, before)
+        set_implementations(model, old_names)

@@ -1,7 +1,7 @@
 """Training with rounded K and V: whole sequences are stored in pages, as in a cache.
 
-The pages only exist during the call. They are written and read by the same operations as a cache's
-pages, so formats, scales and backends behave in the same way.
+The pages only exist during the call. The operations that write and read them are the same as for a
+cache, so formats, scales and backends behave in the same way.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..cache.cache import FP8PagedCache
-from ..cache.centers import FirstTokens
+from ..cache.centers import PaddingObserver
 from ..cache.encoding import Encoding
 from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV, make_handles
@@ -30,24 +30,24 @@ from .switching import eval_mode, watched_attention
 
 
 class StoredRounding:
-    """Rounding of one layer's K and V, as in a cache with these options.
+    """Rounding of one layer's K and V, as in a cache with the same options.
 
-    Dynamic scales belong to one token, and static scales to the layer, so the rounding of a token
-    does not depend on other tokens.
+    A dynamic scale belongs to one token, and a static scale to the layer, so the rounding of a
+    token does not depend on other tokens.
     """
 
     def __init__(self, options: CacheOptions, index: int, key: Tensor, value: Tensor) -> None:
         """Prepare the encoding of layer `index` for keys and values of these shapes.
 
         Raises:
-            ScaleError: The static scales have other heads or head sizes.
+            ScaleError: The static scales have a different number of heads or a different head size.
         """
-        self._options, self._encoding = options, Encoding(index, options, FirstTokens())
+        self._options, self._encoding = options, Encoding(index, options, PaddingObserver())
         self._device: torch.device | None = None  # a model on "meta" is moved to a device later
         options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
     def store(self, key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV]:
-        """Write whole sequences to new pages, and return handles, as a cache does.
+        """Write whole sequences to new pages, and return handles on K and V, as a cache does.
 
         Args:
             key: Keys, `[B, Hkv, T, Dk]`, any floating dtype.
@@ -58,32 +58,32 @@ class StoredRounding:
             encoding.prepare(key, value)
             self._device = key.device
         batch, _, tokens, _ = key.shape
-        columns = -(-tokens // self._options.page_size)
+        num_pages = -(-tokens // self._options.page_size)
         with torch.no_grad():
             key, value = without_grad(key), without_grad(value)
-            pool = self._options.new_pool(encoding.plan)
-            pool.allocate(key, value, batch * columns)
+            pool = self._options.make_pool(encoding.plan)
+            pool.allocate(key, value, batch * num_pages)
             encoding.find_center(key, is_first=True)
-            table = torch.arange(batch * columns, dtype=torch.int32, device=key.device)
+            table = torch.arange(batch * num_pages, dtype=torch.int32, device=key.device)
             lengths = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
-            pages = encoding.record(pool, table.view(batch, columns))
+            pages = encoding.make_pages(pool, table.view(batch, num_pages))
             ops.write(pages, key, value, lengths, encoding.backend)
             span = (0, tokens, 0, False, encoding.backend)
             return make_handles(pages, lengths, None, (key.dtype, value.dtype), *span)
 
     def read(
-        self, stored: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
+        self, handles: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return rounded K and V. Gradients pass through the rounding unchanged.
 
         Args:
-            stored: Handles that `store` returned.
+            handles: Handles that `store` returned.
             key: Keys, `[B, Hkv, T, Dk]`. The result has the same dtype.
             value: Values, `[B, Hkv, T, Dv]`. The result has the same dtype.
         """
         k, v = (
             x if side.is_auto else straight_through(x, handle.dense())
-            for x, handle, side in zip((key, value), stored, self._encoding.plan, strict=True)
+            for x, handle, side in zip((key, value), handles, self._encoding.plan, strict=True)
         )
         return k, v
 
@@ -91,57 +91,58 @@ class StoredRounding:
         """Compute attention over stored K and V of whole sequences, with a dense gradient.
 
         The result has the same bits as with a cache. With dense K and V the last bit would differ,
-        and so could the codes that the next layer stores.
+        and the next layer might then store different codes.
         """
         _, query, key, value, spec, dropout, kwargs = call
         if spec.deterministic and isinstance(spec.mask, CompactMask):
             return self._attend_padded(call, spec.mask), None
-        stored = self.store(key, value)
+        handles = self.store(key, value)
         if dropout or requires_dense(kwargs):
-            key, value = self.read(stored, key, value)
+            key, value = self.read(handles, key, value)
             return dense_attention(call._replace(key=key, value=value))
-        stored_spec = check_spec(query, stored[0], spec) if spec.deterministic else spec
-        attended = attend_stored(query, stored[0], stored_spec)
+        stored_spec = check_spec(query, handles[0], spec) if spec.deterministic else spec
+        attended = attend_stored(query, handles[0], stored_spec)
         inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
         if not torch.is_grad_enabled() or not any(
             x is not None and x.requires_grad for x in inputs
         ):
             return attended, None
-        key, value = self.read(stored, key, value)
-        for_gradient = spec._replace(deterministic=False)
-        dense, _ = dense_attention(call._replace(key=key, value=value, spec=for_gradient))
+        key, value = self.read(handles, key, value)
+        gradient_spec = spec._replace(deterministic=False)
+        dense, _ = dense_attention(call._replace(key=key, value=value, spec=gradient_spec))
         return straight_through(dense, attended.to(dense.dtype)), None
 
     def _attend_padded(self, call: Call, mask: CompactMask) -> Tensor:
         """Move padded sequences to the first positions, as in a cache without padding, and attend.
 
-        Padding then follows a sequence, so it is not visible.
+        The padding then follows a sequence, so it is not visible.
         """
         tokens = call.key.shape[2]
-        column = torch.arange(tokens, device=call.key.device)
-        index = (column + mask.bounds[:, :1]) % tokens
-        check_padding(mask.seen[:, 0, 0].expand(len(index), -1).gather(1, index))
+        columns = torch.arange(tokens, device=call.key.device)
+        index = (columns + mask.bounds[:, :1]) % tokens
+        check_padding(mask.token_mask[:, 0, 0].expand(len(index), -1).gather(1, index))
         inputs = (call.query, call.key, call.value)
         query, key, value = (x.gather(2, index[:, None, :, None].expand_as(x)) for x in inputs)
         call = call._replace(query=query, key=key, value=value, spec=call.spec._replace(mask=None))
         attended, _ = self.attend(call)
-        back = index.argsort(1)[:, :, None, None]
-        return attended.gather(1, back.expand_as(attended))
+        inverse = index.argsort(1)[:, :, None, None]
+        return attended.gather(1, inverse.expand_as(attended))
 
 
 def prepare_rounding(
-    model: PreTrainedModel, training: object, cache_keywords: Mapping[str, Any], *, always: bool
-) -> dict[torch.nn.Module, StoredRounding]:
+    model: PreTrainedModel, training: object, cache_keywords: Mapping[str, Any], *,
+    always_paged: bool,
+) -> dict[torch.nn.Module, StoredRounding]:  # fmt: skip
     """Return the rounding of K and V for each attention module.
 
     Args:
-        model: The model. It is run on three tokens to find which layer each attention module reads.
+        model: The model. It is run on three tokens, to find the layer that each module reads.
         training: None or "stored". With None nothing is rounded.
         cache_keywords: Keywords of `FP8PagedCache`.
-        always: Whether to attend over pages even if all layers are stored in the model's dtype.
+        always_paged: Whether to attend over pages even if all layers keep the model's dtype.
 
     Raises:
-        ConfigError: The model or a keyword does not fit.
+        ConfigError: The model or a keyword is not supported.
         ScaleError, BackendError: A keyword is invalid.
     """
     if training is None:
@@ -151,20 +152,20 @@ def prepare_rounding(
     cache = FP8PagedCache(model.config, **cache_keywords)
     options = cache.options
     options.check_stored("training='stored'")
-    why = ""
+    reason = ""
     if model.config.is_encoder_decoder:
-        why = "is an encoder-decoder"
+        reason = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
-        why = "has its own attention code and does not use transformers' attention registry"
+        reason = "has its own attention code and does not use transformers' attention registry"
     elif rounding_note(model) == NOTE:
-        why = "already rounds K and V in calls without a cache, by compressed-tensors"
-    if why:
+        reason = "already rounds K and V in calls without a cache, by compressed-tensors"
+    if reason:
         raise ConfigError(
             "training='stored': expected a decoder that uses transformers' attention registry, got "
-            f"{type(model).__name__}, which {why}; leave training out"
+            f"{type(model).__name__}, which {reason}; leave training out"
         )
-    probed = _probe(model, stock_indices(cache), cache_keywords)
-    if not always and all(side.is_auto for plan in cache.plan.values() for side in plan):
+    probed = _probe_layers(model, stock_indices(cache), cache_keywords)
+    if not always_paged and all(side.is_auto for plan in cache.plan.values() for side in plan):
         return {}
     return {
         module: StoredRounding(options, index, key, value)
@@ -172,26 +173,26 @@ def prepare_rounding(
     }
 
 
-def _probe(
+def _probe_layers(
     model: PreTrainedModel, stock: list[int], cache_keywords: Mapping[str, Any]
 ) -> dict[torch.nn.Module, tuple[int, Any, Any]]:
     """Return the stored layer that each attention module reads, with its keys and values.
 
-    Layers may share the keys of a different layer, which only the cache can identify.
+    A layer may share the keys of a different layer, which only the cache can identify.
     """
-    # These options need no scales, and cause no warning about scales that the checkpoint declares.
+    # These options need no scales, and avoid the warning about scales in the checkpoint.
     cache = FP8PagedCache(
         model.config, dtype=AUTO, scales=1.0, prefill="stored", backend="torch",
         skip_layers=stock, tensor_parallel=cache_keywords["tensor_parallel"],
     )  # fmt: skip
-    found: dict[torch.nn.Module, tuple[int, Any, Any]] = {}
+    layers: dict[torch.nn.Module, tuple[int, Any, Any]] = {}
 
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _call: Any) -> None:
         if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-            ready = [x for x in cache.paged_layers if x.is_initialized]
-            owners = [x for x in ready if x.store.pool.blocks.tensors[0] is key.block]
+            initialized = [x for x in cache.paged_layers if x.is_initialized]
+            owners = [x for x in initialized if x.store.pool.blocks.tensors[0] is key.block]
             if len(owners) == 1 and value.block is key.block:
-                found[module] = owners[0].index, key, value
+                layers[module] = owners[0].index, key, value
 
     try:
         ids = torch.ones((1, 3), dtype=torch.long, device=model.device)
@@ -205,8 +206,8 @@ def _probe(
             f"{type(model).__name__}: {type(error).__name__}: {error}; call enable() after its "
             "weights are loaded, and before it is wrapped or sharded"
         ) from error
-    stored = {layer.index for layer in cache.paged_layers if layer.get_seq_length()}
-    unread = sorted(stored - {index for index, *_ in found.values()})
+    stored_indices = {layer.index for layer in cache.paged_layers if layer.get_seq_length()}
+    unread = sorted(stored_indices - {index for index, *_ in layers.values()})
     if unread:
         raise ConfigError(
             f"training='stored': expected attention to the keys and values that a cache stores, "
@@ -214,11 +215,11 @@ def _probe(
             "not use transformers' attention registry (see check_model); keep these in the "
             f"model's dtype (skip_layers={unread})"
         )
-    return found
+    return layers
 
 
 def install_rounding(roundings: Mapping[torch.nn.Module, StoredRounding]) -> None:
-    """Make attention modules round their K and V; see `enable`."""
+    """Make attention modules round K and V (see `enable`)."""
     for module, rounding in roundings.items():
         vars(module)[ROUNDING] = rounding
 
@@ -235,7 +236,7 @@ def straight_through(states: Tensor, rounded: Tensor) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Returns `rounded`, and passes its gradient to `states`."""
+    """Returns `rounded`, and passes the gradient of the result to `states`."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, rounded: Tensor) -> Tensor:

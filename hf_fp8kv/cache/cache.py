@@ -24,12 +24,12 @@ from ..scales import KVScales, declared_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
 from . import serialization
-from .held_text import UNKNOWN, Text, can_crop
 from .layer import FP8PagedLayer, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
 from .plans import Plan
+from .tokens import UNKNOWN, Tokens, can_crop
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,15 @@ class MemoryFootprint:
     """Memory and contents of a cache.
 
     Attributes:
-        pages_bytes: Codes of K and V, including room for growth.
-        scales_bytes: Dynamic and static scales, and centers.
-        tables_bytes: Block tables and lengths.
-        host_bytes: Pages and dynamic scales in host memory. Everything else is on the device.
-        other_bytes: Layers that transformers implements, and indexers.
-        total_bytes: Sum of the above.
-        used_bytes: Part of pages and dynamic scales that holds tokens of this cache.
-        fetched_bytes: Bytes copied to the device so far.
-        returned_bytes: Bytes copied from the device so far.
+        pages_bytes: Size of the codes of K and V, including unused pages.
+        scales_bytes: Size of dynamic and static scales, and of centers.
+        tables_bytes: Size of block tables and lengths.
+        host_bytes: Size of offloaded pages in host memory. Everything else is on the device.
+        other_bytes: Size of the layers that transformers implements, and of indexers.
+        total_bytes: Sum of the sizes above.
+        used_bytes: Size of the pages, including dynamic scales, that hold tokens of this cache.
+        fetched_bytes: Number of bytes that offloading has copied to the device.
+        returned_bytes: Number of bytes that offloading has copied from the device.
         tokens: Number of stored tokens over all sequences.
         reused_tokens: Number of tokens that `generate()` found in the cache instead of computing
             them.
@@ -79,7 +79,7 @@ class FP8PagedCache(DynamicCache):
     ```
 
     Layers with full, sliding, chunked or indexed attention are paged. All other layers (linear,
-    convolution, hybrid, dummy, or defined by a model) are transformers' layers, in their dtype.
+    convolution, hybrid, dummy, or defined by a model) are transformers' layers, without changes.
 
     Args:
         config: The model's config. None means that layers are added as the model uses them, all
@@ -113,9 +113,9 @@ class FP8PagedCache(DynamicCache):
         backend: "auto", "torch", "cpu" or "triton".
         tensor_parallel: The part of the model's heads in this process, which
             `hf_fp8kv.tensor_parallel(model)` returns. None means one process.
-        offloading: Keep pages of layers that are not computing in host memory. The pages of the
-            next layer are fetched while a layer computes. A number of pages means that the device
-            has room for that number of pages of every layer, and only the rest is in host memory.
+        offloading: Whether to keep the pages of layers that are not computing in host memory. The
+            pages of the next layer are fetched while a layer computes. A number means that the
+            device keeps up to this number of pages per layer, and the rest is offloaded.
 
     Raises:
         ConfigError, ScaleError, BackendError: An argument is invalid. The message names it.
@@ -124,18 +124,18 @@ class FP8PagedCache(DynamicCache):
     config: PreTrainedConfig | None
     layers: list[Any]
     takes_exact_states = True
-    # The first tokens of the cache, or all tokens after the current step. `UNKNOWN` while the cache
-    # changes, and None if the cache never received token ids.
-    text: Text | None = None
-    # The known first tokens if embeddings or images follow them. `text` is then None, or `UNKNOWN`
+    # The first tokens in the cache, or all tokens, including the current step. `UNKNOWN` while the
+    # cache changes, and None if the cache never received token ids.
+    tokens: Tokens | None = None
+    # The first tokens, if embeddings or images follow them. `tokens` is then None, or `UNKNOWN`
     # after the pages change.
-    beginning: Text | None = None
-    # Number of tokens that the last step added to `text`, even if it did not complete.
-    last_step = 0
-    # Numbers of tokens that `generate` found in the cache, and in a store, over all sequences.
-    reused = restored = 0
-    # Whether part of the text comes from the beginning of a prompt, not from the model's calls.
-    is_assumed = False
+    known_prefix: Tokens | None = None
+    # Number of tokens that the last step added to `tokens`, even if it did not complete.
+    step_tokens = 0
+    # Numbers of tokens that `generate` found in the cache, or in a store, over all sequences.
+    reused_tokens = restored_tokens = 0
+    # Whether some of `tokens` were read from the start of a prompt, not from the model's calls.
+    has_assumed_prefix = False
     # Digest of the model and the options that computed the pages, or "".
     identity = ""
 
@@ -166,14 +166,14 @@ class FP8PagedCache(DynamicCache):
             backend=backend, tensor_parallel=tensor_parallel, offloading=offloading,
             latent=caches_latents(decoder),
         )  # fmt: skip
-        self._set_up(PagedLayers(options, decoder, options.new_budget()))
-        self.layers = self._paged.layers_for(skip_layers)
+        self._initialize(PagedLayers(options, decoder, options.make_budget()))
+        self.layers = self._paged.build_layers(skip_layers)
         if config and options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
                 logger,
-                f"this checkpoint declares static KV scales ({declared}) that this cache does not "
-                "use: it uses dynamic scales, which need none. FP8PagedCache.from_pretrained(...) "
-                "or scales=... uses them",
+                f"this checkpoint declares static KV scales ({declared}), but this cache uses "
+                "dynamic scales instead. FP8PagedCache.from_pretrained(...) or scales=... uses the "
+                "static scales",
             )
 
     @classmethod
@@ -199,13 +199,13 @@ class FP8PagedCache(DynamicCache):
             config: The model's config. None means that it is read from `repo_or_dir`.
             revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
             force_download, subfolder, trust_remote_code: As in transformers' `from_pretrained`.
-            strict: Whether an incomplete set of scales is an error.
-            cache_keywords: Keywords of the constructor.
+            strict: Whether to raise an error if some scales are missing.
+            cache_keywords: Further arguments of the constructor.
 
         Raises:
             ScaleError: The scales are missing or invalid.
         """
-        hub: dict[str, Any] = {
+        hub_options: dict[str, Any] = {
             "revision": revision, "token": token, "cache_dir": cache_dir,
             "local_files_only": local_files_only, "force_download": force_download,
             "subfolder": subfolder or "",
@@ -215,15 +215,15 @@ class FP8PagedCache(DynamicCache):
                 "scales: expected none, since from_pretrained reads them from the checkpoint; use "
                 "FP8PagedCache(config, scales=...) for different scales"
             )
-        rank, size = TensorParallel.parse(cache_keywords.get("tensor_parallel"))
+        tp_rank, tp_size = TensorParallel.parse(cache_keywords.get("tensor_parallel"))
         scales = KVScales.from_pretrained(
-            repo_or_dir, tp_rank=rank, tp_size=size, strict=strict, **hub
+            repo_or_dir, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub_options
         )
         if config is None:
-            config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub)
+            config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub_options)
         return cls(config, scales=scales, **cache_keywords)
 
-    def _set_up(self, paged: PagedLayers) -> None:
+    def _initialize(self, paged: PagedLayers) -> None:
         super().__init__()
         self.layer_class_to_replicate = None
         self._paged, self.groups = paged, paged.groups
@@ -258,12 +258,12 @@ class FP8PagedCache(DynamicCache):
         """Store new tokens of layer `layer_idx`, and return the keys and values to attend to.
 
         Keys are `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`. The result is as in
-        `FP8PagedLayer.update`, but dense under flex attention. After an error a growing cache is as
-        it was before the step.
+        `FP8PagedLayer.update`, but dense under flex attention. After an error, a growing cache is
+        as it was before the step.
         """
         if self.open_ended:
             while len(self.layers) <= layer_idx:
-                self.layers.append(self._paged.new_layer(len(self.layers), None))
+                self.layers.append(self._paged.add_layer(len(self.layers), None))
         try:
             if layer_idx >= len(self.layers):
                 raise ConfigError(
@@ -276,10 +276,10 @@ class FP8PagedCache(DynamicCache):
             self._undo_step(layer_idx, key_states.shape[-2])
             raise
         if torch.compiler.is_compiling():
-            under_flex = self._paged.is_under_flex()
+            uses_flex = self._paged.uses_flex_attention()
         else:
-            under_flex = self._paged.end_layer(layer_idx, key_states.shape[2])
-        if under_flex:
+            uses_flex = self._paged.end_layer(layer_idx, key_states.shape[2])
+        if uses_flex:
             # Flex attention is an operator of the compiler and does not accept tensor subclasses.
             return densify(keys), densify(values)
         return keys, values
@@ -295,43 +295,43 @@ class FP8PagedCache(DynamicCache):
                 f"The prompt adds no tokens to the cache, which already holds "
                 f"{self.host_length()}. Pass a longer prompt, or call crop, reset or enable(model)"
             )
-        pass_exact_states()  # again, because the model may have been created after the cache
+        pass_exact_states()  # called again, because the model may be newer than the cache
         columns, start = super().get_mask_sizes(query_length, layer_idx)
-        step.request = self._paged.mask_request(query_length, columns, start)
+        step.request = self._paged.make_mask_request(query_length, columns, start)
         return columns, start
 
     def host_length(self) -> int:
-        """Return the number of stored tokens. Synchronizes with the device if preallocated."""
+        """Return the number of stored tokens. A preallocated cache synchronizes with the device."""
         return max(self._paged.host_lengths(), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and free pages that are no longer needed.
 
         Raises:
-            ConfigError: A sliding window no longer holds tokens that would be visible. Nothing was
+            ConfigError: A sliding window has lost tokens that would become visible. Nothing was
                 changed.
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
         # `can_crop` is False for convolution layers that record the past, but these can be cropped.
-        without_past = (x for x in self.stock_layers if not getattr(x, "record_past", True))
-        if tokens and not all(can_crop(layer, tokens) for layer in without_past):
+        layers = (x for x in self.stock_layers if not getattr(x, "record_past", True))
+        if tokens and not all(can_crop(layer, tokens) for layer in layers):
             raise ConfigError(
                 "crop: expected layers of transformers that record the past, got a sliding window "
                 "or a state; call activate_past_recording() before these tokens are written"
             )
-        with self.changing_text(lambda text: text.crop(tokens)):
+        with self.changing_tokens(lambda batch: batch.crop(tokens)):
             self._paged.crop(tokens)
             for layer in self.stock_layers:
                 layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Remove all tokens. Layers stay, and a preallocated cache keeps its addresses."""
-        with self.changing_text(lambda _: None):
+        """Remove all tokens. The layers remain, and a preallocated cache keeps its addresses."""
+        with self.changing_tokens(lambda _: None):
             for layer in self.stock_layers:
                 layer.reset()
             self._paged.reset()
-        self.text = None
+        self.tokens = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace sequence `i` by sequence `beam_idx[i]`.
@@ -344,7 +344,7 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: An index is out of range. Nothing was changed.
         """
-        self._select(beam_idx, "reorder_cache", beam_idx)
+        self._select_sequences(beam_idx, "reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row, without copying pages.
@@ -355,10 +355,10 @@ class FP8PagedCache(DynamicCache):
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
         rows = torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats)
-        self._select(rows, "batch_repeat_interleave", repeats)
+        self._select_sequences(rows, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences `indices`, in that order, without copying pages.
+        """Keep only the sequences `indices`, in this order, without copying pages.
 
         Args:
             indices: Indices of sequences or a bool mask, `[B]`, on any device.
@@ -366,13 +366,13 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: An index is out of range, or no sequence is left.
         """
-        kept = torch.as_tensor(indices, device="cpu")
-        rows = torch.arange(batch, device="cpu")[kept] if (batch := self._paged.batch) else kept
-        self._select(rows, "batch_select_indices", indices)
+        rows = torch.as_tensor(indices, device="cpu")
+        rows = torch.arange(batch, device="cpu")[rows] if (batch := self._paged.batch) else rows
+        self._select_sequences(rows, "batch_select_indices", indices)
 
-    def _select(self, rows: torch.Tensor, method: str, argument: Any) -> None:
+    def _select_sequences(self, rows: torch.Tensor, method: str, argument: Any) -> None:
         """Select sequences `rows`. Layers of transformers use `method` if they have it."""
-        with self.changing_text(lambda text: text.select(rows)):
+        with self.changing_tokens(lambda batch: batch.select(rows)):
             self._paged.select(rows)
             for layer in self.stock_layers:
                 if hasattr(layer, method):
@@ -390,67 +390,67 @@ class FP8PagedCache(DynamicCache):
                     layer.crop(-tokens)
 
     @contextmanager
-    def changing_text(self, change: Callable[[Text], Text | None]) -> Iterator[None]:
-        """Update the text after the `with` block has changed the pages.
+    def changing_tokens(self, change: Callable[[Tokens], Tokens | None]) -> Iterator[None]:
+        """Apply `change` to `tokens` after the `with` block has changed the pages.
 
-        An exception in the block leaves `UNKNOWN`, except a ConfigError, which is raised before any
-        page changes.
+        An exception in the block makes `tokens` `UNKNOWN`, except a ConfigError, which is raised
+        before any page changes.
         """
-        before, self.text = self.text, UNKNOWN
+        old_tokens, self.tokens = self.tokens, UNKNOWN
         try:
             yield
         except ConfigError:
-            self.text = before
+            self.tokens = old_tokens
             raise
-        self.text = UNKNOWN if self.beginning else before and change(before)
-        self.beginning = None
+        self.tokens = UNKNOWN if self.known_prefix else old_tokens and change(old_tokens)
+        self.known_prefix = None
 
     # -- forks, files, sizes -----------------------------------------------------------------
 
     def fork(self) -> "FP8PagedCache":
         """Return an independent cache with the same contents.
 
-        Pages are shared with reference counts, and a shared page is copied when one cache writes to
-        it. A cache and its forks must therefore be used by one thread at a time. Preallocated
-        caches and transformers' layers are copied.
+        Pages are shared and reference-counted, and a shared page is copied when a cache writes to
+        it. A cache and its forks must therefore be used by one thread at a time. The pages of a
+        preallocated cache and transformers' layers are copied.
         """
-        twin = self._restore(self._paged.fork(), [*map(copy.deepcopy, self.stock_layers)])
-        # Also copy the text, attributes of subclasses, and attributes that a user has set.
-        vars(twin).update({**vars(self), **vars(twin)})
-        return twin
+        fork = self._from_layers(self._paged.fork(), [*map(copy.deepcopy, self.stock_layers)])
+        # Also copy `tokens`, attributes of subclasses, and attributes that a user has set.
+        vars(fork).update({**vars(self), **vars(fork)})
+        return fork
 
     @classmethod
-    def _restore(cls, paged: PagedLayers, stock: Sequence[Any] = ()) -> "FP8PagedCache":
+    def _from_layers(cls, paged: PagedLayers, stock: Sequence[Any] = ()) -> "FP8PagedCache":
         """Return a cache with the contents of growing layers and of layers of transformers."""
         cache = cls.__new__(cls)
-        cache._set_up(paged.preallocated() if paged.options.is_preallocated else paged)
-        cache.layers = cache._paged.with_stock(stock)
+        cache._initialize(paged.to_preallocated() if paged.options.is_preallocated else paged)
+        cache.layers = cache._paged.merge_layers(stock)
         return cache
 
     def adopt(self, paged: PagedLayers) -> None:
-        """Take over growing layers with this cache's options and config. Only if it is empty."""
-        vars(self).update(vars(self._restore(paged)))  # in one call, after the layers exist
+        """Take over growing layers with the options and config of this empty cache."""
+        vars(self).update(vars(self._from_layers(paged)))  # in one call, after the layers exist
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
-        memo[id(self)] = twin = self.fork()
-        return twin
+        memo[id(self)] = fork = self.fork()
+        return fork
 
     def __copy__(self) -> "FP8PagedCache":
         return self.fork()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = (*serialization.pack(self._paged), self.options, self.stock_layers)
-        return self._unpack, packed
+        state = (*serialization.pack(self._paged), self.options, self.stock_layers)
+        return self._unpack, state
 
     @classmethod
-    def _unpack(cls, *packed: Any) -> "FP8PagedCache":
-        return cls._restore(serialization.unpack(*packed), packed[-1])
+    def _unpack(cls, *state: Any) -> "FP8PagedCache":
+        return cls._from_layers(serialization.unpack(*state), state[-1])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the pages in use to a safetensors file, atomically, and return its path.
+        """Atomically write the pages in use to a safetensors file, and return its path.
 
         Raises:
-            ConfigError: A layer has a state that is not attention.
+            ConfigError: A layer of transformers has a state other than keys and values.
         """
         return serialization.save(self._paged, self.stock_layers, path)
 
@@ -458,7 +458,7 @@ class FP8PagedCache(DynamicCache):
     def load(
         cls, path: str | os.PathLike[str], *, device: str | torch.device | None = None
     ) -> "FP8PagedCache":
-        """Read a cache that `save` wrote, to `device`. None means the CPU.
+        """Read a cache that `save` wrote, and place it on `device`. None means the CPU.
 
         The first new tokens of a layer move it to the device of the model's layer.
 
@@ -467,20 +467,20 @@ class FP8PagedCache(DynamicCache):
             OutOfPagesError: The pages exceed the file's `max_pages`.
         """
         with convert_read_errors(path, "a whole file of FP8PagedCache.save", ConfigError):
-            return cls._restore(*serialization.load(path, device))
+            return cls._from_layers(*serialization.load(path, device))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"
 
     def memory_footprint(self) -> MemoryFootprint:
-        """Return the memory of the cache. Forks include shared pages."""
-        sizes, budget = self._paged.memory_footprint(), self.budget
-        used = sizes.pop("used")
+        """Return the memory of the cache. A page that forks share counts for each of them."""
+        sizes = self._paged.memory_footprint()
         stock_tensors = tree_leaves([vars(layer) for layer in self.stock_layers])
         sizes["other"] += sum(x.nbytes for x in stock_tensors if isinstance(x, torch.Tensor))
         return MemoryFootprint(
-            **{f"{kind}_bytes": size for kind, size in sizes.items()}, total_bytes=sizes.total(),
-            used_bytes=used, fetched_bytes=budget.fetched, returned_bytes=budget.returned,
-            tokens=self._paged.batch * self.host_length(), reused_tokens=self.reused,
-            restored_tokens=self.restored, layers_by_plan=count_plans(self.plan),
+            **{f"{kind}_bytes": size for kind, size in sizes.items()},
+            total_bytes=sizes.total() - sizes["used"], fetched_bytes=self.budget.fetched_bytes,
+            returned_bytes=self.budget.returned_bytes, layers_by_plan=count_plans(self.plan),
+            tokens=self._paged.batch * self.host_length(), reused_tokens=self.reused_tokens,
+            restored_tokens=self.restored_tokens,
         )  # fmt: skip

@@ -1,20 +1,21 @@
 """Centers of K from the first call: the mean of each sequence's last tokens, without padding.
 
-`RopeRotation.average` removes channels that RoPE rotates within some thousand positions.
+`RopeRotation.average` removes channels that RoPE rotates within a few thousand positions.
 
-A cache does not receive the padding. If a center depends on it, the request for the next mask
-(`modeling/step.py`) contains `FirstTokens`, and "fp8_paged" passes the padding mask to it. Other
-mask functions do not. With these, padding counts as tokens unless `text_mask` is known.
+A cache does not receive the padding mask. If a center depends on padding, the request for the next
+mask (`modeling/step.py`) contains a `PaddingObserver`, to which "fp8_paged" passes the padding
+mask. With other mask functions, padding counts as tokens, unless `prompt_mask` is set.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .rope_rotation import RopeRotation
 
-# The mean of few tokens is as good as the mean of all (docs/accuracy.md), and cheaper.
-_TOKENS = 32
+# Number of tokens in the mean. It is as good as the mean of all (docs/accuracy.md), and cheaper.
+_CENTER_TOKENS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,122 +24,116 @@ class _LastTokens:
 
     Attributes:
         tokens: Number of tokens of the call, T.
-        index: Columns of the last tokens, `[B, 1, n, 1]`, int64. A sequence with fewer tokens
-            repeats one.
+        index: Columns of the last tokens, `[B, 1, n, 1]`, int64. A sequence with fewer than n
+            tokens repeats one of them.
         weights: Weights in the mean, `[B, 1, n, 1]`, float32, 0 for repeated tokens.
-        frozen: Which sequences had tokens before the call, `[B]`, bool. None if the cache was
-            empty.
+        had_tokens: Whether each sequence had tokens before the call, `[B]`, bool. None if the cache
+            was empty.
     """
 
     tokens: int
-    index: torch.Tensor
-    weights: torch.Tensor
-    frozen: torch.Tensor | None
+    index: Tensor
+    weights: Tensor
+    had_tokens: Tensor | None
 
     @classmethod
-    def of(cls, tokens: int, columns: torch.Tensor, frozen: torch.Tensor | None) -> "_LastTokens":
-        """Select the largest columns from `[B, N]`, int64, in which padding is negative."""
-        columns = columns.sort(1).values[:, -_TOKENS:]
-        present = columns >= 0
-        weights = present / present.sum(1, keepdim=True).clamp(min=1)
-        index = columns.where(present, columns[:, -1:]).clamp(min=0)
-        return cls(tokens, index[:, None, :, None], weights[:, None, :, None], frozen)
+    def select(cls, tokens: int, columns: Tensor, had_tokens: Tensor | None) -> "_LastTokens":
+        """Select the largest of `columns`, `[B, N]`, int64, in which padding is negative."""
+        columns = columns.sort(1).values[:, -_CENTER_TOKENS:]
+        is_token = columns >= 0
+        weights = is_token / is_token.sum(1, keepdim=True).clamp(min=1)
+        index = columns.where(is_token, columns[:, -1:]).clamp(min=0)
+        return cls(tokens, index[:, None, :, None], weights[:, None, :, None], had_tokens)
 
-    def mean(self, key: torch.Tensor) -> torch.Tensor:
+    def average(self, key: Tensor) -> Tensor:
         """Return the mean of these tokens in keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32."""
         index, weights = (x.to(key.device) for x in (self.index, self.weights))
-        picked = key.gather(2, index.expand(-1, key.shape[1], -1, key.shape[3]))
-        return (picked * weights).sum(2)
+        last_keys = key.gather(2, index.expand(-1, key.shape[1], -1, key.shape[3]))
+        return (last_keys * weights).sum(2)
 
 
-class FirstTokens:
-    """Padding at the start of a cache's sequences, shared by its layers.
+class PaddingObserver:
+    """Observer of the padding at the start of a cache's sequences, shared by the layers.
 
     Attributes:
-        is_open: Whether some sequence may so far have only padding, and thus no center.
-        observed: The last tokens according to the mask of this call, or None without a mask or
-            padding.
-        text_mask: Mask that `generate()` received for a first call, `[B, at least T]`, or None.
+        may_lack_centers: Whether a sequence may still consist of padding, and thus have no center.
+        last_tokens: The last tokens according to the mask of this call, or None if there was no
+            mask or no padding.
+        prompt_mask: Mask that `generate()` received for a first call, `[B, at least T]`, or None.
     """
 
     def __init__(self) -> None:
-        self.is_open = True
-        self.observed: _LastTokens | None = None
-        self.text_mask: torch.Tensor | None = None
+        self.may_lack_centers = True
+        self.last_tokens: _LastTokens | None = None
+        self.prompt_mask: Tensor | None = None
 
-    def observes(self, tokens: int, is_empty: bool) -> bool:
-        """Return whether a center depends on padding among new tokens. One token has none."""
-        self.observed = None
-        self.is_open |= is_empty
-        return is_empty or (self.is_open and tokens > 1)
+    def needs_padding(self, tokens: int, is_empty: bool) -> bool:
+        """Return whether a center depends on padding in a call. A single token is not padding."""
+        self.last_tokens = None
+        self.may_lack_centers |= is_empty
+        return is_empty or (self.may_lack_centers and tokens > 1)
 
-    def take_padding(
-        self, mask: torch.Tensor | None, start: int | torch.Tensor, tokens: int
-    ) -> None:
+    def record_padding(self, mask: Tensor | None, start: int | Tensor, tokens: int) -> None:
         """Record the last tokens of each sequence in a call of `tokens` tokens.
 
         Args:
-            mask: Padding mask, `[B, at least start + tokens]`, False or 0 for padding, or None
-                without padding.
+            mask: Padding mask, `[B, at least start + tokens]`, False or 0 for padding. None means
+                no padding.
             start: Number of tokens before the call. A tensor `[]` in a preallocated cache.
             tokens: Number of tokens of the call.
         """
         if mask is None:
-            self.is_open = False
+            self.may_lack_centers = False
             return
-        column = torch.arange(mask.shape[1], device=mask.device)
-        present = mask.bool() & (column >= start) & (column < start + tokens)
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        is_token = mask.bool() & (columns >= start) & (columns < start + tokens)
         is_first = isinstance(start, int) and start == 0
-        frozen = None if is_first else (mask.bool() & (column < start)).any(1)
-        # Reading values synchronizes with a GPU, but only until all sequences have begun.
-        if frozen is not None and not torch.compiler.is_compiling() and frozen.all():
-            self.is_open = False
+        had_tokens = None if is_first else (mask.bool() & (columns < start)).any(1)
+        # Reading values synchronizes with a GPU, but only until all sequences have tokens.
+        if had_tokens is not None and not torch.compiler.is_compiling() and had_tokens.all():
+            self.may_lack_centers = False
             return
-        self.observed = _LastTokens.of(tokens, (column - start).where(present, -1), frozen)
+        columns = (columns - start).where(is_token, -1)
+        self.last_tokens = _LastTokens.select(tokens, columns, had_tokens)
 
-    def find_center(self, key: torch.Tensor, rope: RopeRotation | None) -> torch.Tensor:
+    def find_center(self, key: Tensor, rope: RopeRotation | None) -> Tensor:
         """Return the center of new keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32.
 
         The center is 0 in a channel with a value that is not finite. The first call of each
         generation runs this for each layer, with at most 8 operations.
         """
-        last = self._find_last(key)
-        if last is None:
-            center = key[:, :, -_TOKENS:].mean(2, dtype=torch.float32)
+        last_tokens = self._find_last_tokens(key)
+        if last_tokens is None:
+            center = key[:, :, -_CENTER_TOKENS:].mean(2, dtype=torch.float32)
         else:
-            center = last.mean(key)
+            center = last_tokens.average(key)
         center = center.nan_to_num(0.0, 0.0, 0.0)
         return center if rope is None else rope.average(center)
 
-    def _find_last(self, key: torch.Tensor) -> _LastTokens | None:
+    def _find_last_tokens(self, key: Tensor) -> _LastTokens | None:
         """Return the last tokens of each sequence, or None without padding."""
-        size, mask = (key.shape[0], key.shape[2]), self.text_mask
-        if (
-            self.observed is None
-            and mask is not None
-            and mask.ndim == 2
-            and mask.shape[1] >= size[1]
-        ):
-            self.take_padding(mask[:, : size[1]], 0, size[1])
-        observed = self.observed
-        return observed if observed and (len(observed.index), observed.tokens) == size else None
+        batch, tokens, mask = key.shape[0], key.shape[2], self.prompt_mask
+        if mask is not None and (mask.ndim != 2 or mask.shape[1] < tokens):
+            mask = None  # not a padding mask of this call
+        if self.last_tokens is None and mask is not None:
+            self.record_padding(mask[:, :tokens], 0, tokens)
+        last = self.last_tokens
+        return last if last and (len(last.index), last.tokens) == (batch, tokens) else None
 
-    def complete(
-        self, center: torch.Tensor, key: torch.Tensor, rope: RopeRotation | None
-    ) -> torch.Tensor:
+    def complete_center(self, center: Tensor, key: Tensor, rope: RopeRotation | None) -> Tensor:
         """Return `center`, completed for sequences that only had padding before this call.
 
-        Stored padding is never read, so the new center need not fit it. A mask may hide more than
-        padding, so a sequence also needs a center of 0 to count as padding only.
+        Stored padding is never read, so the new center need not match it. A mask may also hide
+        tokens, so only sequences whose center is 0 are treated as padding.
         """
-        last = self._find_last(key)
-        if last is None or last.frozen is None:
+        last = self._find_last_tokens(key)
+        if last is None or last.had_tokens is None:
             return center
-        frozen = last.frozen.to(center.device)[:, None, None] | (center != 0).any((1, 2), True)
-        return center.where(frozen, self.find_center(key, rope))
+        is_set = last.had_tokens.to(center.device)[:, None, None] | (center != 0).any((1, 2), True)
+        return center.where(is_set, self.find_center(key, rope))
 
     def end_call(self) -> None:
-        """Drop data that is no longer needed when all layers have their centers."""
-        self.text_mask = None
-        if self.observed is not None and self.observed.frozen is not None:
-            self.observed = None
+        """Drop the data that is not needed after all layers have computed their centers."""
+        self.prompt_mask = None
+        if self.last_tokens is not None and self.last_tokens.had_tokens is not None:
+            self.last_tokens = None

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 
-# Layers that paged layers replace, unless they only hold keys of an indexer.
-INDEXED = (DynamicIndexedLayer, StaticIndexedLayer)
+# Layers that paged layers replace, unless they only store the keys of an indexer.
+INDEXED_LAYERS = (DynamicIndexedLayer, StaticIndexedLayer)
 
 
 class Indexer(StaticIndexedLayer):
-    """The keys of an indexer, without K and V.
+    """A layer of transformers that stores the keys of an indexer, without K and V.
 
-    Unlike transformers' layer, it may grow, and it can move, remove tokens, and select sequences in
+    Unlike the base class, it can grow, move to a device, remove tokens, and select sequences in
     place.
 
     Attributes:
-        max_cache_len: Number of tokens for which a preallocated cache has room, at constant
-            addresses, or None for keys that grow.
+        max_cache_len: Number of tokens for which keys are preallocated, at constant addresses, or
+            None if the keys grow.
         is_unused: Whether no token was stored since the start or a reset.
         indexer_position_ids: Positions, `[dims, B, N]`, or None in versions of transformers without
             them.
@@ -34,10 +34,10 @@ class Indexer(StaticIndexedLayer):
     indexer_position_ids: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Store keys of new tokens, `[B, T, D]`. Return all keys, including unused room."""
+        """Store keys of new tokens, `[B, T, D]`. Return all keys, including preallocated ones."""
         if self.max_cache_len is None:
-            held = [] if self.indexer_keys is None else [self.indexer_keys]
-            self.indexer_keys = torch.cat([*held, indexer_key_states], 1)
+            stored_keys = [] if self.indexer_keys is None else [self.indexer_keys]
+            self.indexer_keys = torch.cat([*stored_keys, indexer_key_states], 1)
             self.is_indexer_initialized = True
             return self.indexer_keys
         if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
@@ -47,8 +47,8 @@ class Indexer(StaticIndexedLayer):
         keys: Tensor = super().update_indexer(indexer_key_states)
         return keys
 
-    def hold(self, tensors: dict[str, Tensor]) -> None:
-        """Set copies of tensors, named as in `held_by`."""
+    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Store copies of tensors that `get_tensors` returned."""
         if (positions := tensors.get("indexer_position_ids")) is not None:
             self.indexer_position_ids = positions.clone()
         if (keys := tensors.get("indexer_keys")) is not None:
@@ -58,15 +58,15 @@ class Indexer(StaticIndexedLayer):
     def move(self, device: torch.device) -> None:
         """Move all tensors to `device`, to new addresses."""
         with torch.inference_mode(False), torch.no_grad():
-            vars(self).update({name: x.to(device) for name, x in held_by(self).items()})
+            vars(self).update({name: x.to(device) for name, x in get_tensors(self).items()})
         self.indexer_device = device
-        self._keep_addresses()
+        self._mark_addresses()
 
-    def _keep_addresses(self) -> None:
+    def _mark_addresses(self) -> None:
         """Move the length to the device of the keys, and mark both addresses as constant."""
         if self.max_cache_len is not None and self.indexer_keys is not None:
-            count = self.indexer_cumulative_length
-            self.indexer_cumulative_length = count.to(self.indexer_keys.device)
+            length = self.indexer_cumulative_length
+            self.indexer_cumulative_length = length.to(self.indexer_keys.device)
             torch._dynamo.mark_static_address(self.indexer_keys)
             torch._dynamo.mark_static_address(self.indexer_cumulative_length)
 
@@ -96,13 +96,13 @@ class Indexer(StaticIndexedLayer):
                     keys.copy_(selected)
                 else:
                     self.indexer_keys = selected
-                    self._keep_addresses()
+                    self._mark_addresses()
         if (positions := self.indexer_position_ids) is not None:
             self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
 
 
-def held_by(indexer: Indexer) -> dict[str, Tensor]:
-    """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, without missing ones."""
+def get_tensors(indexer: Indexer) -> dict[str, Tensor]:
+    """Return the keys `[B, N, D]` and positions `[dims, B, N]` that exist, by attribute name."""
     names = ("indexer_keys", "indexer_position_ids")
-    held = {name: getattr(indexer, name) for name in names}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
+    tensors = {name: getattr(indexer, name) for name in names}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

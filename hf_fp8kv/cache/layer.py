@@ -16,15 +16,15 @@ from .options import CacheOptions
 from .paged_tensor import PagedKV, densify
 
 
-def _stored(name: str) -> Any:
+def _make_states_property(name: str) -> Any:
     """Return the property `keys` or `values` of a layer."""
 
     def read(layer: "FP8PagedLayer") -> PagedKV | None:
-        handles = layer.store.stored()
+        handles = layer.store.stored_handles()
         return None if handles is None else handles[name == "values"]
 
     def assign(layer: "FP8PagedLayer", tokens: torch.Tensor | None) -> None:
-        """Replace the stored tokens after both were assigned, as code for dense layers does."""
+        """Replace the stored tokens when both are assigned, as code for dense layers does."""
         if tokens is None:
             raise ConfigError(
                 "expected keys or values [B, Hkv, T, D], got None; call cache.reset()"
@@ -50,22 +50,22 @@ class FP8PagedLayer(CacheLayerMixin):
         values: Handle on the stored values, or None before the first token.
         store: The pages.
         config: The model's config, from which the attention implementation is read, or None.
-        assigned: Tensor assigned to `keys` or `values`, until both are assigned.
+        assigned: Tensor that was assigned to `keys` or `values`, until both are assigned.
     """
 
     is_croppable = True
     supports_early_init = True
-    keys, values = _stored("keys"), _stored("values")
+    keys, values = _make_states_property("keys"), _make_states_property("values")
 
     def __init__(
         self, options: CacheOptions, store: LayerStore, config: PreTrainedConfig | None = None
     ) -> None:
-        # The base class is not initialized, because it assigns `keys` and `values`, which are
+        # The base class is not initialized, because it would assign `keys` and `values`, which are
         # properties here.
         self.index, self.options, self.store = store.encoding.index, options, store
         self.config, self.sliding_window = config, store.group.window
         self.is_sliding = self.sliding_window is not None
-        self.is_compileable = store.length.room is not None
+        self.is_compileable = store.length.max_tokens is not None
         self.assigned: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -74,15 +74,15 @@ class FP8PagedLayer(CacheLayerMixin):
 
     # -- the interface of transformers' cache layers -----------------------------------------
 
-    # An attribute in transformers. Here it follows the pool.
+    # This is an attribute in transformers. Here it depends on the pool, which a fork may free.
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether shapes are known and there is a pool; a fork may have freed it."""
+        """Whether the shapes are known and the pool is allocated."""
         return self.store.is_initialized
 
     @property
     def record_past(self) -> bool:
-        """Whether pages that have left the window stay until `crop`."""
+        """Whether pages that have left the window are kept until `crop`."""
         return self.store.group.record_past
 
     @record_past.setter
@@ -90,11 +90,11 @@ class FP8PagedLayer(CacheLayerMixin):
         self.store.group.record_past = value
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens from now on. A ring gets room for all tokens, at new addresses."""
+        """Keep all tokens from now on. A ring becomes pages for all tokens, at new addresses."""
         length = self.store.length
         if isinstance(length, DeviceLength) and self.is_initialized:
-            length.group.unroll()
-            self.store.follow_table()
+            length.group.unroll_ring()
+            self.store.update_table()
         self.store.group.record_past = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -118,82 +118,82 @@ class FP8PagedLayer(CacheLayerMixin):
             value_states: Values, `[B, Hkv, T, Dv]`, in the model's dtype.
 
         Returns:
-            Handles on the stored keys and values. On an empty layer with prefill="exact" the
-            arguments, padded to `max_cache_len` if the attention is not "fp8_paged".
+            Handles on the stored keys and values. An empty layer with prefill="exact" returns the
+            arguments instead, padded to `max_cache_len` if the attention is not "fp8_paged".
 
         Raises:
             ConfigError: The tokens belong to a different model or batch.
             ScaleError: The static scales do not fit.
             OutOfPagesError: The budget would be exceeded. After any error the cache is unchanged.
                 On a CPU, tokens past `max_cache_len` always raise this error, even under
-                torch.compile. On other devices they are not stored, and the next step raises it,
-                unless its mask is made inside a compiled region. (generate() makes masks outside.)
+                torch.compile. On other devices they are not stored, and the next step raises the
+                error, unless its mask is made in a compiled region, which generate() avoids.
         """
         store = self.store
         length, encoding = store.length, store.encoding
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             check_tokens(self, key_states, value_states)
-        elif length.room is None:
+        elif length.max_tokens is None:
             states: tuple[torch.Tensor, torch.Tensor]
             states = _update_uncompiled(self, key_states, value_states)
             return states
         else:
             refuse_export()
         key, value = without_grad(key_states), without_grad(value_states)
-        is_first, is_new, tokens = length.is_empty, not store.is_initialized, key.shape[2]
-        if is_new:
+        is_first, needs_allocation, tokens = length.is_empty, not store.is_initialized, key.shape[2]
+        if needs_allocation:
             encoding.prepare(key, value)
         elif not is_compiling and key.device != encoding.device:
             store.move_to(key.device)
         if not is_compiling:
             length.reserve(tokens, key.shape[0])
-        if is_new:
+        if needs_allocation:
             store.allocate(key, value)
         if not is_compiling:
             store.pool.memory.grow(store.group.table.allocator.capacity)
-            store.bring_pages()
+            store.fetch_pages()
         encoding.find_center(key, is_first=is_first)
-        reads = not is_first or self.options.prefill == "stored"
-        pages, call = store.write(key, value, reads=reads)
-        if reads:
-            return store.handles(pages, call)
-        return self._fresh(key_states), self._fresh(value_states)
+        reads_pages = not is_first or self.options.prefill == "stored"
+        pages, call = store.write(key, value, reads=reads_pages)
+        if reads_pages:
+            return store.make_handles(pages, call)
+        return self._pad_new_states(key_states), self._pad_new_states(value_states)
 
-    def _attends_pages(self) -> bool:
+    def _uses_fp8_paged(self) -> bool:
         """Return whether the model uses "fp8_paged", which needs no padding in a first call."""
         return getattr(self.config, "_attn_implementation", None) == ATTENTION
 
-    def _fresh(self, states: torch.Tensor) -> torch.Tensor:
-        """Return new keys or values, padded to the width of masks."""
-        room = self.store.length.room
-        if room is None or self._attends_pages():
+    def _pad_new_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Return new keys or values, padded to the width of the masks."""
+        max_tokens = self.store.length.max_tokens
+        if max_tokens is None or self._uses_fp8_paged():
             return states
-        return torch.nn.functional.pad(states, (0, 0, 0, room - states.shape[2]))
+        return torch.nn.functional.pad(states, (0, 0, 0, max_tokens - states.shape[2]))
 
     def get_seq_length(self) -> Any:
         """Return the number of stored tokens, as a tensor `[]` if preallocated and not empty."""
-        return self.store.length.stored
+        return self.store.length.num_stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of columns of the mask, and the position of the first column."""
         length = self.store.length
         if isinstance(length, HostLength):
-            start = length.group.visible_from(length.stored)
-            return length.stored + query_length - start, start
-        length.check_room(query_length)
-        if length.is_empty and self.options.prefill == "exact" and self._attends_pages():
+            start = length.group.visible_from(length.num_stored)
+            return length.num_stored + query_length - start, start
+        length.check_capacity(query_length)
+        if length.is_empty and self.options.prefill == "exact" and self._uses_fp8_paged():
             return query_length, 0
-        return length.room, 0
+        return length.max_tokens, 0
 
     def get_max_length(self) -> int:
-        """Return the room, the window of a growing sliding layer, or -1 without a maximum."""
-        return self.store.length.room or self.sliding_window or -1
+        """Return `max_cache_len`, the window of a growing layer, or -1 without a maximum."""
+        return self.store.length.max_tokens or self.sliding_window or -1
 
     def reset(self) -> None:
         """Remove all tokens. A preallocated layer keeps its addresses.
 
-        The memory of a growing layer is freed when no layer and no fork holds pages.
+        The memory of a growing layer is freed when no layer and no fork uses its pages.
         """
         self.store.crop_to(0)
 
@@ -204,38 +204,38 @@ class FP8PagedLayer(CacheLayerMixin):
         copied for all layers at once.
 
         Raises:
-            ConfigError: The number is positive, or the window no longer holds tokens that would be
+            ConfigError: The number is positive, or the window has lost tokens that would become
                 visible.
         """
         length = self.store.length
-        tokens, stored = parse_crop(tokens_to_remove), length.on_host()
-        length.check_crop(tokens, stored)
-        if tokens or length.room is None:
-            self.store.crop_to(max(stored - tokens, 0))
+        tokens, num_stored = parse_crop(tokens_to_remove), length.count_stored()
+        length.check_crop(tokens, num_stored)
+        if tokens or length.max_tokens is None:
+            self.store.crop_to(max(num_stored - tokens, 0))
 
-    def _refuse_part(self, *_: Any) -> None:
-        """Raise ConfigError, because sequences can only be selected for the whole cache."""
+    def _refuse_single_layer(self, *_: Any) -> None:
+        """Raise ConfigError, because sequences can only be selected in the whole cache."""
         raise ConfigError(
             "reorder_cache, batch_repeat_interleave and batch_select_indices expected the whole "
             "cache, got one layer, which shares a block table; call the method of the cache"
         )
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_part  # type: ignore[assignment]
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_single_layer  # type: ignore[assignment]
 
     def offload(self) -> None:
         """Move the layer's memory to the CPU."""
-        self.store.move_bytes(torch.device("cpu"))
+        self.store.move_memory(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        """Move the bytes back to the layer's device."""
+        """Move the layer's memory back to its device."""
         if self.is_initialized:
-            self.store.move_bytes(self.store.encoding.device)
+            self.store.move_memory(self.store.encoding.device)
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Replace all stored tokens by the given tokens, which must not be more, and encode them.
+        """Encode new keys and values, and replace all stored tokens, which must not be fewer.
 
         If they equal the first stored tokens, later tokens are removed instead. The plan and the
-        center of the first call stay.
+        center of the first call remain.
 
         Raises:
             ConfigError: There are more tokens, or their shapes or dtypes differ, or the layer has a
@@ -250,19 +250,19 @@ class FP8PagedLayer(CacheLayerMixin):
                 "preallocated one; leave max_cache_len out"
             )
         check_tokens(self, key, value)
-        stored, tokens, batch = length.stored, key.shape[2], key.shape[0]
-        if group.window is not None or tokens > stored:
+        num_stored, tokens, batch = length.num_stored, key.shape[2], key.shape[0]
+        if group.window is not None or tokens > num_stored:
             raise ConfigError(
-                f"expected at most {stored} keys and values for a layer without a window, got "
+                f"expected at most {num_stored} keys and values for a layer without a window, got "
                 f"{tokens} for {self}; leave layers with a window as they are"
             )
-        old = store.stored()
-        assert old is not None
-        first = [x.dense()[:, :, :tokens] for x in old]
-        if all(torch.equal(stored, new) for stored, new in zip(first, (key, value), strict=True)):
+        handles = store.stored_handles()
+        assert handles is not None
+        states = [x.dense()[:, :, :tokens] for x in handles]
+        if torch.equal(states[0], key) and torch.equal(states[1], value):
             store.crop_to(tokens)
             return
-        if store.indexer is not None and tokens < stored and not torch.equal(first[0], key):
+        if store.indexer is not None and tokens < num_stored and not torch.equal(states[0], key):
             raise ConfigError(
                 f"expected all keys and values of {self}, or the first ones unchanged, got "
                 f"{tokens} different ones; its indexer has keys of all tokens: name the layer in "
@@ -272,12 +272,12 @@ class FP8PagedLayer(CacheLayerMixin):
         length.set(0)
         length.reserve(tokens, batch)
         store.pool.memory.grow(group.table.allocator.capacity)
-        store.bring_pages()
+        store.fetch_pages()
         store.write(without_grad(key), without_grad(value), reads=False)
 
 
-def _of_indexer(name: str) -> Any:
-    """Return a property that reads and sets this attribute of the layer's indexer."""
+def _make_indexer_property(name: str) -> Any:
+    """Return a property that reads and sets the attribute `name` of the layer's indexer."""
     return property(
         lambda layer: getattr(layer.store.indexer, name),
         lambda layer, value: setattr(layer.store.indexer, name, value),
@@ -292,19 +292,19 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
         indexer_position_ids: Positions that the indexer stored, `[dims, B, N]`, or None.
     """
 
-    indexer_keys = _of_indexer("indexer_keys")
-    indexer_position_ids = _of_indexer("indexer_position_ids")
+    indexer_keys = _make_indexer_property("indexer_keys")
+    indexer_position_ids = _make_indexer_property("indexer_position_ids")
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store indexer keys of new tokens, `[B, T, D]`, and return a key for each mask column."""
+        """Store indexer keys of new tokens, `[B, T, D]`, and return the key of each mask column."""
         indexer: Any = self.store.indexer
         stored_keys = None if torch.compiler.is_compiling() else indexer.indexer_keys
         if stored_keys is not None and stored_keys.device != indexer_key_states.device:
             indexer.move(indexer_key_states.device)
         is_first, indexer.is_unused = indexer.is_unused, False
         keys: torch.Tensor = indexer.update_indexer(indexer_key_states)
-        # The same width as `get_mask_sizes`, which may be called before or after `update`.
-        if is_first and self.options.prefill == "exact" and self._attends_pages():
+        # The width is as in `get_mask_sizes`, which is called before or after `update`.
+        if is_first and self.options.prefill == "exact" and self._uses_fp8_paged():
             return keys[:, : indexer_key_states.shape[1]]
         return keys
 
@@ -348,7 +348,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
 
 
 def parse_crop(tokens_to_remove: int) -> int:
-    """Return the number of tokens that `crop` removes. transformers passes it as 0 or negative."""
+    """Return the number of tokens to remove, whose negative transformers passes to `crop`."""
     try:
         tokens_to_remove = operator.index(tokens_to_remove)
     except TypeError:

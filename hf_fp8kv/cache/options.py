@@ -20,7 +20,7 @@ from ..formats import (
     parse_dtype,
 )
 from ..modeling.tensor_parallel import TensorParallel
-from ..paging.offloading import OffloadBudget, Tiers
+from ..paging.offloading import OffloadBlocks, OffloadBudget
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
@@ -30,7 +30,7 @@ from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
 # Formats whose range is too narrow for outliers.
-NARROW = ("fp8_e2m5", "int8")
+NARROW_FORMATS = ("fp8_e2m5", "int8")
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class CacheOptions:
 
     Attributes:
         plan: Storage plan of all layers, or of each layer.
-        scales: Static scales (or only centers), a constant, a `StoragePlan` with its centers, or
-            None for dynamic scales.
+        scales: Static scales (or only centers), a constant scale, a `StoragePlan` with its centers,
+            or None for dynamic scales.
         page_size: Slots (tokens) per page, a power of two from 8 to 1024.
         max_cache_len: Number of tokens per sequence of a preallocated cache. None means a growing
             cache.
         max_pages: Maximum number of pages in use. None means no limit.
         offloading: Whether pages are in host memory while their layer does not compute, or the
-            number of pages of every layer for which the device has room.
+            number of pages per layer that may stay on the device.
         tensor_parallel: The rank of this process, and the number of processes.
     """
 
@@ -72,11 +72,11 @@ class CacheOptions:
         latent: bool = False,
         **fields: Any,
     ) -> "CacheOptions":
-        """Check the arguments of a user. `fields` are the remaining fields of the class.
+        """Return checked options. `fields` are the remaining fields of the class.
 
-        `latent` is whether K holds latents and V their positional parts (MLA). Positional parts
-        are a ninth of the values and distinguish keys, so they keep 16 bits unless a format is
-        given. Latents have no center, because all heads read them as keys and as values.
+        `latent` is whether K holds latents and V the RoPE parts of the keys (MLA). RoPE parts are a
+        ninth of the values and distinguish keys, so they keep 16 bits unless a format is passed.
+        Latents have no center, because all heads read them as keys and as values.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -94,34 +94,34 @@ class CacheOptions:
                 f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model; pass "
                 f"plan=hf_fp8kv.choose_plan(model), or call enable(model, dtype={ADAPTIVE!r})"
             )
-        chosen = parse_plan(plan)
+        new_plan = parse_plan(plan)
         arguments = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         if isinstance(scales, KVScales) and scales.plan is not None:
-            _refuse(arguments | {"plan": plan}, f"the scales ({scales.origin}) say")
-            chosen = scales.plan
-        elif chosen is not None:
-            if isinstance(chosen, StoragePlan) or isinstance(scales, KVScales):
+            _refuse_arguments(arguments | {"plan": plan}, f"the scales ({scales.origin}) say")
+            new_plan = scales.plan
+        elif new_plan is not None:
+            if isinstance(new_plan, StoragePlan) or isinstance(scales, KVScales):
                 arguments["scales"] = scales
-            _refuse(arguments, "the plan says")
-            if isinstance(chosen, StoragePlan):
-                scales, chosen = chosen, chosen.plan
-                assert chosen is not None
+            _refuse_arguments(arguments, "the plan says")
+            if isinstance(new_plan, StoragePlan):
+                scales, new_plan = new_plan, new_plan.plan
+                assert new_plan is not None
         else:
-            common = None if dtype is None else parse_dtype(dtype)
-            # A center of each sequence halves the error of K in the default format. This is not
-            # measured for other formats. With prefill="stored", results must not depend on how a
-            # sequence is split into calls.
-            centered = common is key_dtype is scales is None and fields["prefill"] == "exact"
-            default = common or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
+            common_format = None if dtype is None else parse_dtype(dtype)
+            # A center of each sequence halves the error of K in the default format. For other
+            # formats, the effect is not measured. With prefill="stored", results must not depend on
+            # how a sequence is split into calls.
+            centered = common_format is key_dtype is scales is None and fields["prefill"] == "exact"
+            default = common_format or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
             v = AUTO if latent else default
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
             # Rotation compensates for a narrow range. Static scales are for unrotated values.
-            rotated = NARROW if scales is None else ()
-            chosen = LayerPlan(
-                SidePlan(k, k in rotated, centered and not latent), SidePlan(v, v in rotated)
+            to_rotate = NARROW_FORMATS if scales is None else ()
+            new_plan = LayerPlan(
+                SidePlan(k, k in to_rotate, centered and not latent), SidePlan(v, v in to_rotate)
             )
-        options = cls(plan=chosen, scales=scales, **fields)
+        options = cls(plan=new_plan, scales=scales, **fields)
         options.check()
         return options
 
@@ -155,7 +155,7 @@ class CacheOptions:
                 f"backend: expected a name, such as 'torch', got {self.backend!r}; leave it out "
                 "for the fastest one that runs here"
             )
-        ops.choose_backend(self.backend, _DEVICE_OF_BACKEND.get(self.backend, torch.device("cpu")))
+        ops.choose_backend(self.backend, _DEVICE_BY_BACKEND.get(self.backend, torch.device("cpu")))
         check_ranks(*self.tensor_parallel)
 
     @property
@@ -176,20 +176,20 @@ class CacheOptions:
         plans = [self.plan] if isinstance(self.plan, LayerPlan) else self.plan.values()
         return any(plan.k.centered for plan in plans)
 
-    def check_stored(self, why: str) -> None:
-        """Raise ConfigError if stored bytes depend on how a sequence is split into calls.
+    def check_stored(self, argument: str) -> None:
+        """Raise ConfigError if the stored bytes depend on how a sequence is split into calls.
 
-        `why` is the argument that requires bytes which do not.
+        `argument` is the argument of the user that does not allow this dependence.
         """
         if self.prefill != "stored":
             raise ConfigError(
-                f"{why}: expected prefill='stored', got {self.prefill!r}, whose first call reads "
-                "unrounded K and V, so pages depend on how a sequence is split into calls; make "
-                "the cache with prefill='stored'"
+                f"{argument}: expected prefill='stored', got {self.prefill!r}, whose first call "
+                "reads unrounded K and V, so pages depend on how a sequence is split into calls; "
+                "make the cache with prefill='stored'"
             )
         if self.first_call_centers:
             raise ConfigError(
-                f"{why}: expected a plan that carries the centers of K, got one without: the "
+                f"{argument}: expected a plan that carries the centers of K, got one without: the "
                 "center would be the mean of the first call, and so depend on how a sequence is "
                 "split into calls. Make the plan with hf_fp8kv.choose_plan(model), or store K "
                 "without centers"
@@ -210,10 +210,10 @@ class CacheOptions:
             return LayerPlan(k, v)
         if index in self.plan:
             return self.plan[index]
-        raise self._misfit(f"a plan for every paged layer, got none for layer {index}", "add it")
+        raise self._mismatch(f"a plan for every paged layer, got none for layer {index}", "add it")
 
-    def _misfit(self, expected: str, advice: str = "") -> FP8KVError:
-        """Return the error for scales, or a plan with `advice`, of a different model."""
+    def _mismatch(self, expected: str, advice: str = "") -> FP8KVError:
+        """Return the error for scales or a plan of a different model. `advice` is for a plan."""
         if isinstance(self.scales, KVScales):
             name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
             return ScaleError(
@@ -222,45 +222,44 @@ class CacheOptions:
             )
         return ConfigError(f"plan: expected {expected}; {advice}, or {KEEP_OUT}")
 
-    def check_layers(self, paged: Collection[int], count: int) -> None:
-        """Check that scales have all `paged` layers, and a plan none past the model's `count`.
-
+    def check_layers(self, paged_layers: Collection[int], num_layers: int) -> None:
+        """Check that scales have all `paged_layers`, and a plan no layer from `num_layers` on.
         Raises:
             ScaleError: The scales belong to a different model.
             ConfigError: The plan belongs to a different model.
         """
-        layers = () if isinstance(self.plan, LayerPlan) else self.plan
-        extra = sorted(index for index in layers if index >= count)
-        have = self.scales.layers if isinstance(self.scales, KVScales) else paged
-        if missing := sorted(set(paged).difference(have)):
-            raise self._misfit(f"scales for every paged layer, got none for layers {missing}")
+        planned = () if isinstance(self.plan, LayerPlan) else self.plan
+        extra = sorted(index for index in planned if index >= num_layers)
+        scaled_layers = self.scales.layers if isinstance(self.scales, KVScales) else paged_layers
+        if missing := sorted(set(paged_layers).difference(scaled_layers)):
+            raise self._mismatch(f"scales for every paged layer, got none for layers {missing}")
         if extra:
-            expected = f"layers from 0 to {count - 1}, which the model has, got {extra}, too"
-            raise self._misfit(expected, "leave these out")
+            expected = f"layers from 0 to {num_layers - 1}, which the model has, got also {extra}"
+            raise self._mismatch(expected, "leave them out")
 
-    def new_budget(self) -> PageBudget:
-        """Return a new page budget for a cache and its forks."""
+    def make_budget(self) -> PageBudget:
+        """Return a page budget for a cache and its forks."""
         if self.offloading:
-            room = None if self.offloading is True else self.offloading
-            return OffloadBudget(self.page_size, self.max_pages, room)
+            device_pages = None if self.offloading is True else self.offloading
+            return OffloadBudget(self.page_size, self.max_pages, device_pages)
         return PageBudget(self.page_size, self.max_pages)
 
-    def new_pool(
+    def make_pool(
         self, plan: LayerPlan, budget: PageBudget | None = None, index: int = 0
     ) -> PagePool:
         """Return a pool without pages for layer `index` with this storage plan.
 
         `budget` is the budget of the cache, or None for scratch pages, which are never offloaded.
         """
-        tiers = Tiers(budget, index) if isinstance(budget, OffloadBudget) else None
-        return PagePool(self.page_size, plan, self.dynamic_scales, tiers)
+        memory = OffloadBlocks(budget, index) if isinstance(budget, OffloadBudget) else None
+        return PagePool(self.page_size, plan, self.dynamic_scales, memory)
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return scale of K `[Hkv, Dk]`, scale of V `[Hkv, Dv]`, and center `[Hkv, Dk]` of a layer.
+        """Return the scales of K `[Hkv, Dk]` and V `[Hkv, Dv]`, and the center `[Hkv, Dk]`.
 
-        They are float32 on the CPU, in the unit of the stored formats, or None.
+        Each is float32 on the CPU, in the unit of the stored format, or None.
         """
         if self.scales is None:
             return None, None, None
@@ -277,13 +276,13 @@ class CacheOptions:
                 for scale, side in ((layer.k, plan.k), (layer.v, plan.v))
             )
             return k, v, layer.k_center if plan.k.centered else None
-        constant = torch.tensor(self.scales, dtype=torch.float32, device="cpu")
-        k = None if plan.k.format == AUTO else constant.repeat(heads, k_dim)
-        v = None if plan.v.format == AUTO or not v_dim else constant.repeat(heads, v_dim)
+        scale = torch.tensor(self.scales, dtype=torch.float32, device="cpu")
+        k = None if plan.k.format == AUTO else scale.repeat(heads, k_dim)
+        v = None if plan.v.format == AUTO or not v_dim else scale.repeat(heads, v_dim)
         return k, v, None
 
 
-def _refuse(arguments: Mapping[str, Any], source: str) -> None:
+def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for arguments that conflict with a plan."""
     for name, value in arguments.items():
         if value is not None:
@@ -293,8 +292,8 @@ def _refuse(arguments: Mapping[str, Any], source: str) -> None:
             )
 
 
-# The device is not known yet, so the check assumes a device of the backend's kind.
-_DEVICE_OF_BACKEND = {"triton": torch.device("cuda")}
+# When options are checked, the device is not known. The check assumes one that the backend needs.
+_DEVICE_BY_BACKEND = {"triton": torch.device("cuda")}
 
 
 def _check_positive(value: object, argument: str, expected: str = "a whole number") -> None:

@@ -25,17 +25,17 @@ from ..paging.layer_group import LayerGroup
 from ..paging.lengths import DeviceLength, HostLength
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
-from .centers import FirstTokens
+from .centers import PaddingObserver
 from .encoding import Encoding
-from .indexers import INDEXED, Indexer
+from .indexers import INDEXED_LAYERS, Indexer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
 from .rope_rotation import RopeRotation
 
 # Only these exact classes are replaced by paged layers. Other subclasses store more than K and V.
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-_REPLACED = (*_PLAIN, *INDEXED)
+_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_REPLACED_LAYERS = (*_PLAIN_LAYERS, *INDEXED_LAYERS)
 
 
 class PagedLayers:
@@ -43,10 +43,10 @@ class PagedLayers:
 
     Attributes:
         groups: Layer groups by window. The key None is the group without a window.
-        fixed: The groups of a preallocated cache, otherwise empty.
+        fixed_groups: The groups of a preallocated cache, otherwise empty.
         layers: The paged layers, in the order of the model.
-        stores: The stores of these layers.
-        first_tokens: Padding at the start of the cache's sequences.
+        stores: The stores of the paged layers, in the same order.
+        padding_observer: Observer of the padding of the cache's sequences.
         open_ended: Whether layers are added as the model uses them.
     """
 
@@ -55,22 +55,22 @@ class PagedLayers:
     ) -> None:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
-        self.fixed: list[FixedPages] = []
+        self.fixed_groups: list[FixedPages] = []
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
-        self.first_tokens = FirstTokens()
+        self.padding_observer = PaddingObserver()
         self.open_ended = config is None
-        self._siblings: list[weakref.ref[LayerGroup]] = []  # all groups
-        # Layers that the current step has written, with their number of tokens.
-        self._step: list[tuple[int, int]] = []
-        self._under_flex = False  # in the current step
+        self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
+        # Index and number of new tokens of each layer that the current step has written.
+        self._step_layers: list[tuple[int, int]] = []
+        self._uses_flex = False  # whether attention in the current step is flex attention
         pass_exact_states()
 
     # -- creation of layers ------------------------------------------------------------------
 
-    def new_layer(
+    def add_layer(
         self, index: int, window: int | None, pool: PagePool | None = None,
-        rope: RopeRotation | None = None, *, indexed: bool = False,
+        rope: RopeRotation | None = None, *, has_indexer: bool = False,
     ) -> FP8PagedLayer:  # fmt: skip
         """Create a paged layer, add it to the group of its window, and return it.
 
@@ -79,38 +79,38 @@ class PagedLayers:
             window: Size of the sliding window, or None.
             pool: Pages that a fork shares, or None for new pages.
             rope: Rotation of the keys by RoPE, or None if it is not known.
-            indexed: Whether the layer has an indexer.
+            has_indexer: Whether the layer has an indexer.
         """
-        group = self._group(window)
-        heads, of_queries, size = None, 0, self.options.tensor_parallel.size
+        group = self._get_group(window)
+        total_heads, query_heads, num_processes = None, 0, self.options.tensor_parallel.size
         if self.config is not None:
-            of_queries = (count_heads(self.config, index) or 0) // size
-            heads = kv_heads(self.config, index) if size > 1 else None
-        encoding = Encoding(index, self.options, self.first_tokens, heads, rope)
-        pool = pool or self.options.new_pool(encoding.plan, self.budget, index)
+            query_heads = (count_heads(self.config, index) or 0) // num_processes
+            total_heads = kv_heads(self.config, index) if num_processes > 1 else None
+        encoding = Encoding(index, self.options, self.padding_observer, total_heads, rope)
+        pool = pool or self.options.make_pool(encoding.plan, self.budget, index)
         member = group.add(pool)
         length = (
             DeviceLength(group, member)
             if isinstance(group, FixedPages)
             else HostLength(group, member)
         )
-        indexer = Indexer(length.room) if indexed else None  # type: ignore[arg-type]
-        store = LayerStore(encoding, length, pool, of_queries, indexer)
-        kind = FP8PagedIndexedLayer if indexed else FP8PagedLayer
-        layer = kind(self.options, store, self.config)
+        indexer = Indexer(length.max_tokens) if has_indexer else None  # type: ignore[arg-type]
+        store = LayerStore(encoding, length, pool, query_heads, indexer)
+        layer_class = FP8PagedIndexedLayer if has_indexer else FP8PagedLayer
+        layer = layer_class(self.options, store, self.config)
         self.layers.append(layer)
         self.stores.append(store)
-        self.stores[len(self.stores) - 2].following = weakref.ref(store)
-        store.following = weakref.ref(self.stores[0])
+        self.stores[len(self.stores) - 2].next_layer = weakref.ref(store)
+        store.next_layer = weakref.ref(self.stores[0])
         return layer
 
-    def _group(self, window: int | None) -> LayerGroup:
+    def _get_group(self, window: int | None) -> LayerGroup:
         if window not in self.groups:
-            room = self.options.max_cache_len
+            max_tokens = self.options.max_cache_len
             self.add_group(
                 LayerGroup(self.budget, window)
-                if room is None
-                else FixedPages(self.budget, window, room)
+                if max_tokens is None
+                else FixedPages(self.budget, window, max_tokens)
             )
         return self.groups[window]
 
@@ -118,14 +118,14 @@ class PagedLayers:
         """Add a group without layers, which may have pages."""
         self.groups[group.window] = group
         if isinstance(group, FixedPages):
-            self.fixed.append(group)
+            self.fixed_groups.append(group)
         self._siblings.append(weakref.ref(group))
         group.siblings = self._siblings
 
-    def layers_for(self, skip_layers: Collection[int | str]) -> list[Any]:
+    def build_layers(self, skip_layers: Collection[int | str]) -> list[Any]:
         """Return a layer for each layer of the config: paged if possible, otherwise transformers'.
 
-        Without a config the list is empty.
+        Without a config, the list is empty.
 
         Raises:
             ConfigError: An option needs a config, or does not fit it.
@@ -147,65 +147,65 @@ class PagedLayers:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
         find_rope = RopeRotation.from_config(config)
-        skipped = find_layers(skip_layers, config, layers)
+        skipped_layers = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            room, reads_keys = self.options.max_cache_len, shares_keys(config, index)
-            if index not in skipped and type(layer) in _REPLACED and not reads_keys:
-                rope, indexed = find_rope(index), isinstance(layer, INDEXED)
-                layers[index] = self.new_layer(index, window, rope=rope, indexed=indexed)
-            elif reads_keys and room is not None:
-                layers[index] = Indexer(room)
-            elif type(layer) is StaticSlidingWindowLayer and room is not None:
+            max_tokens, shares_kv = self.options.max_cache_len, shares_keys(config, index)
+            if index not in skipped_layers and type(layer) in _REPLACED_LAYERS and not shares_kv:
+                rope, has_indexer = find_rope(index), isinstance(layer, INDEXED_LAYERS)
+                layers[index] = self.add_layer(index, window, rope=rope, has_indexer=has_indexer)
+            elif shares_kv and max_tokens is not None:
+                layers[index] = Indexer(max_tokens)
+            elif type(layer) is StaticSlidingWindowLayer and max_tokens is not None:
                 # All layers with a window share a mask, in the width of the paged layers.
-                layers[index] = StaticLayer(room)
+                layers[index] = StaticLayer(max_tokens)
         _match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
         return layers
 
-    def with_stock(self, stock: Sequence[Any]) -> list[Any]:
-        """Return paged layers and `stock`, the layers of transformers, in the model's order."""
-        paged, others = {layer.index: layer for layer in self.layers}, iter(stock)
-        count = len(paged) + len(stock)
-        layers = [paged[i] if i in paged else next(others) for i in range(count)]
+    def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:
+        """Return the paged layers and transformers' `stock_layers`, in the order of the model."""
+        paged, stock = {layer.index: layer for layer in self.layers}, iter(stock_layers)
+        num_layers = len(paged) + len(stock_layers)
+        layers = [paged[i] if i in paged else next(stock) for i in range(num_layers)]
         _match_widths(layers)
         return layers
 
     def fork(self) -> "PagedLayers":
         """Return growing layers that share the pages of these layers, without copies.
 
-        Layers without tokens share nothing.
+        If no layer has tokens, the fork gets new pages.
         """
         lengths = self.host_lengths()
-        shares = self.options.is_preallocated or any(x.table.count for x in self.groups.values())
-        groups = {window: group.fork() for window, group in self.groups.items() if shares}
-        twin = self._twin(self.budget, groups)
-        for store, source, length in zip(twin.stores, self.stores, lengths, strict=True):
+        has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
+        groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
+        fork = self._make_copy(self.budget, groups)
+        for store, source, length in zip(fork.stores, self.stores, lengths, strict=True):
             store.fork_from(source, length)
-        return twin
+        return fork
 
-    def preallocated(self) -> "PagedLayers":
+    def to_preallocated(self) -> "PagedLayers":
         """Return preallocated layers with copies of these layers' pages, and a separate budget."""
-        twin = self._twin(self.options.new_budget(), {})
-        # Only after all layers exist, because a preallocated layer allocates pages in every group,
-        # and the layers of a group determine how many it needs.
-        for store, source in zip(twin.stores, self.stores, strict=True):
+        layers = self._make_copy(self.options.make_budget(), {})
+        # Copy only after all layers exist, because a preallocated layer allocates pages in every
+        # group, and the layers of a group determine the number of its pages.
+        for store, source in zip(layers.stores, self.stores, strict=True):
             store.copy_from(source)
-        return twin
+        return layers
 
-    def _twin(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
-        """Return new layers like these, with the same pools if `groups` are given."""
-        twin = PagedLayers(self.options, self.config, budget)
-        twin.open_ended = self.open_ended
+    def _make_copy(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
+        """Return new layers like these layers, with the same pools if `groups` is not empty."""
+        layers = PagedLayers(self.options, self.config, budget)
+        layers.open_ended = self.open_ended
         for group in groups.values():
-            twin.add_group(group)
+            layers.add_group(group)
         for window, group in self.groups.items():
-            twin._group(window).record_past = group.record_past
+            layers._get_group(window).record_past = group.record_past
         for store in self.stores:
             index, rope = store.encoding.index, store.encoding.rope
             pool = store.pool if groups and store.is_initialized else None
-            indexed = store.indexer is not None
-            twin.new_layer(index, store.group.window, pool, rope, indexed=indexed)
-        return twin
+            has_indexer = store.indexer is not None
+            layers.add_layer(index, store.group.window, pool, rope, has_indexer=has_indexer)
+        return layers
 
     # -- operations on all layers ------------------------------------------------------------
 
@@ -215,27 +215,28 @@ class PagedLayers:
         return max((group.table.batch for group in self.groups.values()), default=0)
 
     def host_lengths(self) -> list[int]:
-        """Return the number of tokens in each layer. Synchronizes if the cache is preallocated."""
-        if not self.fixed:
-            return [store.length.on_host() for store in self.stores]
-        stored = {fixed.window: fixed.stored() for fixed in self.fixed}
-        return [stored[x.group.window].get(x.length.member, 0) for x in self.stores]
+        """Return the number of tokens in each layer. A preallocated cache synchronizes."""
+        if not self.fixed_groups:
+            return [store.length.count_stored() for store in self.stores]
+        lengths = {group.window: group.read_lengths() for group in self.fixed_groups}
+        return [lengths[x.group.window].get(x.length.member, 0) for x in self.stores]
 
-    def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
+    def make_mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
         """Return the request of this cache for a mask of these sizes."""
-        options, is_empty = self.options, not self.stores or self.stores[0].length.is_empty
-        observes = options.first_call_centers and self.first_tokens.observes(tokens, is_empty)
-        # Transformers' layers with a window have fewer columns, which they shift.
+        options, observer = self.options, self.padding_observer
+        is_empty = not self.stores or self.stores[0].length.is_empty
+        needs_padding = options.first_call_centers and observer.needs_padding(tokens, is_empty)
+        used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
-        preallocated = is_stored and columns == options.max_cache_len
-        observer = self.first_tokens if observes else None
-        growing = not options.is_preallocated
-        return MaskRequest((tokens, columns, start), preallocated, growing, is_stored, observer)
+        # A preallocated layer of transformers with a window has fewer columns, which it shifts.
+        is_preallocated = is_stored and columns == options.max_cache_len
+        growing, sizes = not options.is_preallocated, (tokens, columns, start)
+        return MaskRequest(sizes, is_preallocated, growing, is_stored, used_observer)
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
-        # Reading the lengths of a preallocated cache synchronizes with the device.
-        if not self.fixed or any(fixed.ring or fixed.lost for fixed in self.fixed):
+        # Lengths are read only if a window may have lost tokens, because this may synchronize.
+        if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
             for store, length in zip(self.stores, self.host_lengths(), strict=True):
                 store.length.check_crop(tokens, length)
 
@@ -245,35 +246,36 @@ class PagedLayers:
         Raises:
             OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
         """
-        self.first_tokens.observed = None
-        if not self.fixed:
+        self.padding_observer.last_tokens = None
+        if not self.fixed_groups:
             for group in self.groups.values():
                 group.crop(tokens)
-            self._free_empty()
+            self._free_empty_pools()
         elif tokens:
-            kept = [max(length - tokens, 0) for length in self.host_lengths()]
-            longest = max(kept, default=0)
-            self.budget.require(sum(x.count_for(slice(None), longest) for x in self.fixed))
-            for store, length in zip(self.stores, kept, strict=True):
+            new_lengths = [max(length - tokens, 0) for length in self.host_lengths()]
+            longest = max(new_lengths, default=0)
+            counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
+            self.budget.require(sum(counts))
+            for store, length in zip(self.stores, new_lengths, strict=True):
                 store.crop_to(length)
-            self._unshare(longest)
+            self._unshare_pages(longest)
 
     def end_layer(self, index: int, tokens: int) -> bool:
-        """Record that layer `index` has stored `tokens` tokens, and return `is_under_flex()`.
+        """Record that layer `index` has stored `tokens` tokens. Return `uses_flex_attention()`.
 
-        After the last layer, free the pages that were kept in case that a layer rejects the step.
+        After the last layer, free the pages that were kept in case a layer rejects the step.
         """
-        if not self._step or index <= self._step[-1][0]:
-            self._step.clear()
-            self._under_flex = self.is_under_flex()  # once per step, because it takes 2 us
-        self._step.append((index, tokens))
+        if not self._step_layers or index <= self._step_layers[-1][0]:
+            self._step_layers.clear()
+            self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
+        self._step_layers.append((index, tokens))
         if self.layers and index == self.layers[-1].index:
-            self.first_tokens.end_call()
+            self.padding_observer.end_call()
             for group in self.groups.values():
-                group.finish()
-        return self._under_flex
+                group.finish_step()
+        return self._uses_flex
 
-    def is_under_flex(self) -> bool:
+    def uses_flex_attention(self) -> bool:
         """Return whether the model's attention is flex attention."""
         return getattr(self.config, "_attn_implementation", None) == "flex_attention"
 
@@ -281,42 +283,42 @@ class PagedLayers:
         """Remove the tokens of layers before `index` in a failed step, if the cache is growing."""
         if self.options.is_preallocated:
             return
-        written = self._step if self._step and self._step[-1][0] < index else []
-        self._step = []
+        step_layers, self._step_layers = self._step_layers, []
+        is_current = step_layers and step_layers[-1][0] < index  # not of the previous step
         for store in self.stores:
-            if (store.encoding.index, tokens) in written:
+            if is_current and (store.encoding.index, tokens) in step_layers:
                 store.group.lengths[store.length.member] -= tokens
         for group in self.groups.values():
-            group.drop_unused()
-        self._free_empty()
+            group.drop_unused_pages()
+        self._free_empty_pools()
 
     def reset(self) -> None:
         """Remove all tokens. A preallocated cache keeps its addresses."""
-        self.first_tokens.observed = None
+        self.padding_observer.last_tokens = None
         for layer in self.layers:
             layer.assigned.clear()
-        if not self.fixed:
+        if not self.fixed_groups:
             for group in self.groups.values():
                 group.clear()
-            self._free_empty()
+            self._free_empty_pools()
             return
         for store in self.stores:
             store.crop_to(0)
-        needed, most = sum(x.count for x in self.fixed) * self.batch, self.budget.max_pages
-        is_over = most is not None and needed > most
-        if is_over or len({group.table.batch for group in self.groups.values()}) > 1:
+        num_pages = sum(x.pages_per_sequence for x in self.fixed_groups) * self.batch
+        exceeds_budget = self.budget.max_pages is not None and num_pages > self.budget.max_pages
+        if exceeds_budget or len({group.table.batch for group in self.groups.values()}) > 1:
             # Sequences share pages and the budget has no room for separate pages, or an interrupted
             # call changed some of the groups. All memory is allocated again.
             for store in self.stores:
                 store.release_memory()
-            for fixed in self.fixed:
-                fixed.clear()
-                fixed.allocated = 0
+            for fixed_group in self.fixed_groups:
+                fixed_group.clear()
+                fixed_group.allocated_pages = 0
             return
         # Sequences that were copied from one beam get separate pages again.
         for group in self.groups.values():
             group.table.truncate(0)
-        self._unshare(0)
+        self._unshare_pages(0)
 
     def select(self, sequences: torch.Tensor) -> None:
         """Replace sequence `i` by sequence `sequences[i]`. This moves page numbers, not contents.
@@ -333,24 +335,24 @@ class PagedLayers:
             raise ConfigError(
                 f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = max(self.host_lengths(), default=0) if self.fixed else 0
-        if self.fixed:
-            additional = [fixed.count_for(rows, length) for fixed in self.fixed]
-            self.budget.require(max(sum(additional), 0))
+        length = max(self.host_lengths(), default=0) if self.fixed_groups else 0
+        if self.fixed_groups:
+            counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
+            self.budget.require(max(sum(counts), 0))
         for group in self.groups.values():
-            group.settle()
+            group.settle_step()
             table = group.table
-            if self.fixed:
-                # Empty pages are not shared: each sequence gets new ones.
+            if self.fixed_groups:
+                # Empty pages are not shared, so each sequence gets new pages.
                 table.truncate(length)
             if table.batch:
-                table.replace_rows(table.rows[rows], table.first)
+                table.replace_rows(table.rows[rows], table.first_page)
         for store in self.stores:
-            store.encoding.select(sequences)
+            store.encoding.select_sequences(sequences)
             if store.indexer is not None:
                 store.indexer.reorder_cache(sequences.long())
-        if self.fixed:
-            self._unshare(length)
+        if self.fixed_groups:
+            self._unshare_pages(length)
         else:
             for group in self.groups.values():
                 group.shrink()
@@ -364,29 +366,29 @@ class PagedLayers:
             sizes["tables"] += group.table.nbytes
         return sizes
 
-    def _unshare(self, length: int) -> None:
+    def _unshare_pages(self, length: int) -> None:
         """Give each sequence of a preallocated cache separate pages from `length` on."""
         if self.batch:
-            for fixed in self.fixed:
-                fixed.unshare(length)
+            for group in self.fixed_groups:
+                group.unshare(length)
         for store in self.stores:
-            store.follow_table()
+            store.update_table()
 
-    def _free_empty(self) -> None:
-        """Free the centers of layers without tokens, and the memory of pools without pages."""
+    def _free_empty_pools(self) -> None:
+        """Drop the centers of layers without tokens, and free the memory of pools without pages."""
         for store in self.stores:
-            store.drop_removed(store.length.on_host())
-            if store.pool.is_allocated and not store.group.table.allocator.held:
+            store.drop_removed_tokens(store.length.count_stored())
+            if store.pool.is_allocated and not store.group.table.allocator.num_held:
                 store.release_memory()
         for group in self.groups.values():
-            if not group.table.allocator.held:
+            if not group.table.allocator.num_held:
                 group.table.compact()
 
 
 def _match_widths(layers: list[Any]) -> None:
     """Make prefill masks of preallocated layers as wide as transformers' static layers need.
 
-    Static layers use the same width in every call, and all layers share their masks.
+    Static layers use masks of the same width in every call, and all layers share masks.
     """
     if any(isinstance(layer, StaticLayer) for layer in layers):
         for layer in layers:

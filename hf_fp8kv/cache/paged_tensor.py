@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 class StandIn(torch.Tensor):
     """A tensor that is computed when an operation uses it.
 
-    Until then it only has its `FIELDS`. These are plain attributes (tensors and constants), because
+    Until then it only has the attributes in `FIELDS`. They are tensors and constants, because
     `torch.compile` can only read such attributes of a subclass.
     """
 
     FIELDS: ClassVar[tuple[str, ...]]
     WARNING: ClassVar[str] = ""  # logged before the first operation
 
-    # Reading `.shape` and `.dtype` is then as cheap as on any tensor. (torch declares these methods
-    # without types, so mypy reports different overrides.)
+    # With this line, reading `.shape` and `.dtype` is as cheap as on any tensor. (torch declares
+    # these methods without types, so mypy reports incompatible overrides.)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Any:
-        """Return a wrapper with these attributes. It keeps the dictionary itself."""
+        """Return a wrapper with these attributes. The dictionary is not copied."""
         wrapper = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         wrapper.__dict__ = attributes
         return wrapper
@@ -62,10 +62,10 @@ class StandIn(torch.Tensor):
         return cls.wrap(inner | dict(constants), size, dtype, device)
 
     def _stable_hash_for_caching(self) -> str:
-        tensors, context = self.__tensor_flatten__()
-        held = [vars(self)[name] for name in tensors]
-        inner = [(x.shape, x.stride(), x.dtype, x.device) for x in held]
-        return f"{self!r} {context} {inner}"
+        names, context = self.__tensor_flatten__()
+        tensors = [vars(self)[name] for name in names]
+        layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        return f"{self!r} {context} {layouts}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -94,10 +94,10 @@ class StandIn(torch.Tensor):
 
 
 class PagedKV(StandIn):
-    """Stored keys or values that look like a dense tensor `[B, Hkv, stop - start, D]`.
+    """Handle on stored keys or values, which looks like a dense tensor `[B, Hkv, stop - start, D]`.
 
-    `make_handles` creates them and documents the attributes. Attributes of the pages have the names
-    in `PAGE_FIELDS`.
+    `make_handles` creates handles, and documents the attributes. Attributes of the pages have the
+    names in `PAGE_FIELDS`.
     """
 
     FIELDS = (
@@ -106,7 +106,7 @@ class PagedKV(StandIn):
     WARNING = (
         "the model or its attention uses dense keys and values, which are decoded from the pages "
         "in each step; attn_implementation='fp8_paged' reads the pages if the model supports it "
-        "(check with hf_fp8kv.check_model)"
+        "(hf_fp8kv.check_model checks this)"
     )
     block: torch.Tensor
     k_center: torch.Tensor | None
@@ -151,7 +151,7 @@ def make_handles(
     ragged: bool,
     backend: str,
 ) -> tuple[PagedKV, PagedKV]:
-    """Return handles on K and V.
+    """Return handles on stored K and V.
 
     Args:
         pages: The stored keys and values.
@@ -161,8 +161,8 @@ def make_handles(
         start: Position of the first column.
         stop: Position of the last column plus one.
         window: Size of the layer's sliding window, in tokens. 0 means no window.
-        ragged: Whether there are columns past the last stored token (`max_cache_len`). They are
-            zero.
+        ragged: Whether there are columns past the last stored token, which are zero, as with
+            `max_cache_len`.
         backend: One of `ops.BACKENDS`.
     """
     if pages.attributes is None:

@@ -1,4 +1,4 @@
-"""Parsing of the argument `plan` of a cache: a plan, its description, or a file."""
+"""Parse the argument `plan` of a cache: a plan, its description, or a file."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,9 @@ from ..formats import ALIASES, AUTO, FORMATS, LayerPlan, SidePlan
 from ..scales.kv_scales import KVScales, StoragePlan
 
 Plan = StoragePlan | LayerPlan | Mapping[int, LayerPlan]
-_HOW = "plan='fp8_e3m4 centered' or plan=('int8 rotated centered', 'fp8_e2m5 rotated') are examples"
+_EXAMPLE = (
+    "pass, for example, plan='fp8_e3m4 centered' or plan=('int8 rotated', 'fp8_e2m5 rotated')"
+)
 
 
 def parse_plan(plan: object) -> Plan | None:
@@ -23,20 +25,20 @@ def parse_plan(plan: object) -> Plan | None:
             `StoragePlan`.
 
     Raises:
-        ConfigError: The argument is anything else.
-        ScaleError: The file has no plan.
+        ConfigError: The argument has a different type, or describes no valid plan.
+        ScaleError: The file cannot be read, or has no plan.
     """
     if plan is None or isinstance(plan, StoragePlan):
         return plan
     if isinstance(plan, KVScales):
         raise ConfigError(f"plan: expected a plan, got {plan!r}. Pass static scales as `scales`")
-    if isinstance(plan, os.PathLike) or (isinstance(plan, str) and _is_place(plan)):
+    if isinstance(plan, os.PathLike) or (isinstance(plan, str) and _is_location(plan)):
         return StoragePlan.load(plan)
     if isinstance(plan, str):
-        if (plan.split() or [""])[0] not in (AUTO, *(known := (*ALIASES, *FORMATS))):
+        if (plan.split() or [""])[0] not in (AUTO, *(formats := (*ALIASES, *FORMATS))):
             raise ConfigError(
                 f"plan: expected the path of a saved plan, or text that begins with one of "
-                f"{', '.join(known)}, got {plan!r}. Check the path. Plans are made by "
+                f"{', '.join(formats)}, got {plan!r}. Check the path. Plans are made by "
                 "hf_fp8kv.choose_plan(model), and by enable(model, dtype='adaptive')"
             )
         side = SidePlan.parse(plan)
@@ -50,7 +52,7 @@ def parse_plan(plan: object) -> Plan | None:
     else:
         raise ConfigError(
             "plan: expected a StoragePlan, a LayerPlan, a LayerPlan for each layer, or text, got "
-            f"{plan!r}; {_HOW}"
+            f"{plan!r}; {_EXAMPLE}"
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
@@ -66,5 +68,6 @@ def parse_plan(plan: object) -> Plan | None:
     return plan if isinstance(plan, LayerPlan) else dict(plan)
 
 
-def _is_place(text: str) -> bool:
+def _is_location(text: str) -> bool:
+
     return "/" in text or Path(text).suffix in (".json", ".safetensors") or Path(text).exists()

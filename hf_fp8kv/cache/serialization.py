@@ -1,4 +1,4 @@
-"""Conversion of layers to JSON facts and tensors, for cache files and pickles."""
+"""Convert layers to JSON facts and tensors, for cache files and pickles."""
 
 import json
 import os
@@ -25,20 +25,20 @@ from ..scales.kv_scales import wrap_scales
 from ..scales.layer_scales import ScaleData, check_constant
 from ..utils.digests import digest_of
 from ..utils.files import CACHE_FORMAT, write_all
-from .indexers import held_by
+from .indexers import get_tensors
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .plans import parse_plan
 from .rope_rotation import RopeRotation
 
 VERSION = 3
-_STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+_STOCK_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-# Positions are int32. A block table may have this number of entries, or one for each byte of a
-# file.
-_MOST_TOKENS, _PLACES = 2**31 - 1, 1 << 21
-# Tensors of an indexer: the batch is axis 0 of the keys, and axis 1 of the positions.
-_INDEXER = ("indexer_keys", "indexer_position_ids")
+# Positions are int32. A block table may have `_MIN_ENTRY_LIMIT` entries, or one entry for each byte
+# of a file if that is more.
+_MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
+# Names of an indexer's tensors. The batch is axis 0 of the keys, and axis 1 of the positions.
+_INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")
 _ROPE_FIELDS = ("base", "share", "moving", "mla", "neighbors", "positions")  # names in files
 
 Tensors = dict[str, torch.Tensor]
@@ -49,32 +49,32 @@ Facts = dict[str, Any]
 
 
 def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
-    """Return the contents of paged layers, except the options.
+    """Return the contents of paged layers as facts and tensors, except the options.
 
-    Only pages in use are taken, renumbered from 0 for each group.
+    Only pages in use are included, and are renumbered from 0 in each group.
     """
     tensors: Tensors = {}
-    groups, twin = [], paged.fork()
-    for g, group in enumerate(twin.groups.values()):
-        members = [store for store in twin.stores if store.group is group]
+    groups, fork = [], paged.fork()
+    for g, group in enumerate(fork.groups.values()):
+        stores = [store for store in fork.stores if store.group is group]
         # A preallocated cache also lists empty pages.
         stop = -(-group.length // group.page_size)
-        listed = group.table.rows[:, min(group.table.first, stop) : stop]
-        pages, rows = np.unique(listed, return_inverse=True)
-        tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(listed.shape).astype(np.int32))
+        rows = group.table.rows[:, min(group.table.first_page, stop) : stop]
+        pages, indices = np.unique(rows, return_inverse=True)
+        tensors[f"groups.{g}.table"] = torch.from_numpy(indices.reshape(rows.shape)).int()
         layers: list[Facts] = []
-        for store in members:
+        for store in stores:
             i, rope, pool = store.encoding.index, store.encoding.rope, store.pool
             facts: Facts = {"index": i}
             layers.append(facts)
             if rope is not None:
                 facts["turns"] = dict(zip(_ROPE_FIELDS, astuple(rope), strict=True))
             if store.indexer is not None:
-                indexer = held_by(store.indexer)
+                indexer = get_tensors(store.indexer)
                 facts["indexer"] = list(indexer)
-                tensors |= {f"layers.{i}.{name}": held for name, held in indexer.items()}
+                tensors |= {f"layers.{i}.{name}": tensor for name, tensor in indexer.items()}
             if store.is_initialized:
-                facts |= {"length": store.length.on_host(), **describe(pool)}
+                facts |= {"length": store.length.count_stored(), **describe_pool(pool)}
                 # The pool of a layer with fewer tokens may not have grown to all pages yet.
                 pool.memory.grow(group.table.allocator.capacity)
                 tensors[f"layers.{i}.pages"] = pool.memory.take(pages)
@@ -85,8 +85,8 @@ def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
     return {"groups": groups, "open_ended": paged.open_ended}, tensors
 
 
-def describe(pool: PagePool) -> Facts:
-    """Return everything that a page's layout depends on, except the options, for JSON."""
+def describe_pool(pool: PagePool) -> Facts:
+    """Return everything that a page's layout depends on, except the options, as JSON values."""
     return {
         "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
         "shape": [pool.heads, pool.k_dim, pool.v_dim],
@@ -97,18 +97,18 @@ def make_pool(
     facts: Facts, options: CacheOptions, index: int, device: torch.device,
     budget: PageBudget | None = None,
 ) -> PagePool:  # fmt: skip
-    """Return a pool without pages for layer `index` from the facts that `describe` returned.
+    """Return a pool without pages for layer `index` from the facts that `describe_pool` returned.
 
     Raises:
-        ConfigError: The sizes are impossible. Facts of other types raise other errors.
+        ConfigError: The sizes are impossible. Facts of unexpected types raise any error.
     """
-    least = zip(facts["shape"], (1, 1, 0), strict=True)
-    heads, *sizes = (_check_count("shape", size, lowest) for size, lowest in least)
+    minimums = zip(facts["shape"], (1, 1, 0), strict=True)
+    heads, *dims = (_check_count("shape", dim, minimum) for dim, minimum in minimums)
     key, value = (
-        torch.empty((1, heads, 0, size), dtype=_DTYPES[dtype], device=device)
-        for size, dtype in zip(sizes, facts["dtypes"], strict=True)
+        torch.empty((1, heads, 0, dim), dtype=_DTYPES[dtype], device=device)
+        for dim, dtype in zip(dims, facts["dtypes"], strict=True)
     )
-    pool = options.new_pool(options.layer_plan(index), budget, index)
+    pool = options.make_pool(options.layer_plan(index), budget, index)
     pool.allocate(key, value, 0)
     return pool
 
@@ -119,16 +119,16 @@ def unpack(
 ) -> PagedLayers:  # fmt: skip
     """Return growing layers with the contents that `pack` returned, and a separate budget.
 
-    All facts and tensors are compared before pages are allocated. `tensors` is then empty, so that
-    only one layer exists twice at a time.
+    All facts and tensors are checked before pages are allocated. `tensors` is emptied, so that only
+    one layer exists twice at a time.
 
     Raises:
-        ConfigError: A cache with these options cannot hold these facts or tensors. Facts of other
-            types raise other errors.
+        ConfigError: A cache with these options cannot hold these facts or tensors. Facts of
+            unexpected types raise any error.
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
-    budget, size, room = options.new_budget(), options.page_size, options.max_cache_len or 0
-    limit = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
+    budget, size, max_tokens = options.make_budget(), options.page_size, options.max_cache_len or 0
+    limit = max(_MIN_ENTRY_LIMIT, sum(tensor.nbytes for tensor in tensors.values()))
 
     def pop_tensor(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         tensor = tensors.pop(name)
@@ -136,84 +136,84 @@ def unpack(
         return tensor
 
     _check_same("open_ended", bool, type(facts["open_ended"]))
-    batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
+    batch_sizes = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
     paged = PagedLayers(options, config, budget)
     paged.open_ended = facts["open_ended"]
-    # Arguments of `PagedLayers.new_layer` and `LayerStore.restore`, by layer.
+    # Arguments of `PagedLayers.add_layer` and `LayerStore.restore`, by layer.
     layers: dict[int, tuple[Facts, Facts]] = {}
-    pages: list[tuple[PagePool, torch.Tensor]] = []
+    pools: list[tuple[PagePool, torch.Tensor]] = []
     for g, group_facts in enumerate(facts["groups"]):
         name, window = f"groups.{g}.table", group_facts["window"]
         _check_same(f"window {window} is another group's", False, window in paged.groups)
         _check_same("record_past", bool, type(group_facts["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
-        counted = [x.get("length", 0) for x in group_facts["layers"]]
-        stored = [x for x in counted if _check_count("length", x, 0, room or _MOST_TOKENS)]
+        lengths = [x.get("length", 0) for x in group_facts["layers"]]
+        stored = [x for x in lengths if _check_count("length", x, 0, max_tokens or _MAX_TOKENS)]
         # Layers of a preallocated cache may be saved within a step.
-        length = (max if room else min)(stored, default=0)
-        seen = LayerGroup(budget, window).visible_from(length)
-        (batch, columns), last = tensors[name].shape, -(-max(stored, default=0) // size)
-        first = _check_count(f"{name}: first page", last - columns, 0, seen // size)
-        limit -= _check_count(f"{name}: places", batch * max(last, room // size), 0, limit)
-        rows = pop_tensor(name, torch.int32, batch, columns).cpu().numpy()
-        found = int(rows.min(initial=0)), len(np.unique(rows))
-        count = int(rows.max(initial=-1)) + 1
-        _check_same(f"{name}: pages", (0, count), found)
-        table = _make_table(budget, rows, first) if count else None
+        length = (max if max_tokens else min)(stored, default=0)
+        visible = LayerGroup(budget, window).visible_from(length)
+        (batch, num_used), columns = tensors[name].shape, -(-max(stored, default=0) // size)
+        first = _check_count(f"{name}: first page", columns - num_used, 0, visible // size)
+        limit -= _check_count(f"{name}: places", batch * max(columns, max_tokens // size), 0, limit)
+        rows = pop_tensor(name, torch.int32, batch, num_used).cpu().numpy()
+        actual = int(rows.min(initial=0)), len(np.unique(rows))
+        num_pages = int(rows.max(initial=-1)) + 1
+        _check_same(f"{name}: pages", (0, num_pages), actual)
+        table = _make_table(budget, rows, first) if num_pages else None
         group = LayerGroup(budget, window, table)
         group.record_past = group_facts["record_past"]
         paged.add_group(group)
         if stored:
-            batches.add(_check_count("sequences", batch, 1))
-        for layer, length in zip(group_facts["layers"], counted, strict=True):
+            batch_sizes.add(_check_count("sequences", batch, 1))
+        for layer, length in zip(group_facts["layers"], lengths, strict=True):
             i = _check_count("index", layer["index"])
             _check_same(f"layer {i} is in another group", False, i in layers)
             indexer = {x: tensors.pop(f"layers.{i}.{x}") for x in layer.get("indexer", ())}
             for name, tensor in indexer.items():
-                axis = _INDEXER.index(name)
-                got = (tensor.ndim, *tensor.shape[axis : axis + 2])
-                _check_same(f"layers.{i}.{name}", (3, batch, length), got)
-            indexed = "indexer" in layer
-            kind: Facts = {"window": window, "rope": _read_rope(layer), "indexed": indexed}
+                axis = _INDEXER_TENSORS.index(name)
+                actual = (tensor.ndim, *tensor.shape[axis : axis + 2])
+                _check_same(f"layers.{i}.{name}", (3, batch, length), actual)
+            rope, has_indexer = _read_rope(layer), "indexer" in layer
+            arguments: Facts = {"window": window, "rope": rope, "has_indexer": has_indexer}
             contents: Facts = {"length": length, "center": None, "indexer": indexer}
-            layers[i] = kind, contents
+            layers[i] = arguments, contents
             if "length" not in layer:
                 continue
-            name, center = f"layers.{i}.pages", f"layers.{i}.k_center"
+            name, center_name = f"layers.{i}.pages", f"layers.{i}.k_center"
             pool = make_pool(layer, options, i, tensors[name].device, budget)
-            rows_of_layer = pop_tensor(name, torch.uint8, count, pool.layout.size)
-            if options.layer_plan(i).k.centered and (length or center in tensors):
+            rows_of_layer = pop_tensor(name, torch.uint8, num_pages, pool.layout.size)
+            if options.layer_plan(i).k.centered and (length or center_name in tensors):
                 shape = batch, pool.heads, pool.k_dim
-                contents["center"] = pop_tensor(center, torch.float32, *shape)
-            if count:  # without pages, sizes are not bounded by the file
-                kind["pool"] = pool
-                pages.append((pool, rows_of_layer))
-    _check_count("numbers of sequences", len(batches), 0, 1)
-    extra = [i for i in layers if i >= len(layers) + len(stock_layers)]
-    _check_same("layers and tensors that are too many", [], [*extra, *tensors])
-    while pages:
-        pool, rows_of_layer = pages.pop()
+                contents["center"] = pop_tensor(center_name, torch.float32, *shape)
+            if num_pages:  # without pages, the file does not bound the sizes
+                arguments["pool"] = pool
+                pools.append((pool, rows_of_layer))
+    _check_count("numbers of sequences", len(batch_sizes), 0, 1)
+    extra_layers = [i for i in layers if i >= len(layers) + len(stock_layers)]
+    _check_same("layers and tensors that are too many", [], [*extra_layers, *tensors])
+    while pools:
+        pool, rows_of_layer = pools.pop()
         pool.memory.grow(len(rows_of_layer))
         pool.memory.put(np.arange(len(rows_of_layer)), rows_of_layer)
-    for i, (kind, contents) in sorted(layers.items()):
-        paged.new_layer(i, **kind).store.restore(**contents)
+    for i, (arguments, contents) in sorted(layers.items()):
+        paged.add_layer(i, **arguments).store.restore(**contents)
     return paged
 
 
-def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
+def _make_table(budget: PageBudget, rows: Ints, first_page: int) -> BlockTable:
     """Return a table with a new allocator that holds exactly the pages of `rows`, `[B, n]`.
 
-    These are logical pages `first` to `first + n - 1`. Their numbers start at 0 without gaps.
+    These are logical pages `first_page` to `first_page + n - 1`. Their numbers are 0, 1, 2, ...
 
     Raises:
         OutOfPagesError: The budget would be exceeded.
     """
     table = BlockTable(PageAllocator(budget))
-    table.allocator.exact = True
+    table.allocator.is_exact = True
     table.reserve(0, (int(rows.max(initial=-1)) + 1) * table.page_size, 1)
-    table.allocator.exact = False
-    blank = np.full((len(rows), first), NO_PAGE, np.int32)
-    table.replace_rows(np.concatenate([blank, rows], axis=1), first)
+    table.allocator.is_exact = False
+    gap = np.full((len(rows), first_page), NO_PAGE, np.int32)
+    table.replace_rows(np.concatenate([gap, rows], axis=1), first_page)
     return table
 
 
@@ -225,11 +225,11 @@ def _read_rope(layer: Facts) -> RopeRotation | None:
     if facts["mla"] is not None:
         facts["mla"] = tuple(_check_count("turns: mla", size) for size in facts["mla"])
     rope = RopeRotation(*map(facts.pop, _ROPE_FIELDS))
-    kinds = [float, float, float, type(rope.mla), bool, int]
-    _check_same("turns", kinds, [*map(type, astuple(rope)), *facts])
+    types = [float, float, float, type(rope.mla), bool, int]
+    _check_same("turns", types, [*map(type, astuple(rope)), *facts])
     fractions = 0 <= rope.rotary_fraction <= 1, 0 <= rope.rotating_fraction <= 1
-    valid = [rope.theta > 0, *fractions, rope.max_positions >= 0, len(rope.mla or (0, 0))]
-    _check_same("turns: within limits", [True] * 4 + [2], valid)
+    checks = [rope.theta > 0, *fractions, rope.max_positions >= 0, len(rope.mla or (0, 0))]
+    _check_same("turns: within limits", [True] * 4 + [2], checks)
     return rope
 
 
@@ -238,11 +238,11 @@ def _check_same(subject: str, expected: object, got: object) -> None:
         raise ConfigError(f"{subject}: expected {expected}, got {got}")
 
 
-def _check_count(subject: str, value: Any, least: int = 0, most: int = _MOST_TOKENS) -> int:
-    """Return `value` if it is an integer from `least` to `most`, otherwise raise ConfigError."""
-    if type(value) is not int or not least <= value <= most:
+def _check_count(subject: str, value: Any, minimum: int = 0, maximum: int = _MAX_TOKENS) -> int:
+    """Return `value`. Raise ConfigError unless it is an integer from `minimum` to `maximum`."""
+    if type(value) is not int or not minimum <= value <= maximum:
         raise ConfigError(
-            f"{subject}: expected a whole number from {least} to {most}, got {value!r}"
+            f"{subject}: expected a whole number from {minimum} to {maximum}, got {value!r}"
         )
     return value
 
@@ -251,10 +251,10 @@ def _check_count(subject: str, value: Any, least: int = 0, most: int = _MOST_TOK
 
 
 def save(paged: PagedLayers, stock: list[Any], path: str | os.PathLike[str]) -> Path:
-    """Write paged layers and `stock`, layers of transformers, atomically. Return the path.
+    """Atomically write paged layers and `stock`, layers of transformers. Return the path.
 
     Raises:
-        ConfigError: A layer that is not attention holds a state.
+        ConfigError: A layer of transformers has a state other than keys and values.
     """
     target = Path(path)
     meta, tensors = pack(paged)
@@ -290,7 +290,7 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
     if isinstance(scales, KVScales):
         for i, layer in scales.layers.items():
             parts = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
-            tensors |= {f"scales.{i}.{n}": part for n, part in parts.items() if part is not None}
+            tensors |= {f"scales.{i}.{name}": x for name, x in parts.items() if x is not None}
         facts["scales"] = {"format": scales.format, "layers": list(scales.layers)}
     return facts
 
@@ -300,12 +300,12 @@ def load(
 ) -> tuple[PagedLayers, list[Any]]:
     """Read paged layers and layers of transformers from a file to `device`, or to the CPU.
 
-    Bad data raise any error.
+    Invalid data raise any error.
     """
     with safe_open(Path(path), framework="pt", device="cpu") as file:
         header = file.metadata() or {}
-        form = header.get("format"), header.get("version")
-        _check_same("format and version", (CACHE_FORMAT, str(VERSION)), form)
+        version = header.get("format"), header.get("version")
+        _check_same("format and version", (CACHE_FORMAT, str(VERSION)), version)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     _check_same("digest", header.pop("digest"), digest_of(header, tensors))
     meta = json.loads(header["meta"])
@@ -318,18 +318,18 @@ def load(
 
 
 def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
-    _check_same(f"{name}: kind is known", True, facts["kind"] in _STOCK)
+    _check_same(f"{name}: kind is known", True, facts["kind"] in _STOCK_CLASSES)
     window = [_check_count(f"{name}: window", facts["window"], 1)] if "window" in facts else []
     layer, tokens = getattr(cache_utils, facts["kind"])(*window), 0
     if f"{name}.keys" in tensors:
         keys, values = (tensors.pop(f"{name}.{side}") for side in ("keys", "values"))
-        found = (keys.ndim, values.ndim, *values.shape[:3], keys.dtype.is_floating_point)
-        _check_same(name, (4, 4, *keys.shape[:3], values.dtype.is_floating_point), found)
+        actual = (keys.ndim, values.ndim, *values.shape[:3], keys.dtype.is_floating_point)
+        _check_same(name, (4, 4, *keys.shape[:3], values.dtype.is_floating_point), actual)
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values, tokens = keys, values, keys.shape[2]
     if window:
-        most = tokens if tokens < window[0] - 1 else _MOST_TOKENS
-        layer.cumulative_length = _check_count(f"{name}: seen", facts["seen"], tokens, most)
+        max_seen = tokens if tokens < window[0] - 1 else _MAX_TOKENS
+        layer.cumulative_length = _check_count(f"{name}: seen", facts["seen"], tokens, max_seen)
     return layer
 
 

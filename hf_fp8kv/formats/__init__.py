@@ -4,13 +4,13 @@ Constants such as 448 are only defined here.
 
 A code is a byte with a sign bit, `7 - mantissa_bits` exponent bits, and the mantissa. E4M3 and E5M2
 are defined in "FP8 Formats for Deep Learning" (arXiv 2209.05433), and the FNUZ variant in arXiv
-2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). The remaining formats are our own.
-They have no infinity, and 0x80 is NaN as in FNUZ, so that NaN also survives static scales. E3M4 has
-a bias of 3 (largest value 31, smallest step 2^-6), and E2M5 a bias of 1 (7.875, 2^-5).
+2206.02915 (no infinity, one zero, 0x80 is NaN, the bias is higher by one). The remaining formats
+are our own. They have no infinity, and 0x80 is NaN as in FNUZ, so that NaN is kept even with static
+scales. E3M4 has a bias of 3 (largest value 31, smallest step 2^-6), and E2M5 a bias of 1 (largest
+value 7.875, smallest step 2^-5).
 
 Int8 is sign and magnitude without exponent bits, with the bias that gives a step of 1 (largest
-value 127). It is a float format in which all values are subnormal. docs/architecture.md explains
-why.
+value 127). It is a float format in which all values are subnormal (see docs/architecture.md).
 """
 
 import math
@@ -28,8 +28,8 @@ AUTO = "auto"
 # A dtype of `enable` that means the plan of `choose_plan`.
 ADAPTIVE = "adaptive"
 
-# The smallest dynamic scale. The scale of a token of zeros, or of subnormal values, then still has
-# a finite reciprocal in fp32.
+# The smallest dynamic scale. With this bound, the scale of a token of zeros, or of subnormal
+# values, has a finite reciprocal in fp32.
 MIN_SCALE = 2.0**-100
 
 
@@ -54,12 +54,12 @@ class Format:
 
     @property
     def min_subnormal(self) -> float:
-        """The step between subnormal values, which is also the smallest positive value."""
+        """The difference between subnormal values, which is also the smallest positive value."""
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
     @property
     def max_step(self) -> float:
-        """The step between the largest values."""
+        """The difference between the two largest values."""
         step = math.ldexp(0.5, math.frexp(self.max)[1] - self.mantissa_bits)
         return max(step, self.min_subnormal)
 
@@ -73,7 +73,7 @@ FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         Format("fp8_e4m3", 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
-        # The same bits have half the value, so scales are doubled, and 448 / 2 = 224 is below 240.
+        # The same bits have half the value, so scales are doubled. 448 / 2 = 224 is below 240.
         Format(
             "fp8_e4m3fnuz", 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
         ),
@@ -87,10 +87,10 @@ FORMATS: dict[str, Format] = {
     )
 }  # fmt: skip
 
-# One format of each precision. FNUZ has the same errors as E4M3.
+# One format for each number of mantissa bits. FNUZ has the same errors as E4M3.
 DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]
 
-# Default formats with dynamic scales, and with static scales, which checkpoints have for E4M3.
+# Default formats with dynamic and with static scales. Checkpoints have static scales for E4M3.
 DEFAULT_DTYPE, STATIC_DTYPE = "fp8_e3m4", "fp8_e4m3"
 
 _ROTATED, _CENTERED = "rotated", "centered"
@@ -103,18 +103,18 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
     `name` is a name, an alias, or a torch dtype.
 
     Raises:
-        ConfigError: Anything else. The message calls it `argument`.
+        ConfigError: `name` is anything else. The message calls it `argument`.
     """
     if isinstance(name, str):
         name = ALIASES.get(name, name)
         if name == AUTO or name in FORMATS:
             return name
-    # Int8 is listed separately. It has no `torch_dtype`, because its bytes differ from torch's.
+    # Int8 is listed separately. It has no `torch_dtype`, because torch stores different bytes.
     names = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
     if isinstance(name, torch.dtype) and name in names:
         return names[name]
-    known = ", ".join(repr(n) for n in (*ALIASES, *FORMATS))
-    raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
+    valid_names = ", ".join(repr(n) for n in (*ALIASES, *FORMATS))
+    raise ConfigError(f"{argument}: expected one of {valid_names}, got {name!r}")
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class SidePlan:
         Raises:
             ConfigError: The text has an unknown format or word.
         """
-        name, *marks = (isinstance(text, str) and text.split()) or [""]
-        if not name or set(marks) - {_ROTATED, _CENTERED}:
+        name, *words = (isinstance(text, str) and text.split()) or [""]
+        if not name or set(words) - {_ROTATED, _CENTERED}:
             raise ConfigError(
                 f"plan: expected a format, optionally followed by {_ROTATED!r} and {_CENTERED!r}, "
                 f"got {text!r}. Write it as in SidePlan.parse('fp8_e2m5 rotated centered')"
             )
-        return cls(name, _ROTATED in marks, _CENTERED in marks)
+        return cls(name, _ROTATED in words, _CENTERED in words)
 
 
 class LayerPlan(NamedTuple):
@@ -178,16 +178,16 @@ class LayerPlan(NamedTuple):
 
     @classmethod
     def parse(cls, k: str, v: str) -> "LayerPlan":
-        """Parse the `str` of both sides. Raise ConfigError if one is invalid."""
+        """Parse the `str` of both plans. Raise ConfigError if one of them is invalid."""
         return cls(SidePlan.parse(k), SidePlan.parse(v))
 
     @classmethod
-    def check(cls, plan: object, what: str) -> "LayerPlan":
+    def check(cls, plan: object, argument: str) -> "LayerPlan":
         """Return `plan` if it is a `LayerPlan` of two `SidePlan`, otherwise raise ConfigError."""
         if isinstance(plan, cls) and all(isinstance(side, SidePlan) for side in plan):
             return plan
         raise ConfigError(
-            f"{what}: expected a LayerPlan of two SidePlan, got {plan!r}. "
+            f"{argument}: expected a LayerPlan of two SidePlan, got {plan!r}. "
             "LayerPlan.parse('fp8_e2m5 rotated', 'int8') parses text"
         )
 

@@ -17,10 +17,10 @@ import torch
 from . import MIN_SCALE, Format
 
 # Number of scales that `search_scale` tries within an octave, from the smallest scale without
-# saturation. 32 would gain little.
+# saturation. 32 scales would improve little.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
-# Number of vectors that `search_scale` handles at a time. The search takes 16 times their memory.
+# Number of vectors that `search_scale` searches at a time, in 16 times the memory of the vectors.
 SEARCH_CHUNK = 64
 
 
@@ -28,7 +28,7 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the uint8 codes of `x`, in its shape.
 
     Finite values past `fmt.max`, and infinities, become plus or minus `fmt.max`. NaN becomes the
-    format's NaN, and keeps its sign if the format's NaN has one.
+    format's NaN, and keeps the sign if the format's NaN has a sign.
 
     Args:
         x: Values of any shape, float32. 16-bit floats are widened first, which is exact.
@@ -36,19 +36,18 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """
     bits = x.float().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    drop = 23 - fmt.mantissa_bits
+    dropped_bits = 23 - fmt.mantissa_bits
 
-    # Normal values keep their bits, with the bias changed from fp32's to the format's. A carry
-    # correctly moves into the exponent. For subnormal values, the full mantissa (with its hidden
-    # bit) is shifted to the fixed step. From a shift of 25 bits on, every fp32 value rounds to
-    # zero.
+    # Normal values keep their bits, with fp32's bias replaced by the format's. A carry correctly
+    # moves into the exponent. For subnormal values, the full mantissa (with the hidden bit) is
+    # shifted to the fixed step. From a shift of 25 bits on, every fp32 value rounds to zero.
     exponent = magnitude >> 23
     mantissa = (magnitude & 0x7FFFFF) | (exponent > 0).int() << 23
     normal = magnitude - ((127 - fmt.bias) << 23)
     value = torch.where(exponent < 128 - fmt.bias, mantissa, normal)
-    shift = (drop + 128 - fmt.bias - exponent.clamp(min=1)).clamp(drop, 25)
-    half = (torch.ones_like(shift) << (shift - 1)) - 1
-    code = ((value + half + ((value >> shift) & 1)) >> shift).clamp(max=fmt.max_code)
+    shift = (dropped_bits + 128 - fmt.bias - exponent.clamp(min=1)).clamp(dropped_bits, 25)
+    offset = (torch.ones_like(shift) << (shift - 1)) - 1
+    code = ((value + offset + ((value >> shift) & 1)) >> shift).clamp(max=fmt.max_code)
     code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
     negative = (bits < 0) & (code > 0) if fmt.unsigned_zero else bits < 0
     return torch.where(negative, code | 0x80, code).to(torch.uint8)
@@ -69,10 +68,10 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
         hidden = (exponent > 0) << fmt.mantissa_bits
         value = (fraction + hidden) * fmt.min_subnormal * 2.0 ** max(exponent - 1, 0)
         value = math.inf if code & 0x7F == fmt.inf_code else value
-        no_number = code & 0x7F > fmt.max_code and value != math.inf
-        is_nan = no_number or (fmt.unsigned_zero and code == fmt.nan_code)
+        is_special = code & 0x7F > fmt.max_code and value != math.inf
+        is_nan = is_special or (fmt.unsigned_zero and code == fmt.nan_code)
         values.append(math.nan if is_nan else -value if code >= 0x80 else value)
-    # A table that is created in inference mode could not be used outside it.
+    # A table that is created in inference mode cannot be used outside inference mode.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -80,26 +79,26 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
 def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the dynamic scale of each vector along the last axis, `x.shape[:-1]`, bfloat16."""
     amax = x.float().abs().amax(-1)
-    # Divide by a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds twice.
+    # Divide by a tensor, because CUDA multiplies by the reciprocal of a number and so rounds twice.
     scale = (amax / amax.new_full((), fmt.max)).clamp(min=MIN_SCALE)
     return _round_up(scale, amax.isfinite())
 
 
 def _round_up(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Return float32 scales rounded up to bfloat16, NaN unless `valid`."""
-    # bfloat16 is the upper half of fp32, so adding 0xFFFF before truncation rounds up. A cast of
-    # NaN by torch could give any of several NaNs.
-    raised = torch.where(valid, (scale.view(torch.int32) + 0xFFFF) >> 16, BFLOAT16_NAN)
-    return raised.to(torch.int16).view(torch.bfloat16)
+    # bfloat16 is the upper half of fp32, so adding 0xFFFF before truncation rounds up. torch may
+    # cast NaN to any of several NaNs, so NaN is not cast.
+    rounded = torch.where(valid, (scale.view(torch.int32) + 0xFFFF) >> 16, BFLOAT16_NAN)
+    return rounded.to(torch.int16).view(torch.bfloat16)
 
 
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale of each vector with the least rounding error.
 
     The candidates are the `SEARCH_STEPS` scales `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each
-    rounded up to bfloat16. The scale with the smallest sum of squared errors is chosen, or the
-    first of several. It is only used for K, because V's errors hardly matter. docs/architecture.md
-    has the gain.
+    rounded up to bfloat16. The candidate with the smallest sum of squared errors is chosen, or the
+    first of several. The search is only used for K, because the errors of V hardly matter.
+    docs/architecture.md states the gain.
 
     Errors are summed as integers, in units of `1 / fmt.error_unit` and rounded half up, so that
     every backend chooses the same scale. A backend must not fuse the product with the following sum
@@ -113,18 +112,18 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
         The scales, `x.shape[:-1]`, bfloat16. NaN for a vector with NaN or infinity.
     """
     vectors = x.float().reshape(-1, x.shape[-1])
-    parts = [_search(part, fmt) for part in vectors.split(SEARCH_CHUNK)]
-    return torch.cat(parts).view(x.shape[:-1])
+    scales = [_search_chunk(chunk, fmt) for chunk in vectors.split(SEARCH_CHUNK)]
+    return torch.cat(scales).view(x.shape[:-1])
 
 
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, much faster."""
+    """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, but much faster."""
     # Clamp first, because a value far beyond the maximum would not round to a finite value.
     return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
 
 
 def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the rounding error of finite float32 `x` stored with `scale`."""
+    """Return the rounding error, in the shape of `x`, of finite float32 `x` under `scale`."""
     return round_to_format(x / scale, fmt) * scale - x
 
 
@@ -136,45 +135,45 @@ def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor
         formats: The formats, which are computed together in few operations.
     """
     shape = (-1,) + (1,) * (x.ndim - 1)
-    most, binade, drop = (fact.view(shape) for fact in _facts(formats, x.device))
-    scale = (x.abs().amax(-1, keepdim=True) / most).clamp(min=MIN_SCALE)
+    max_values, binade, offset = (t.view(shape) for t in _format_tensors(formats, x.device))
+    scale = (x.abs().amax(-1, keepdim=True) / max_values).clamp(min=MIN_SCALE)
     scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    # A scale is rounded up, so that no value exceeds the format's maximum.
+    # Clamping is not needed: a scale is rounded up, so no value exceeds the format's maximum.
     scaled = x / scale
-    large = (scaled.view(torch.int32) & 0x7F800000).maximum(binade).add(drop).view(torch.float32)
+    large = (scaled.view(torch.int32) & 0x7F800000).maximum(binade).add(offset).view(torch.float32)
     return ((scaled + large) - large) * scale - x
 
 
 @functools.cache
-def _facts(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return maximum values, smallest binades, and offsets for `dynamic_errors`, by format."""
+def _format_tensors(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the maximum value, smallest binade and offset of each format for `dynamic_errors`."""
     with torch.inference_mode(False), torch.no_grad():
-        most = torch.tensor([f.max for f in formats], device=device)
+        max_values = torch.tensor([f.max for f in formats], device=device)
         binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)
-        drops = torch.tensor([(23 - f.mantissa_bits) << 23 | 0x400000 for f in formats])
-        return most, binades.int(), drops.int().to(device)
+        offsets = torch.tensor([(23 - f.mantissa_bits) << 23 | 0x400000 for f in formats])
+        return max_values, binades.int(), offsets.int().to(device)
 
 
 def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Round each value of `x`, float32, to the format's step in its binade."""
-    drop = 23 - fmt.mantissa_bits
-    # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
+    dropped_bits = 23 - fmt.mantissa_bits
+    # Adding 1.5 times a power of two whose last bit is worth one step rounds to that step.
     binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
-    large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
+    large = (binade + (dropped_bits << 23 | 0x400000)).view(torch.float32)
     return (x + large) - large
 
 
-def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    first = dynamic_scale(x, fmt).float()
+def _search_chunk(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    min_scale = dynamic_scale(x, fmt).float()
     steps = torch.arange(SEARCH_STEPS, dtype=torch.float32, device=x.device) / SEARCH_STEPS
-    rounded = _round_up(first[:, None] * steps.exp2(), ~first.isnan()[:, None])
+    rounded = _round_up(min_scale[:, None] * steps.exp2(), ~min_scale.isnan()[:, None])
     scales = rounded.float()
     scaled = x[:, None] * scales.reciprocal()[..., None]
     error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
-    # Compute relative to the first scale, because the square of a tiny scale would be zero.
-    relative = scales * first.reciprocal()[:, None]
+    # Scales are relative to the smallest, because the square of a tiny scale would be zero.
+    relative = scales * min_scale.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
-    # All costs are NaN if a scale is NaN, and any choice is then correct.
-    best = cost.argmin(-1, keepdim=True)
+    # If a scale is NaN, all costs are NaN, and any choice is correct.
+    index = cost.argmin(-1, keepdim=True)
     # Gather integers, because torch's gather may change the bits of NaN.
-    return rounded.view(torch.int16).gather(-1, best)[:, 0].view(torch.bfloat16)
+    return rounded.view(torch.int16).gather(-1, index)[:, 0].view(torch.bfloat16)

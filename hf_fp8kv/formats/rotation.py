@@ -1,4 +1,4 @@
-"""Rotation, an orthonormal Hadamard transform over a head: the specification of its values.
+"""The Hadamard rotation of a head, an orthonormal transform. This is the specification of its bits.
 
 It spreads each value of a vector over all channels, so that stored values are nearly Gaussian. It
 is its own inverse, and leaves dot products of vectors unchanged.

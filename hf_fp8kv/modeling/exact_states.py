@@ -1,10 +1,10 @@
 """Keep K and V exact in models that would round them before they reach a cache.
 
-With compressed-tensors, each attention module of a checkpoint that declares a KV cache passes its K
-and V to a `QuantizedKVCache`, which rounds them and passes them to the cache of the call. The
-`forward` of that wrapper is the only function that this package replaces. The replacement checks a
-condition in each call: K and V stay unrounded if the cache has `takes_exact_states`, and within
-`exact_states()`. Nothing changes for other caches.
+In a checkpoint that declares a KV cache, compressed-tensors makes each attention module pass K and
+V to a `QuantizedKVCache`, which rounds them and passes them to the cache of the call. The `forward`
+of that wrapper is the only function that this package replaces. The replacement checks a condition
+in each call: K and V stay unrounded if the cache has `takes_exact_states`, and within
+`exact_states()`. For all other caches nothing changes.
 """
 
 import functools
@@ -32,15 +32,15 @@ _PROJECTIONS_NOTE = (
 )
 
 
-def _wrapper_class() -> Any:
-    """Return the class of the modules that round K and V, or None if its package is not loaded."""
+def _find_wrapper_class() -> Any:
+    """Return the class of the modules that round K and V, or None if it is not imported."""
     module = sys.modules.get("compressed_tensors.modeling.kvcache")
     return getattr(module, "QuantizedKVCache", None)
 
 
 def pass_exact_states() -> None:
-    """Replace the wrapper's `forward` with one that checks the condition, if it is loaded."""
-    wrapper = _wrapper_class()
+    """Replace `forward` of the wrapper by a function that checks the condition, if imported."""
+    wrapper = _find_wrapper_class()
     if wrapper is None or wrapper.forward.__module__ == __name__:
         return
     round_and_store = wrapper.forward
@@ -48,7 +48,7 @@ def pass_exact_states() -> None:
     @functools.wraps(round_and_store, assigned=())  # keep the name of this module
     def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         cache = None if self.past_key_values is None else self.past_key_values()
-        if not (step.exact or getattr(cache, "takes_exact_states", False)):
+        if not (step.is_exact or getattr(cache, "takes_exact_states", False)):
             return round_and_store(self, key_states, value_states, *args, **kwargs)
         warn_once(logger, NOTE)
         self.past_key_values = None
@@ -64,23 +64,23 @@ def exact_states(*, engine: bool = False) -> Iterator[None]:
     """Keep K and V unrounded in this thread within the `with` block, with any cache or none.
 
     `engine` means that a continuous-batching engine runs a step. It packs requests into one row,
-    and its cache has the bounds of each request. Masks, which would cover all tokens of the step,
-    are not needed and not made.
+    and its cache has the bounds of each request. A mask, which would cover all tokens of the step,
+    is not needed and not made.
     """
     pass_exact_states()
-    before = step.exact, step.engine
-    step.exact, step.engine = True, engine or step.engine
+    old_flags = step.is_exact, step.is_engine
+    step.is_exact, step.is_engine = True, engine or step.is_engine
     try:
         yield
     finally:
-        step.exact, step.engine = before
+        step.is_exact, step.is_engine = old_flags
 
 
 def rounding_note(model: torch.nn.Module) -> str:
     """Return a note about a model whose K and V are rounded outside caches, or "".
 
-    Old checkpoints declare outputs of projections instead of a KV cache. The layers themselves
-    round these outputs, which this package cannot prevent.
+    Old checkpoints declare outputs of projections instead of a KV cache. The projections round
+    these outputs themselves, which this package cannot prevent.
     """
     projections = {
         name.rpartition(".")[2]
@@ -90,9 +90,9 @@ def rounding_note(model: torch.nn.Module) -> str:
     }
     if projections:
         return _PROJECTIONS_NOTE.format(" and ".join(sorted(projections)))
-    wrapper = _wrapper_class()
-    wrapped = wrapper is not None and any(isinstance(part, wrapper) for part in model.modules())
-    return NOTE if wrapped else ""
+    wrapper = _find_wrapper_class()
+    is_wrapped = wrapper is not None and any(isinstance(part, wrapper) for part in model.modules())
+    return NOTE if is_wrapped else ""
 
 
 def warn_of_rounding(model: torch.nn.Module) -> None:

@@ -10,26 +10,26 @@ from ..errors import ConfigError
 from ..utils.digests import digest_of, digest_weights
 from .model_support import DETERMINISTIC
 
-# The digest covers all effects of hooks and replaced methods of these libraries.
+# Packages whose hooks and replaced methods have no effect that the digest does not cover.
 _COVERED = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
             "torch.nn.utils")  # fmt: skip
-# Methods, and the libraries that may replace them. PEFT replaces the last two to add tokens.
-_METHODS: dict[str, tuple[str, ...]] = {
+# Methods, and the packages that may replace them. PEFT replaces the last two to add tokens.
+_METHOD_PACKAGES: dict[str, tuple[str, ...]] = {
     "forward": _COVERED, "_old_forward": _COVERED,
     "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
 }  # fmt: skip
 # Attributes of PEFT's adapters that are not weights.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
 # Fields of a config that do not change any value.
-_NAMES = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
+_NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
 
 
 def identify_model(model: Any) -> str:
-    """Return a digest of weights, config, class and library: 64 hexadecimal digits.
+    """Return a digest of weights, config, class and libraries: 64 hexadecimal digits.
 
     Raises:
-        ConfigError: Weights are not completely in this process, or other code changes hidden
-            states.
+        ConfigError: Some weights are not in this process, or a hook or a replaced method may change
+            hidden states or tokens.
     """
     _check_code(model)
     return digest_of(describe_model(model), digest_weights(model))
@@ -38,21 +38,21 @@ def identify_model(model: Any) -> str:
 def describe_model(model: Any) -> dict[str, object]:
     """Return everything that `identify_model` covers, except the weights."""
     device = model.device.type
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    # "arguments": PEFT passes the adapter of each sequence (`adapter_names`) in such hooks.
+    uses_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # "arguments" has the adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
     return {
-        "config": {name: x for name, x in model.config.to_dict().items() if name not in _NAMES},
+        "config": {k: x for k, x in model.config.to_dict().items() if k not in _NEUTRAL_FIELDS},
         "class": type(model).__qualname__,
         "deterministic": DETERMINISTIC in vars(model),
         "attention": str(model.config._attn_implementation),
         "transformers": transformers.__version__,
         "device": device,
-        "autocast": autocasts and str(torch.get_autocast_dtype(device)),
+        "autocast": uses_autocast and str(torch.get_autocast_dtype(device)),
         "adapters": [
-            (name, part, str(value))
+            (name, field, str(value))
             for name, module in model.named_modules()
-            for part in _ADAPTERS
-            if (value := getattr(module, part, None)) is not None
+            for field in _ADAPTERS
+            if (value := getattr(module, field, None)) is not None
         ],
         "arguments": [
             (name, getattr(hook.func, "__qualname__", ""), hook.args, hook.keywords)
@@ -72,10 +72,10 @@ def _check_code(model: Any) -> None:
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
         unknown = [x for x in hooks if x is not None and not _is_defined_in(x, _COVERED)]
-        for method, packages in _METHODS.items():
+        for method, packages in _METHOD_PACKAGES.items():
             code = _unwrap(attributes.get(method))
-            stock = getattr(type(module), method.removeprefix("_old_"), None)
-            is_stock = code is None or getattr(code, "__func__", None) is stock
+            stock_method = getattr(type(module), method.removeprefix("_old_"), None)
+            is_stock = code is None or getattr(code, "__func__", None) is stock_method
             unknown += [] if is_stock or _is_defined_in(code, packages) else [code]
         if unknown:
             kind = getattr(unknown[0], "__qualname__", type(unknown[0]).__name__)
@@ -91,15 +91,15 @@ def _is_defined_in(function: Any, packages: tuple[str, ...]) -> bool:
     """Return whether one of the packages defines a function, or the class of a callable object."""
     while isinstance(function, partial):
         function = function.func
-    # functools.wraps copies `__module__`, but not the globals.
-    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
-    return f"{names.get('__name__')}.".startswith(tuple(f"{name}." for name in packages))
+    # The globals are read, because functools.wraps copies `__module__` but not the globals.
+    namespace = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return f"{namespace.get('__name__')}.".startswith(tuple(f"{name}." for name in packages))
 
 
 def _unwrap(function: Any) -> Any:
     """Return the function inside torch.compile, torch.no_grad, torch.inference_mode or hf_fp8kv."""
     if _is_defined_in(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
-        for name in ("_torchdynamo_orig_callable", "__wrapped__", "before"):
+        for name in ("_torchdynamo_orig_callable", "__wrapped__", "old_method"):
             if (inner := getattr(function, name, None)) is not None:
                 return _unwrap(inner)
     return function

@@ -13,12 +13,12 @@ from ..errors import ConfigError
 def build_stock_layers(
     config: PreTrainedConfig, max_cache_len: int | None
 ) -> tuple[list[Any], list[int | None]]:
-    """Return the layers that transformers would create, and the window of each."""
-    dynamic = list(DynamicCache(config=config).layers)
-    # Read from dynamic layers, because a static layer reduces its window to the cache's length.
-    windows = [getattr(layer, "sliding_window", None) for layer in dynamic]
+    """Return the layers that transformers would create, and the window of each layer or None."""
+    layers = list(DynamicCache(config=config).layers)
+    # Windows are read from dynamic layers, because a static layer clips its window to the cache.
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
     if max_cache_len is None:
-        return dynamic, windows
+        return layers, windows
     return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
 
 
@@ -31,23 +31,23 @@ def shares_keys(config: PreTrainedConfig, index: int) -> bool:
 def find_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
-    """Return the indices of the layers in `skip_layers`."""
+    """Return the indices of the layers that `skip_layers` names. Raise ConfigError if invalid."""
     types = getattr(config, "layer_types", None) or [
         "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
         for layer in layers
     ]
-    numbers: set[int] = set()
-    for name in (skip_layers,) if isinstance(skip_layers, str | int) else skip_layers:
-        if type(name) is int and -len(layers) <= name < len(layers):
-            numbers.add(name % len(layers))
-        elif isinstance(name, str) and name in types:
-            numbers.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)
+    indices: set[int] = set()
+    for selector in (skip_layers,) if isinstance(skip_layers, str | int) else skip_layers:
+        if type(selector) is int and -len(layers) <= selector < len(layers):
+            indices.add(selector % len(layers))
+        elif isinstance(selector, str) and selector in types:
+            indices.update(i for i, t in enumerate(types[: len(layers)]) if t == selector)
         else:
             raise ConfigError(
                 f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "
-                f"among {sorted(set(types))}, got {name!r}"
+                f"among {sorted(set(types))}, got {selector!r}"
             )
-    return numbers
+    return indices
 
 
 def read_config(repo_or_dir: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:

@@ -8,36 +8,36 @@ from typing import Any
 
 
 class ModelMethod:
-    """A method of one model, with fixed arguments. A copied model gets a copy.
+    """A method of one model, with fixed arguments. A copy of the model gets a copy of the method.
 
     Attributes:
         name: Name of the method.
-        before: The model's attribute that was replaced, or None if only the class has this method.
+        old_method: The replaced attribute of the model, or None if only the class has the method.
     """
 
     name: str
 
     def __init__(
-        self, model: Any, *arguments: Any, before: Callable[..., Any] | None = None
+        self, model: Any, *arguments: Any, old_method: Callable[..., Any] | None = None
     ) -> None:
         self._model = weakref.ref(model)  # weak, because the model refers to this object
-        self.arguments, self.before = arguments, before
+        self.arguments, self.old_method = arguments, old_method
 
     def install(self) -> None:
-        """Replace the method, if the model has one of this name."""
+        """Replace the method, if the model has a method of this name."""
         if hasattr(self.model, self.name):
-            self.before = vars(self.model).get(self.name)
+            self.old_method = vars(self.model).get(self.name)
             vars(self.model)[self.name] = self
 
     @property
     def model(self) -> Any:
-        """The model. It exists during a call."""
+        """The model, which exists during a call."""
         return self._model()
 
     @property
     def stock(self) -> Callable[..., Any]:
         """The replaced method."""
-        return self.before or getattr(type(self.model), self.name).__get__(self.model)
+        return self.old_method or getattr(type(self.model), self.name).__get__(self.model)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -46,10 +46,10 @@ class ModelMethod:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelMethod":
         model = memo.get(id(self.model), self.model)
-        return type(self)(model, *self.arguments, before=self.before)
+        return type(self)(model, *self.arguments, old_method=self.old_method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), before=self.before), (self.model, *self.arguments)
+        return partial(type(self), old_method=self.old_method), (self.model, *self.arguments)
 
 
 def remove_methods(model: Any) -> None:
@@ -57,5 +57,5 @@ def remove_methods(model: Any) -> None:
     for name, method in list(vars(model).items()):
         if isinstance(method, ModelMethod):
             del vars(model)[name]
-            if method.before is not None:
-                vars(model)[name] = method.before
+            if method.old_method is not None:
+                vars(model)[name] = method.old_method

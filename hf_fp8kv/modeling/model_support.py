@@ -16,26 +16,26 @@ ATTENTION = "fp8_paged"
 EXPAND = "expand_kv"
 # Attribute of a deterministic model and of its modules (see `enable`).
 DETERMINISTIC = "_hf_fp8kv_deterministic"
-# Attribute of new keys with the cache of a continuous-batching engine.
+# Attribute of new keys that holds the cache of a continuous-batching engine.
 ENGINE = "_hf_fp8kv_engine"
 # Name of a cache in `generate()` and in transformers' models: "cache" since 5.24.
 _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
 
 
-def moving_rope(config: Any) -> str | None:
+def find_varying_rope(config: Any) -> str | None:
     """Return the type of RoPE if its frequencies depend on the sequence's length, otherwise None.
 
-    The config and its text part are searched at any depth.
+    The RoPE fields of the config, and of its text config, are searched at any depth.
     """
     configs = (config, config.get_text_config(decoder=True))
     fields = ("rope_parameters", "rope_scaling")
-    ropes = str([getattr(part, name, None) for part in configs for name in fields])
-    return next((name for name in ("dynamic", "longrope") if repr(name) in ropes), None)
+    text = str([getattr(part, name, None) for part in configs for name in fields])
+    return next((name for name in ("dynamic", "longrope") if repr(name) in text), None)
 
 
 def config_field(config: Any, name: str) -> Any:
-    """Return a field of a config, or None. If it differs by layer, return one of its values."""
+    """Return a field of a config, or None. If it differs by layer, return the first value."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # raised by transformers if layers have different values
@@ -53,8 +53,8 @@ def model_class(config_class: type) -> type[Any] | None:
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         transformers.MODEL_MAPPING,
     ):
-        if model := mapping.get(config_class, None):
-            return model[0] if isinstance(model, tuple) else model
+        if models := mapping.get(config_class, None):
+            return models[0] if isinstance(models, tuple) else models
     return None
 
 
@@ -71,7 +71,7 @@ def caches_latents(config: Any) -> bool:
     """Return whether models with this config cache latents, which their attention expands (MLA).
 
     Attention classes of such models have a method that expands latents. The config alone does not
-    show whether a model with custom code caches latents, or how it expands them.
+    show whether a model with custom code caches latents, or how the model expands them.
     """
     if config is None or config_field(config, "kv_lora_rank") is None:
         return False
@@ -79,18 +79,18 @@ def caches_latents(config: Any) -> bool:
     model = model_class(config_class)
     name = config_class.__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name if model is None else model.__module__)
-    kinds = [] if module is None else list(vars(module).values())
-    return any(isinstance(kind, type) and hasattr(kind, EXPAND) for kind in kinds)
+    objects = [] if module is None else list(vars(module).values())
+    return any(isinstance(x, type) and hasattr(x, EXPAND) for x in objects)
 
 
-def accepts(kind: type[Any], argument: str) -> bool:
-    """Return whether `forward` of a model class has this argument."""
-    return argument in inspect.signature(kind.forward).parameters
+def accepts(cls: type[Any], argument: str) -> bool:
+    """Return whether `forward` of a model class has an argument of this name."""
+    return argument in inspect.signature(cls.forward).parameters
 
 
-def cache_argument(kind: type[Any]) -> str:
-    """Return the name of the cache in `forward`. Code from the Hub may use the old name."""
-    return next((name for name in ("past_key_values", CACHE) if accepts(kind, name)), "")
+def cache_argument(cls: type[Any]) -> str:
+    """Return the name of the cache in `forward`, or "". Code from the Hub may use the old name."""
+    return next((name for name in ("past_key_values", CACHE) if accepts(cls, name)), "")
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
@@ -98,11 +98,11 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     return {cache_argument(type(model)) or CACHE: cache, "use_cache": True}
 
 
-def refusal(kind: type[Any]) -> str:
-    """Return the reason reason models of this class cannot use the cache, or ""."""
-    if not getattr(kind, "_supports_default_dynamic_cache", lambda: True)():
+def find_refusal(cls: type[Any]) -> str:
+    """Return the reason why models of this class cannot use the cache, or ""."""
+    if not getattr(cls, "_supports_default_dynamic_cache", lambda: True)():
         return "it needs a special cache class"
-    if not cache_argument(kind):
+    if not cache_argument(cls):
         return f"its forward has no argument {CACHE}"
     return ""
 
@@ -115,7 +115,7 @@ def refuse_config(config: Any) -> None:
             f"config: expected a model's config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model.config)"
         )
-    reason = refusal(kind) if (kind := model_class(config_class)) else ""
+    reason = find_refusal(cls) if (cls := model_class(config_class)) else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
         reason = "it has no attention layers"
     elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:

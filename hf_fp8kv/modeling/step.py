@@ -1,10 +1,10 @@
-"""Hold the state of a forward pass that transformers does not pass as an argument.
+"""The state of a forward pass that transformers does not pass as an argument.
 
 The state is in one thread-local object. (Dynamo of torch 2.13 can trace its attributes in one
 graph, but not `ContextVar.set`.)
 
 The cache sets a `MaskRequest` when transformers reads the sizes of a mask, and "fp8_paged" takes
-it. With a different attention it stays until the next request. Masks of other sizes ignore it.
+it. With other attention, the request stays until the next one. Masks of other sizes ignore it.
 """
 
 import threading
@@ -16,16 +16,16 @@ class MaskRequest(NamedTuple):
 
     Attributes:
         sizes: Numbers of new tokens and of mask columns, and position of the first column.
-        preallocated: Whether columns after the new tokens are unfilled room.
-        growing: Whether the cache is growing. The padding mask must then cover all columns.
-        stored: Whether attention receives stored keys.
-        observer: The `FirstTokens` of the cache, or None if nothing depends on padding.
+        is_preallocated: Whether there are columns without tokens after the new tokens.
+        is_growing: Whether the cache is growing. The padding mask must then cover all columns.
+        is_stored: Whether attention receives stored keys.
+        observer: The `PaddingObserver` of the cache, or None if nothing depends on padding.
     """
 
     sizes: tuple[int, int, int] | None = None
-    preallocated: bool = False
-    growing: bool = False
-    stored: bool = False
+    is_preallocated: bool = False
+    is_growing: bool = False
+    is_stored: bool = False
     observer: Any = None
 
 
@@ -33,13 +33,13 @@ class _Step(threading.local):
     """State of the forward pass in this thread.
 
     Attributes:
-        exact: Whether K and V stay unrounded with any cache.
-        engine: Whether a continuous-batching engine runs, which needs no masks.
+        is_exact: Whether K and V stay unrounded with any cache.
+        is_engine: Whether a continuous-batching engine runs, which needs no masks.
         request: The last cache's request for a mask, until the mask is made.
     """
 
-    exact: bool = False
-    engine: bool = False
+    is_exact: bool = False
+    is_engine: bool = False
     request: MaskRequest = MaskRequest()
 
     def take_request(self, *sizes: int) -> MaskRequest:

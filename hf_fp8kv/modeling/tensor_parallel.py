@@ -1,7 +1,7 @@
 """Determine which KV heads of a tensor-parallel model are in this process.
 
-They are determined from the model, not from torch.distributed, whose processes may also be replicas
-of the whole model or stages of a pipeline.
+The heads are determined from the model, not from torch.distributed, whose processes may also be
+replicas of the whole model or stages of a pipeline.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from ..errors import ConfigError
 from .model_support import config_field
 
 # Projections that compute keys, possibly fused with others, and the style of a plan with which each
-# process keeps some of the heads. Other styles gather the heads, so each process caches all heads.
+# process keeps some of the heads. With any other style, each process gathers and caches all heads.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
-_SPLIT = "colwise"
+_SPLIT_STYLE = "colwise"
 
 
 class TensorParallel(NamedTuple):
@@ -43,7 +43,7 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
     ```
 
     The result is rank 0 of 1 if this process has the whole model, or if the plan keeps all KV heads
-    in every process. `enable` and `serving.enable` call this function themselves.
+    in every process. `enable` and `serving.enable` call this function.
 
     Raises:
         ConfigError: The model is not a model of transformers, or its number of KV heads cannot be
@@ -65,11 +65,11 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
 
 
 def _splits_heads(model: Any) -> bool:
-    """Return whether the plan of the decoder (not of an image encoder) splits KV heads."""
+    """Return whether the plan of the decoder splits KV heads. An image encoder is ignored."""
     decoder = model.get_decoder()
     path = next((f"{name}." for name, part in model.named_modules() if part is decoder), ".")
     return any(
-        name.rpartition(".")[2] in _KEY_PROJECTIONS and style == _SPLIT
+        name.rpartition(".")[2] in _KEY_PROJECTIONS and style == _SPLIT_STYLE
         for name, style in (model.tp_plan or {}).items()
         if name.startswith(path.removeprefix("."))
     )
@@ -81,7 +81,7 @@ def kv_heads(config: Any, layer: int) -> int | None:
 
 
 def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> int | None:
-    """Return the number of query heads of a layer, or of the heads in `field`, as `kv_heads`."""
+    """Return the number of heads in `field` of a layer, or None if it is not known."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     heads = config_field(config, field)
@@ -95,22 +95,22 @@ def check_divides(config: Any, size: int) -> None:
     layers = config_field(config, "num_hidden_layers")
     counts = {kv_heads(config, index) for index in range(layers if isinstance(layers, int) else 1)}
     for heads in sorted(count for count in counts if count and count % size):
-        fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
             f"tensor_parallel: expected a number of processes that divides the {heads} KV heads of "
             f"the model ({getattr(config, 'model_type', type(config).__name__)}), got {size}. Use "
-            f"{' or '.join(fit)}, or one process with device_map='auto'"
+            f"{' or '.join(divisors)}, or one process with device_map='auto'"
         )
 
 
-def check_split(layer: int, here: int, whole: int | None, size: int) -> None:
+def check_split(layer: int, heads: int, total: int | None, size: int) -> None:
     """Raise ConfigError if a layer has all KV heads although the model should be split.
 
-    `here` is the number of KV heads in this process, and `whole` their number in the whole model.
+    `heads` is the number of KV heads in this process, and `total` the number in the whole model.
     """
-    if size > 1 and here == whole:
+    if size > 1 and heads == total:
         raise ConfigError(
-            f"tensor_parallel: expected {whole // size} of the model's {whole} KV heads, got all "
+            f"tensor_parallel: expected {total // size} of the model's {total} KV heads, got all "
             f"of them in layer {layer}, because the model is not split. Pass the result of "
             "hf_fp8kv.tensor_parallel(model)"
         )

@@ -21,19 +21,19 @@ from ..ops.blocks import upload
 from .page_allocator import NO_PAGE, Ints, PageAllocator
 
 Copies = tuple[Ints, Ints]
-"""Pages to copy before the destinations are listed, `(sources, destinations)`."""
+"""`(sources, destinations)`: pages to copy before the table lists the destinations."""
 _VERSIONS = itertools.count()
 
 
 class BlockTable:
     """The pages of each sequence of a batch, in order.
 
-    A page is counted before it is listed, and removed from the list before its count decreases. An
-    exception at any line, such as KeyboardInterrupt, can therefore lose a free page, but never
-    gives a page to two owners.
+    The reference count of a page is increased before the page is listed, and decreased after the
+    page is removed from the list. An exception at any line, such as KeyboardInterrupt, can
+    therefore lose a free page, but never gives a page to two owners.
 
     Attributes:
-        rows: Page numbers, `[B, count]`, int32. Columns from `first` on are in use.
+        rows: Page numbers, `[B, num_columns]`, int32. Columns from `first_page` on are in use.
         first: First logical page in use. Earlier pages have left the window.
         version: Number that changes with `rows`, unique over all tables.
         page_size: Slots (tokens) per page.
@@ -41,23 +41,23 @@ class BlockTable:
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.allocator, self.page_size = allocator, allocator.page_size
-        self.first = 0
+        self.first_page = 0
         # Results of `pages_of` by columns, and copies of the rows by device.
-        self._pages_found: dict[tuple[int, int], Ints] = {}
-        self._copies: dict[torch.device, torch.Tensor] = {}
+        self._page_cache: dict[tuple[int, int], Ints] = {}
+        self._device_copies: dict[torch.device, torch.Tensor] = {}
         self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
-        self._change()
+        self._mark_changed()
 
-    def _change(self) -> None:
-        """Drop everything that was derived from the rows, which are about to change."""
+    def _mark_changed(self) -> None:
+        """Drop all data derived from the rows, which are about to change."""
         self.version = next(_VERSIONS)
-        self._pages_found.clear()
-        self._copies.clear()
+        self._page_cache.clear()
+        self._device_copies.clear()
 
     def __del__(self) -> None:
-        # Frees the pages of a fork that is collected. At exit, required modules may be gone.
+        # Free the pages of a garbage-collected fork. At exit, required modules may be gone.
         if hasattr(self, "rows") and not sys.is_finalizing():
-            self.allocator.abandon(self.used().ravel())
+            self.allocator.abandon(self.used_rows().ravel())
 
     @property
     def batch(self) -> int:
@@ -65,44 +65,44 @@ class BlockTable:
         return len(self.rows)
 
     @property
-    def count(self) -> int:
-        """The last logical page in use plus one."""
+    def num_columns(self) -> int:
+        """Number of logical pages per sequence, including those before `first_page`."""
         return int(self.rows.shape[1])
 
-    def used(self) -> Ints:
-        """Return a view of the part of `rows` that is in use, `[B, count - first]`."""
-        return self.rows[:, self.first :]
+    def used_rows(self) -> Ints:
+        """Return a view of the columns in use, `[B, num_columns - first_page]`."""
+        return self.rows[:, self.first_page :]
 
     def pages_of(self, start: int, stop: int) -> Ints:
-        """Return the pages in use of tokens `start` to `stop - 1`, ascending, without duplicates.
+        """Return the pages in use for tokens `start` to `stop - 1`, ascending, without duplicates.
 
         The result is cached until the rows change.
         """
-        span = max(start // self.page_size, self.first), self._pages(stop)
-        if span not in self._pages_found:
-            self._pages_found[span] = np.unique(self.rows[:, span[0] : span[1]])
-        return self._pages_found[span]
+        span = max(start // self.page_size, self.first_page), self._count_pages(stop)
+        if span not in self._page_cache:
+            self._page_cache[span] = np.unique(self.rows[:, span[0] : span[1]])
+        return self._page_cache[span]
 
     def on_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
         """Return a copy of the rows on `device`, `[B, n]`, int32, cached until the rows change.
 
         `columns` selects columns, and must be the same in every call. None means all.
         """
-        if device not in self._copies:
+        if device not in self._device_copies:
             # `take`, because indexing would return a column-major copy, and kernels need rows.
             rows = self.rows if columns is None else self.rows.take(columns, 1)
-            self._copies[device] = upload(rows.copy(), device)
-        return self._copies[device]
+            self._device_copies[device] = upload(rows.copy(), device)
+        return self._device_copies[device]
 
     @property
     def nbytes(self) -> int:
         """Size of the rows and of their copies, in bytes."""
-        return self.rows.nbytes + sum(copy.nbytes for copy in self._copies.values())
+        return self.rows.nbytes + sum(copy.nbytes for copy in self._device_copies.values())
 
-    def pages_needed(self, start: int, stop: int, batch: int) -> int:
+    def count_needed(self, start: int, stop: int, batch: int) -> int:
         """Return the number of pages that `reserve` would allocate."""
-        count = max(0, self._pages(stop) - max(self.count, start // self.page_size)) * batch
-        return count + len(self._shared(start, stop))
+        num_new = self._count_pages(stop) - max(self.num_columns, start // self.page_size)
+        return max(num_new, 0) * batch + len(self._find_shared(start, stop))
 
     def reserve(
         self,
@@ -111,127 +111,128 @@ class BlockTable:
         batch: int,
         copy: Callable[[Copies], None] | None = None,
         *,
-        granted: bool = False,
+        budget_checked: bool = False,
     ) -> None:
         """Give each token from `start` to `stop - 1` a page that only its sequence holds.
 
-        Logical pages between `count` and `start` get no page.
+        Logical pages between the last listed page and `start` get no page.
 
         Args:
-            start: First token, with `start // page_size >= first`.
+            start: First token, with `start // page_size >= first_page`.
             stop: Last token plus one.
             batch: Number of sequences. The first call sets it until `clear`.
-            copy: Function that copies pages which are shared so far.
-            granted: As in `PageAllocator.allocate`.
+            copy: Function that copies the shared pages to new pages.
+            budget_checked: As in `PageAllocator.allocate`.
 
         Raises:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
-        begin = max(self.count, start // self.page_size)
-        columns = max(0, self._pages(stop) - begin)
-        shared = self._shared(start, stop)
-        if columns == 0 and not shared:
+        new_start = max(self.num_columns, start // self.page_size)
+        num_new = max(0, self._count_pages(stop) - new_start)
+        shared = self._find_shared(start, stop)
+        if num_new == 0 and not shared:
             return
-        numbers = self.allocator.allocate(columns * batch + len(shared), granted=granted)
-        index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
-        sources, copies_of_shared = self.rows[index], numbers[columns * batch :]
+        num_added = num_new * batch
+        new_pages = self.allocator.allocate(num_added + len(shared), budget_checked=budget_checked)
+        entries = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
+        shared_pages, copied_pages = self.rows[entries], new_pages[num_added:]
         try:
             if copy is not None:
-                copy((sources, copies_of_shared))
+                copy((shared_pages, copied_pages))
         except BaseException:
-            self.allocator.free(numbers)
+            self.allocator.free(new_pages)
             raise
-        self._change()
-        self.rows[index] = copies_of_shared
-        self.allocator.free(sources)
-        if columns:
-            # Sequence by sequence, so that the pages of each sequence are adjacent.
-            new_rows = numbers[: columns * batch].reshape(batch, columns)
-            blank = np.full((batch, begin - self.count), NO_PAGE, np.int32)
-            if self.first == self.count:
-                self.first = begin
-            old_rows = self.rows.reshape(batch, -1)  # also if the table is empty
-            self.rows = np.concatenate([old_rows, blank, new_rows], axis=1)
+        self._mark_changed()
+        self.rows[entries] = copied_pages
+        self.allocator.free(shared_pages)
+        if num_new:
+            # Assign pages sequence by sequence, so that the pages of a sequence are adjacent.
+            new_rows = new_pages[:num_added].reshape(batch, num_new)
+            gap = np.full((batch, new_start - self.num_columns), NO_PAGE, np.int32)
+            if self.first_page == self.num_columns:
+                self.first_page = new_start
+            old_rows = self.rows.reshape(batch, -1)  # an empty table has 0 rows
+            self.rows = np.concatenate([old_rows, gap, new_rows], axis=1)
 
     def truncate(self, length: int) -> None:
-        """Free the pages without tokens below `length`."""
-        count = max(self._pages(length), self.first)
-        if count < self.count:
-            dropped = self.rows[:, count:]
-            self._change()
+        """Free the pages that only have tokens from `length` on."""
+        count = max(self._count_pages(length), self.first_page)
+        if count < self.num_columns:
+            freed_pages = self.rows[:, count:]
+            self._mark_changed()
             self.rows = self.rows[:, :count]
-            self.allocator.free(dropped)
+            self.allocator.free(freed_pages)
 
     def count_releasable(self, token: int) -> int:
         """Return the number of pages that `release` would free."""
-        first = min(token // self.page_size, self.count)
-        if first <= self.first:
+        stop = min(token // self.page_size, self.num_columns)
+        if stop <= self.first_page:
             return 0
-        numbers, listed = np.unique(self.rows[:, self.first : first], return_counts=True)
-        return int((self.allocator.references[numbers] == listed).sum())
+        pages, counts = np.unique(self.rows[:, self.first_page : stop], return_counts=True)
+        return int((self.allocator.references[pages] == counts).sum())
 
     def compact(self) -> Ints | None:
-        """Renumber the pages from 0, and return the old number of each.
+        """Renumber the pages from 0, and return the old number of each page.
 
-        Returns None and changes nothing if another table also holds pages.
+        If another table also holds pages, return None and change nothing.
         """
         allocator = self.allocator
-        used = self.used()
-        if int(allocator.references.sum()) != used.size:
+        used_rows = self.used_rows()
+        if int(allocator.references.sum()) != used_rows.size:
             return None
-        pages, indices = np.unique(used, return_inverse=True)
-        self._change()
-        used[:] = indices.reshape(used.shape)
+        pages, indices = np.unique(used_rows, return_inverse=True)
+        self._mark_changed()
+        used_rows[:] = indices.reshape(used_rows.shape)
         allocator.renumber(pages)
         return pages
 
     def release(self, token: int) -> None:
         """Free the pages that only have tokens before `token`."""
-        first = min(token // self.page_size, self.count)
-        if first > self.first:
-            behind = self.rows[:, self.first : first]
-            dropped = behind.copy()
-            self._change()
-            self.first = first
-            behind[:] = NO_PAGE
-            self.allocator.free(dropped)
+        first_kept = min(token // self.page_size, self.num_columns)
+        if first_kept > self.first_page:
+            freed_columns = self.rows[:, self.first_page : first_kept]
+            freed_pages = freed_columns.copy()
+            self._mark_changed()
+            self.first_page = first_kept
+            freed_columns[:] = NO_PAGE
+            self.allocator.free(freed_pages)
 
-    def replace_rows(self, rows: Ints, first: int) -> None:
-        """Replace the rows. Columns of the new rows from `first` on are in use.
+    def replace_rows(self, rows: Ints, first_page: int) -> None:
+        """Replace the rows. Columns of the new rows from `first_page` on are in use.
 
-        Pages that were listed before are shared, not copied.
+        Pages that this table or a fork already lists are shared, not copied.
         """
-        old_pages = self.used()
-        self.allocator.share(rows[:, first:])
-        self._change()
-        self.rows, self.first = rows, first
+        old_pages = self.used_rows()
+        self.allocator.share(rows[:, first_page:])
+        self._mark_changed()
+        self.rows, self.first_page = rows, first_page
         self.allocator.free(old_pages)
 
     def fork(self) -> "BlockTable":
         """Return a table that shares all pages with this one."""
         fork = BlockTable(self.allocator)
-        fork.replace_rows(self.rows.copy(), self.first)
+        fork.replace_rows(self.rows.copy(), self.first_page)
         return fork
 
     def clear(self) -> None:
         """Free all pages. The batch size may then change."""
         self.replace_rows(np.full((0, 0), NO_PAGE, np.int32), 0)
 
-    def _pages(self, length: int) -> int:
+    def _count_pages(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _shared(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the entries `(sequence, logical page)` to write whose page has another holder.
+    def _find_shared(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the entries `(sequence, logical page)` of tokens `start` to `stop - 1` to copy.
 
-        If only sequences of this table share a page, the last of them keeps it.
+        Their pages are shared. If only sequences of this table share a page, the last one keeps it.
         """
         self.allocator.free_orphans()
-        first, last = start // self.page_size, self._pages(stop)
+        first_column, stop_column = start // self.page_size, self._count_pages(stop)
         references, entries, counts = self.allocator.references, [], Counter[int]()
-        pages = self.rows[:, first:last]
+        pages = self.rows[:, first_column:stop_column]
         if (references[pages] > 1).any():
-            for column, pages_of_column in enumerate(pages.T.tolist(), first):
+            for column, pages_of_column in enumerate(pages.T.tolist(), first_column):
                 for row, page in enumerate(pages_of_column):
                     counts[page] += 1
                     if references[page] > counts[page]:

@@ -21,12 +21,12 @@ class Blocks:
 
     Attributes:
         page_bytes: Size of a page, in bytes.
-        tensors: The blocks. Empty before `allocate`. One empty block for 0 pages.
-        offsets: Offsets of the pages, `[P]`, int64, see `locate_pages`.
+        tensors: The blocks: none before `allocate`, and one empty block for 0 pages.
+        offsets: Offsets of the pages, `[P]`, int64 (see `locate_pages`).
         single_block: Whether all pages stay in one block, as compiled code requires.
         pinned: Whether blocks are in pinned host memory.
-        cached_pages: A storage plan and the `Pages` made for it, or None. They keep blocks alive,
-            and are dropped when these are replaced.
+        cached_pages: A storage plan and the `Pages` made for it, or None. The `Pages` keep the
+            blocks alive, and are dropped when the blocks are replaced.
     """
 
     page_bytes: int
@@ -44,7 +44,7 @@ class Blocks:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self.is_allocated:
-            self._set_blocks(self.tensors)  # copied blocks have other addresses
+            self._set_blocks(self.tensors)  # the copied blocks have new addresses
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -70,50 +70,50 @@ class Blocks:
 
     def _set_blocks(self, tensors: list[torch.Tensor]) -> None:
         offsets = locate_pages(tensors)
-        # No calls in between, so an interrupt cannot separate these assignments.
+        # These assignments call nothing, so an interrupt cannot separate them.
         self.tensors, self.offsets, self.cached_pages = tensors, offsets, None
 
     def _allocate(self, pages: int, device: torch.device) -> list[torch.Tensor]:
-        parts = [slice(0, pages)] if self.single_block or not pages else self._cut(pages)
-        shapes = [(part.stop - part.start, self.page_bytes) for part in parts]
+        slices = [slice(0, pages)] if self.single_block or not pages else self._split_pages(pages)
+        shapes = [(x.stop - x.start, self.page_bytes) for x in slices]
         return [zeros(shape, torch.uint8, device, pinned=self.pinned) for shape in shapes]
 
-    def _cut(self, pages: int) -> list[slice]:
-        """Split `pages` pages into parts of at most `BLOCK_BYTES`."""
-        limit = max(1, BLOCK_BYTES // self.page_bytes)
-        return [slice(start, min(start + limit, pages)) for start in range(0, pages, limit)]
+    def _split_pages(self, pages: int) -> list[slice]:
+        """Split the numbers below `pages` into slices of at most `BLOCK_BYTES` of pages."""
+        max_pages = max(1, BLOCK_BYTES // self.page_bytes)
+        return [slice(start, min(start + max_pages, pages)) for start in range(0, pages, max_pages)]
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages. New pages are zero.
 
         A block is added and no data moves, unless all pages must be in one block.
         """
-        added = pages - len(self)
-        if added > 0 and self.single_block:
-            self.keep(np.arange(pages))
-        elif added > 0:
-            old = [block for block in self.tensors if len(block)]
-            self._set_blocks([*old, *self._allocate(added, self.tensors[0].device)])
+        num_added = pages - len(self)
+        if num_added > 0 and self.single_block:
+            self.keep_pages(np.arange(pages))
+        elif num_added > 0:
+            old_blocks = [block for block in self.tensors if len(block)]
+            self._set_blocks([*old_blocks, *self._allocate(num_added, self.tensors[0].device)])
 
     def take(self, pages: Ints | torch.Tensor) -> torch.Tensor:
         """Return copies of pages, `[n, bytes]`. `pages` may be a tensor if there is one block."""
         return take_pages(self.tensors, pages)
 
     def put(self, pages: Ints | torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows as returned by `take` to pages."""
+        """Write the rows that `take` returned to pages."""
         put_pages(self.tensors, pages, rows)
 
     def copy(
-        self, sources: Ints, destinations: Ints, to: "list[torch.Tensor] | None" = None
+        self, sources: Ints, destinations: Ints, target_blocks: "list[torch.Tensor] | None" = None
     ) -> None:
-        """Copy pages, to different blocks if passed. No page may be both source and destination."""
-        for part in self._cut(len(sources)):
-            put_pages(to or self.tensors, destinations[part], self.take(sources[part]))
+        """Copy pages to `target_blocks`, or within these blocks to pages that are not sources."""
+        for chunk in self._split_pages(len(sources)):
+            put_pages(target_blocks or self.tensors, destinations[chunk], self.take(sources[chunk]))
 
     def copy_from(self, source: "Blocks", pages: Ints, *, blocking: bool) -> None:
-        """Copy `pages`, ascending, from the same numbers of `source`, possibly on another device.
+        """Copy the pages with the numbers `pages`, ascending, from `source`.
 
-        With `blocking`, the copies are complete on return.
+        `source` may be on a different device. With `blocking`, the copies are complete on return.
         """
         block_starts = [np.cumsum([0, *map(len, x.tensors)]) for x in (self, source)]
         is_block_start = np.bincount(np.concatenate(block_starts)) > 0
@@ -125,23 +125,23 @@ class Blocks:
             rows = source_block[source_start : source_start + count]
             target_block[target_start : target_start + count].copy_(rows, non_blocking=not blocking)
 
-    def keep(self, pages: Ints) -> None:
+    def keep_pages(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, and renumber them from 0.
 
-        Pages that do not exist become zero. Old blocks are replaced after new blocks are filled, so
-        an exception changes nothing.
+        Pages that do not exist become zero. Old blocks are replaced only after the new blocks are
+        filled, so an exception changes nothing.
         """
-        kept = pages[pages < len(self)]
-        ends = np.cumsum([len(block) for block in self.tensors])
+        existing = pages[pages < len(self)]
+        block_ends = np.cumsum([len(block) for block in self.tensors])
         whole_blocks = [
-            block for block, end in zip(self.tensors, ends, strict=True)
-            if np.isin(np.arange(end - len(block), end), kept).all()
+            block for block, end in zip(self.tensors, block_ends, strict=True)
+            if np.isin(np.arange(end - len(block), end), existing).all()
         ]  # fmt: skip
-        if not self.single_block and sum(map(len, whole_blocks)) == len(kept) == len(pages):
+        if not self.single_block and sum(map(len, whole_blocks)) == len(existing) == len(pages):
             self._set_blocks(whole_blocks)  # moves no data
             return
         blocks = self._allocate(len(pages), self.tensors[0].device)
-        self.copy(kept, np.arange(len(kept)), blocks)
+        self.copy(existing, np.arange(len(existing)), blocks)
         self._set_blocks(blocks)
 
     @torch.inference_mode(False)
@@ -150,8 +150,8 @@ class Blocks:
         if self.tensors[0].device != device:
             # A non-blocking copy to the CPU could return before the data has arrived.
             blocking = device.type == "cpu"
-            moved = [block.to(device, non_blocking=not blocking) for block in self.tensors]
-            self._set_blocks(moved)
+            blocks = [block.to(device, non_blocking=not blocking) for block in self.tensors]
+            self._set_blocks(blocks)
 
     @torch.inference_mode(False)
     def pin(self) -> None:
@@ -165,7 +165,7 @@ def zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> torch.Tensor:
     """Return zeros that can be written in inference mode and outside it."""
-    # In code that is not compiled, leaving inference mode takes longer than zeroing a page.
+    # Leave inference mode only if it is on, because leaving it takes longer than zeroing a page.
     leave_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if leave_mode else nullcontext():
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)

@@ -15,37 +15,37 @@ class FixedPages(LayerGroup):
     """A layer group of a preallocated cache.
 
     The block table on the host lists the pages of a ring: logical page `i` of a sequence is in
-    column `i % ring`. On a device the table has a column for each logical page.
+    column `i % ring_size`. On a device the table has a column for each logical page.
 
     Attributes:
-        room: Maximum number of tokens in a sequence.
-        columns: Number of logical pages per sequence.
-        allocated: Number of allocated pages per sequence, 0 before allocation.
-        device_lengths: Number of stored tokens of each member that was called, `[B]`, int32, at
-            constant addresses.
-        lost: First token of each member that is certainly not overwritten.
+        max_tokens: Maximum number of tokens in a sequence.
+        num_columns: Number of logical pages per sequence.
+        allocated_pages: Number of allocated pages per sequence, 0 before `allocate`.
+        device_lengths: Length of each member that was called, `[B]`, int32, at constant addresses.
+        first_intact: First token of each member that the ring has certainly not overwritten.
     """
 
-    def __init__(self, budget: PageBudget, window: int | None, room: int) -> None:
+    def __init__(self, budget: PageBudget, window: int | None, max_tokens: int) -> None:
         super().__init__(budget, window)
-        self.room, self.columns, self.allocated = room, -(-room // self.page_size), 0
+        self.max_tokens, self.num_columns = max_tokens, -(-max_tokens // self.page_size)
+        self.allocated_pages = 0
         self.device_lengths: dict[int, torch.Tensor] = {}
-        self.lost: dict[int, int] = {}
+        self.first_intact: dict[int, int] = {}
         # Work plans, each with the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
-        self.table.allocator.exact = True
+        self.table.allocator.is_exact = True
 
     @property
-    def count(self) -> int:
-        """Number of pages per sequence, for all tokens or for a window."""
-        if self.allocated or self.window is None or self.record_past:
-            return self.allocated or self.columns
-        return min(self.columns, self.window_pages)
+    def pages_per_sequence(self) -> int:
+        """Number of pages per sequence, for `max_tokens` tokens or for a window."""
+        if self.allocated_pages or self.window is None or self.record_past:
+            return self.allocated_pages or self.num_columns
+        return min(self.num_columns, self.window_pages)
 
     @property
-    def ring(self) -> int:
+    def ring_size(self) -> int:
         """Number of pages per sequence if they form a ring, or 0 if all tokens are kept."""
-        return self.count if self.count < self.columns else 0
+        return count if (count := self.pages_per_sequence) < self.num_columns else 0
 
     @torch.compiler.disable(
         reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
@@ -55,35 +55,34 @@ class FixedPages(LayerGroup):
         """Allocate all pages of every group of the cache.
 
         Returns:
-            The table `[B, columns]` on `device`, and the number of pages of this group.
+            The table `[B, num_columns]` on `device`, and the number of pages of this group.
 
         Raises:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         groups = [x for ref in self.siblings if isinstance(x := ref(), FixedPages)]
-        rooms = [(x, x.count * x.page_size) for x in groups]
-        needed = sum(x.table.pages_needed(0, room, batch) for x, room in rooms)
-        self.budget.require(needed)
-        for x, room in rooms:
-            x.table.reserve(0, room, batch, x.copy_pages)
-            x.allocated = x.count
+        slots_by_group = [(x, x.pages_per_sequence * x.page_size) for x in groups]
+        self.budget.require(sum(x.table.count_needed(0, n, batch) for x, n in slots_by_group))
+        for x, slots in slots_by_group:
+            x.table.reserve(0, slots, batch, x.copy_pages)
+            x.allocated_pages = x.pages_per_sequence
         return self.table_on(device), self.table.allocator.capacity
 
-    def defer(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    def defer_allocation(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Return the result of `allocate`, and allocate when the block table is used on the host.
 
-        For compiled regions, which cannot count pages and only return tensors.
+        This is for compiled regions, which cannot count pages and only return tensors.
         """
-        count = self.allocated = self.count
-        self.deferred = count * self.page_size, batch
-        first = torch.arange(0, batch * count, count, dtype=torch.int32, device=device)
-        column = torch.arange(self.columns, dtype=torch.int32, device=device) % count
-        return first[:, None] + column, batch * count
+        num_pages = self.allocated_pages = self.pages_per_sequence
+        self.deferred_allocation = num_pages * self.page_size, batch
+        first_page = torch.arange(0, batch * num_pages, num_pages, dtype=torch.int32, device=device)
+        column = torch.arange(self.num_columns, dtype=torch.int32, device=device) % num_pages
+        return first_page[:, None] + column, batch * num_pages
 
     def table_on(self, device: torch.device) -> torch.Tensor:
-        """Return the page number of each logical page, `[B, columns]`, int32, on `device`."""
-        columns = np.arange(self.columns, dtype=np.int32)
-        return self.table.on_device(device, columns % (self.ring or len(columns)))
+        """Return the page number of each logical page, `[B, num_columns]`, int32, on `device`."""
+        columns = np.arange(self.num_columns, dtype=np.int32)
+        return self.table.on_device(device, columns % (self.ring_size or len(columns)))
 
     def plan(
         self, member: int, lengths: torch.Tensor, heads: int, rows: int, backend: str
@@ -91,8 +90,8 @@ class FixedPages(LayerGroup):
         """Return a work plan for `rows` query rows per KV head, and the member that fills it.
 
         The plan has a constant address, and is None for a backend without plans. The first member
-        that calls this fills the plan in each step. A plan assigns all positions for any lengths,
-        so an outdated plan is less balanced but still correct.
+        that calls this method fills the plan in each step. A plan assigns all positions for any
+        lengths, so an outdated plan is less balanced but still correct.
         """
         key = device, batch, *_ = lengths.device, len(lengths), heads, rows
         if key not in self._plans:
@@ -105,67 +104,68 @@ class FixedPages(LayerGroup):
 
     def unshare(self, length: int) -> None:
         """Give each sequence separate pages for tokens from `length` on."""
-        table, start = self.table, 0 if self.ring else length
+        table, start = self.table, 0 if self.ring_size else length
         if table.batch:  # after an interrupt the group may have no pages
-            slots = self.count * self.page_size
+            slots = self.pages_per_sequence * self.page_size
             table.reserve(start, slots, table.batch, self.copy_pages)
 
-    def count_for(self, rows: Ints | slice, length: int) -> int:
-        """Return the number of additional pages after `select` of these rows and `unshare`."""
-        first = 0 if self.ring else length // self.page_size
-        kept = self.table.rows[rows, :first]
-        pages = len(np.unique(kept)) + len(kept) * (self.count - first)
-        return pages - len(np.unique(self.table.used()))
+    def count_new_pages(self, rows: Ints | slice, length: int) -> int:
+        """Return the number of pages that are added if `rows` are selected and then unshared."""
+        first = 0 if self.ring_size else length // self.page_size
+        shared = self.table.rows[rows, :first]
+        num_pages = len(np.unique(shared)) + len(shared) * (self.pages_per_sequence - first)
+        return num_pages - len(np.unique(self.table.used_rows()))
 
-    def unroll(self) -> None:
-        """Keep all tokens from now on.
+    def unroll_ring(self) -> None:
+        """Replace the ring by pages for all tokens, in order.
 
         Raises:
             ConfigError: Layers have different lengths, and some exceed the ring.
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
-        ring, table, size = self.ring, self.table, self.page_size
-        if not ring:
+        ring_size, table, size = self.ring_size, self.table, self.page_size
+        if not ring_size:
             return
-        stored = self.stored()
-        lengths = set(stored.values()) - {0}
+        member_lengths = self.read_lengths()
+        lengths = set(member_lengths.values()) - {0}
         length = max(lengths, default=0)
-        if len(lengths) > 1 and length > ring * size:
+        if len(lengths) > 1 and length > ring_size * size:
             raise ConfigError(
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
                 f"{sorted(lengths)} under a window of {self.window}; call it earlier"
             )
-        table.reserve(ring * size, self.columns * size, table.batch)
-        for member, number in stored.items():
-            self.note_stored(member, number)
+        table.reserve(ring_size * size, self.num_columns * size, table.batch)
+        for member, member_length in member_lengths.items():
+            self.update_first_intact(member, member_length)
         last = -(-length // size)
-        for column in range(max(last - ring, ring), last):
-            swapped = [column, column % ring]
+        for column in range(max(last - ring_size, ring_size), last):
+            swapped = [column, column % ring_size]
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
-        self.allocated = self.columns
+        self.allocated_pages = self.num_columns
 
-    def stored(self) -> dict[int, int]:
-        """Return the number of tokens of each member that was called. Synchronizes."""
+    def read_lengths(self) -> dict[int, int]:
+        """Return the number of tokens of each member that was called, by member. Synchronizes."""
         lengths = [x[:1] for x in self.device_lengths.values()]
-        ends = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
-        return dict(zip(self.device_lengths, ends, strict=True))
+        values = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
+        return dict(zip(self.device_lengths, values, strict=True))
 
-    def note_stored(self, member: int, length: int) -> int:
+    def update_first_intact(self, member: int, length: int) -> int:
         """Return the first token that the ring still holds when a member has `length` tokens."""
-        lost = self.lost.get(member, 0)
-        if ring := self.ring:
+        first = self.first_intact.get(member, 0)
+        if ring := self.ring_size:
             size = self.page_size
-            lost = max(lost, (max(length - 1, 0) // size - ring + 1) * size)
-        self.lost[member] = lost
-        return lost
+            first = max(first, (max(length - 1, 0) // size - ring + 1) * size)
+        self.first_intact[member] = first
+        return first
 
     def fork(self) -> LayerGroup:
-        """Return a growing group whose table lists the logical pages of all tokens."""
-        fork, size, stored = super().fork(), self.page_size, self.stored()
-        lost = max((self.note_stored(member, n) for member, n in stored.items()), default=0)
-        length = max(stored.values(), default=0)
-        table, first, count = fork.table, lost // size, -(-length // size)
+        """Return a growing group whose table lists the logical pages in order, not as a ring."""
+        fork, size, lengths = super().fork(), self.page_size, self.read_lengths()
+        first = max([0, *map(self.update_first_intact, lengths, lengths.values())])
+        length = max(lengths.values(), default=0)
+        table, first_column, count = fork.table, first // size, -(-length // size)
         rows = np.full((table.batch, count), NO_PAGE, np.int32)
-        rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
-        table.replace_rows(rows, first)
+        columns = np.arange(first_column, count) % max(table.num_columns, 1)
+        rows[:, first_column:] = table.rows[:, columns]
+        table.replace_rows(rows, first_column)
         return fork

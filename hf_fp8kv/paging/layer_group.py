@@ -2,8 +2,8 @@
 
 A page is freed when its last token has left the window. A call is *long* if it has more tokens than
 the pages of a window have room for. During a long call, the previous pages stay until every layer
-has stored its tokens, so that the call can be undone. Each layer stores such a call in scratch
-pages, which its queries read, and copies the last window from there to its own pages.
+has stored its tokens, so that the call can be undone. Each layer stores a long call in scratch
+pages, which its queries read, and copies the last window from there to the layer's pages.
 """
 
 import weakref
@@ -19,24 +19,22 @@ from .page_pool import PagePool
 
 
 class Step:
-    """A call of the layers of a group, which all get the same number of tokens.
+    """One call of the layers of a group, which all get the same number of tokens.
 
-    The first layer of a step creates it. Lengths and work plans are computed once per device and
-    shared.
+    The first layer of a step creates this object. Lengths and work plans are computed once per
+    device, and shared by the layers.
 
     Attributes:
         start: Number of tokens in each sequence before the step.
         stop: Number of tokens in each sequence after the step.
         batch: Number of sequences.
         version: Version of the block table after the pages of the call were reserved.
-        kept: First logical page of a long call, or None if the call is not long.
+        first_kept_page: First logical page that a long call keeps, or None if no long call runs.
     """
 
-    def __init__(
-        self, start: int, stop: int, batch: int, version: int = -1, kept: int | None = None
-    ) -> None:
+    def __init__(self, start: int, stop: int, batch: int, version: int = -1) -> None:
         self.start, self.stop, self.batch, self.version = start, stop, batch, version
-        self.kept = kept
+        self.first_kept_page: int | None = None
         self._lengths: dict[torch.device, torch.Tensor] = {}
         self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
 
@@ -50,11 +48,11 @@ class Step:
     def plan(
         self, first: int, heads: int, rows: int, device: torch.device, backend: str
     ) -> torch.Tensor | None:
-        """Return the work plan for positions `first` to `stop - 1`, or None without plans.
+        """Return the work plan for positions `first` to `stop - 1`, or None if `backend` has none.
 
         `heads` is the number of KV heads, and `rows` the number of query rows per KV head. A plan
-        never changes. It is valid for any number of query tokens, and for any window in which
-        nothing before `first` is visible.
+        never changes. It is valid for any number of query tokens, and for any window in which no
+        position before `first` is visible.
         """
         key = (first, heads, rows, device, backend)
         if key not in self._plans:
@@ -76,16 +74,16 @@ class LayerGroup:
         table: The block table.
         budget: The budget of pages.
         window: Number of tokens that a query attends to, including its own. None means all.
-        window_pages: Maximum number of pages of a sequence that a window and the next token span.
+        window_pages: Maximum number of pages that a window and the next token of a sequence span.
         page_size: Slots (tokens) per page.
         pools: The pool of each member layer, shared with forks.
-        lengths: Number of tokens written by each member layer. Layers advance one after another.
+        lengths: Number of tokens that each member layer has written. Layers write one by one.
         record_past: Whether pages that have left the window stay until the next crop.
-        siblings: Weak references to all groups of the cache, so that a dropped fork frees its pages
-            at once.
+        siblings: Weak references to all groups of the cache. They are weak, so that a dropped fork
+            frees its pages at once.
         step: The step of the last call of `prepare`, or None.
-        deferred: Number of slots and sequences to allocate when the table is used, or None. See
-            `FixedPages.defer`.
+        deferred_allocation: Numbers of slots and sequences to allocate when the table is used (see
+            `FixedPages.defer_allocation`), or None.
     """
 
     def __init__(
@@ -97,10 +95,10 @@ class LayerGroup:
         self.lengths: list[int] = []
         self.record_past = False
         if window is not None:
-            self._table.allocator.exact = True
+            self._table.allocator.is_exact = True
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
         self.step: Step | None = None
-        self.deferred: tuple[int, int] | None = None
+        self.deferred_allocation: tuple[int, int] | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
     def add(self, pool: PagePool) -> int:
@@ -112,8 +110,8 @@ class LayerGroup:
     @property
     def table(self) -> BlockTable:
         """The block table. Pages that compiled code already uses are allocated first."""
-        if self.deferred is not None:
-            (slots, batch), self.deferred = self.deferred, None
+        if self.deferred_allocation is not None:
+            (slots, batch), self.deferred_allocation = self.deferred_allocation, None
             self._table.reserve(0, slots, batch)
         return self._table
 
@@ -126,9 +124,9 @@ class LayerGroup:
         """Return the first position that is visible to a query at position `length`."""
         return 0 if self.window is None else max(first_visible(length, self.window), 0)
 
-    def first_kept(self, length: int) -> int:
+    def first_kept_token(self, length: int) -> int:
         """Return the first token in the pages of the last window of `length` tokens."""
-        # With a window of 1 the next token attends to none of them, but a page is still kept.
+        # With a window of 1 the next token attends to no stored token, but a page is still kept.
         return min(self.visible_from(length), length - 1) // self.page_size * self.page_size
 
     # -- a step ------------------------------------------------------------------------------
@@ -149,129 +147,127 @@ class LayerGroup:
         other_groups = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in other_groups if group.length == start)]
         for group in groups:
-            group.settle()
+            group.settle_step()
             if not group.length:
-                # Frees pages of a first call that was interrupted before a layer stored its tokens.
+                # Free the pages of a first call that was interrupted before a layer stored tokens.
                 group.table.clear()
-            elif (first := group.table.first * group.page_size) > group.visible_from(start):
+            elif (first := group.table.first_page * group.page_size) > group.visible_from(start):
                 raise ConfigError(
                     f"expected all layers with a window of {group.window} to store a call before "
                     f"the next call, got a layer at {start} tokens while another is at "
                     f"{group.length}, whose window begins at token {first}; pass each call to all "
                     "layers"
                 )
-        calls = [(group, *group._span(start, stop)) for group in groups]
-        if needed := sum(x.table.pages_needed(first, stop, batch) for x, first, *_ in calls):
-            freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in calls)
-            self.budget.require(needed - freed)
-        for group, first, kept, is_long in calls:
+        plans = [(group, *group._plan_step(start, stop)) for group in groups]
+        if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in plans):
+            num_freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in plans)
+            self.budget.require(num_needed - num_freed)
+        for group, first, kept, is_long in plans:
             if not is_long:
                 group.table.release(kept)
                 group.shrink()
-            # Set before pages are reserved, so that an interrupted long call is undone.
-            step = Step(start, stop, batch, kept=first // self.page_size if is_long else None)
-            group.step = step
-            group.table.reserve(first, stop, batch, group.copy_pages, granted=True)
+            # Set the step before pages are reserved, so that an interrupted long call is undone.
+            step = group.step = Step(start, stop, batch)
+            step.first_kept_page = first // self.page_size if is_long else None
+            group.table.reserve(first, stop, batch, group.copy_pages, budget_checked=True)
             step.version = group.table.version
 
-    def _span(self, start: int, stop: int) -> tuple[int, int, bool]:
-        """Return the first token of a call's pages, the first token to keep, and if it is long."""
+    def _plan_step(self, start: int, stop: int) -> tuple[int, int, bool]:
+        """Return the first token of a call's pages, the first token to keep, and `is_long`."""
         if self.window is not None and not self.record_past:
-            pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
-            # If layers advance separately, the slowest layer needs its pages, so all are kept.
-            if pages > self.window_pages and all(n in (0, start) for n in self.lengths):
-                kept = self.first_kept(stop)
-                return max(start, kept), kept, True
-        return start, self._first_needed(keep_recorded=True), False
+            num_pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
+            # If layers store separate calls, the slowest layer needs its pages, so all are kept.
+            if num_pages > self.window_pages and all(n in (0, start) for n in self.lengths):
+                first_kept = self.first_kept_token(stop)
+                return max(start, first_kept), first_kept, True
+        return start, self._find_first_needed(keep_recorded=True), False
 
-    def _long_step(self) -> Step | None:
+    def _find_long_step(self) -> Step | None:
         """Return the step of a running long call, whose previous pages are still kept, or None."""
         step = self.step
-        return step if step and step.start and step.kept is not None else None
+        return step if step and step.start and step.first_kept_page is not None else None
 
-    def finish(self) -> None:
-        """Free the previous pages after every layer has stored a long call."""
-        step = self._long_step()
+    def finish_step(self) -> None:
+        """Free the previous pages if every layer has stored the long call."""
+        step = self._find_long_step()
         if step and all(n in (0, step.stop) for n in self.lengths):
-            self.table.release(self.first_kept(step.stop))
-            step.kept = None
-            self.shrink(at_once=True)
+            self.table.release(self.first_kept_token(step.stop))
+            step.first_kept_page = None
+            self.shrink(eager=True)
 
-    def settle(self) -> None:
-        """Finish a long call that all layers have stored, or undo one that no layer has stored.
+    def settle_step(self) -> None:
+        """Finish a long call that all layers have stored, or undo it if no layer has stored it.
 
         Raises:
-            ConfigError: Only some of the layers have stored it.
+            ConfigError: Only some of the layers have stored the call.
         """
-        self.finish()
-        if (step := self._long_step()) is None:
+        self.finish_step()
+        if (step := self._find_long_step()) is None:
             return
         if step.stop in self.lengths:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
-                f"some layers at {step.stop} and others at {step.start} tokens, under a window of "
+                f"some layers at {step.stop} and some at {step.start} tokens, under a window of "
                 f"{self.window} that has moved on; reset the cache"
             )
-        self.drop_unused()
+        self.drop_unused_pages()
 
-    def drop_unused(self) -> None:
+    def drop_unused_pages(self) -> None:
         """Free the pages of a step that no layer has stored, or that was undone for all layers."""
-        step, length = self._long_step(), self.length
+        step, length = self._find_long_step(), self.length
         self.table.truncate(length)
         if not length:
             self.clear()
         elif step and length == step.start:
             self.step = None
-            self.shrink(at_once=True)
+            self.shrink(eager=True)
 
-    def held_pages(self, member: int) -> Ints:
-        """Return the member's pages that the next call reads, ascending and without duplicates."""
+    def find_visible_pages(self, member: int) -> Ints:
+        """Return the pages of `member` that the next call reads, ascending, without duplicates."""
         length = self.lengths[member]
-        return self.table.pages_of(self.first_kept(length), length)
+        return self.table.pages_of(self.first_kept_token(length), length)
 
-    def shrink(self, *, at_once: bool = False) -> None:
-        """Renumber the pages if few are held, unless forks hold some.
+    def shrink(self, *, eager: bool = False) -> None:
+        """Renumber the pages if few of them are in use, unless forks also hold pages.
 
-        With `at_once`, any free page suffices. After an error all groups are empty.
+        With `eager`, one free page suffices to renumber. After an error all groups are empty.
         """
         allocator = self.table.allocator
-        if not (allocator.is_sparse or (at_once and allocator.held and allocator.num_free)):
+        if not (allocator.is_sparse or (eager and allocator.num_held and allocator.num_free)):
             return
         try:
             if (pages := self.table.compact()) is not None:
                 for pool in filter(lambda pool: pool.is_allocated, self.pools):
-                    pool.memory.keep(pages)
+                    pool.memory.keep_pages(pages)
         except BaseException:  # out of memory or Ctrl-C: some layers still use the old numbers
             for group in filter(None, (ref() for ref in self.siblings)):
                 group.clear()
             raise
 
     def copy_pages(self, copies: Copies) -> None:
-        """Copy pages in every pool, after growing it to hold all pages."""
+        """Copy pages in every pool, which first grows to hold all pages of the table."""
         for pool in self.pools:
             if pool.is_allocated and len(copies[0]):
                 pool.memory.grow(self.table.allocator.capacity)
                 pool.memory.copy(*copies)
 
-    def _first_needed(self, *, keep_recorded: bool = False) -> int:
-        """Return the first token in the pages to keep, or 0 to keep all."""
-        if self.window is None:
-            return 0
-        if not (written := [n for n in self.lengths if n]) or (keep_recorded and self.record_past):
-            return 0
-        return self.first_kept(min(written))
+    def _find_first_needed(self, *, keep_recorded: bool = False) -> int:
+        """Return the first token in the pages to keep. 0 means that all pages are kept."""
+        keeps_all = self.window is None or (keep_recorded and self.record_past)
+        length = min((n for n in self.lengths if n), default=0)
+        return self.first_kept_token(length) if length and not keeps_all else 0
 
     # -- all tokens --------------------------------------------------------------------------
 
     def crop(self, tokens: int, members: list[int] | None = None) -> None:
-        """Remove the last `tokens` tokens, in every layer or in `members`."""
-        self.settle()
+        """Remove the last `tokens` tokens of every layer, or of the layers `members`."""
+        self.settle_step()
         for i in range(len(self.lengths)) if members is None else members:
             self.lengths[i] = max(self.lengths[i] - tokens, 0)
         self.table.truncate(self.length)
         if not self.length:
             self.clear()
-        self.table.release(self._first_needed())
+        self.table.release(self._find_first_needed())
         self.shrink()
 
     def clear(self) -> None:
@@ -281,8 +277,8 @@ class LayerGroup:
         self.step = None
 
     def fork(self) -> "LayerGroup":
-        """Return a group without layers that shares the pages, in O(pages), without copies."""
-        self.settle()
+        """Return a group without layers that shares the pages, in O(pages) and without copies."""
+        self.settle_step()
         # The next step must check again which pages are shared.
         self.step = None
         fork = LayerGroup(self.budget, self.window, self.table.fork())

@@ -20,17 +20,16 @@ class LongWrite(NamedTuple):
     """Pages of a long call, which has more tokens than the pages of its window have room for.
 
     Attributes:
-        first: Logical page of the first token that is visible to the call: an integer, or
-            `[B, 1]`, int64.
-        old: Pages from `first` on before the call, `[B, n]`.
-        kept: First logical page that is kept after the call, of the same type as `first`.
-        own: Pages from `kept` on after the call, `[B, m]`.
+        first_page: Logical page of the call's first visible token, an integer or `[B, 1]`, int64.
+        old_pages: Pages from `first_page` on before the call, `[B, n]`.
+        first_kept_page: First logical page that is kept after the call, of the same type.
+        kept_pages: Pages from `first_kept_page` on after the call, `[B, m]`.
     """
 
-    first: int | torch.Tensor
-    old: Ints | torch.Tensor
-    kept: int | torch.Tensor
-    own: Ints | torch.Tensor
+    first_page: int | torch.Tensor
+    old_pages: Ints | torch.Tensor
+    first_kept_page: int | torch.Tensor
+    kept_pages: Ints | torch.Tensor
 
 
 class Call(NamedTuple):
@@ -40,11 +39,10 @@ class Call(NamedTuple):
         tokens: Number of new tokens.
         table: Page number of each logical page, `[B, M]`, int32.
         lengths: Number of stored tokens after the call, `[B]`, int32.
-        start: Position of the first stored token that is visible to the call, or an earlier
-            position.
+        start: First position with a column: the first visible token's, or an earlier position.
         stop: Last position with a column plus one.
         step: The step of a growing layer, or None.
-        long: The pages of a long call, or None.
+        long_write: The pages of a long call, or None.
     """
 
     tokens: int
@@ -53,7 +51,7 @@ class Call(NamedTuple):
     start: int
     stop: int
     step: Step | None = None
-    long: LongWrite | None = None
+    long_write: LongWrite | None = None
 
 
 class HostLength:
@@ -64,13 +62,13 @@ class HostLength:
         member: Index of the layer in its group.
     """
 
-    room = None
+    max_tokens = None
 
     def __init__(self, group: LayerGroup, member: int) -> None:
         self.group, self.member = group, member
 
     @property
-    def stored(self) -> int:
+    def num_stored(self) -> int:
         """Number of stored tokens, including those that have left the window."""
         return self.group.lengths[self.member]
 
@@ -79,34 +77,33 @@ class HostLength:
         """Whether no token is stored."""
         return not self.group.lengths[self.member]
 
-    def on_host(self) -> int:
-        """Return `stored`."""
-        return self.stored
+    def count_stored(self) -> int:
+        """Return `num_stored`."""
+        return self.num_stored
 
     def allocate(self, batch: int, device: torch.device) -> int:
         """Return the number of pages that a pool needs now."""
         return self.group.table.allocator.capacity
 
     def reserve(self, tokens: int, batch: int) -> None:
-        """Reserve the pages of a call, see `LayerGroup.prepare`."""
-        start = self.stored
+        """Reserve the pages of a call (see `LayerGroup.prepare`)."""
+        start = self.num_stored
         self.group.prepare(start, start + tokens, batch)
 
-    def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
+    def begin_call(self, tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call, after `reserve`."""
-        group, start = self.group, self.stored
+        group, start = self.group, self.num_stored
         table, stop, step = group.table, start + tokens, group.step
         assert step is not None
-        seen, size = group.visible_from(start), group.page_size
-        long = None
-        if (kept := step.kept) is not None:
-            first = seen // size
-            old, own = table.rows[:, first : -(-start // size)], table.rows[:, kept:]
-            long = LongWrite(first, old, kept, own)
+        first, size = group.visible_from(start), group.page_size
+        long_write = None
+        if (kept := step.first_kept_page) is not None:
+            old_pages = table.rows[:, first // size : -(-start // size)]
+            long_write = LongWrite(first // size, old_pages, kept, table.rows[:, kept:])
         lengths = step.lengths(device)
-        return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
+        return Call(tokens, table.on_device(device), lengths, first, stop, step, long_write)
 
-    def end(self, call: Call) -> None:
+    def end_call(self, call: Call) -> None:
         """Record that the tokens of a call are stored."""
         self.group.lengths[self.member] += call.tokens
 
@@ -115,20 +112,21 @@ class HostLength:
         assert call.step is not None
         return call.step.plan(call.start, heads, rows, call.table.device, backend)
 
-    def check_crop(self, tokens: int, stored: int) -> None:
+    def check_crop(self, tokens: int, num_stored: int) -> None:
         """Raise ConfigError if the last `tokens` tokens cannot be removed."""
-        self.group.settle()
-        _check_crop(self.group, tokens, stored, self.group.table.first * self.group.page_size)
+        self.group.settle_step()
+        first_token = self.group.table.first_page * self.group.page_size
+        _check_crop(self.group, tokens, num_stored, first_token)
 
     def set(self, length: int) -> None:
         """Keep the first `length` tokens, and free pages that have left the window."""
-        self.group.crop(self.stored - length, [self.member])
+        self.group.crop(self.num_stored - length, [self.member])
 
-    def written(self, device: torch.device) -> Call:
+    def stored_call(self, device: torch.device) -> Call:
         """Return the positions and pages of all tokens that are visible to the next token."""
-        group, stop, table = self.group, self.stored, self.group.table
-        step, first = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
-        return Call(1, table.on_device(device), step.lengths(device), first, stop, step)
+        group, stop, table = self.group, self.num_stored, self.group.table
+        step, first_visible = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
+        return Call(1, table.on_device(device), step.lengths(device), first_visible, stop, step)
 
 
 class DeviceLength:
@@ -139,19 +137,19 @@ class DeviceLength:
         member: Index of the layer in its group.
         is_empty: Whether no token was stored since the start or a reset. It changes once per
             generation, at the prefill, which is not compiled.
-        table: Page number of each logical page, `[B, columns]`, int32, at a constant address.
+        table: Page number of each logical page, `[B, num_columns]`, int32, at a constant address.
     """
 
     table: torch.Tensor
 
     def __init__(self, group: FixedPages, member: int) -> None:
-        self.group, self.member, self.room = group, member, group.room
+        self.group, self.member, self.max_tokens = group, member, group.max_tokens
         self.is_empty = True
-        # An upper bound of the number of stored tokens, kept on the host for `check_room`.
+        # An upper bound of the number of stored tokens, kept on the host for `check_capacity`.
         self._upper_bound = 0
         self._plan: torch.Tensor | None = None
-        # Number of KV heads and backend of the plan, if this layer fills it.
-        self._fills: tuple[int, str] | None = None
+        # Number of KV heads and backend of the work plan, or None if another layer fills it.
+        self._plan_arguments: tuple[int, str] | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -159,11 +157,11 @@ class DeviceLength:
         return self.group.device_lengths[self.member]
 
     @property
-    def stored(self) -> int | torch.Tensor:
+    def num_stored(self) -> int | torch.Tensor:
         """Number of stored tokens: 0, or a tensor `[]` as in transformers' static layers."""
         return 0 if self.is_empty else self.lengths[0]
 
-    def on_host(self) -> int:
+    def count_stored(self) -> int:
         """Return the number of stored tokens as an integer. Synchronizes with the device."""
         return 0 if self.is_empty else int(self.lengths[0])
 
@@ -174,7 +172,7 @@ class DeviceLength:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         if torch.compiler.is_compiling() and self.group.budget.max_pages is None:
-            self.table, pages = self.group.defer(batch, device)
+            self.table, pages = self.group.defer_allocation(batch, device)
         else:
             self.table, pages = self.group.allocate(batch, device)
         self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
@@ -182,39 +180,40 @@ class DeviceLength:
 
     def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
         """Use the work plan of the group. Return the tensors with constant addresses."""
-        self._plan, leader = self.group.plan(self.member, self.lengths, heads, rows, backend)
-        self._fills = (heads, backend) if leader == self.member else None
+        self._plan, member = self.group.plan(self.member, self.lengths, heads, rows, backend)
+        self._plan_arguments = (heads, backend) if member == self.member else None
         return [x for x in (self.table, self.lengths, self._plan) if x is not None]
 
     def reserve(self, tokens: int, batch: int) -> None:
-        """Raise OutOfPagesError if the first call of a layer exceeds its room."""
-        if self.is_empty and tokens > self.room:
-            raise OutOfPagesError.of_tokens(self.room, 0, tokens)
+        """Raise OutOfPagesError if the first call of a layer has more than `max_tokens` tokens."""
+        if self.is_empty and tokens > self.max_tokens:
+            raise OutOfPagesError.of_tokens(self.max_tokens, 0, tokens)
 
-    def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
+    def begin_call(self, tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call."""
-        after = ops.advance(self.lengths, tokens, self.room, backend)
-        ring, size = self.group.ring, self.group.page_size
-        long = None
-        # Maximum number of new tokens for which the ring keeps everything visible to the first.
-        max_tokens = (ring - 1) * size - (self.group.window or 0) + 2
-        if ring and tokens > max_tokens:
-            first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
-            long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept))
-        return Call(tokens, self.table, after, 0, self.room, long=long)
+        new_lengths = ops.advance(self.lengths, tokens, self.max_tokens, backend)
+        ring, size = self.group.ring_size, self.group.page_size
+        long_write = None
+        # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
+        max_new = (ring - 1) * size - (self.group.window or 0) + 2
+        if ring and tokens > max_new:
+            first, kept = map(self._find_first_ring_page, (self.lengths, new_lengths))
+            old_pages, kept_pages = map(self._find_ring_pages, (first, kept))
+            long_write = LongWrite(first, old_pages, kept, kept_pages)
+        return Call(tokens, self.table, new_lengths, 0, self.max_tokens, long_write=long_write)
 
-    def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
+    def _find_first_ring_page(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the first logical page in the ring after `lengths` tokens, `[B, 1]`, int64."""
         last = torch.div(lengths.long() - 1, self.group.page_size, rounding_mode="floor")
-        return (last - self.group.ring + 1).clamp(min=0)[:, None]
+        return (last - self.group.ring_size + 1).clamp(min=0)[:, None]
 
-    def _in_ring(self, first: torch.Tensor) -> torch.Tensor:
-        """Return the pages of the ring from logical page `first` on, `[B, ring]`, int64."""
-        logical = first + torch.arange(self.group.ring, device=first.device)
-        # Clamp, because a GPU neither raises nor writes past the end.
+    def _find_ring_pages(self, first: torch.Tensor) -> torch.Tensor:
+        """Return the pages of the ring from logical page `first` on, `[B, ring_size]`, int64."""
+        logical = first + torch.arange(self.group.ring_size, device=first.device)
+        # Clamp, because tokens past the end are not stored, and a GPU cannot raise an error.
         return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
 
-    def end(self, call: Call) -> None:
+    def end_call(self, call: Call) -> None:
         """Record that the tokens of a call are stored, and fill the group's work plan."""
         if self.is_empty:
             self.is_empty = False
@@ -224,29 +223,29 @@ class DeviceLength:
         self.fill_plan(call.tokens)
 
     def fill_plan(self, tokens: int) -> None:
-        """Fill the group's work plan for `tokens` stored tokens, if this layer is responsible."""
-        if self._fills is not None and self._plan is not None:
+        """Fill the group's work plan for a call of `tokens` tokens, if this layer must do it."""
+        if self._plan_arguments is not None and self._plan is not None:
             window = self.group.window or 0
-            ops.make_plan(self._plan, self.lengths, tokens, window, 0, *self._fills)
+            ops.make_plan(self._plan, self.lengths, tokens, window, 0, *self._plan_arguments)
 
     def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
         """Return the group's work plan, or None if the backend has no plans."""
         return self._plan
 
-    def written(self, device: torch.device) -> Call:
+    def stored_call(self, device: torch.device) -> Call:
         """Return the pages of all positions, stored or not.
 
-        A ring begins with the window of the next token, for which this synchronizes.
+        A ring begins with the window of the next token. To find it, this method synchronizes.
         """
-        first = self.group.visible_from(self.on_host()) if self.group.ring else 0
-        return Call(1, self.table, self.lengths, first, self.room)
+        first = self.group.visible_from(self.count_stored()) if self.group.ring_size else 0
+        return Call(1, self.table, self.lengths, first, self.max_tokens)
 
-    def check_room(self, tokens: int) -> None:
-        """Raise OutOfPagesError before a step that exceeds the room.
+    def check_capacity(self, tokens: int) -> None:
+        """Raise OutOfPagesError before a step that exceeds `max_tokens`.
 
-        On a CPU the write itself raises. On other devices it cannot, and reading the length
-        synchronizes. The length is therefore only read if an upper bound on the host exceeds the
-        room.
+        On a CPU the write itself raises the error. On other devices it cannot, and reading the
+        length synchronizes. The length is therefore only read if an upper bound of it on the host
+        exceeds `max_tokens`.
         """
         if torch.compiler.is_compiling():
             return
@@ -256,26 +255,26 @@ class DeviceLength:
         if self.lengths.is_cpu:
             return
         self._upper_bound += tokens
-        if self._upper_bound > self.room:
-            length = self.on_host()
-            if length + tokens > self.room:
-                raise OutOfPagesError.of_tokens(self.room, length, tokens)
+        if self._upper_bound > self.max_tokens:
+            length = self.count_stored()
+            if length + tokens > self.max_tokens:
+                raise OutOfPagesError.of_tokens(self.max_tokens, length, tokens)
             self._upper_bound = length + tokens
 
-    def check_crop(self, tokens: int, stored: int) -> None:
-        """Raise ConfigError if the last `tokens` of `stored` tokens cannot be removed."""
-        lost = self.group.note_stored(self.member, stored)
-        _check_crop(self.group, tokens, stored, lost)
+    def check_crop(self, tokens: int, num_stored: int) -> None:
+        """Raise ConfigError if the last `tokens` of `num_stored` tokens cannot be removed."""
+        first_intact = self.group.update_first_intact(self.member, num_stored)
+        _check_crop(self.group, tokens, num_stored, first_intact)
 
     def set(self, length: int) -> None:
         """Keep the first `length` tokens."""
         if not length:
-            self.group.lost.pop(self.member, None)
+            self.group.first_intact.pop(self.member, None)
         self.is_empty, self._upper_bound = not length, length
         if self.member in self.group.device_lengths:
             self.lengths.fill_(length)
 
-    def follow_table(self, device: torch.device) -> bool:
+    def update_table(self, device: torch.device) -> bool:
         """Apply a change of the block table or device. Return whether addresses have changed."""
         table = self.group.table_on(device)
         if (table.shape, device) == (self.table.shape, self.table.device):
@@ -288,15 +287,15 @@ class DeviceLength:
         return True
 
 
-def _check_crop(group: LayerGroup, tokens: int, stored: int, lost: int) -> None:
-    """Raise ConfigError if the last `tokens` of `stored` tokens cannot be removed.
+def _check_crop(group: LayerGroup, tokens: int, num_stored: int, first_intact: int) -> None:
+    """Raise ConfigError if the last `tokens` of `num_stored` tokens cannot be removed.
 
-    `lost` is the first token that is still held.
+    `first_intact` is the first token that is still stored.
     """
-    remaining = max(stored - tokens, 0)
-    if tokens and remaining and group.first_kept(remaining) < lost:
+    remaining = max(num_stored - tokens, 0)
+    if tokens and remaining and group.first_kept_token(remaining) < first_intact:
         raise ConfigError(
-            f"crop: expected to keep a window that is still stored (from token {lost} on), got "
-            f"{tokens} tokens to remove from {stored} under a window of {group.window}; call "
-            "activate_past_recording() before these tokens are written"
+            "crop: expected to keep a window that is still stored (from token "
+            f"{first_intact} on), got {tokens} tokens to remove from {num_stored} under a window "
+            f"of {group.window}; call activate_past_recording() before these tokens are written"
         )

@@ -2,7 +2,7 @@
 
 Host memory has a copy of each page. A layer's pages are fetched to the device for its call, and the
 next layer's pages are fetched while this layer computes. Only pages that a call has written are
-copied back. On a CPU both tiers are ordinary memory, with the same copies.
+copied back. If the device is the CPU, both copies are in ordinary memory.
 """
 
 import weakref
@@ -21,10 +21,10 @@ class OffloadBudget(PageBudget):
     """A budget for offloaded pages, shared by a cache and its forks.
 
     Attributes:
-        max_device_pages: Number of pages per layer that the device has room for. None means room
-            for two layers: the one that computes and the next one.
-        layers: The pages of each layer, of a cache and its forks.
-        streams: Stream for the copies, by device.
+        max_device_pages: Maximum number of pages per layer on the device. None means all pages of
+            two layers: the layer that computes and the next layer.
+        layers: The blocks of each layer of a cache and its forks.
+        streams: CUDA stream for the copies, by device.
     """
 
     def __init__(
@@ -32,64 +32,67 @@ class OffloadBudget(PageBudget):
     ) -> None:
         super().__init__(page_size, max_pages)
         self.max_device_pages = max_device_pages
-        self.layers: weakref.WeakSet[Tiers] = weakref.WeakSet()
+        self.layers: weakref.WeakSet[OffloadBlocks] = weakref.WeakSet()
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def use(self, layer: "Tiers", pages: Ints, following: "Tiers", its_pages: Ints) -> None:
-        """Fetch `pages` of a layer to the device, and start to fetch pages of the following layer.
+    def fetch_layers(
+        self, layer: "OffloadBlocks", pages: Ints, next_layer: "OffloadBlocks", next_pages: Ints
+    ) -> None:
+        """Fetch `pages` of a layer to the device, and start to fetch pages of the next layer.
 
         Layers compute in a fixed cyclic order, so the layer that has just computed is needed last
         and is evicted first. (The least recently used layer is needed next. If the device had room
         for all layers except one, evicting that layer would move every layer in every step.)
         """
-        self._make_room(layer, layer)
+        self._evict_until_fit(layer, layer)
         if self.max_device_pages is None:
-            for other in self._here() - {layer}:
-                other.store()  # it is evicted soon, so copy while this layer computes
+            for other_layer in self._find_resident() - {layer}:
+                other_layer.write_back()  # it is evicted soon, so copy while this layer computes
         layer.fetch(pages)
         layer.wait()
-        # The computing layer is always on the device, the following layer only if both fit.
-        if len(following.missing(its_pages)) and self._fits({layer, following}):
-            self._make_room(layer, following)
-            following.fetch(its_pages)
+        # The computing layer is always on the device. The next layer is fetched only if both fit.
+        if len(next_layer.find_missing(next_pages)) and self._can_hold({layer, next_layer}):
+            self._evict_until_fit(layer, next_layer)
+            next_layer.fetch(next_pages)
 
-    def _here(self) -> "set[Tiers]":
-        return {layer for layer in self.layers if layer.here.is_allocated}
+    def _find_resident(self) -> "set[OffloadBlocks]":
+        return {layer for layer in self.layers if layer.device_blocks.is_allocated}
 
-    def _make_room(self, current: "Tiers", incoming: "Tiers") -> None:
+    def _evict_until_fit(self, current: "OffloadBlocks", incoming: "OffloadBlocks") -> None:
         """Evict other layers until the pages of `incoming` fit."""
-        size, others = max(x.index for x in self.layers) + 1, self._here() - {current, incoming}
-        candidates = sorted(others, key=lambda x: (x.index - current.index) % size or size)
-        while candidates and not self._fits(self._here() | {incoming}):
+        num_layers = max(layer.index for layer in self.layers) + 1
+        evictable = self._find_resident() - {current, incoming}
+        candidates = sorted(evictable, key=lambda x: (x.index - current.index - 1) % num_layers)
+        while candidates and not self._can_hold(self._find_resident() | {incoming}):
             candidates.pop().evict()
 
-    def _fits(self, layers: "set[Tiers]") -> bool:
+    def _can_hold(self, layers: "set[OffloadBlocks]") -> bool:
         if self.max_device_pages is None:
             return len(layers) <= 2
         count = len({layer.index for layer in self.layers})
         return sum(map(len, layers)) <= self.max_device_pages * count
 
 
-class Tiers:
-    """The pages of one layer in host memory, and their copies on the device.
+class OffloadBlocks:
+    """The pages of one layer in host memory, and copies of some of them on the device.
 
-    The class has the interface of `Blocks`, which it replaces in a pool.
+    In a pool, this class replaces `Blocks`, whose interface it has.
 
     Attributes:
         index: Index of the layer in the model.
-        here: Pages on the device, only allocated while some are there.
-        home: Pages in host memory, allocated when the first page is stored there.
+        device_blocks: Pages on the device. Allocated only while the device holds some.
+        host_blocks: Pages in host memory. Allocated when the first page is copied there.
         is_allocated: Whether `allocate` was called, possibly with 0 pages.
     """
 
-    size: int
+    page_bytes: int
     device: torch.device
 
     def __init__(self, budget: OffloadBudget, index: int) -> None:
         self.budget, self.index = budget, index
-        self.here, self.home = Blocks(), Blocks()
-        # The last copy of these pages, in either direction, if it may not have finished.
-        self._copied: torch.cuda.Event | None = None
+        self.device_blocks, self.host_blocks = Blocks(), Blocks()
+        # Event after the last copy of these pages, in either direction, if it may be running.
+        self._copy_event: torch.cuda.Event | None = None
         self.free()
         budget.layers.add(self)
 
@@ -101,80 +104,81 @@ class Tiers:
         return len(self._on_device)
 
     def allocate(
-        self, size: int, pages: int, device: torch.device, *, single_block: bool = False
+        self, page_bytes: int, pages: int, device: torch.device, *, single_block: bool = False
     ) -> None:
-        """Create `pages` pages of `size` bytes. Memory is allocated when they are used."""
-        self.size, self.device, self.is_allocated = size, device, True
+        """Create `pages` pages of `page_bytes` bytes. Memory is allocated when they are used."""
+        self.page_bytes, self.device, self.is_allocated = page_bytes, device, True
         self.grow(pages)
 
     def free(self) -> None:
         """Free the memory. `allocate` may be called again."""
         self._finish_copies()
         self.is_allocated = False
-        self.here.free()
-        self.home.free()
-        # Whether the copy of each page in that memory is up to date.
+        self.device_blocks.free()
+        self.host_blocks.free()
+        # Whether the device, or host memory, has an up-to-date copy of each page.
         self._on_device = self._on_host = np.zeros(0, bool)
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages."""
         if pages <= len(self):
             return
-        if self.here.is_allocated:
+        if self.device_blocks.is_allocated:
             self.wait()
-            self.here.grow(pages)
-        # Last, because the lines above may fail, and in one assignment.
-        flags, added = (self._on_device, self._on_host), np.zeros(pages - len(self), bool)
-        self._on_device, self._on_host = (np.concatenate([old, added]) for old in flags)
+            self.device_blocks.grow(pages)
+        # This comes last, because the lines above may fail, and is one assignment for interrupts.
+        old_flags, new_flags = (self._on_device, self._on_host), np.zeros(pages - len(self), bool)
+        self._on_device, self._on_host = (np.concatenate([x, new_flags]) for x in old_flags)
 
-    # -- between the tiers -------------------------------------------------------------------
+    # -- copies between the device and the host ----------------------------------------------
 
-    def missing(self, pages: Ints) -> Ints:
+    def find_missing(self, pages: Ints) -> Ints:
         """Return the pages among `pages` that are only in host memory."""
         missing: Ints = pages[self._on_host[pages] & ~self._on_device[pages]]
         return missing
 
     def fetch(self, pages: Ints) -> None:
-        """Start to copy missing pages among `pages`, ascending, to the device."""
-        if not self.here.is_allocated:
-            self.here.allocate(self.size, len(self), self.device)
-        missing = self.missing(pages)
-        if len(missing):
-            self._copy_over(self.home, self.here, missing)
-            self.budget.fetched += len(missing) * self.size
+        """Start to copy missing pages among `pages`, ascending, from the host to the device."""
+        if not self.device_blocks.is_allocated:
+            self.device_blocks.allocate(self.page_bytes, len(self), self.device)
+        missing_pages = self.find_missing(pages)
+        if len(missing_pages):
+            self._start_copy(self.host_blocks, self.device_blocks, missing_pages)
+            self.budget.fetched_bytes += len(missing_pages) * self.page_bytes
         self._on_device[pages] = True
 
-    def store(self) -> None:
-        """Start to copy pages that were written on the device to host memory."""
-        if not self.home.is_allocated:
-            self.home.allocate(self.size, len(self), _HOST, pinned=self.device.type == "cuda")
-        self.home.grow(len(self))
-        written = np.flatnonzero(self._on_device & ~self._on_host)
-        if len(written):
-            self._copy_over(self.here, self.home, written)
-            self.budget.returned += len(written) * self.size
-            self._on_host[written] = True
+    def write_back(self) -> None:
+        """Start to copy the pages that were written on the device to host memory."""
+        if not self.host_blocks.is_allocated:
+            is_cuda = self.device.type == "cuda"
+            self.host_blocks.allocate(self.page_bytes, len(self), _HOST, pinned=is_cuda)
+        self.host_blocks.grow(len(self))
+        written_pages = np.flatnonzero(self._on_device & ~self._on_host)
+        if len(written_pages):
+            self._start_copy(self.device_blocks, self.host_blocks, written_pages)
+            self.budget.returned_bytes += len(written_pages) * self.page_bytes
+            self._on_host[written_pages] = True
 
     def evict(self) -> None:
-        """Copy written pages to host memory, and free the memory on the device."""
-        if self.here.is_allocated:
-            self.store()
+        """Copy the written pages to host memory, and free the memory on the device."""
+        if self.device_blocks.is_allocated:
+            self.write_back()
             self.wait()
             self._on_device[:] = False
-            self.here.free()
+            self.device_blocks.free()
 
-    def written(self, pages: Ints) -> None:
-        """Record that these pages are written on the device."""
+    def mark_written(self, pages: Ints) -> None:
+        """Record that `pages` are written on the device, so the copies on the host are outdated."""
         self._on_device[pages] = True
         self._on_host[pages] = False
 
     def wait(self) -> None:
-        """Make work that is started on the device from now on wait for the copies."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self._copied.device).wait_event(self._copied)
+        """Make work that is queued on the device from now on wait for the copies."""
+        if self._copy_event is not None:
+            torch.cuda.current_stream(self._copy_event.device).wait_event(self._copy_event)
 
-    def _copy_over(self, source: Blocks, target: Blocks, pages: Ints) -> None:
-        device, streams = self.here.tensors[0].device, self.budget.streams
+    def _start_copy(self, source: Blocks, target: Blocks, pages: Ints) -> None:
+        device, streams = self.device_blocks.tensors[0].device, self.budget.streams
         if device.type != "cuda":
             target.copy_from(source, pages, blocking=True)
             return
@@ -183,55 +187,55 @@ class Tiers:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             target.copy_from(source, pages, blocking=False)
-            self._copied = stream.record_event()
+            self._copy_event = stream.record_event()
 
     def _finish_copies(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+            self._copy_event = None
 
-    def _at_home(self) -> Blocks:
-        """Return the pages in host memory after all copies to it have finished."""
-        self.store()
+    def _sync_host_blocks(self) -> Blocks:
+        """Copy written pages to host memory, wait for all copies, and return `host_blocks`."""
+        self.write_back()
         self._finish_copies()
-        return self.home
+        return self.host_blocks
 
     # -- the interface of `Blocks` -----------------------------------------------------------
 
     def take(self, pages: Ints | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
-        return self._at_home().take(pages)
+        return self._sync_host_blocks().take(pages)
 
     def put(self, pages: Ints | torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows to pages on the device if the layer is there, otherwise in host memory."""
+        """Write rows to pages on the device if the layer has pages there, otherwise on the host."""
         assert not isinstance(pages, torch.Tensor)
-        if self.here.is_allocated:
-            self.here.put(pages, rows)
-            self.written(pages)
+        if self.device_blocks.is_allocated:
+            self.device_blocks.put(pages, rows)
+            self.mark_written(pages)
         else:
-            self._at_home().put(pages, rows.to(_HOST))
+            self._sync_host_blocks().put(pages, rows.to(_HOST))
             self._on_host[pages] = True
 
     def copy(self, sources: Ints, destinations: Ints) -> None:
         """Copy pages. No page may be both a source and a destination."""
-        if self.here.is_allocated:
+        if self.device_blocks.is_allocated:
             self.fetch(np.unique(sources))
             self.wait()
-            self.here.copy(sources, destinations)
-            self.written(destinations)
+            self.device_blocks.copy(sources, destinations)
+            self.mark_written(destinations)
         else:
-            self._at_home().copy(sources, destinations)
+            self._sync_host_blocks().copy(sources, destinations)
             self._on_host[destinations] = self._on_host[sources]
 
-    def keep(self, pages: Ints) -> None:
-        """Keep only `pages`, ascending, and renumber them from 0, as `Blocks.keep`."""
+    def keep_pages(self, pages: Ints) -> None:
+        """Keep only `pages`, ascending, and renumber them from 0, like `Blocks.keep_pages`."""
         self.evict()
-        self._at_home().keep(pages)
+        self._sync_host_blocks().keep_pages(pages)
         self._on_host, self._on_device = np.ones(len(pages), bool), np.zeros(len(pages), bool)
 
     def move(self, device: torch.device) -> None:
-        """Copy all pages to host memory, for any `device`. They return when the layer computes."""
+        """Copy all pages to host memory, for any `device`. They are fetched for the next call."""
         self.evict()
-        home = self._at_home()
+        blocks = self._sync_host_blocks()
         if self.device.type == "cuda":
-            home.pin()
+            blocks.pin()

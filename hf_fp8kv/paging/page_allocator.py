@@ -11,51 +11,51 @@ import numpy as np
 from ..errors import OutOfPagesError
 
 NO_PAGE = -1
-# A pool grows by at least this number of tokens and by at least 1/32 of its size, so that at most 4
-# % or 64 tokens are unused.
+# A pool grows by at least this number of tokens, and by at least its size divided by
+# `GROWTH_DIVISOR`. At most 64 tokens or 4 % of the pool are unused.
 GROWTH_TOKENS = 64
-GROWTH_SHARE = 32
-# Pages are renumbered and memory is freed when at most one page in this number is held.
-SHRINK_SHARE = 4
+GROWTH_DIVISOR = 32
+# Pages are renumbered and memory is freed when at most one page in `SHRINK_DIVISOR` is held.
+SHRINK_DIVISOR = 4
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class PageBudget:
-    """The maximum number of pages in use, over all allocators that share this budget.
+    """A limit on the number of pages in use, over all allocators that share this budget.
 
     Attributes:
         page_size: Slots (tokens) per page.
         max_pages: Maximum number of pages in use. None means no limit.
-        fetched: Bytes copied to the device so far, with offloading.
-        returned: Bytes copied back to host memory so far.
+        fetched_bytes: Number of bytes that offloading has copied to the device.
+        returned_bytes: Number of bytes that offloading has copied back to host memory.
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size = page_size
         self.max_pages = max_pages
-        self.fetched = self.returned = 0
+        self.fetched_bytes = self.returned_bytes = 0
         self.allocators: weakref.WeakSet[PageAllocator] = weakref.WeakSet()
 
     @property
-    def held(self) -> int:
+    def num_held(self) -> int:
         """Number of pages in use."""
-        return sum(allocator.held for allocator in self.allocators)
+        return sum(allocator.num_held for allocator in self.allocators)
 
     def require(self, pages: int) -> None:
         """Raise OutOfPagesError if `pages` additional pages would exceed the budget."""
-        if self.max_pages is not None and self.held + pages > self.max_pages:
+        if self.max_pages is not None and self.num_held + pages > self.max_pages:
             raise OutOfPagesError(
                 f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
-                f"got a call that needs {pages} more with {self.held} in use; raise max_pages, "
+                f"got a call that needs {pages} more with {self.num_held} in use; raise max_pages, "
                 "drop a fork, crop or reset the cache",
                 needed=pages,
-                available=self.max_pages - self.held,
+                available=self.max_pages - self.num_held,
             )
 
 
 class PageAllocator:
-    """The existing page numbers, and how many entries of block tables refer to each."""
+    """The existing page numbers, and the number of block table entries that refer to each."""
 
     def __init__(self, budget: PageBudget) -> None:
         self.budget, self.page_size = budget, budget.page_size
@@ -63,8 +63,8 @@ class PageAllocator:
         self.references: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._orphans: list[Ints] = []
-        # Whether only the required number of pages is created, for tables that stop growing early.
-        self.exact = False
+        # Whether only the required pages are created, because the table soon stops growing.
+        self.is_exact = False
 
     @property
     def capacity(self) -> int:
@@ -77,7 +77,7 @@ class PageAllocator:
         return len(self._free)
 
     @property
-    def held(self) -> int:
+    def num_held(self) -> int:
         """Number of pages that at least one block table holds."""
         self.free_orphans()
         # Counted from references, because an interrupt may lose the number of a free page.
@@ -85,61 +85,61 @@ class PageAllocator:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether few enough pages are in use that renumbering pays."""
-        if self.exact:  # a long call with a window leaves half of its pages free
-            return 0 < self.held * 2 <= self.capacity
-        is_low = 0 < self.held * SHRINK_SHARE <= self.capacity
+        """Whether so few pages are in use that they should be renumbered."""
+        if self.is_exact:  # a long call with a window leaves half of its pages free
+            return 0 < self.num_held * 2 <= self.capacity
+        is_low = 0 < self.num_held * SHRINK_DIVISOR <= self.capacity
         return is_low and self.num_free * self.page_size > GROWTH_TOKENS
 
-    def allocate(self, pages: int, *, granted: bool = False) -> Ints:
+    def allocate(self, pages: int, *, budget_checked: bool = False) -> Ints:
         """Return `pages` page numbers, each with one reference.
 
-        New pages are created in steps if needed. With `granted` the budget is not checked: the
-        caller did so, and will free other pages.
+        New pages are created in steps if needed. Raises OutOfPagesError beyond the budget. With
+        `budget_checked`, the caller has already checked the budget, and will free other pages.
         """
-        if not granted:
+        if not budget_checked:
             self.budget.require(pages)
         missing = pages - self.num_free
         if missing > 0:
-            step = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_SHARE)
-            added = missing if self.exact else max(missing + missing // GROWTH_SHARE, step)
+            step = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_DIVISOR)
+            added = missing if self.is_exact else max(missing + missing // GROWTH_DIVISOR, step)
             if self.budget.max_pages is not None:
                 added = min(added, self.budget.max_pages - self.capacity)
-            self._extend(max(added, missing))
+            self._add_pages(max(added, missing))
         numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
         self.references[numbers] = 1
         return numbers
 
     def renumber(self, pages: Ints) -> None:
-        """Renumber `pages`, which are all pages in use, from 0. Free pages cease to exist."""
-        assert len(pages) == self.held, f"{self.held} pages are held, {len(pages)} are kept"
+        """Renumber `pages`, which must be all pages in use, from 0. Free pages cease to exist."""
+        assert len(pages) == self.num_held, f"{self.num_held} pages are held, {len(pages)} are kept"
         self._free, self.references = [], self.references[pages]
 
-    def _extend(self, pages: int) -> None:
+    def _add_pages(self, pages: int) -> None:
         first = self.capacity
         self.references = np.concatenate([self.references, np.zeros(pages, np.int32)])
         # Lowest numbers are allocated first, so that pages of a sequence stay close together.
         self._free[:0] = range(first + pages - 1, first - 1, -1)
 
     def share(self, pages: Ints) -> None:
-        """Add a reference for each entry of `pages`, except NO_PAGE."""
+        """Add a reference to the page of each entry of `pages`, except NO_PAGE."""
         np.add.at(self.references, pages[pages != NO_PAGE], 1)
 
     def free(self, pages: Ints) -> None:
-        """Remove a reference for each entry. Pages without references become free."""
-        held = pages[pages != NO_PAGE]
-        np.subtract.at(self.references, held, 1)
-        freed = set(held[self.references[held] == 0].tolist())
-        self._free.extend(sorted(freed, reverse=True))
+        """Remove a reference to the page of each entry. Pages without references become free."""
+        numbers = pages[pages != NO_PAGE]
+        np.subtract.at(self.references, numbers, 1)
+        freed_pages = set(numbers[self.references[numbers] == 0].tolist())
+        self._free.extend(sorted(freed_pages, reverse=True))
 
     def abandon(self, pages: Ints) -> None:
-        """Let `free_orphans` free the pages of a table that was collected.
+        """Let `free_orphans` free the pages of a table that was garbage-collected.
 
-        The garbage collector may run while another table changes counts.
+        The garbage collector may run while a different table changes reference counts.
         """
         self._orphans.append(pages)
 
     def free_orphans(self) -> None:
-        """Free the pages of collected tables."""
+        """Free the pages of garbage-collected tables."""
         while self._orphans:
             self.free(self._orphans.pop())

@@ -5,34 +5,35 @@ import torch
 from ..formats import LayerPlan
 from ..ops.page_layout import PageLayout, page_layout
 from .blocks import Blocks
-from .offloading import Tiers
+from .offloading import OffloadBlocks
 
 
 class PagePool:
     """The stored keys and values of one layer.
 
     A pool is created before the first token, and `allocate` sets its shapes. Forks of a cache share
-    the pool, and may interpret the same bytes under different plans.
+    the pool, and may read the same bytes under different plans.
 
     Attributes:
-        has_scales: Whether pages have room for dynamic scales, which values in 8-bit formats have
-            unless scales are static. Set by `allocate`.
-        key_dtype, value_dtype: Dtype of a stored value of K and V. Set by `allocate`.
+        has_scales: Whether pages have dynamic scales, as values in 8-bit formats need unless scales
+            are static. Set by `allocate`.
+        key_dtype, value_dtype: Dtypes of stored K and V: uint8, or the model's. Set by `allocate`.
         layout: Layout of a page. Set by `allocate`.
         device: Device on which the layer computes. Set by `allocate`.
         memory: The pages.
-        blocks: The pages that operations read: all pages, or the pages of `Tiers` on the device.
+        blocks: The pages that operations read: all pages, or with offloading those on the device.
     """
 
     layout: PageLayout
 
     def __init__(
-        self, page_size: int, plan: LayerPlan, dynamic: bool, tiers: Tiers | None = None
-    ) -> None:
-        self.page_size, self._dynamic = page_size, dynamic
+        self, page_size: int, plan: LayerPlan, dynamic_scales: bool,
+        memory: OffloadBlocks | None = None,
+    ) -> None:  # fmt: skip
+        self.page_size, self._dynamic_scales = page_size, dynamic_scales
         self._is_auto = plan.k.is_auto, plan.v.is_auto
-        self.blocks = Blocks() if tiers is None else tiers.here
-        self.memory: Blocks | Tiers = self.blocks if tiers is None else tiers
+        self.blocks = Blocks() if memory is None else memory.device_blocks
+        self.memory: Blocks | OffloadBlocks = self.blocks if memory is None else memory
 
     @property
     def is_allocated(self) -> bool:
@@ -52,7 +53,7 @@ class PagePool:
         v_is_auto |= not self.v_dim
         self.key_dtype = self.dtype if k_is_auto else torch.uint8
         self.value_dtype = self.v_dtype if v_is_auto else torch.uint8
-        self.has_scales = self._dynamic and not (k_is_auto and v_is_auto)
+        self.has_scales = self._dynamic_scales and not (k_is_auto and v_is_auto)
         self.layout = page_layout(
             self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
             self.has_scales,
@@ -65,10 +66,10 @@ class PagePool:
         return key, key.new_empty((batch, self.heads, 0, self.v_dim), dtype=self.v_dtype)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind, including room for growth: `pages`, `scales`, `tables`, `host`."""
-        blocks, memory = self.blocks, self.memory
-        split = [self.layout.split(block) for block in blocks.tensors]
-        scales = sum(parts["token_scales"].nbytes for parts in split if self.has_scales)
-        pages = len(blocks) * self.layout.size - scales
-        host = len(memory.home) * self.layout.size if isinstance(memory, Tiers) else 0
+        """Return bytes by kind, including unused pages: `pages`, `scales`, `tables`, `host`."""
+        blocks, memory, size = self.blocks, self.memory, self.layout.size
+        parts_by_block = [self.layout.split(block) for block in blocks.tensors]
+        scales = sum(parts["token_scales"].nbytes for parts in parts_by_block if self.has_scales)
+        pages = len(blocks) * size - scales
+        host = len(memory.host_blocks) * size if isinstance(memory, OffloadBlocks) else 0
         return {"pages": pages, "scales": scales, "tables": blocks.offsets.nbytes, "host": host}

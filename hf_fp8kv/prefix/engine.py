@@ -1,7 +1,7 @@
-"""Exchange of full blocks between an engine and a `PrefixStore`.
+"""Exchange full blocks between an engine and a `PrefixStore`.
 
-The engine keeps full blocks without users, under a hash of their tokens, until it needs the memory.
-Blocks of a prompt that are in the store are added to these, so that the engine finds them.
+The engine keeps unused full blocks under a hash of their tokens, until it needs the memory. Blocks
+of a prompt that are in the store are added to these blocks, so that the engine finds them.
 """
 
 from collections.abc import Iterator
@@ -16,105 +16,105 @@ from .store import PrefixStore
 
 
 class StoredBlocks:
-    """The blocks of one allocator, and a store. Only the engine's thread uses it.
+    """The blocks of one allocator, and a store. Only the engine's thread uses this object.
 
     `identity` is everything that the bytes depend on, except the tokens.
     """
 
     def __init__(self, store: PrefixStore, identity: str, allocator: Any) -> None:
         self._store, self._allocator = store, allocator
-        self._slots, self._rows = int(allocator.tokens_per_page), allocator._copy_view
+        self._page_size, self._rows = int(allocator.tokens_per_page), allocator._copy_view
         self._pool, self._index = allocator.pool, allocator.index
         self._identity = f"{identity}.blocks.{self._rows.shape[1]}"
-        # The engine's hash and the key in the store of each block that was full. An entry is valid
-        # while the engine has the same hash for the block.
-        self._keys: dict[int, tuple[int, str]] = {}
-        self._missed: set[str] = set()  # requests, which call `fetch` in each step while they wait
+        # The engine's hash and the store's key of each block that was full. An entry is valid while
+        # the engine has the same hash for the block.
+        self._block_keys: dict[int, tuple[int, str]] = {}
+        self._missed_ids: set[str] = set()  # a waiting request calls `fetch` in each step
 
     def fetch(self, request_id: str, tokens: list[int]) -> None:
         """Load the beginning of a prompt from the store to blocks that the engine keeps for reuse.
 
-        Stops when no block is free. At least one token is left to compute.
+        Loading stops when no block is free. At least one token is left to compute.
         """
-        allocator, slots = self._allocator, self._slots
-        max_blocks, known = (len(tokens) - 1) // slots, len(allocator.match_prefix_blocks(tokens))
-        blocks: list[int] = []
-        requested: list[tuple[int, str]] = []
+        allocator, size = self._allocator, self._page_size
+        num_cached = len(allocator.match_prefix_blocks(tokens))
+        max_blocks = (len(tokens) - 1) // size
+        blocks, requests = list[int](), list[tuple[int, str]]()
 
-        def missing_keys() -> Iterator[str]:
-            key, name = "", None
-            for index in range(max_blocks if known < max_blocks else 0):
-                part = tokens[index * slots : (index + 1) * slots]
-                (key,) = chain_keys(self._identity, part, slots, key)
-                name = cache_allocator.compute_block_hash(name, part)
-                if name not in allocator.ledger.hash_to_block:
-                    requested.append((name, key))
+        def find_missing_keys() -> Iterator[str]:
+            key, block_hash = "", None
+            for index in range(max_blocks if num_cached < max_blocks else 0):
+                block_tokens = tokens[index * size : (index + 1) * size]
+                (key,) = chain_keys(self._identity, block_tokens, size, key)
+                block_hash = cache_allocator.compute_block_hash(block_hash, block_tokens)
+                if block_hash not in allocator.ledger.hash_to_block:
+                    requests.append((block_hash, key))
                     yield key
-                # otherwise still cached, although an earlier block was evicted
+                # Otherwise the block is still cached, although an earlier block was evicted.
 
-        if self._has_room():
-            for page in self._store.read(missing_keys(), self._check):
-                if not blocks:
-                    synchronize(self._rows.device)  # a running step may still write to free blocks
-                name, key = requested[len(blocks)]
-                blocks.append(self._put(page))
-                allocator.ledger.register_new_hash(blocks[-1], name)
-                self._keys[blocks[-1]] = name, key
-                if not self._has_room():
+        if self._has_free_block():
+            for page in self._store.read(find_missing_keys(), self._check_page):
+                if not blocks:  # a running step may still write to free blocks
+                    synchronize(self._rows.device)
+                block_hash, key = requests[len(blocks)]
+                blocks.append(self._load_block(page))
+                allocator.ledger.register_new_hash(blocks[-1], block_hash)
+                self._block_keys[blocks[-1]] = block_hash, key
+                if not self._has_free_block():
                     break
-        if requested and not known and not blocks and request_id not in self._missed:
-            self._missed.add(request_id)
+        if requests and not num_cached and not blocks and request_id not in self._missed_ids:
+            self._missed_ids.add(request_id)
             self._store.count(misses=1)
         if blocks:
             synchronize(self._rows.device)  # the engine computes on a different stream
-            # A released block with a hash is kept. A prompt's last block is evicted first.
+            # The engine keeps a released block with a hash, and evicts a prompt's last block first.
             for block in reversed(blocks):
                 allocator.ledger.release(block)
-            self._store.count(hits=1, tokens_found=len(blocks) * slots)
+            self._store.count(hits=1, tokens_found=len(blocks) * size)
 
-    def _check(self, page: Page) -> None:
+    def _check_page(self, page: Page) -> None:
         if page.facts is not None or [*map(len, page.rows)] != [self._rows.shape[1]]:
             raise ValueError("not a block of this engine")
 
-    def _has_room(self) -> bool:
+    def _has_free_block(self) -> bool:
         return bool(self._pool.count_free_blocks(self._index) or self._pool.num_free_sectors)
 
-    def _put(self, page: Page) -> int:
-        """Copy a page to a free block, take the block, and return its number."""
+    def _load_block(self, page: Page) -> int:
+        """Allocate a free block, copy a page to it, and return its number."""
         if not self._pool.count_free_blocks(self._index):
             self._pool.allocate_sector(self._index)
         (block,) = self._pool.get_free_blocks(self._index, 1)
         self._rows[block].copy_(page.rows[0])
         return int(block)
 
-    def keep(self, request_id: str, tokens: list[int], *, is_over: bool = False) -> None:
+    def write(self, request_id: str, tokens: list[int], *, is_last: bool = False) -> None:
         """Store the blocks of a request that were filled since the last call.
 
-        With `is_over`, before the engine frees the blocks, also mark all of them as used, and store
-        blocks again that are no longer in the store.
+        The last call, before the engine frees the blocks, also marks all of them as used, and
+        stores blocks again that are no longer in the store.
         """
-        slots, names = self._slots, self._allocator.ledger.block_to_hash
+        size, hashes = self._page_size, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
-        blocks = list(takewhile(names.__contains__, table))
-        pairs = ((names[block], self._keys.get(block, (None, ""))) for block in blocks)
-        keys = [key for _, (_, key) in takewhile(lambda x: x[0] == x[1][0], pairs)]
-        first = len(keys)
-        if part := tokens[first * slots : len(blocks) * slots]:
-            keys += chain_keys(self._identity, part, slots, keys[-1] if keys else "")
-            for block, key in zip(blocks[first:], keys[first:], strict=False):
-                self._keys[block] = names[block], key
-        if is_over:
-            self._missed.discard(request_id)
-            first = 0
-        if first < len(keys):
+        blocks = list(takewhile(hashes.__contains__, table))
+        pairs = ((hashes[block], self._block_keys.get(block, (None, ""))) for block in blocks)
+        keys = [key for _, (_, key) in takewhile(lambda pair: pair[0] == pair[1][0], pairs)]
+        first_new = len(keys)
+        if new_tokens := tokens[first_new * size : len(blocks) * size]:
+            keys += chain_keys(self._identity, new_tokens, size, keys[-1] if keys else "")
+            for block, key in zip(blocks[first_new:], keys[first_new:], strict=False):
+                self._block_keys[block] = hashes[block], key
+        if is_last:
+            self._missed_ids.discard(request_id)
+            first_new = 0
+        if first_new < len(keys):
             self._store.write(
-                keys, lambda indices: self._copy([blocks[at] for at in indices]), first
+                keys, lambda indices: self._copy_blocks([blocks[i] for i in indices]), first_new
             )
-        if is_over:
+        if is_last:
             self._store.touch(keys)
 
-    def _copy(self, blocks: list[int]) -> Iterator[Page]:
-        # One at a time, because the engine's memory plan leaves no room for copies of many blocks.
+    def _copy_blocks(self, blocks: list[int]) -> Iterator[Page]:
+        # Blocks are copied one by one, because the engine leaves no memory for copies of many.
         return (Page([self._rows[block].to("cpu", copy=True)], None) for block in blocks)
 
 

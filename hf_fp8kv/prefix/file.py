@@ -1,4 +1,4 @@
-"""The contents and the name of a file with one page of a prefix."""
+"""The name and the contents of a file with one page of a prefix."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from safetensors import torch as safetensors
 
 from ..utils.digests import digest_of
 
-# Version of the file format. It changes with the meaning of the bytes.
+# Name and version of the file format. The version changes with the meaning of the bytes.
 _FORMAT = "hf_fp8kv.prefix.3"
 
 
@@ -18,29 +18,29 @@ class Page(NamedTuple):
     """The bytes of one page of tokens.
 
     Attributes:
-        rows: The page of each layer as in its pool, or one block of an engine. Each is `[bytes]`,
-            uint8, on the CPU.
-        facts: Everything else that a reader needs, for JSON.
+        rows: The page of each layer as in the layer's pool, or one block of an engine. Each row is
+            `[bytes]`, uint8, on the CPU.
+        facts: Everything else that a reader needs, as JSON values.
     """
 
     rows: list[torch.Tensor]
     facts: Any
 
 
-def chain_keys(identity: str, ids: Any, page_size: int, after: str = "") -> list[str]:
+def chain_keys(identity: str, ids: Any, page_size: int, last_key: str = "") -> list[str]:
     """Return the key of each full page of a sequence: a hash of its tokens and all earlier tokens.
 
     Args:
         identity: Everything that the pages depend on, except the tokens.
         ids: Token ids, integers `[N]` on the CPU, -1 for padding.
         page_size: Tokens per page.
-        after: Key of the page before `ids`, or "" at the beginning.
+        last_key: Key of the page before `ids`, or "" if the sequence begins with `ids`.
     """
     data = np.asarray(ids, "<i8")
-    keys, last = [], bytes.fromhex(after) or f"{_FORMAT}.{identity}".encode()
+    keys, previous = [], bytes.fromhex(last_key) or f"{_FORMAT}.{identity}".encode()
     for start in range(0, len(data) - page_size + 1, page_size):
-        digest = hashlib.sha256(last + b"\0" + data[start : start + page_size].tobytes())
-        last = digest.digest()
+        digest = hashlib.sha256(previous + b"\0" + data[start : start + page_size].tobytes())
+        previous = digest.digest()
         keys.append(digest.hexdigest())
     return keys
 
@@ -54,7 +54,7 @@ def pack(key: str, page: Page) -> bytes:
 
 
 def unpack(key: str, data: bytes) -> Page:
-    """Return the page in the contents of a file. Invalid contents raise any error."""
+    """Return the page that a file contains. Invalid contents raise any error."""
     rows = safetensors.load(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     if header.pop("digest") != digest_of(header, rows):

@@ -1,9 +1,9 @@
 """A folder of files with a limit on their total size, shared by processes.
 
 Only the process that holds the lock writes. The lock file contains an upper bound of the total
-size. The bound is raised before a file is written and lowered after files are removed, so a killed
-process can only leave it too high. A scan of the folder corrects it. A process scans the folder
-when it begins, and during eviction when all files of its last scan have been removed or used since.
+size. The bound is raised before a file is written, and lowered after files are removed, so a killed
+process can only leave it too high. A scan of the folder corrects the bound. A process scans when it
+begins, and during eviction when all files of its last scan have been removed or used.
 """
 
 import heapq
@@ -19,14 +19,14 @@ from typing import NamedTuple
 _LOCK, _PARTIAL = ".prefix_store.lock", ".part"
 # Links could lead out of the folder, and reading a pipe could block. (Windows lacks these flags.)
 _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
-# Nanoseconds by which the time of a file may lag behind the clock: a kernel tick plus a margin.
+# Nanoseconds that a file's time may lag behind the clock: a tick of the kernel, plus a margin.
 _TICK = 20_000_000
 
 
 class StoredFile(NamedTuple):
-    """A file of the folder: time of its last use (ns since 1970), size in bytes, and name."""
+    """A file of the folder: time of the last use (ns since 1970), size in bytes, and name."""
 
-    used: int
+    last_use: int
     bytes: int
     name: str
 
@@ -34,27 +34,27 @@ class StoredFile(NamedTuple):
 class PrefixFolder:
     """The files of a folder whose names match a pattern, with at most `max_bytes` in total.
 
-    `names` must match the whole name of a file. All other files are ignored.
+    `name_pattern` must match the whole name of a file. All other files are ignored.
     """
 
-    def __init__(self, path: Path, names: re.Pattern[str], max_bytes: int) -> None:
-        self.path, self._names, self._max_bytes = path, names, max_bytes
-        self._unfinished = re.compile(rf"\.{names.pattern}{re.escape(_PARTIAL)}")
-        # A heap of the files at the last scan, and the time of the scan. Other files were used
-        # later. Each file is checked again before it is removed.
+    def __init__(self, path: Path, name_pattern: re.Pattern[str], max_bytes: int) -> None:
+        self.path, self._names, self._max_bytes = path, name_pattern, max_bytes
+        self._partial_pattern = re.compile(rf"\.{name_pattern.pattern}{re.escape(_PARTIAL)}")
+        # A heap of the files at the last scan, and the time of the scan. All other files were used
+        # later. A file is checked again before it is removed.
         self._oldest: list[StoredFile] = []
-        self._looked = 0
+        self._scan_time = 0
 
     def files(self) -> list[StoredFile]:
         """Return all files, or an empty list if the folder cannot be read."""
         files = []
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
-                if self._names.fullmatch(entry.name) and (file := self._look_up(entry.name)):
+                if self._names.fullmatch(entry.name) and (file := self._stat_file(entry.name)):
                     files.append(file)
         return files
 
-    def _look_up(self, name: str) -> StoredFile | None:
+    def _stat_file(self, name: str) -> StoredFile | None:
         with suppress(OSError):  # another process removed it
             info = (self.path / name).lstat()
             if not stat.S_ISDIR(info.st_mode):
@@ -62,7 +62,7 @@ class PrefixFolder:
         return None
 
     def read(self, name: str) -> bytes:
-        """Return the contents of a regular file. Raises ValueError or OSError (ELOOP: a link)."""
+        """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
         path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
         with open(path, "rb", opener=opener) as file:
             info = os.fstat(file.fileno())
@@ -70,21 +70,21 @@ class PrefixFolder:
                 raise ValueError("not a file, or larger than the whole store may be")
             return file.read(info.st_size)
 
-    def touch(self, name: str, used: int) -> None:
-        """Set the time of a file's last use, in ns since 1970, if it exists and we own it."""
+    def touch(self, name: str, last_use: int) -> None:
+        """Set the time of a file's last use, in ns since 1970, if the file exists and is ours."""
         with suppress(OSError, NotImplementedError):  # NotImplementedError on Windows
-            os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
+            os.utime(self.path / name, ns=(last_use, last_use), follow_symlinks=False)
 
-    def hold_bound(self) -> None:
-        """Evict files beyond `max_bytes`, which may have changed, unless others write."""
+    def apply_limit(self) -> None:
+        """Evict files beyond `max_bytes`, which may have changed, if no other process writes."""
         with self.lock(0.0) as lock:
             if lock is not None:
-                _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
+                _write_total(lock, self._evict(lock, self._scan(lock), self._max_bytes, ()))
 
-    def put(self, lock: int, name: str, data: bytes, own: Collection[str]) -> bool:
-        """Write a new file atomically, and return whether there was room.
+    def put(self, lock: int, name: str, data: bytes, used_names: Collection[str]) -> bool:
+        """Atomically write a new file, and return whether there was room.
 
-        The least recently used files are evicted, except `own`, the names of files in use.
+        The least recently used files are evicted, except those named in `used_names`.
 
         Raises:
             OSError: The disk is full or cannot be written.
@@ -92,72 +92,72 @@ class PrefixFolder:
         if (size := len(data)) > self._max_bytes:
             return False
         if (total := _read_total(lock)) is None:
-            total = self._count(lock)
-        total = self._evict(lock, total, self._max_bytes - size, own)
+            total = self._scan(lock)
+        total = self._evict(lock, total, self._max_bytes - size, used_names)
         has_room = total + size <= self._max_bytes
         _write_total(lock, total + size if has_room else total)
         if not has_room:
             return False
-        unfinished = self.path / f".{name}{_PARTIAL}"
+        partial_path = self.path / f".{name}{_PARTIAL}"
         with suppress(OSError):
-            unfinished.unlink()  # from a process that ended, because we hold the lock
+            partial_path.unlink()  # left by a process that ended, because we hold the lock
         try:
-            with unfinished.open("xb") as file:  # fails for a link
+            with partial_path.open("xb") as file:  # fails for a link
                 file.write(data)
-            os.replace(unfinished, self.path / name)
+            os.replace(partial_path, self.path / name)
         except FileExistsError:
-            raise  # not ours to remove
+            raise  # the file is not ours to remove
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             raise
         return True
 
-    def _evict(self, lock: int, total: int, limit: int, own: Collection[str]) -> int:
-        """Remove the least recently used files, except `own`, until at most `limit` bytes are left.
+    def _evict(self, lock: int, total: int, max_bytes: int, used_names: Collection[str]) -> int:
+        """Remove the least recently used files, except `used_names`, until `max_bytes` is met.
 
         `total` is the number of bytes before. Return the number of bytes after.
         """
         is_new = False
-        while total > limit:
-            if not is_new and (not self._oldest or self._oldest[0].used >= self._looked):
-                total, is_new = self._count(lock), True
+        while total > max_bytes:
+            if not is_new and (not self._oldest or self._oldest[0].last_use >= self._scan_time):
+                total, is_new = self._scan(lock), True
                 continue
             if not self._oldest:
                 break
             file = heapq.heappop(self._oldest)
-            if file.name in own:
-                continue  # in use, so treat it as if it were written later
-            if (now := self._look_up(file.name)) != file:
-                if now is not None:
-                    heapq.heappush(self._oldest, now)
+            if file.name in used_names:
+                continue  # the file is in use, so treat it as used after the scan
+            if (current := self._stat_file(file.name)) != file:
+                if current is not None:
+                    heapq.heappush(self._oldest, current)
             else:
                 (self.path / file.name).unlink(missing_ok=True)
                 total -= file.bytes
         return total
 
-    def _count(self, lock: int) -> int:
-        """Scan all files, remove unfinished files of killed processes, and return the total."""
+    def _scan(self, lock: int) -> int:
+        """Scan all files, remove partial files of killed processes, and return the total size."""
         for name in os.listdir(self.path):
-            if self._unfinished.fullmatch(name):
+            if self._partial_pattern.fullmatch(name):
                 with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
-        self._looked = time.time_ns() - _TICK
+        self._scan_time = time.time_ns() - _TICK
         self._oldest = self.files()
         now = time.time_ns()
         for file in self._oldest:
-            if file.used > now:  # a clock was set back, so new files would be evicted first
-                self.touch(file.name, self._looked)
+            if file.last_use > now:  # the clock was set back, so new files would be evicted first
+                self.touch(file.name, self._scan_time)
         heapq.heapify(self._oldest)
-        # Invalid until the caller writes the total, for which a full disk may have no room yet.
+        # The total is invalid until the caller writes it, because the disk may still be full.
         os.ftruncate(lock, 0)
         return sum(file.bytes for file in self._oldest)
 
     @contextmanager
-    def lock(self, patience: float) -> Iterator[int | None]:
+    def lock(self, timeout: float) -> Iterator[int | None]:
         """Hold the folder's lock, or yield None if other processes are writing.
 
-        `patience` is the time to wait for them, in seconds. The system releases the lock of a
-        killed process.
+        `timeout` is the time to wait for other processes, in seconds. The operating system releases
+        the lock of a killed process.
 
         Raises:
             OSError: The lock file cannot be opened.
@@ -166,19 +166,19 @@ class PrefixFolder:
         import fcntl  # not on Windows
 
         handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
-        is_ours, end = False, time.monotonic() + patience
+        is_locked, deadline = False, time.monotonic() + timeout
         try:
-            while not is_ours:
+            while not is_locked:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_ours = True
+                    is_locked = True
                 except BlockingIOError:
-                    if time.monotonic() >= end:
+                    if time.monotonic() >= deadline:
                         break
                     time.sleep(0.01)
-            yield handle if is_ours else None
+            yield handle if is_locked else None
         finally:
-            if is_ours:
+            if is_locked:
                 # Unlock explicitly: a process that was forked in between also has the handle.
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)

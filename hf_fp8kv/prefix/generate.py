@@ -1,7 +1,7 @@
-"""Reuse of prefixes: `generate` only computes the tokens of a prompt that its cache does not share.
+"""Reuse of prefixes: `generate()` only computes the tokens of a prompt that its cache lacks.
 
-transformers assumes that a cache holds the beginning of the prompt, without a check. Two methods of
-an enabled model receive the tokens of each step, and pass them to the cache.
+transformers assumes, without a check, that a cache holds the beginning of the prompt. Two methods
+of an enabled model receive the tokens of each step, and pass them to the cache.
 """
 
 import logging
@@ -12,7 +12,7 @@ import transformers
 from transformers.cache_utils import DynamicLayer
 
 from ..cache.cache import FP8PagedCache
-from ..cache.held_text import UNKNOWN, Text, can_crop
+from ..cache.tokens import UNKNOWN, Tokens, can_crop
 from ..errors import ConfigError, FP8KVError
 from ..modeling.identity import identify_model
 from ..modeling.methods import ModelMethod
@@ -23,7 +23,7 @@ from .pages import StoredPrompt, check_store, identify_options
 logger = logging.getLogger(__name__)
 
 # Arguments of a model that do not change the keys and values of its tokens.
-_NEUTRAL = (
+_NEUTRAL_ARGUMENTS = (
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
     "output_attentions", "output_hidden_states", "output_router_logits",
 )  # fmt: skip
@@ -35,8 +35,7 @@ CHUNKS_BEGIN_EMPTY = tuple(map(int, transformers.__version__.split(".")[:2])) < 
 class Prefill(ModelMethod):
     """A model's `_prefill`, which receives the whole prompt.
 
-    Its arguments are whether a prompt may diverge from the text of a cache, and the model's
-    `PrefixStore` or None.
+    The arguments are `reuse_prefix`, as in `enable`, and the model's `PrefixStore` or None.
     """
 
     name = "_prefill"
@@ -49,57 +48,60 @@ class Prefill(ModelMethod):
             return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
         if store is not None:
             check_store(store, cache.options, self.model.config, cache)
-        text = _find_text(input_ids, config, model_kwargs) if reuse_prefix else None
-        old_text, kwargs_copy, prompt = cache.text, dict(model_kwargs), StoredPrompt(store, cache)
+        batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
+        old_batch, old_kwargs, prompt = cache.tokens, dict(model_kwargs), StoredPrompt(store, cache)
 
-        def compute() -> Any:
-            cache.text = (text or old_text) and UNKNOWN  # until the whole prompt is stored
-            with prompt.kept():
+        def compute_prompt() -> Any:
+            cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
+            with prompt.keep_window_pages():
                 return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
 
         try:
-            if text is not None:
-                self._begin(prompt, cache, text, config)
+            if batch is not None:
+                self._prepare(prompt, cache, batch, config)
             try:
-                outputs = compute()
+                outputs = compute_prompt()
             except ConfigError as error:
-                if not prompt.restored:
+                if not prompt.restored_pages:
                     raise
-                # The files are intact, but their heads or dtypes are not the model's.
-                prompt.forget(error)
+                # The files are intact, but their numbers of heads or dtypes are not the model's.
+                prompt.undo_restore(error)
                 model_kwargs.clear()
-                model_kwargs.update(kwargs_copy)
-                outputs = compute()
-            if text is None and old_text is not UNKNOWN:
+                model_kwargs.update(old_kwargs)
+                outputs = compute_prompt()
+            if batch is None and old_batch is not UNKNOWN:
                 # Embeddings or images follow the known tokens.
-                cache.beginning, cache.text, cache.last_step = old_text or cache.beginning, None, 0
-            # Wrappers of a model may add tokens to a prompt.
-            elif text is not None and {*cache._paged.host_lengths()} <= {0, text.length}:
-                cache.beginning, cache.text, cache.last_step = None, text, 0
+                cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
+                cache.step_tokens = 0
+            # Wrappers of a model may add tokens to a prompt, so lengths are compared.
+            elif batch is not None and {*cache._paged.host_lengths()} <= {0, batch.length}:
+                cache.known_prefix, cache.tokens, cache.step_tokens = None, batch, 0
         except BaseException as error:
-            _record_remaining_text(cache, text, error)
+            _record_kept_tokens(cache, batch, error)
             raise
         return outputs
 
-    def _begin(self, prompt: StoredPrompt, cache: FP8PagedCache, text: Text, config: Any) -> None:
-        """Keep the tokens that a cache shares with a text, and restore more from the store."""
-        begins_empty = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
+    def _prepare(
+        self, prompt: StoredPrompt, cache: FP8PagedCache, batch: Tokens, config: Any
+    ) -> None:
+        """Keep the tokens that a cache shares with a prompt, and restore more if possible."""
+        needs_empty_cache = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
         identity = self._identify(cache)
-        # This includes pages without an identity: the model has dropout or unhashable weights.
-        differs = identity != cache.identity and (cache.identity or cache.text is not None)
-        if begins_empty or differs:
+        # This includes pages without an identity, if the model has dropout or unhashable weights.
+        is_different = identity != cache.identity and (cache.identity or cache.tokens is not None)
+        if needs_empty_cache or is_different:
             cache.reset()
-        cache.reused += len(text.ids) * _keep_prefix(cache, text)
-        cache.identity, cache.text = identity, UNKNOWN
-        if identity and not cache.is_assumed:
-            prompt.find(identity, text)
-            if not begins_empty:
+        cache.reused_tokens += len(batch.ids) * _keep_shared_prefix(cache, batch)
+        cache.identity, cache.tokens = identity, UNKNOWN
+        if identity and not cache.has_assumed_prefix:
+            prompt.find_keys(identity, batch)
+            if not needs_empty_cache:
                 prompt.restore()
 
     def _identify(self, cache: FP8PagedCache) -> str:
-        """Return everything that pages depend on, except tokens, or "" if they cannot be stored."""
+        """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
         model, store = self.model, self.arguments[1]
-        # Check all modules: an adapter that was added to a model in eval mode has dropout.
+        # All modules are checked, because an adapter that is added in eval mode has dropout.
         if store is None or any(module.training for module in model.modules()):
             return ""
         try:
@@ -111,18 +113,18 @@ class Prefill(ModelMethod):
             return ""
 
 
-def _keep_prefix(cache: FP8PagedCache, text: Text) -> int:
-    """Keep the tokens that the cache shares with `text`, except the last token of `text`.
+def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
+    """Keep the tokens that the cache shares with `batch`, except the last token of `batch`.
 
     All sequences keep the same number of tokens. The cache is emptied if its tokens are unknown, or
-    if a layer cannot remove the other tokens (a window that has moved on, a recurrent state). If
-    the cache never received token ids, it is assumed to hold the beginning of `text`.
+    if a layer cannot remove the remaining tokens (a window that has moved on, a recurrent state).
+    If the cache never received token ids, it is assumed to hold the beginning of `batch`.
 
     Returns:
-        The number of kept tokens.
+        The number of tokens that each sequence keeps.
 
     Raises:
-        ConfigError: The cache never received token ids, and is not shorter than `text`.
+        ConfigError: The cache never received token ids, and is not shorter than `batch`.
     """
     lengths = {stored for stored in cache._paged.host_lengths() if stored}
     lengths |= {
@@ -132,60 +134,60 @@ def _keep_prefix(cache: FP8PagedCache, text: Text) -> int:
     }
     length = max(lengths, default=0) or int(cache.get_seq_length())
     # A step may have been interrupted between two layers.
-    cached = UNKNOWN if len(lengths) > 1 else cache.text
-    if cached is None and (known := cache.beginning) is not None:
-        same = known.match(text) == (list(range(len(text.ids))), known.length)
-        cached = None if same and text.length > length else known
-    if cached is None:
-        cache.is_assumed = length > 0
-        if length and text.length <= length:
+    cached_batch = UNKNOWN if len(lengths) > 1 else cache.tokens
+    if cached_batch is None and (prefix := cache.known_prefix) is not None:
+        is_prefix = prefix.match(batch) == (list(range(len(batch.ids))), prefix.length)
+        cached_batch = None if is_prefix and batch.length > length else prefix
+    if cached_batch is None:
+        cache.has_assumed_prefix = length > 0
+        if length and batch.length <= length:
             raise ConfigError(
                 f"expected a prompt that begins with the {length} tokens of the cache and adds at "
-                f"least one, got {text.length} tokens; the cache did not receive its tokens from "
+                f"least one, got {batch.length} tokens; the cache did not receive its tokens from "
                 "generate() of an enabled model, so they cannot be compared: call crop() or "
                 "reset(), or make a new cache"
             )
         return length
     # The last step may also have ended before any layer stored its tokens.
-    undone = cache.last_step if cached.length == length + cache.last_step else 0
-    if undone:
-        cached = cached.crop(undone)
-    rows, shared = cached.match(text)
-    shared = min(shared, text.length - 1)
+    num_undone = cache.step_tokens if cached_batch.length == length + cache.step_tokens else 0
+    if num_undone:
+        cached_batch = cached_batch.crop(num_undone)
+    rows, num_shared = cached_batch.match(batch)
+    num_shared = min(num_shared, batch.length - 1)
     if (
-        not shared
-        or cached.length > length  # layers were changed individually
-        or (undone and cache.stock_layers)  # a recurrent state may already include the last step
-        or not _can_crop(cache, length - shared)
+        not num_shared
+        or cached_batch.length > length  # layers were changed individually
+        or (num_undone and cache.stock_layers)  # a recurrent state may include the last step
+        or not _can_crop_layers(cache, length - num_shared)
     ):
         cache.reset()
-        cache.is_assumed = False
+        cache.has_assumed_prefix = False
         return 0
-    if rows != list(range(len(cached.ids))):
+    if rows != list(range(len(cached_batch.ids))):
         cache.batch_select_indices(torch.tensor(rows, device="cpu"))
-    if shared < length:
-        cache.crop(shared - length)
-    return shared
+    if num_shared < length:
+        cache.crop(num_shared - length)
+    return num_shared
 
 
-def _record_remaining_text(cache: FP8PagedCache, text: Text | None, error: BaseException) -> None:
-    """Record which part of `text` the cache holds after a call that raised `error`.
+def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseException) -> None:
+    """Record which part of `batch` the cache holds after a call that raised `error`.
 
     Errors of this package are raised before a layer stores anything. transformers' layers cannot be
-    rolled back, and other errors may occur anywhere. In these cases the cache is emptied.
+    rolled back, and all other errors may occur anywhere. In both cases the cache is emptied.
     """
-    if cache.text is not UNKNOWN or text is None:
-        return  # nothing has changed, or the next known text will empty the cache
+    if cache.tokens is not UNKNOWN or batch is None:
+        return  # nothing has changed, or the next known prompt empties the cache
     lengths = set(cache._paged.host_lengths())
     if not isinstance(error, FP8KVError) or len(lengths) > 1 or cache.stock_layers:
         cache.reset()
-    elif cache.is_assumed:
-        cache.text = None
+    elif cache.has_assumed_prefix:
+        cache.tokens = None
     else:
-        cache.text, cache.last_step = text.crop(text.length - lengths.pop()), 0
+        cache.tokens, cache.step_tokens = batch.crop(batch.length - lengths.pop()), 0
 
 
-def _can_crop(cache: FP8PagedCache, tokens: int) -> bool:
+def _can_crop_layers(cache: FP8PagedCache, tokens: int) -> bool:
     """Return whether every layer can remove its last `tokens` tokens."""
     if not tokens:
         return True
@@ -196,18 +198,18 @@ def _can_crop(cache: FP8PagedCache, tokens: int) -> bool:
     return all(can_crop(layer, tokens) for layer in cache.stock_layers)
 
 
-def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:
-    """Return the whole text of a `generate`, or None if it does not only consist of tokens."""
+def _find_tokens(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tokens | None:
+    """Return the tokens of a prompt, or None if it has other inputs or is not complete."""
     mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
     # As in transformers, the mask covers all tokens, so its width shows whether `ids` has them all.
     width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     other_inputs = [
-        name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL
+        name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL_ARGUMENTS
     ]
-    is_whole = width == ids.shape[1] and (positions is None or positions.shape[-1] == width)
-    if ids.ndim != 2 or not is_whole or other_inputs or config.is_assistant:
+    is_complete = width == ids.shape[1] and (positions is None or positions.shape[-1] == width)
+    if ids.ndim != 2 or not is_complete or other_inputs or config.is_assistant:
         return None
-    return Text(ids, mask, positions)
+    return Tokens(ids, mask, positions)
 
 
 class PrepareInputs(ModelMethod):
@@ -217,10 +219,10 @@ class PrepareInputs(ModelMethod):
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        # During a prefill the text is None or `UNKNOWN`, and does not change.
-        if isinstance(cache, FP8PagedCache) and (text := cache.text) is not None:
+        # During a prefill, `tokens` is None or `UNKNOWN`, and does not change.
+        if isinstance(cache, FP8PagedCache) and (batch := cache.tokens) is not None:
             # Assisted decoding has no prefill, and its first call may only pass new tokens.
-            is_new = text is UNKNOWN or kwargs.get("is_first_iteration", False)
-            cache.last_step = 0 if is_new else input_ids.shape[1] - text.length
-            cache.text = UNKNOWN if is_new else Text(input_ids, text.mask, text.positions)
+            is_unknown = batch is UNKNOWN or kwargs.get("is_first_iteration", False)
+            cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
+            cache.tokens = UNKNOWN if is_unknown else Tokens(input_ids, batch.mask, batch.positions)
         return self.stock(input_ids, *args, **kwargs)

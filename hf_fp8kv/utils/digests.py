@@ -12,19 +12,19 @@ from torch.nn.functional import pad
 
 from ..errors import ConfigError
 
-# Number of four-byte words that share a checksum.
-_WORDS = 1 << 20
-_known: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
+# Number of four-byte words that one checksum covers.
+_WORDS_PER_CHECKSUM = 1 << 20
+_known_digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
 def digest_of(*facts: object) -> str:
     """Return the SHA-256 of JSON values and tensors: 64 hexadecimal digits."""
-    text = json.dumps(facts, sort_keys=True, default=_describe)
+    text = json.dumps(facts, sort_keys=True, default=_describe_value)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _describe(value: object) -> str:
-    """Return dtype, shape and a digest of the bytes of a tensor, or `str(value)`."""
+def _describe_value(value: object) -> str:
+    """Return the dtype, the shape and a digest of the bytes of a tensor, or else `str(value)`."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -32,59 +32,59 @@ def _describe(value: object) -> str:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether this process has the whole tensor, which is not on disk, split or empty."""
+    """Return whether this process has the whole tensor: it is not on disk, split or empty."""
     return not tensor.is_meta and not hasattr(tensor, "placements") and tensor.numel() > 0
 
 
 def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
     """Return a digest of every parameter and buffer: names, shapes, dtypes and all bytes.
 
-    With `dtype`, 16-bit and wider floats are first rounded to it, so their own dtype has no effect.
-    Adapters of PEFT that are still zero do not count.
+    With `dtype`, float16, float32 and float64 are first rounded to it, so the original dtype has no
+    effect. Adapters of PEFT that are still zero are ignored.
 
-    The digest is kept until weights change. Later calls compare torch's version counters, addresses
-    and shapes. The counters do not include writes through `.data` or in inference mode, so later
-    calls also compare 8 values of each tensor. A merged adapter or different weights change these
-    values. An edit of single values may not change them.
+    The digest is cached until weights change. Later calls compare torch's version counters,
+    addresses and shapes. The counters do not include writes through `.data` or in inference mode,
+    so later calls also compare 8 values of each tensor. A merged adapter or different weights
+    change these values. An edit of single values may not change them.
 
     Raises:
-        ConfigError: Weights are not completely in this process.
+        ConfigError: Some weights, or parts of them, are not in this process.
     """
-    named = model.named_parameters(remove_duplicate=False)
-    tensors = dict[str, torch.Tensor]([*named, *model.named_buffers(remove_duplicate=False)])
+    parameters = model.named_parameters(remove_duplicate=False)
+    tensors = dict[str, torch.Tensor]([*parameters, *model.named_buffers(remove_duplicate=False)])
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in filter(is_whole, tensors.values()):
         flat = tensor.detach().flatten()
-        # An odd distance spreads the values over the columns.
+        # An odd step spreads the values over the columns of a matrix.
         sample = flat[:: -(-len(flat) // 8) | 1].contiguous().view(torch.uint8)
         samples.setdefault(tensor.device, []).append(sample)
-    state: list[object] = [torch.cat(part).cpu().numpy().tobytes() for part in samples.values()]
+    state: list[object] = [torch.cat(values).cpu().numpy().tobytes() for values in samples.values()]
     state += [
         (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
         for name, x in tensors.items()
     ]
-    if (known := _known.get(model, ("", "")))[0] == [dtype, *state]:
-        return known[1]
-    if elsewhere := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
+    if (known_state := _known_digests.get(model, ("", "")))[0] == [dtype, *state]:
+        return known_state[1]
+    if missing_names := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(
-            f"prefix_store: expected all weights in this process, got {elsewhere[0]!r} on no "
+            f"prefix_store: expected all weights in this process, got {missing_names[0]!r} on no "
             "device, or as a part. Leave prefix_store out if weights are offloaded or split"
         )
-    # The parts of an adapter have the same name, except for lora_B.
-    second = {x: tensors.get(re.sub(r"\.lora_\w+", ".lora_B", x)) for x in tensors if ".lora_" in x}
-    zero = {name for name, x in second.items() if x is not None and not x.any()}
+    # The tensors of an adapter have the same name, except for the suffix, such as lora_B.
+    lora_b = {x: tensors.get(re.sub(r"\.lora_\w+", ".lora_B", x)) for x in tensors if ".lora_" in x}
+    zero_names = {name for name, x in lora_b.items() if x is not None and not x.any()}
     digest = digest_of(
         [
-            (name.replace(".base_layer.", "."), x.shape, *_checksums(x, dtype))
+            (name.replace(".base_layer.", "."), x.shape, *_compute_checksums(x, dtype))
             for name, x in tensors.items()
-            if name not in zero
+            if name not in zero_names
         ]
     )
-    _known[model] = ([dtype, *state], digest)
+    _known_digests[model] = ([dtype, *state], digest)
     return digest
 
 
-def _checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, list[int]]:
+def _compute_checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, list[int]]:
     """Return the dtype and the checksums of a tensor's bytes, computed on its device.
 
     A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
@@ -94,31 +94,31 @@ def _checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, li
     if dtype is not None and flat.dtype in (torch.float16, torch.float32, torch.float64):
         flat = flat.to(dtype)
     sums = []
-    for part in flat.split(4 * _WORDS // flat.itemsize):
-        words = pad(part.view(torch.uint8), (0, -part.nbytes % 4)).view(torch.int32)
+    for chunk in flat.split(4 * _WORDS_PER_CHECKSUM // flat.itemsize):
+        words = pad(chunk.view(torch.uint8), (0, -chunk.nbytes % 4)).view(torch.int32)
         sums.append(int((words * factors[: len(words)]).sum()))
     return str(flat.dtype), sums
 
 
 @functools.cache
 def _make_factors(device: torch.device) -> torch.Tensor:
-    data = bytearray(hashlib.shake_128(b"hf_fp8kv").digest(8 * _WORDS))
+    data = bytearray(hashlib.shake_128(b"hf_fp8kv").digest(8 * _WORDS_PER_CHECKSUM))
     with torch.inference_mode(False):
         return torch.frombuffer(data, dtype=torch.int64).to(device) | 1
 
 
 def digest_decoder(model: torch.nn.Module) -> str | None:
-    """Return the digest of a model's decoder in bfloat16, inside of any wrappers, or None.
+    """Return the digest of a model's decoder in bfloat16, inside any wrappers, or None.
 
-    It is the same for float32 and bfloat16. It does not include the output embeddings, because K
-    and V do not depend on them. None means that weights are not completely in this process, or that
-    the model has no decoder.
+    The digest is the same for float32 and bfloat16. It does not include the output embeddings,
+    because K and V do not depend on them. None means that some weights are not in this process, or
+    that the model has no decoder.
     """
     mesh = getattr(model, "_device_mesh", None)
-    outer: Any = next((part for part in model.modules() if hasattr(part, "get_decoder")), None)
-    if outer is None or (mesh is not None and mesh.size() > 1):  # transformers splits parameters
+    wrapper: Any = next((part for part in model.modules() if hasattr(part, "get_decoder")), None)
+    if wrapper is None or (mesh is not None and mesh.size() > 1):  # transformers splits parameters
         return None
     try:
-        return digest_weights(outer.get_decoder() or outer, torch.bfloat16)[:16]
+        return digest_weights(wrapper.get_decoder() or wrapper, torch.bfloat16)[:16]
     except ConfigError:
         return None

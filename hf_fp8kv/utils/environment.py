@@ -14,7 +14,7 @@ PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "safetensors", "gguf"
 # A machine is idle if other processes use at most this share of its CPU time.
 _IDLE_SHARE = 0.05
 # Linux's names of the instruction sets that affect speed the most.
-_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
 def version(package: str) -> str:
@@ -35,8 +35,8 @@ def hardware() -> dict[str, object]:
     import torch
 
     return {
-        "cpu": _cpu("model name") or platform.processor() or platform.machine(),
-        "instructions": [name for name in _INSTRUCTIONS if name in _cpu("flags").split()],
+        "cpu": _read_cpu_field("model name") or platform.processor() or platform.machine(),
+        "instructions": [x for x in _INSTRUCTION_SETS if x in _read_cpu_field("flags").split()],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -44,16 +44,16 @@ def hardware() -> dict[str, object]:
 
 
 def utc_now() -> str:
-    """Return date and time in UTC, as ISO 8601."""
+    """Return the date and time in UTC, in the format of ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
     """Return the first entries of the result of benchmark `suite`.
 
-    Call this before the measurement: `used_by_others` is the share of CPU time of other processes.
+    `used_by_others` is the share of CPU time of other processes, so call this before measuring.
     """
-    share = share_of_others()
+    other_share = share_of_others()
     return {
         "suite": suite,
         "date": utc_now(),
@@ -61,8 +61,8 @@ def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware() | extra_hardware,
-        "idle": share <= _IDLE_SHARE,
-        "used_by_others": share,
+        "idle": other_share <= _IDLE_SHARE,
+        "used_by_others": other_share,
     }
 
 
@@ -70,7 +70,7 @@ def commit(folder: Path = Path(__file__).parents[1]) -> str | None:
     """Return the git commit of a package's checkout, with "-dirty" if tracked files differ from it.
 
     Returns:
-        None outside a checkout, or for a package in a checkout that does not track it.
+        The commit, or None if the package is not in a checkout that tracks it.
     """
 
     def git(*arguments: str) -> str:
@@ -88,14 +88,14 @@ def share_of_others(seconds: float = 0.5) -> float:
     """Return the share of this machine's CPU time that other processes use during `seconds`."""
     import psutil
 
-    before = time.process_time()
-    busy: float = psutil.cpu_percent(seconds) / 100
-    own = (time.process_time() - before) / (seconds * (os.cpu_count() or 1))
-    return round(min(max(busy - own, 0.0), 1.0), 3)
+    start = time.process_time()
+    total_share: float = psutil.cpu_percent(seconds) / 100
+    own_share = (time.process_time() - start) / (seconds * (os.cpu_count() or 1))
+    return round(min(max(total_share - own_share, 0.0), 1.0), 3)
 
 
-def _cpu(field: str) -> str:
-    """Return a field of the first CPU in /proc/cpuinfo, or ""."""
+def _read_cpu_field(field: str) -> str:
+    """Return a field of the first CPU in /proc/cpuinfo, or "" if it is missing."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((x.partition(":")[2].strip() for x in lines if x.startswith(field)), "")

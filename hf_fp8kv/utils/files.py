@@ -1,4 +1,4 @@
-"""Read JSON and safetensors files with our errors, and write files atomically."""
+"""Read JSON and safetensors files with this package's errors, and write files atomically."""
 
 import json
 import os
@@ -13,26 +13,26 @@ from safetensors import safe_open
 from ..errors import FP8KVError, OutOfPagesError, ScaleError
 from .text import format_value
 
-# Suffixes of files that are not opened, because reading them can run code.
+# Suffixes of files that are never opened, because reading them can run code.
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
 # Suffixes of files that hold the weights of a model.
 WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 # The format in the metadata of a file of `FP8PagedCache.save`.
 CACHE_FORMAT = "hf_fp8kv.cache"
-_MAX_JSON_BYTES = 256 << 20  # bytes
+_MAX_JSON_BYTES = 256 << 20
 
 
 @contextmanager
 def convert_read_errors(
-    path: object, expected: str, kind: type[FP8KVError] = ScaleError
+    path: object, expected: str, error_class: type[FP8KVError] = ScaleError
 ) -> Iterator[None]:
-    """Convert every error of reading a file to `kind`, except OutOfPagesError."""
+    """Convert every error that reading a file raises to `error_class`, except OutOfPagesError."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, OutOfPagesError) or type(error) is kind is ScaleError:
+        if isinstance(error, OutOfPagesError) or type(error) is error_class is ScaleError:
             raise
-        raise kind(
+        raise error_class(
             f"{path}: expected {expected}, got {type(error).__name__}: {error}. "
             "The file may be truncated. Fetch or write it again"
         ) from error
@@ -44,8 +44,8 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
     def make_dict(items: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(items)
         if unique and len(result) < len(items):
-            double = Counter(name for name, _ in items).most_common(1)[0][0]
-            raise ScaleError(f"{path}: expected every key once, got {double!r} twice. Delete one")
+            key = Counter(name for name, _ in items).most_common(1)[0][0]
+            raise ScaleError(f"{path}: expected every key once, got {key!r} twice. Delete one")
         return result
 
     with convert_read_errors(path, f"a JSON file of at most {_MAX_JSON_BYTES} bytes"):
@@ -60,13 +60,13 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, from a safetensors index."""
+    """Return the file name of each tensor, by the tensor's name, from a safetensors index."""
     files = read_json(path).get("weight_map")
     names = [*files.values()] if isinstance(files, dict) else []
-    # A file in another folder is not part of the checkpoint.
-    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-    if not isinstance(files, dict) or wrong or not names:
-        got = format_value(wrong[0] if wrong else files)
+    # A file in a different folder is not part of the checkpoint.
+    invalid_names = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if not isinstance(files, dict) or invalid_names or not names:
+        got = format_value(invalid_names[0] if invalid_names else files)
         raise ScaleError(
             f"{path}: expected file names of tensors in weight_map, got {got}. Fetch it again"
         )
@@ -80,34 +80,35 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:
-    """Write every file completely, or leave all of them as they were if one cannot be written.
+    """Write every file completely, or leave all files as they were if one cannot be written.
 
     Missing folders are created. Files and folders are synced, so that they survive a loss of power.
-    The contents may be a function that writes the file. None deletes the file.
+    The contents are bytes, or a function that writes a file to a path. None deletes the file.
 
-    If a process is killed between two renames, the first files are replaced, and each file is
+    If a process is killed between two renames, only the first files are replaced, but each file is
     complete. Pass the file that refers to all other files last.
     """
-    # Other users cannot predict a random name.
+    # The name is random, so that other users cannot predict it.
     suffix = f"{os.getpid()}-{secrets.token_hex(8)}.part"
-    parts = {path: path.with_name(f".{path.name}.{suffix}") for path in files}
+    partial_files = {path: path.with_name(f".{path.name}.{suffix}") for path in files}
     try:
         for path, content in files.items():
             if content is None:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             if callable(content):
-                content(parts[path])
+                content(partial_files[path])
             else:
-                with parts[path].open("xb") as file:  # fails for a link
+                with partial_files[path].open("xb") as file:  # fails for a link
                     file.write(content)
-            with parts[path].open("rb" if os.name == "posix" else "rb+") as file:  # a link is "rb"
+            # On POSIX, files are opened as "rb", because a link may lead to a read-only file.
+            with partial_files[path].open("rb" if os.name == "posix" else "rb+") as file:
                 os.fsync(file.fileno())
-        for path, part in parts.items():
-            path.unlink(missing_ok=True) if files[path] is None else part.replace(path)
+        for path, partial_file in partial_files.items():
+            path.unlink(missing_ok=True) if files[path] is None else partial_file.replace(path)
     finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+        for partial_file in partial_files.values():
+            partial_file.unlink(missing_ok=True)
     for folder in {path.parent for path in files}:
         with suppress(OSError):  # fails on Windows and on some file systems
             handle = os.open(folder, os.O_RDONLY)

@@ -125,7 +125,7 @@ def test_a_compact_mask_matches_the_complete_mask(
     visible = torch.nn.functional.pad(text, (0, max(room - columns, 0)))[:, :room]
     visible[:, 12:] = True  # not stored yet
     assert_same(mask.bounds, mask_bounds(visible, 0))
-    assert mask.filled.tolist() == [12] * len(ROWS)
+    assert mask.lengths.tolist() == [12] * len(ROWS)
 
 
 def test_a_request_applies_to_one_mask_of_one_cache() -> None:
@@ -174,9 +174,9 @@ def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
     assert isinstance(mask_on_meta, CompactMask)
     assert {
         x.device.type
-        for x in (mask_on_meta, mask_on_meta.seen, mask_on_meta.bounds, mask_on_meta.filled)
+        for x in (mask_on_meta, mask_on_meta.token_mask, mask_on_meta.bounds, mask_on_meta.lengths)
     } == {"meta"}
-    assert (mask_on_meta.shape, mask_on_meta.seen.dtype, mask_on_meta.window) == (
+    assert (mask_on_meta.shape, mask_on_meta.token_mask.dtype, mask_on_meta.window) == (
         mask.shape,
         torch.uint8,
         4,
@@ -193,7 +193,7 @@ def test_a_mask_of_all_tokens_serves_a_window() -> None:
             visible = mask.columns(start, length)
             assert_same(visible[:, 0, 0].bool(), text[:, start:], (length, start))
             assert_same(mask.bounds, mask_bounds(text[:, first:], first))
-            assert_same(mask.complete(start, length, 0)[:, 0, 0], text[:, start:])
+            assert_same(mask.make_complete(start, length, 0)[:, 0, 0], text[:, start:])
 
 
 @pytest.mark.parametrize(("columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])

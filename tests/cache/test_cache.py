@@ -712,14 +712,14 @@ def test_a_refused_long_call_frees_its_pages() -> None:
     fields = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
     cache = FP8PagedCache(config("gemma3_text", **fields), dtype="auto", page_size=8, max_pages=30)
     feed(cache, 12, batch=1)
-    pages, before = cache.budget.held, dense_keys(cache)
+    pages, before = cache.budget.num_held, dense_keys(cache)
     k = tokens(90, 1)
     cache.update(k, k, 0)
     assert torch.equal(dense_keys(cache)[1], before[1])
     with pytest.raises(ConfigError, match="like the first call's"):
         cache.update(k[..., :-1], k, 1)
     assert all(map(torch.equal, dense_keys(cache), before))
-    assert cache.budget.held == pages
+    assert cache.budget.num_held == pages
 
 
 def test_a_window_of_one_token_keeps_its_page() -> None:

@@ -189,7 +189,7 @@ def test_offloaded_caches_use_a_prefix_store(where: dict[str, Any], tmp_path: Pa
         enable(model, page_size=PAGE, prefix_store=store, **where)
         out = model.generate(ids, **options)
         assert_same(out.sequences, expected)
-        assert out.past_key_values.restored == hits * (ids.shape[1] - 1) // PAGE * PAGE
+        assert out.past_key_values.restored_tokens == hits * (ids.shape[1] - 1) // PAGE * PAGE
         assert min(bytes_copied(out.past_key_values)) > 0
 
 

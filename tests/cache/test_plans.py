@@ -170,7 +170,7 @@ SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
         ({"plan": {0: SAFE}}, "got none for layer 1; add it"),
-        ({"plan": dict.fromkeys(range(5), SAFE)}, r"from 0 to 2, .*got \[3, 4\], too; leave these"),
+        ({"plan": dict.fromkeys(range(5), SAFE)}, r"from 0 to 2, .*got also \[3, 4\]; leave them"),
         ({"plan": dict.fromkeys(range(5), SAFE), "max_cache_len": 64}, r"from 0 to 2, .*\[3, 4\]"),
         ({"plan": {-1: SAFE}}, "layers from 0 on, got -1; use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
@@ -249,7 +249,7 @@ def test_a_plan_for_different_layers_is_refused(size: dict[str, int]) -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
         FP8PagedCache(config(), scales=planned_scales(2), **size)
     assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2], **size).plan
-    with pytest.raises(ScaleError, match=r"from 0 to 2, .*\[3, 4\], too; use the scales"):
+    with pytest.raises(ScaleError, match=r"from 0 to 2, .*also \[3, 4\]; use the scales"):
         FP8PagedCache(config(), scales=planned_scales(5), **size)
     with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*use the plan of this model"):
         FP8PagedCache(config(), plan=planned_scales(2, is_dynamic=True), **size)

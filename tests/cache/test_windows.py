@@ -439,7 +439,7 @@ def test_long_calls_stay_within_the_budget() -> None:
     for start, stop in itertools.pairwise((0, 20, 50, 110, 111, 262)):
         store(cache, whole[:, :, start:stop])
         assert_last(cache, whole[:, :, :stop])
-    assert cache.budget.held <= BATCH * MAX_PAGES
+    assert cache.budget.num_held <= BATCH * MAX_PAGES
 
 
 @pytest.mark.parametrize("ahead", [1, 0], ids=["full", "sliding"])

@@ -62,9 +62,9 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 
 
 def remove_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = module._wrapper_class().forward
+    forward = module._find_wrapper_class().forward
     original = getattr(forward, "__wrapped__", forward)
-    monkeypatch.setattr(module._wrapper_class(), "forward", original)
+    monkeypatch.setattr(module._find_wrapper_class(), "forward", original)
 
 
 def are_far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -293,7 +293,7 @@ def test_a_compiled_step_gives_the_logits_of_the_original_weights(pair):
     with torch.no_grad():
         declared(IDS[:, :63], past_key_values=caches[1])
         # The package's own hooks cannot be compiled without graph breaks before 0.20.
-        fullgraph = "__getattr__" in vars(module._wrapper_class())
+        fullgraph = "__getattr__" in vars(module._find_wrapper_class())
         step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
         for position in (63, 64):
             logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits

@@ -169,11 +169,11 @@ def check_tables(*tables: BlockTable) -> None:
     allocator = tables[0].allocator
     references = np.zeros(allocator.capacity, np.int64)
     for table in tables:
-        used = table.used()
+        used = table.used_rows()
         assert (used >= 0).all(), f"a page in use has no number: {used}"
-        assert (table.rows[:, : table.first] == NO_PAGE).all(), "a released page is listed"
+        assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a released page is listed"
         np.add.at(references, used.ravel(), 1)
-    assert allocator.held == np.count_nonzero(references)
+    assert allocator.num_held == np.count_nonzero(references)
     wrong = np.flatnonzero(references != allocator.references)
     assert not len(wrong), (
         f"pages {wrong.tolist()} are listed {references[wrong].tolist()} times and counted "
@@ -194,7 +194,7 @@ def fork_group(group: LayerGroup) -> LayerGroup:
 
 
 def select(table: BlockTable, sequences: list[int]) -> None:
-    table.replace_rows(table.rows[sequences], table.first)
+    table.replace_rows(table.rows[sequences], table.first_page)
 
 
 def check_crop(group: LayerGroup, tokens: int) -> None:
@@ -228,7 +228,7 @@ class Cache:
     def state(self) -> object:
         """Return everything that a refused call must not change."""
         return [
-            (g.table.first, g.table.count, g.table.used().tolist(), list(g.lengths))
+            (g.table.first_page, g.table.num_columns, g.table.used_rows().tolist(), list(g.lengths))
             for g in self.groups.values()
         ]
 
@@ -326,7 +326,7 @@ class Pages(RuleBasedStateMachine):
             for member in range(len(group.pools)):
                 self.write_layer(cache, group, member, ids)
         for group in cache.groups.values():
-            group.finish()
+            group.finish_step()
         cache.models = after
         cache.sequences = cache.sequences or [[] for _ in range(batch)]
         for sequence, new in zip(cache.sequences, ids.tolist(), strict=True):
@@ -342,25 +342,25 @@ class Pages(RuleBasedStateMachine):
             # The first layer of each group has its pages in blocks.
             pool.allocate(*like, capacity, single_block=member > 0)
         length = HostLength(group, member)
-        call = length.begin(stop - start, CPU, "torch")
+        call = length.begin_call(stop - start, CPU, "torch")
         pool.memory.grow(capacity)
-        if call.long is None:
+        if call.long_write is None:
             write(pool, call.table.numpy(), start, ids)
         else:
             # As in a layer, with a pool in place of the scratch pages.
-            old, own = call.long.old, call.long.own
+            old, own = call.long_write.old_pages, call.long_write.kept_pages
             room = old.shape[1] + -(-ids.shape[1] // self.page_size)
             scratch = copy.deepcopy(pool)
             scratch.allocate(*like, len(ids) * room)
             rows = np.arange(len(ids) * room, dtype=np.int32).reshape(len(ids), room)
             scratch.memory.put(rows[:, : old.shape[1]].ravel(), pool.memory.take(old.ravel()))
             table = np.full((len(ids), call.table.shape[1]), -1, np.int32)
-            columns = table[:, call.long.first :]
+            columns = table[:, call.long_write.first_page :]
             columns[:] = rows[:, : columns.shape[1]]
             write(scratch, table, start, ids)
             past = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, call.start :]
             assert_holds(scratch, table, call.start, np.concatenate([past, ids], axis=1))
-            kept = table[:, call.long.kept :]
+            kept = table[:, call.long_write.first_kept_page :]
             pool.memory.put(own.ravel(), scratch.memory.take(kept.ravel()))
         group.lengths[member] = stop
 
@@ -379,7 +379,7 @@ class Pages(RuleBasedStateMachine):
         for group, member in written_layers:
             group.lengths[member] -= tokens
         for group in cache.groups.values():
-            group.drop_unused()
+            group.drop_unused_pages()
         for model in cache.models.values():
             # A page that was copied because a fork has it stays a copy.
             model.cut(cache.length)
@@ -399,7 +399,7 @@ class Pages(RuleBasedStateMachine):
         assert [list(group.lengths) for group in cache.groups.values()] == lengths
         # Pages before the window may be freed, but not those that a query attends to.
         for name, model in cache.models.items():
-            if cache.groups[name].table.first != model.first:
+            if cache.groups[name].table.first_page != model.first:
                 model.settle(cache.length)
 
     @rule(data=st.data(), tokens=st.integers(0, 12))
@@ -453,9 +453,9 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: len(self.caches) < 4)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        held = self.budget.held
+        held = self.budget.num_held
         self.caches.append(self.pick(data).fork())
-        assert self.budget.held == held
+        assert self.budget.num_held == held
 
     @precondition(lambda self: len(self.caches) > 1)
     @rule(data=st.data())
@@ -481,15 +481,15 @@ class Pages(RuleBasedStateMachine):
             check_tables(*tables)
         for cache in self.caches:
             for group in cache.groups.values():
-                assert group.length <= group.table.count * self.page_size
+                assert group.length <= group.table.num_columns * self.page_size
 
     @invariant()
     def held_pages_match_the_model(self) -> None:
         models = [model for cache in self.caches for model in cache.models.values()]
-        assert self.budget.held == len({*page_ids(models)})
-        assert self.budget.held == sum(allocator.held for allocator in self.tables())
+        assert self.budget.num_held == len({*page_ids(models)})
+        assert self.budget.num_held == sum(allocator.num_held for allocator in self.tables())
         if self.budget.max_pages is not None:
-            assert self.budget.held <= self.budget.max_pages
+            assert self.budget.num_held <= self.budget.max_pages
             assert all(a.capacity <= self.budget.max_pages for a in self.tables())
 
     @invariant()
@@ -503,10 +503,10 @@ class Pages(RuleBasedStateMachine):
                 if not cache.length:
                     continue
                 start = model.first * self.page_size
-                assert group.table.first == model.first
+                assert group.table.first_page == model.first
                 assert start <= model.visible_from(cache.length)
                 rows = group.table.on_device(CPU).numpy()
-                assert np.array_equal(rows[:, model.first :], group.table.used())
+                assert np.array_equal(rows[:, model.first :], group.table.used_rows())
                 for pool in group.pools:
                     assert_holds(pool, rows, start, tokens[:, start:])
 
@@ -515,9 +515,9 @@ class Pages(RuleBasedStateMachine):
         """Drop all forks but one, and clear it. Nothing is held then."""
         self.caches = [self.pick(data)]
         self.clear(data)
-        assert self.budget.held == 0
+        assert self.budget.num_held == 0
         for allocator in self.tables():
-            assert allocator.held == 0
+            assert allocator.num_held == 0
             assert not allocator.references.any()
             assert allocator.num_free == allocator.capacity
 
@@ -545,9 +545,13 @@ def make_written_table(tokens: int, batch: int = 1, page_size: int = 4) -> Block
 def test_release_keeps_all_pages_from_a_token_on(token, first):
     table = make_written_table(12, batch=2)
     table.release(token)
-    assert (table.first, table.count, table.allocator.held) == (first, 3, 2 * (3 - first))
+    assert (table.first_page, table.num_columns, table.allocator.num_held) == (
+        first,
+        3,
+        2 * (3 - first),
+    )
     table.truncate(3)
-    assert (table.first, table.allocator.held) == (first, 0 if first else 2)
+    assert (table.first_page, table.allocator.num_held) == (first, 0 if first else 2)
     check_tables(table)
 
 
@@ -561,11 +565,11 @@ def test_full_pages_are_shared_and_partial_pages_are_copied():
             if len(pages[0]):
                 raise MemoryError
 
-        held = table.allocator.held
+        held = table.allocator.num_held
         with contextlib.suppress(MemoryError):
             table.reserve(length, 9, 2, fail)
         assert len(sources) == num_copied
-        assert table.allocator.held == held + (2 if not num_copied else 0), (
+        assert table.allocator.num_held == held + (2 if not num_copied else 0), (
             "no page after a failure"
         )
         check_tables(table, fork)
@@ -591,7 +595,7 @@ def test_a_fork_may_be_freed_during_any_operation(operation):
         if garbage:
             break
         check_tables(table, *([result] if isinstance(result, BlockTable) else []))
-        assert table.allocator.budget.held == table.allocator.held, f"line {moment}"
+        assert table.allocator.budget.num_held == table.allocator.num_held, f"line {moment}"
     assert moment > 5
 
 
@@ -642,7 +646,7 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     for length in range(1, 40_000, page_size):
         table.reserve(length - 1, length, batch)
         room = table.allocator.capacity
-        tokens = batch * (table.count * page_size)
+        tokens = batch * (table.num_columns * page_size)
         if room != capacity:
             # A growing pool is moved at most every 64 tokens.
             assert (room - capacity) * page_size >= 64
@@ -675,7 +679,7 @@ def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
     assert (e.value.needed, e.value.available) == (4, 1)
     assert np.array_equal(table.rows, rows)
     assert (table.version, table.allocator.capacity) == (version, capacity)
-    assert (table.first, table.count, table.allocator.held) == (0, 2, 4)
+    assert (table.first_page, table.num_columns, table.allocator.num_held) == (0, 2, 4)
     check_tables(table)
     # A smaller step still fits.
     table.reserve(6, 8, 2)
@@ -697,12 +701,20 @@ def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop
             group.lengths[0] = end
     with pytest.raises(OutOfPagesError):
         sliding.prepare(8, stop, 1)
-    assert (sliding.table.first, sliding.table.count, full.table.count) == (0, 2, 2)
+    assert (sliding.table.first_page, sliding.table.num_columns, full.table.num_columns) == (
+        0,
+        2,
+        2,
+    )
     check_crop(sliding, 1)
     # The page that the step frees counts as available: the first four tokens.
     budget.max_pages = 5
     sliding.prepare(8, 12, 1)
-    assert (sliding.table.first, sliding.table.count, full.table.count) == (1, 3, 3)
+    assert (sliding.table.first_page, sliding.table.num_columns, full.table.num_columns) == (
+        1,
+        3,
+        3,
+    )
 
 
 def test_copies_for_a_device_are_created_once_per_change():
@@ -711,10 +723,10 @@ def test_copies_for_a_device_are_created_once_per_change():
 
     def step(tokens):
         length.reserve(tokens, 2)
-        calls = [length.begin(tokens, CPU, "torch") for _ in "kv"]
+        calls = [length.begin_call(tokens, CPU, "torch") for _ in "kv"]
         assert calls[0].table is calls[1].table
         assert calls[0].lengths is calls[1].lengths
-        length.end(calls[0])
+        length.end_call(calls[0])
         return calls[0]
 
     first = step(6)
@@ -726,4 +738,4 @@ def test_copies_for_a_device_are_created_once_per_change():
     assert third.lengths.tolist() == [9, 9]
     assert first.table.tolist() == [[0, 1], [2, 3]], "a handle with the old copy does not change"
     select(group.table, [0, 1, 1])
-    assert length.written(CPU).lengths.tolist() == [9, 9, 9]
+    assert length.stored_call(CPU).lengths.tolist() == [9, 9, 9]

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import FP8PagedCache, ops
-from hf_fp8kv.cache.centers import FirstTokens
+from hf_fp8kv.cache.centers import PaddingObserver
 from hf_fp8kv.cache.encoding import Encoding
 from hf_fp8kv.formats import LayerPlan, SidePlan
 from hf_fp8kv.paging import blocks
@@ -204,7 +204,7 @@ def test_growing_allocates_one_block_at_a_time(monkeypatch):
     # Compaction also allocates one block at a time, and frees the old blocks.
     with allocations:
         allocations.largest = 0
-        pool.memory.keep(np.arange(0, 300, 5, dtype=np.int32))
+        pool.memory.keep_pages(np.arange(0, 300, 5, dtype=np.int32))
     assert allocations.largest <= 8 * page
     assert allocations.held == 60 * page
 
@@ -247,18 +247,18 @@ def test_a_freed_pool_may_be_allocated_again(single_block):
     assert not any(t.any() for t in all_pages(pool).values())
 
 
-# -- records ---------------------------------------------------------------------------------------
+# -- cached pages ----------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[PagePool], None]] = {
     "nothing": lambda pool: None,
     "grow": lambda pool: pool.memory.grow(40),
-    "keep": lambda pool: pool.memory.keep(np.array([1, 3])),
+    "keep": lambda pool: pool.memory.keep_pages(np.array([1, 3])),
     "free": lambda pool: pool.memory.free(),
 }
 
 
 def encoded(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) -> Encoding:
-    encoding = Encoding(0, FP8PagedCache(plan=plan).options, FirstTokens())
+    encoding = Encoding(0, FP8PagedCache(plan=plan).options, PaddingObserver())
     encoding.k_scale, encoding.v_scale, encoding.k_center = k_scale, v_scale, k_center
     return encoding
 
@@ -266,12 +266,12 @@ def encoded(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) ->
 @layouts
 @pytest.mark.parametrize("change", CHANGES)
 def test_cached_pages_have_the_current_tensors(change, single_block):
-    """A record has the current addresses, and keeps no freed block alive."""
+    """The cached `Pages` have the current addresses, and keep no freed block alive."""
     pool = new_pool("auto", "auto", single_block=single_block, dtype=torch.float32)
     table = torch.tensor([[1, 0]], dtype=torch.int32)
     scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
     encoding = encoded(("auto", "auto"), *scales, torch.zeros(1, HEADS, K_DIM))
-    first = encoding.record(pool, table)
+    first = encoding.make_pages(pool, table)
     before, old_block = fill(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
     del first
     CHANGES[change](pool)
@@ -282,20 +282,20 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
     columns = before["k"][[3, 1] if change == "keep" else [1, 0]]
     lengths = torch.tensor([2 * S], dtype=torch.int32)
     for _ in range(2):
-        pages = encoding.record(pool, table)
+        pages = encoding.make_pages(pool, table)
         dense = ops.gather(pages, lengths, "k", 0, 2 * S, torch.float32, False, "reference")
         assert_same(dense[0], columns.transpose(0, 1).flatten(1, 2))
-    # Changed tensors give a different record.
+    # Changed tensors give different `Pages`.
     new_tensors = tuple(x + 1 for x in (*scales, encoding.k_center))
     encoding.k_scale, encoding.v_scale, encoding.k_center = new_tensors
-    record = encoding.record(pool, other_table := table.flip(1))
-    tensors = record.table, record.k.static_scale, record.v.static_scale, record.k.center
+    pages = encoding.make_pages(pool, other_table := table.flip(1))
+    tensors = pages.table, pages.k.static_scale, pages.v.static_scale, pages.k.center
     assert all(x is y for x, y in zip(tensors, (other_table, *new_tensors), strict=True))
-    other_plan = encoded(("fp8_e4m3", "int8"), *new_tensors).record(pool, other_table)
+    other_plan = encoded(("fp8_e4m3", "int8"), *new_tensors).make_pages(pool, other_table)
     assert (other_plan.k.format, other_plan.v.format) == ("fp8_e4m3", "int8")
 
 
-# -- two tiers -----------------------------------------------------------------------------------
+# -- copies from another pool -------------------------------------------------------------------
 
 
 @layouts

@@ -69,7 +69,7 @@ def test_least_recently_used_files_are_removed(plan: list[tuple[str, int, int, i
             files_before = sorted(folder.files())
             if action == "begin":
                 folders[folder_index] = folder_at(path)
-                folders[folder_index].hold_bound()
+                folders[folder_index].apply_limit()
                 is_exact = True
             elif action == "put":
                 own_names = tuple(file.name for file in files_before[place : place + 2])
@@ -185,6 +185,6 @@ def test_a_smaller_bound_frees_space_on_a_full_disk(
         return write(*args)
 
     monkeypatch.setattr(os, "pwrite", write_if_there_is_room)
-    smaller.hold_bound()
+    smaller.apply_limit()
     assert [file.name for file in smaller.files()] == ["page2"]
     assert int((tmp_path / ".prefix_store.lock").read_text()) == 30

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
-from hf_fp8kv.cache.held_text import Text
+from hf_fp8kv.cache.tokens import Tokens
 from hf_fp8kv.prefix.generate import CHUNKS_BEGIN_EMPTY
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
@@ -175,7 +175,7 @@ def test_rows_may_be_reordered_and_repeated() -> None:
     assert computed < 4 + GREEDY["max_new_tokens"]
 
 
-def test_the_held_text_follows_cache_operations() -> None:
+def test_the_cached_text_follows_cache_operations() -> None:
     chat = Chat("gqa")
     answer, _ = chat.answer(chat.words(21, rows=2))
     chat.cache.crop(-5)  # 24 tokens remain
@@ -350,7 +350,7 @@ def test_an_interrupted_chat_continues_correctly(
     assert computed == 1 or name in ENDS_WITH_STATE
 
 
-def test_rejected_drafts_are_not_part_of_the_held_text() -> None:
+def test_rejected_drafts_are_not_part_of_the_cached_text() -> None:
     chat = Chat("gqa")
     text = chat.words(6).repeat(1, 5)
     answer, _ = chat.answer(text)
@@ -408,9 +408,9 @@ def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:
 
 def test_texts_match_up_to_different_positions() -> None:
     ids, counted = torch.arange(24).view(2, 12), torch.arange(12)[None]
-    placed = Text(ids, None, counted[:, :5])
-    assert Text(ids).match(Text(ids, None, counted)) == ([0, 1], 0), "only one has positions"
-    assert placed.match(Text(ids, None, counted)) == ([0, 1], 12), "later positions follow"
-    assert placed.match(Text(ids, None, counted + (counted > 8))) == ([0, 1], 9)
+    placed = Tokens(ids, None, counted[:, :5])
+    assert Tokens(ids).match(Tokens(ids, None, counted)) == ([0, 1], 0), "only one has positions"
+    assert placed.match(Tokens(ids, None, counted)) == ([0, 1], 12), "later positions follow"
+    assert placed.match(Tokens(ids, None, counted + (counted > 8))) == ([0, 1], 9)
     turned = counted.expand(3, 2, 12)
-    assert Text(ids, None, turned[..., :5]).match(Text(ids, None, turned)) == ([0, 1], 12)
+    assert Tokens(ids, None, turned[..., :5]).match(Tokens(ids, None, turned)) == ([0, 1], 12)

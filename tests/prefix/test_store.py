@@ -182,7 +182,7 @@ def test_a_recording_cache_restores_tokens_before_the_window(tmp_path: Path) -> 
     cache = reader.new_cache()
     cache.activate_past_recording()
     reader.model.generate(ids, past_key_values=cache, **GREEDY)
-    assert cache.restored == 56
+    assert cache.restored_tokens == 56
     cache.crop(20 - cache.get_seq_length())
     assert cache.get_seq_length() == 20
 
@@ -645,7 +645,7 @@ def test_pages_of_a_different_model_are_refused(
     reader.model.generate(ids, past_key_values=cache, **GREEDY)
     # With static scales, the first page shows the number of heads.
     refused = 1 if "scales" in keywords else 8
-    assert (cache.restored, reader.store.usage().files_refused) == (0, refused)
+    assert (cache.restored_tokens, reader.store.usage().files_refused) == (0, refused)
     for options in ({}, {"prefill_chunk_size": 7}):
         reader.calls.clear()
         reader.answer(ids, **options)
@@ -800,7 +800,7 @@ def test_a_copy_without_memory_is_not_stored(
 def test_pages_queued_for_writing_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 60.0)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 60.0)
     reader = Reader(tmp_path)
     with locked(tmp_path):
         ids = words(40)
@@ -849,7 +849,7 @@ def test_an_interrupted_flush_is_repeated_at_the_end(tmp_path: Path) -> None:
     script = f"""{IMPORTS}
 # A process that starts in the background ignores SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-store_module._PATIENCE = 60
+store_module._LOCK_TIMEOUT = 60
 store = PrefixStore(sys.argv[1])
 held = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)
 def late():
@@ -933,7 +933,7 @@ def test_an_error_with_one_prompt_does_not_affect_other_prompts(
 def test_a_write_waits_if_too_many_bytes_are_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_fp8kv.prefix.store._MOST_QUEUED", 50 * 12)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._MAX_QUEUED_BYTES", 50 * 12)
     store = PrefixStore(tmp_path)
     for seed in range(20):
         store_pages(store, 20, seed)
@@ -952,7 +952,7 @@ def test_pages_are_read_in_order(
     for key in keys[missing : missing + 1]:
         (tmp_path / f"{key}.safetensors").unlink()
     requested: list[str] = []
-    monkeypatch.setattr("hf_fp8kv.prefix.store.READERS", 3)
+    monkeypatch.setattr("hf_fp8kv.prefix.store.NUM_READERS", 3)
 
     def requests() -> Iterator[str]:
         for key in keys:
@@ -979,7 +979,7 @@ def test_pages_are_written_and_read_if_no_thread_starts(
         started.append(thread)
         start(thread)
 
-    monkeypatch.setattr("hf_fp8kv.prefix.store.READERS", 8)
+    monkeypatch.setattr("hf_fp8kv.prefix.store.NUM_READERS", 8)
     monkeypatch.setattr(threading.Thread, "start", fail)
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 20)
@@ -990,8 +990,8 @@ def test_pages_are_written_and_read_if_no_thread_starts(
 
 
 def test_a_slow_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 0.05)
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LITTLE_PATIENCE", 0.0)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._SHORT_LOCK_TIMEOUT", 0.0)
     reader = Reader(tmp_path)
     with locked(tmp_path):
         assert reader.answer(words(40)) == 40
@@ -1017,7 +1017,7 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
         copies.extend(map(os.dup, lock_handles))
         replace(*args)
 
-    monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 0.05)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fork)
         Reader(tmp_path).answer(words(40))
@@ -1120,7 +1120,7 @@ def test_passed_caches_use_the_store_or_are_refused(tmp_path: Path) -> None:
     answer = reader.model.generate(ids, **GREEDY)
     loaded = FP8PagedCache.load(reader.new_cache().save(tmp_path / "cache"))
     assert_same(reader.model.generate(ids, past_key_values=loaded, **GREEDY), answer)
-    assert loaded.restored == 32
+    assert loaded.restored_tokens == 32
 
 
 def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
@@ -1176,7 +1176,7 @@ def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
     reader.model.__class__ = reader.model.__class__.__base__
     for copied in (copy.deepcopy(reader.model), pickle.loads(pickle.dumps(reader.model))):
         cache = copied.generate(words(40), return_dict_in_generate=True, **GREEDY).past_key_values
-        assert cache.restored == 32
+        assert cache.restored_tokens == 32
     disable(reader.model)
     usage = reader.store.usage()
     reader.model.generate(words(40), **GREEDY)

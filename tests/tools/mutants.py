@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "codec: ties round up", CODEC,
-        "half + ((value >> shift) & 1)) >> shift", "half + 1) >> shift",
+        "offset + ((value >> shift) & 1)) >> shift", "offset + 1) >> shift",
         "tests/formats/test_codec.py",
     ),
     Mutant(
@@ -236,38 +236,37 @@ MUTANTS = (
         "tests/paging/test_block_table.py",
     ),
     Mutant(
-        "fork: a full page is copied", TABLE, "first, last = start // self.page_size,",
-        "first, last = max(start - 1, 0) // self.page_size,", "tests/paging/test_block_table.py",
+        "fork: a full page is copied", TABLE, "stop_column = start // self.page_size,",
+        "stop_column = max(start - 1, 0) // self.page_size,", "tests/paging/test_block_table.py",
     ),
     Mutant(
         "fork: a failed copy keeps its page", TABLE,
-        "            self.allocator.free(numbers)\n            raise", "            raise",
+        "            self.allocator.free(new_pages)\n            raise", "            raise",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
         "crop: the last page is dropped", TABLE,
-        "count = max(self._pages(length), self.first)",
-        "count = max(length // self.page_size, self.first)", "tests/paging/test_block_table.py",
+        "max(self._count_pages(length), self.first", "max(length // self.page_size, self.first",
+        "tests/paging/test_block_table.py",
     ),
     Mutant(
         "window: a visible page is released", TABLE,
-        "first = min(token // self.page_size, self.count)\n        if first > self.first:",
-        "first = min(-(-token // self.page_size), self.count)\n        if first > self.first:",
+        "first_kept = min(token // self.page_size", "first_kept = min(-(-token // self.page_size)",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
         "beams: pages are freed while in use", TABLE,
-        "        self.allocator.share(rows[:, first:])\n", "",
+        "        self.allocator.share(rows[:, first_page:])\n", "",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
         "budget: one page too many", "paging/page_allocator.py",
-        "self.held + pages > self.max_pages", "self.held + pages > self.max_pages + 1",
+        "self.num_held + pages > self.max_pages", "self.num_held + pages > self.max_pages + 1",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
         "pool: growth loses the first block", "paging/blocks.py",
-        "self._set_blocks([*old, *self._allocate", "self._set_blocks([*old[1:], *self._allocate",
+        "[*old_blocks, *self._allocate", "[*old_blocks[1:], *self._allocate",
         "tests/paging/test_page_pool.py",
     ),
     Mutant(
@@ -278,7 +277,8 @@ MUTANTS = (
     ),
     Mutant(
         "window: a long call reads zeros before it", "cache/layer_store.py",
-        "block[:, :old] = rows.unflatten(0, (batch, old))", "pass", "tests/cache/test_windows.py",
+        "block[:, :num_old] = rows.unflatten(0, (batch, num_old))", "pass",
+        "tests/cache/test_windows.py",
     ),
     # The cache.
     Mutant(
@@ -308,8 +308,8 @@ MUTANTS = (
     ),
     Mutant(
         "load: another version is accepted", "cache/serialization.py",
-        'form = header.get("format"), header.get("version")',
-        'form = header.get("format"), str(VERSION)', "tests/cache/test_golden_files.py",
+        'version = header.get("format"), header.get("version")',
+        'version = header.get("format"), str(VERSION)', "tests/cache/test_golden_files.py",
     ),
     Mutant(
         "prefix store: the digest is not checked", "prefix/file.py",
@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefix store: keys ignore the tokens before", "prefix/file.py",
-        "last = digest.digest()", "last = last", "tests/prefix/test_store.py",
+        "previous = digest.digest()", "previous = previous", "tests/prefix/test_store.py",
     ),
     Mutant(
         "prefix store: the lock is not taken", "prefix/folder.py",

@@ -78,7 +78,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         """Register a request's full blocks, as the engine does, and write them to the store."""
         super().mark_complete_blocks(state, complete_blocks)
         if self._stored is not None and complete_blocks:
-            self._stored.keep(state.request_id, state.initial_tokens + state.generated_tokens)
+            self._stored.write(state.request_id, state.initial_tokens + state.generated_tokens)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Free a request's blocks, as the engine does, after the store has marked them as used.
@@ -88,7 +88,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         or fail, none finishes, and the waiting ones would never start (transformers 5.18 to 5.24).
         """
         if self._stored is not None:
-            self._stored.keep(request_id, [], is_over=True)
+            self._stored.write(request_id, [], is_last=True)
         super().free_blocks(request_id, *args, **kwargs)
         scheduler = self.scheduler()
         if scheduler is not None and not scheduler.active_requests.keys() - {request_id}:
