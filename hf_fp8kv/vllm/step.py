@@ -15,11 +15,11 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class _Row:
-    """A request of a step, with `tokens` new tokens from the step's token `first` on."""
+    """A request of a step, with `tokens` new tokens from the step's token `first_token` on."""
 
     number: int
     tokens: int
-    first: int
+    first_token: int
 
 
 @dataclass

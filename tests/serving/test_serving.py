@@ -323,7 +323,7 @@ class TestManagers:
         stock = make_model("llama")
         stock.set_attn_implementation("sdpa")
         for model, attention, message in (
-            (llama, "paged|eager", "do not change the attention"),
+            (llama, "paged|eager", "Do not change the attention"),
             (stock, "fp8_paged", "an engine with FP8 pages"),
         ):
             manager = model.init_continuous_batching(greedy(), batching())
@@ -674,14 +674,14 @@ class TestRunning:
         for page, tokens in enumerate((10, 8, 1)):
             step.add(0, tokens, [[2 * page, 2 * page + 1]])
         work = step.work(0, torch.device("cpu"))
-        targets = [t for batch in work.batches for t in batch.targets.tolist()]
+        targets = [t for batch in work.batches for t in batch.target_tokens.tolist()]
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
     def test_an_unused_row_has_a_valid_page_and_slot(self) -> None:
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
         work = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [7]]
-        assert work.ends.tolist() == [1, 1]
+        assert work.slot_ends.tolist() == [1, 1]
 
     def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []

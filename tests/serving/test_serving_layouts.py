@@ -64,7 +64,7 @@ def make_config(**options: Any) -> ServingConfig:
 class TestChoice:
     def test_the_engine_is_chosen_by_features(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transformers, "__version__", "99.0")
-        assert issubclass(engines.cache_class(None), flat_tensor.Cache)
+        assert issubclass(engines.make_cache_class(None), flat_tensor.Cache)
 
     def test_a_method_that_does_not_create_the_cache_is_rejected(
         self, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +151,7 @@ class TestBytes:
         config = batching()
         config.max_memory_percent = 0.5
         ranks = TensorParallel(1, 2)
-        cache = engines.cache_class(make_config(scales=scales, tensor_parallel=ranks))(
+        cache = engines.make_cache_class(make_config(scales=scales, tensor_parallel=ranks))(
             config=model.config, continuous_batching_config=config, device="cpu",
             distributed_helper=helper, dtype=torch.float32,
         )  # fmt: skip
@@ -194,7 +194,7 @@ class TestOffloading:
 
 
 def test_the_cache_has_the_signatures_that_the_engine_calls() -> None:
-    cache_class: Any = engines.cache_class(make_config())
+    cache_class: Any = engines.make_cache_class(make_config())
     for name in ("extend_read_and_write_indices", "search_prefix_match"):
         parameters = inspect.signature(getattr(cache_class, name)).parameters
         assert list(parameters) == list(

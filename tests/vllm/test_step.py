@@ -103,8 +103,8 @@ def expected(requests, request, query, layer):
     """Return the attention of a request's queries to its stored K and V."""
     storage, spec = layer.storage, layer.spec
     sides = [
-        (requests.keys[request], storage.plan.k, storage.k, storage.center),
-        (requests.values[request], storage.plan.v, storage.v, None),
+        (requests.keys[request], storage.plan.k, storage.k_scale, storage.center),
+        (requests.values[request], storage.plan.v, storage.v_scale, None),
     ]
     stored = []
     for name, (x, plan, scale, center) in zip("kv", sides, strict=True):
@@ -220,6 +220,6 @@ def test_tokens_without_a_slot_are_not_stored():
     lengths, table = torch.tensor([2], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)
     slots = torch.tensor([3 * SLOTS, -1])
     work = plan_step(np.array([0, 2], np.int32), lengths, table, slots, SLOTS, 2)
-    assert work.written.tolist() == [0]
+    assert work.written_tokens.tolist() == [0]
     assert work.table.tolist() == [[3]]
-    assert work.ends.tolist() == [1]
+    assert work.slot_ends.tolist() == [1]
