@@ -23,7 +23,7 @@ from .probe import layer_windows
 
 _METHOD = "init_continuous_batching"
 _CACHED_MANAGER = "_cached_continuous_batching_manager"
-# Blocks of the longest request if there are no workload hints: 8,192 tokens in pages of 256. Longer
+# Blocks of the longest request without workload hints: 8,192 tokens in pages of 256. Longer
 # requests run without a graph.
 _DEFAULT_MAX_BLOCKS = 32
 
@@ -55,7 +55,7 @@ class ManagerFactory:
         self.managers = weakref.WeakKeyDictionary[Any, None]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FP8Manager":
-        """Return a manager. The arguments are those of transformers' method."""
+        """Return a manager. The arguments are as in transformers' method."""
         stock_init = StockMixin.init_continuous_batching
         init = rebind_globals(stock_init, ContinuousBatchingManager=FP8Manager)
         with torch.no_grad():
@@ -190,8 +190,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             page_size = self.continuous_batching_config.page_size
             identity = config.identify(self.model, page_size)
         stock, cache = StockManager._create_batch_processor, make_cache_class(config, identity)
-        create = rebind_globals(stock, PagedAttentionCache=cache)
-        processor = create(self)
+        processor = rebind_globals(stock, PagedAttentionCache=cache)(self)
         if self._noise_warper is not None:
             self._noise_warper.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)

@@ -128,7 +128,7 @@ def check_choice(path: str, body: dict, choice: dict) -> None:
     logprobs = choice["logprobs"]
     sizes = {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs")}
     assert len(sizes) == 1
-    if body.get("echo"):  # lm-eval adds up the log probability of a text
+    if body.get("echo"):  # lm-eval adds up the log-probability of a text
         assert logprobs["token_logprobs"][0] is None
         assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
         assert all(max(top.values()) <= 0 for top in logprobs["top_logprobs"][1:])

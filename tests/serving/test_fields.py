@@ -1,4 +1,4 @@
-"""Fields of requests: log probabilities, penalties, several answers, forced tools, ..."""
+"""Fields of requests: log-probabilities, penalties, several answers, forced tools, ..."""
 
 import asyncio
 import json
@@ -85,11 +85,11 @@ def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[d
 
 @torch.inference_mode()
 def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
-    """Return the log probabilities of the token after each token, `[T, V]`."""
+    """Return the log-probabilities of the token after each token, `[T, V]`."""
     return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-# -- log probabilities -----------------------------------------------------------------------------
+# -- log-probabilities -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -177,17 +177,17 @@ def test_scores_of_impossible_tokens_are_finite():
     (score,) = sampling.score_tokens(torch.tensor([[0.0, impossible, 0.0]]), [1], 3)
     assert score.rank == 3
     assert score.logprob == -9999
-    assert sorted(value for _, value in score.top)[0] == -9999
+    assert sorted(value for _, value in score.top_tokens)[0] == -9999
 
 
 def test_a_restarted_request_gets_its_own_scores():
     """The engine adds the tokens of a step to `position_offset` before the step runs."""
-    sequence = sampling.Sequence([5, 6, 7], 9, prompt_top=1)
+    sequence = sampling.Sequence([5, 6, 7], 9, num_prompt_top=1)
     state = SimpleNamespace(logit_processor_kwargs={"sequence": sequence}, position_offset=4)
     other = SimpleNamespace(logit_processor_kwargs={"sequence": sampling.Sequence([5], 9)})
     requests = [SimpleNamespace(state=s, query_length=4) for s in (other, state)]
     (span,) = sampling._find_spans(requests)
-    assert (span.sequence, span.first, span.position, span.tokens) == (sequence, 4, 1, [6, 7])
+    assert (span.sequence, span.first_row, span.position, span.tokens) == (sequence, 4, 1, [6, 7])
     state.position_offset = 6
     assert sampling._find_spans(requests) == []
 
@@ -291,7 +291,7 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
     ]
 
     async def run() -> int:
-        metrics = SimpleNamespace(unfinished=Counter(), note_end=lambda _: None)
+        metrics = SimpleNamespace(unfinished_answers=Counter(), record_end=lambda _: None)
         running = RunningRequest(Engine(), metrics)
         return sum([len(parts) async for parts in running.run(choices, streaming=False)])
 
@@ -495,9 +495,9 @@ def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
     def read(text: str) -> list[object]:
-        answer = AnswerText(tokenizer, forced="")
-        assert answer.put(ids(text)) == []
-        return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.end()]
+        answer = AnswerText(tokenizer, forced_tool="")
+        assert answer.add_tokens(ids(text)) == []
+        return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.finish()]
 
     assert read('[{"name": "f", "param') == ['[{"name": "f", "param']
     assert read('[{"name": "f", "parameters": {"x": 1}}]') == [("f", {"x": 1})]
@@ -535,7 +535,7 @@ def test_token_rules_count_each_token_of_prompt_and_answer():
 
     def change(**rules: object) -> list[float]:
         scores = torch.tensor([3.0, -2.0] * 5)
-        sequence.kept.clear()
+        sequence.cached_tensors.clear()
         sampling.TokenRules(**rules).apply(scores, sequence)
         return (scores - torch.tensor([3.0, -2.0] * 5)).tolist()
 
@@ -548,7 +548,7 @@ def test_token_rules_count_each_token_of_prompt_and_answer():
     assert change(min_tokens=4) == [0] * 9 + [banned]
     words = ((5, 7), (5, 5, 6), (4, 8), (2, 4, 5, 5, 3), (0,))
     assert change(bad_words=words) == [banned, 0, 0, 0, 0, 0, banned, banned, 0, 0]
-    sequence.kept.clear()
+    sequence.cached_tensors.clear()
     rules = sampling.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5})
     for tokens in (answer, [*answer, 0]):  # the unchanged part is cached from step to step
         fresh = sampling.Sequence(prompt, 9, answer=tokens)
@@ -595,13 +595,14 @@ def test_undecodable_bytes_do_not_end_an_answer():
     for _ in range(400):
         noise = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
         tokens = [0, *noise, 2, 1, 0, 2]
-        answer, stream = AnswerText(bpe, stops=["b"]), DecodeStream([], skip_special_tokens=True)
-        text = "".join(part.text for part in answer.put(tokens))
-        assert answer.stopped
-        assert answer.end() == []
+        answer = AnswerText(bpe, stop_strings=["b"])
+        text = "".join(part.text for part in answer.add_tokens(tokens))
+        assert answer.is_stopped
+        assert answer.finish() == []
         assert text.startswith("a")
         assert text.endswith(" c")
         try:
+            stream = DecodeStream([], skip_special_tokens=True)
             for token in tokens:
                 stream.step(bpe, token)
         except Exception:
@@ -612,17 +613,17 @@ def test_undecodable_bytes_do_not_end_an_answer():
 @pytest.mark.parametrize(("parser", "thoughts"), [(None, ""), (Parser(), "so it is")])
 def test_a_stop_string_ends_a_parsed_answer(folder, parser, thoughts):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    answer = AnswerText(tokenizer, stops=("]END",), parser=parser)
+    answer = AnswerText(tokenizer, stop_strings=("]END",), parser=parser)
     text = "[so it is]EN[]END and more"
     parts = []
     for token in ids(text):
-        if not answer.stopped:
-            parts += answer.put([token])
-    parts += answer.end()
-    assert "".join(part.thought for part in parts) == thoughts
+        if not answer.is_stopped:
+            parts += answer.add_tokens([token])
+    parts += answer.finish()
+    assert "".join(part.reasoning for part in parts) == thoughts
     assert "".join(part.text for part in parts) == ("EN" if parser else "[so it is]EN[")
-    assert [part.tokens for part in parts] == sorted(part.tokens for part in parts)
-    assert answer.tokens == text.index("]END") + 4
+    assert [part.num_tokens for part in parts] == sorted(part.num_tokens for part in parts)
+    assert answer.num_tokens == text.index("]END") + 4
 
 
 @pytest.mark.parametrize("all_at_once", [False, True])
@@ -635,12 +636,12 @@ def test_thoughts_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_o
     tokens = ids(f"<think>so</think>well{call}{call}")
     parts = []
     for chunk in [tokens] if all_at_once else [[token] for token in tokens]:
-        parts += answer.put(chunk)
-    parts += answer.end()
-    assert "".join(part.thought for part in parts) == "so"
+        parts += answer.add_tokens(chunk)
+    parts += answer.finish()
+    assert "".join(part.reasoning for part in parts) == "so"
     assert "".join(part.text for part in parts) == "well"
     assert [part.call for part in parts if part.call] == [("f", '{"x": 1}')] * 2
-    assert answer.calls == 2
+    assert answer.num_calls == 2
 
 
 def test_an_incomplete_message_keeps_its_text(folder):
@@ -650,9 +651,9 @@ def test_an_incomplete_message_keeps_its_text(folder):
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     answer = AnswerText(tokenizer, parser=Broken())
-    parts = [*answer.put(ids("[so]half")), *answer.end()]
+    parts = [*answer.add_tokens(ids("[so]half")), *answer.finish()]
     assert "".join(part.text for part in parts) == "half"
-    assert "".join(part.thought for part in parts) == "so"
+    assert "".join(part.reasoning for part in parts) == "so"
 
 
 def test_tokens_of_an_incomplete_character_are_not_lost():
@@ -660,5 +661,5 @@ def test_tokens_of_an_incomplete_character_are_not_lost():
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     answer = AnswerText(bpe)
-    parts = [*answer.put([0, 1 + 0xC3]), *answer.end()]
+    parts = [*answer.add_tokens([0, 1 + 0xC3]), *answer.finish()]
     assert "".join(part.text for part in parts) == "a\ufffd"

@@ -146,7 +146,7 @@ def test_a_failed_engine_is_reported(make_application, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_in_decoding_text_only_fails_its_answer(make_application, monkeypatch, stream):
     with TestClient(make_application()) as client:
-        monkeypatch.setattr(AnswerText, "end", lambda _: 1 / 0)
+        monkeypatch.setattr(AnswerText, "finish", lambda _: 1 / 0)
         answer = client.post(CHAT, json={**BODY, "stop": "\n", "stream": stream})
         assert answer.status_code == (200 if stream else 500)
         assert "internal error" in answer.text
@@ -165,7 +165,7 @@ def test_outputs_of_unknown_requests_are_discarded(make_application):
 def test_an_application_rejects_unsuitable_models_and_options(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"enable\(\) was called on, got another Llama"):
+    with pytest.raises(ConfigError, match=r"enable\(\) was called on, got a different Llama"):
         application(model, tokenizer)
     serving.enable(model)
     for options in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):

@@ -108,19 +108,19 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
     tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
     text = "hello world!"
     tokens = tokenizer(text)["input_ids"]
-    answer = AnswerText(tokenizer.backend_tokenizer, stops=stops)
+    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
     decoded = ""
     for token in tokens:
-        decoded += "".join(part.text for part in answer.put([token]))
-        if answer.stopped:
+        decoded += "".join(part.text for part in answer.add_tokens([token]))
+        if answer.is_stopped:
             break
-    decoded += "".join(part.text for part in answer.end())
+    decoded += "".join(part.text for part in answer.finish())
     ends = [text.index(stop) for stop in stops if stop in text]
-    assert answer.stopped is bool(ends)
+    assert answer.is_stopped is bool(ends)
     assert decoded == (text[: ends[0]] if ends else text)
-    assert answer.tokens == (ends[0] + len(stops[-1]) if ends else len(text))
-    at_once = AnswerText(tokenizer.backend_tokenizer, stops=stops)
-    assert "".join(part.text for part in [*at_once.put(tokens), *at_once.end()]) == decoded
+    assert answer.num_tokens == (ends[0] + len(stops[-1]) if ends else len(text))
+    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
+    assert "".join(x.text for x in [*answer.add_tokens(tokens), *answer.finish()]) == decoded
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,8 @@ def test_latency_metrics_match_their_names(monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
     request = sampling.Sequence([1], 9, submitted_at=90.0)
     for _ in range(3):
-        stats.note_token(request, 93.0)
-    stats.note_end(request)
+        stats.record_token(request, 93.0)
+    stats.record_end(request)
     sums = {
         name: stats._registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
         for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")

@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_fp8kv import serving
 from hf_fp8kv.server.sampling import Sequence
-from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_scored, share_steps, share_tokens
+from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_prompts, share_steps, share_tokens
 from tests.helpers.serving_tools import PAGE, batching, greedy, managing
 from tests.helpers.tiny_models import tiny
 
@@ -59,7 +59,7 @@ def test_share_tokens_prefers_short_prompts(candidates, tokens, order, limits):
 def test_scored_prompts_share_the_logits_of_a_step():
     def scored(name: str, tokens: int) -> SimpleNamespace:
         state = prompt(name, tokens, 1.0)
-        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, prompt_top=0)}
+        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, num_prompt_top=0)}
         return state
 
     plain = prompt("plain", 900, 1.0)
@@ -67,7 +67,7 @@ def test_scored_prompts_share_the_logits_of_a_step():
     decodes = scored("decodes", 0)
     decodes.status = RequestStatus.DECODING
     states = [decodes, scored("a", 400), plain, scored("b", 300), scored("c", 10)]
-    kept, limits = limit_scored(states)
+    kept, limits = limit_prompts(states)
     assert [state.request_id for state in kept] == ["decodes", "a", "plain", "b"]
     assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
 

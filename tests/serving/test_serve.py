@@ -813,7 +813,7 @@ def test_a_failed_engine_ends_the_server(model, monkeypatch):
             assert "no memory for step 20" in text
         error = server.wait(30)
     assert isinstance(error, EngineError)  # the command line then exits with 1
-    assert "the engine ended: no memory for step 20; start the server again" in str(error)
+    assert "the engine ended: no memory for step 20. Start the server again" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def broken(server, monkeypatch):
         "__init__",
         lambda self, field, matcher, usable: init(self, field, FailingMatcher(matcher), usable),
     )
-    monkeypatch.setattr(grammars, "_LEXER_STATES", 30)
+    monkeypatch.setattr(grammars, "_MAX_LEXER_STATES", 30)
     return server
 
 
@@ -396,7 +396,7 @@ def test_a_bad_grammar_is_rejected_with_its_field(server, payload, field):
 def test_grammars_are_rejected_if_steps_are_planned_ahead(folder):
     def reason_for(**changes: object) -> str | None:
         settings = {"use_async_batching": False, "model_runner": SimpleNamespace(pad_inputs=False)}
-        return engine.why_fixed(SimpleNamespace(**settings | changes))
+        return engine.explain_fixed_steps(SimpleNamespace(**settings | changes))
 
     assert reason_for() is None
     assert "asynchronous" in str(reason_for(use_async_batching=True))
@@ -411,7 +411,7 @@ def guide(folder):
     compiler = grammars.Grammars(AutoTokenizer.from_pretrained(folder), 95, None)
 
     def guide(regex: str) -> grammars.Guide:
-        return compiler._compile("regex", llguidance.LLMatcher.grammar_from_regex(regex))
+        return compiler._compile_grammar("regex", llguidance.LLMatcher.grammar_from_regex(regex))
 
     return guide
 
@@ -443,14 +443,14 @@ def test_rows_have_the_masks_of_their_requests(guide):
 def test_an_end_token_is_allowed_only_if_the_grammar_may_end(guide):
     end = ord("b") - 32  # also a letter of the grammar
     state = guide("ab?c?")
-    assert letters(state.blocked([end], 95)) == "a"
+    assert letters(state.blocked_mask([end], 95)) == "a"
     state.accept(ord("a") - 32)
-    assert letters(state.blocked([], 95)) == "bc"
-    assert letters(state.blocked([end, 1], 95)) == "!bc"
+    assert letters(state.blocked_mask([], 95)) == "bc"
+    assert letters(state.blocked_mask([end, 1], 95)) == "!bc"
     state.accept(ord("c") - 32)
-    assert state.complete
-    assert letters(state.blocked([1], 95)) == "!"
-    assert letters(guide(r"[?@]").blocked([], 95)) == "@"  # without the special token
+    assert state.is_complete
+    assert letters(state.blocked_mask([1], 95)) == "!"
+    assert letters(guide(r"[?@]").blocked_mask([], 95)) == "@"  # without the special token
 
 
 def test_a_text_that_no_end_token_can_end_is_complete(guide):
@@ -471,8 +471,8 @@ def test_a_fork_of_a_guide_advances_independently(guide):
     copied = original.fork()
     original.accept(ord("b") - 32)
     copied.accept(ord("d") - 32)
-    assert letters(original.blocked([], 95)) == "c"
-    assert letters(copied.blocked([], 95)) == "e"
+    assert letters(original.blocked_mask([], 95)) == "c"
+    assert letters(copied.blocked_mask([], 95)) == "e"
 
 
 def test_a_tokenizer_without_bytes_is_rejected(folder):
@@ -482,4 +482,4 @@ def test_a_tokenizer_without_bytes_is_rejected(folder):
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     compiler = grammars.Grammars(tokenizer, 95, None)
     with pytest.raises(APIError, match=r"x: .*this model's tokenizer is not supported"):
-        compiler._compile("x", llguidance.LLMatcher.grammar_from_regex("a"))
+        compiler._compile_grammar("x", llguidance.LLMatcher.grammar_from_regex("a"))
