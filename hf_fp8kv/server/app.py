@@ -70,7 +70,7 @@ class Application:
         self.served_model, self.config, self._batching = served_model, config, batching
         self.engine: Engine | None = None  # set between `start` and `stop`
         self.is_stopping = False
-        self._key = None if config.api_key is None else _digest(config.api_key.encode())
+        self._key_digest = None if config.api_key is None else _hash_key(config.api_key.encode())
         self._lock = threading.Lock()
         self._counted_bytes = 0  # counted bytes of all bodies, see `_MAX_BODIES`
         self._token_texts = TokenTexts(served_model.tokenizer)
@@ -78,7 +78,7 @@ class Application:
         # memory of a body, and tokenizing takes gigabytes.
         self._parse_pool = ThreadPoolExecutor(1, "hf_fp8kv bodies")
         self._prompt_pool = ThreadPoolExecutor(2, "hf_fp8kv prompts")
-        self._api = self._build_api()
+        self._router = self._build_api()
         self._asgi: Any = self._handle_http
         if config.cors:
             self._asgi = CORSMiddleware(
@@ -164,7 +164,7 @@ class Application:
         headers = {name.lower(): value for name, value in scope["headers"]}
         status, request_id = 500, headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
 
-        async def send_counted(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -176,9 +176,9 @@ class Application:
         try:
             self._check_access(path, scope["method"], headers)
             async with asyncio.timeout(None) as scope[_TIMEOUT]:
-                await self._api(scope, receive, send_counted)
+                await self._router(scope, receive, send_and_record)
         except APIError as error:
-            await error.to_response()(scope, receive, send_counted)
+            await error.to_response()(scope, receive, send_and_record)
         except ClientDisconnect:
             status = _CLIENT_CLOSED
         except Exception:  # `_make_error_response` has logged the error
@@ -193,12 +193,14 @@ class Application:
         host = headers.get(b"host", b"localhost").decode("latin-1")
         if not self.config.accepts_host(host):
             expected = "a name of this machine, such as localhost, without an access token"
-            text = f"host: expected {expected}, got {host!r:.100}. Set {KEY_VARIABLE} to change it"
+            text = (
+                f"host: expected {expected}, got {host!r:.100}. Set {KEY_VARIABLE} for other names"
+            )
             raise APIError(421, text, code="wrong_host")
-        if self._key is not None and not (path == "/health" and method in ("GET", "HEAD")):
+        if self._key_digest is not None and not (path == "/health" and method in ("GET", "HEAD")):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             # Digests have equal lengths, so the comparison takes the same time for every token.
-            is_equal = hmac.compare_digest(_digest(token.strip()), self._key)
+            is_equal = hmac.compare_digest(_hash_key(token.strip()), self._key_digest)
             if not is_equal or scheme.lower() != b"bearer":
                 raise APIError(
                     401,
@@ -220,7 +222,7 @@ class Application:
             raise APIError(503, text, code="engine_dead")
         return engine
 
-    def _check_capacity(self) -> Engine:
+    def _require_capacity(self) -> Engine:
         engine, limit = self._require_engine(), self.config.max_waiting
         if (num_waiting := self.metrics.count_waiting()) >= limit:
             raise APIError(
@@ -356,9 +358,9 @@ class Application:
     # -- answers ---------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
-        self._check_capacity()
+        self._require_capacity()
         body, name = await self._read_body(request, _REQUEST_TYPES[_get_path(request.scope)])
-        running = RunningRequest(self._check_capacity(), self.metrics)
+        running = RunningRequest(self._require_capacity(), self.metrics)
         counts, exit_stack = self.metrics.unfinished_answers, request.scope[_EXIT_STACK]
         counts[running], choices = 1, list[Choice]()
         exit_stack.callback(counts.pop, running, None)
@@ -440,5 +442,5 @@ def _get_path(scope: Scope) -> str:
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
-def _digest(key: bytes) -> bytes:
+def _hash_key(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
