@@ -193,9 +193,7 @@ class Application:
         host = headers.get(b"host", b"localhost").decode("latin-1")
         if not self.config.accepts_host(host):
             expected = "a name of this machine, such as localhost, without an access token"
-            text = (
-                f"host: expected {expected}, got {host!r:.100}. Set {KEY_VARIABLE} for other names"
-            )
+            text = f"host: expected {expected}, got {host!r:.100}. Set {KEY_VARIABLE} to allow it"
             raise APIError(421, text, code="wrong_host")
         if self._key_digest is not None and not (path == "/health" and method in ("GET", "HEAD")):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")

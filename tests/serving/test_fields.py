@@ -123,8 +123,7 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, sa
 def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
     fields = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
     answer = server.answer(CHAT, **fields, prompt_logprobs=1)
-    content = answer["choices"][0]["logprobs"]["content"]
-    text = answer["choices"][0]["message"]["content"]
+    content, text = (answer["choices"][0][x]["content"] for x in ("logprobs", "message"))
     assert "".join(entry["token"] for entry in content) == text
     tokens = ids("why" + text)
     expected = compute_logprobs(model, tokens)

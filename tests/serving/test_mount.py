@@ -43,9 +43,8 @@ def folder(tmp_path_factory) -> str:
 def make_application(folder):
     """Return a function that creates an application. Check at the end that the engine has ended."""
     old_threads = {thread for thread in threading.enumerate() if not thread.daemon}
-    model, tokenizer = (
-        LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder),
-    )  # fmt: skip
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     attention = model.config._attn_implementation
     serving.enable(model)
     yield lambda **options: application(

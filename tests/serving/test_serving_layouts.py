@@ -32,7 +32,7 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
-# Numbers of pages of 8 tokens, too few for all requests at a time.
+# Numbers of pages of 8 tokens. They are not enough for all requests at a time.
 NUM_PAGES = {"llama": 16, "gemma2": 24}
 TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
