@@ -28,7 +28,7 @@ from pydantic_core import from_json
 from .errors import UNSUPPORTED, APIError, field_error
 
 MAX_CHOICES = 1024  # answers to all prompts of one request
-MAX_EXPRESSION = 8_192  # characters of a regular expression
+MAX_REGEX_LENGTH = 8_192  # characters of a regular expression
 _MAX_VALUES = 16_384  # values in all lists and objects of a field
 _MAX_CONFIG_LENGTH = 16_384  # characters of a generation_config
 
@@ -155,7 +155,7 @@ class Defaults(_StrictModel):
         **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
         "repetition_penalty": (1,),
     }
-    _IGNORED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
+    _UNUSED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
     temperature: _Temperature | None = None
@@ -180,7 +180,7 @@ class Defaults(_StrictModel):
             field: value
             for field, value in config.items()
             if field in cls.model_fields
-            or not (value is None or value is False or field in cls._IGNORED)
+            or not (value is None or value is False or field in cls._UNUSED)
         }
         return validate(cls, fields, prefix=f"{name}.")
 
@@ -219,7 +219,7 @@ class Tool(_OpenModel):
 
 
 class Message(_OpenModel):
-    """A message of a chat. Other fields than these are not used."""
+    """A message of a chat. Only the fields that `template_message` names are used."""
 
     role: Annotated[str, Field(min_length=1)]
     tool_calls: list[_Call] | None = None
@@ -328,7 +328,7 @@ class StructuredOutputs(_StrictModel):
     json_: Annotated[
         Annotated[dict[str, Any], BeforeValidator(_parse_json)] | None, Field(alias="json")
     ] = None
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION)] | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_LENGTH)] | None = None
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     json_object: bool | None = None
 

@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .errors import UNSUPPORTED, APIError, field_error
-from .schemas import MAX_EXPRESSION, Request, walk_values
+from .schemas import MAX_REGEX_LENGTH, Request, walk_values
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,8 @@ def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
     if len(names) > _MAX_PATTERN_PROPERTIES:
         raise field_error(field, f"expected at most {_MAX_PATTERN_PROPERTIES} patternProperties")
     patterns = [v["pattern"] for v in values if isinstance(v.get("pattern"), str)]
-    if sum(map(len, names + patterns)) > MAX_EXPRESSION:
-        raise field_error(field, f"expected patterns of at most {MAX_EXPRESSION} characters")
+    if sum(map(len, names + patterns)) > MAX_REGEX_LENGTH:
+        raise field_error(field, f"expected patterns of at most {MAX_REGEX_LENGTH} characters")
 
 
 # -- state of a grammar ----------------------------------------------------------------------------

@@ -42,21 +42,21 @@ class StoredLayer:
             key: Keys, `[1, Hkv, N, D]`. None if a different layer has stored keys and values.
             value: As `key`, for the values.
             work: The operations of the step.
-            spec: Causal attention without a mask. Its window must be 0 if the pages are a ring.
+            spec: Causal attention without a mask. `spec.window` must be 0 if the pages are a ring.
             out: Tensor for the result, contiguous or not. None allocates a tensor.
 
         Raises:
             ConfigError: Keys or values do not have the sizes of the pages.
         """
-        tokens = query.shape[2]
+        num_tokens = query.shape[2]
         if out is None:
-            out = query.new_empty((1, tokens, query.shape[1], self._layout.dim))
-        if tokens > work.num_tokens:
+            out = query.new_empty((1, num_tokens, query.shape[1], self._layout.dim))
+        if num_tokens > work.num_tokens:
             # Attention skips padding. The model's next module must not read NaN there.
             out[:, work.num_tokens :] = 0
         if key is not None and value is not None:
             self._layout.check_shapes(key, value)
-            self._write(key, value, work)
+            self._store_tokens(key, value, work)
         for batch in work.batches:
             self._attend_batch(query, batch, spec, out)
         for chunk in work.chunks:
@@ -66,7 +66,7 @@ class StoredLayer:
             self._attend_chunk(query, key, value, chunk, spec, out)
         return out
 
-    def _write(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
+    def _store_tokens(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
         """Store each token as a sequence of one page, which already holds the slots before it."""
         num_written = len(work.slot_ends)
         if not num_written:

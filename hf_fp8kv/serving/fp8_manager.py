@@ -138,20 +138,20 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                     "compiled, so a compiled step consists of the parts between the attentions"
                 )
 
-    def _choose_graphs(self, requested: Any, hints: Any) -> None:
+    def _choose_graphs(self, requested_config: Any, hints: Any) -> None:
         """Use CUDA graphs only if they are requested, and only for steps that decode.
 
         Prompts are split on the host into sets of about the same length, which no graph can record.
         The stock engine uses block tables only with stock attention functions.
         """
         config, device = self.continuous_batching_config, self.model.device
-        resolved, config.use_cuda_graph = config.use_cuda_graph, (False, False)
-        use_graphs = requested.use_cuda_graph
+        resolved_graphs, config.use_cuda_graph = config.use_cuda_graph, (False, False)
+        use_graphs = requested_config.use_cuda_graph
         if not (use_graphs[1] if isinstance(use_graphs, list | tuple) else use_graphs):
             return
         backend = choose_backend(self._factory.config.options.backend, device)
         windows = layer_windows(self.model.config.get_text_config())
-        if backend != "triton" or not any(resolved) or any(windows):
+        if backend != "triton" or not any(resolved_graphs) or any(windows):
             raise ConfigError(
                 "use_cuda_graph: expected a CUDA device, the triton backend and a model without "
                 f"sliding windows for graphs of steps over FP8 pages, got {device}, {backend!r} "
@@ -159,9 +159,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             )
         config.use_cuda_graph = (False, True)
         # Tables have room for the longest request, as for the engine's own attention functions.
-        max_tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-        blocks = -(-max_tokens // config.page_size) + 1 if max_tokens else _DEFAULT_MAX_BLOCKS
-        config.max_blocks_per_request = requested.max_blocks_per_request or blocks
+        tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+        blocks = -(-tokens // config.page_size) + 1 if tokens else _DEFAULT_MAX_BLOCKS
+        config.max_blocks_per_request = requested_config.max_blocks_per_request or blocks
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
         """Do nothing, because the engine's steps already run in `engine_attention`."""
@@ -207,7 +207,7 @@ def running_managers(model: Any) -> list[Any]:
 
 @contextmanager
 def engine_attention(model: Any) -> Iterator[None]:
-    """Use the attention "fp8_paged" until the last of these blocks ends, in any thread."""
+    """Use the attention "fp8_paged" until the last active `with` block ends, in any thread."""
     with _lock:
         count, original = _attention_users.get(model) or (0, get_implementations(model))
         if not count:

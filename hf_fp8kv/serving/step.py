@@ -34,10 +34,10 @@ class AttendBatch:
     tokens: torch.Tensor | None
     result_rows: torch.Tensor | None  # int64, the results that are not padding. None means all
     target_tokens: torch.Tensor | None  # int64, tokens of the results. None if `tokens` is None
-    num_queries: int  # T
-    table: torch.Tensor  # [B, M], int32
-    lengths: torch.Tensor  # [B], int32, stored tokens, including this step's
-    stop: int  # the largest length
+    num_queries: int  # queries per request, T
+    table: torch.Tensor  # block tables, [B, M], int32
+    lengths: torch.Tensor  # stored tokens including this step's tokens, [B], int32
+    stop: int  # the largest length, or an upper bound of it
     causal: bool  # False for single queries, which attend to all stored tokens in any order
     _work_plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class RingChunk:
 
     window: int  # window of the layer, in tokens
     first_token: int  # index of the first token in the step
-    tokens: int  # T
+    tokens: int  # number of tokens, T
     old_lengths: torch.Tensor  # [1], int32, n: the stored tokens that the first query attends to
     old_slots: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these tokens
     kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, pages and slots of the last m
@@ -97,7 +97,7 @@ class EngineStep:
     """The requests of one step, in the order of their tokens.
 
     Layers of one kind of attention share block tables. With a window, the pages of a request are a
-    ring: position p is at place `p % window`.
+    ring: position p is stored at position `p % window` of the ring.
 
     Args:
         windows: Sliding window of each kind of layers, in tokens. None means full attention.
@@ -153,12 +153,12 @@ class _Planner:
         return upload(np.asarray(x, dtype), self.device)
 
     def plan_layer(self, requests: Sequence[_Request], count: int) -> LayerWork:
-        chunks = [request for request in requests if self.wraps_ring(request)]
+        wrapping = [request for request in requests if self.wraps_ring(request)]
         appended = [request for request in requests if not self.wraps_ring(request)]
         slots = [self.locate_slots(r, r.num_stored, r.num_stored + r.tokens) for r in appended]
         page, slot = (np.concatenate(parts) for parts in zip((_EMPTY, _EMPTY), *slots, strict=True))
         written_tokens = None
-        if chunks:
+        if wrapping:
             spans = [np.arange(r.first_token, r.first_token + r.tokens) for r in appended]
             written_tokens = self.upload(np.concatenate([_EMPTY, *spans]), np.int64)
         return LayerWork(
@@ -166,7 +166,7 @@ class _Planner:
             self.upload(page, np.int32)[:, None],
             self.upload(slot + 1, np.int32),
             [self.plan_batch(group, count) for group in group_by_length(appended)],
-            [self.plan_chunk(request) for request in chunks],
+            [self.plan_chunk(request) for request in wrapping],
             count,
         )
 
@@ -232,8 +232,8 @@ def make_batch(
         queries = np.where(padding, ends - 1, ends + offset).reshape(-1).astype(np.int64)
         tokens = targets = upload(queries, lengths.device)
         if padding.any():
-            real = np.flatnonzero(~padding).astype(np.int64)
-            rows, targets = (upload(x, lengths.device) for x in (real, queries[real]))
+            real_rows = np.flatnonzero(~padding).astype(np.int64)
+            rows, targets = (upload(x, lengths.device) for x in (real_rows, queries[real_rows]))
     return AttendBatch(tokens, rows, targets, count, table, lengths, stop, causal=count > 1)
 
 

@@ -44,9 +44,9 @@ def peak_elements(config: Any) -> int:
     engine's order, and keys in float32 if K is centered.
     """
     num_heads, head_dim = kv_shape(config)
-    hidden: int = config.hidden_size
+    hidden_size: int = config.hidden_size
     queries: int = math.ceil((2 / MIN_LENGTH_RATIO + 1) * config.num_attention_heads * head_dim)
-    return hidden + queries + 2 * num_heads * head_dim
+    return hidden_size + queries + 2 * num_heads * head_dim
 
 
 class EngineCache:
@@ -86,7 +86,7 @@ class EngineCache:
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._step_id: object = None
-        self._decode_works: dict[int, LayerWork] = {}
+        self._work_by_kind: dict[int, LayerWork] = {}
         self._last_layer = -1
 
     def add_layers(self, pages: Mapping[int, Pages]) -> None:
@@ -116,8 +116,8 @@ class EngineCache:
     ) -> torch.Tensor:
         """Store one layer's new K and V, and return the attention. See `StoredLayer.attend`.
 
-        `kwargs` are the keyword arguments that the engine passes to every layer. They
-        contain a "block_table" if every request of the step decodes.
+        `kwargs` are the keyword arguments that the engine passes to every layer. They contain a
+        "block_table" if every request of the step decodes.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
         kind = self._layer_kinds[layer]
@@ -135,15 +135,15 @@ class EngineCache:
         contains this computation.
         """
         if layer <= self._last_layer:
-            self._decode_works.clear()
+            self._work_by_kind.clear()
         self._last_layer = layer
-        if kind not in self._decode_works:
+        if kind not in self._work_by_kind:
             table = kwargs["block_table"][kind]
             starts = kwargs["cu_seq_lens_k"]
             starts = list(starts.values())[kind] if isinstance(starts, dict) else starts
             lengths = (starts[1:] - starts[:-1]).int()
-            self._decode_works[kind] = decode_work(table, lengths, self.page_layout.slots)
-        return self._decode_works[kind]
+            self._work_by_kind[kind] = decode_work(table, lengths, self.page_layout.slots)
+        return self._work_by_kind[kind]
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return new keys and values for attention over pages, which stores them.
@@ -156,6 +156,6 @@ class EngineCache:
                 "attention. Do not change the attention while the engine runs"
             )
         self.page_layout.check_shapes(key_states, value_states)
-        # Layers that share these keys get no cache.
+        # The keys carry the cache to layers that share them, because such layers get no cache.
         setattr(key_states, ENGINE, self)
         return key_states, value_states

@@ -81,7 +81,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
         Also let waiting requests start when no other request runs. An engine that took pages from a
         running request starts no request until a request finishes. If all running requests fail or
-        are cancelled, the waiting requests would never start (transformers 5.18 to 5.24).
+        are canceled, the waiting requests would never start (transformers 5.18 to 5.24).
         """
         if self._store_blocks is not None:
             self._store_blocks.keep(request_id, [], is_over=True)
@@ -125,19 +125,19 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
         The engine's own method evicts all prefixes. Return whether any block was evicted.
         """
-        evicted = False
+        has_evicted = False
         for allocator in self.cache_allocators.values():
             ledger = allocator.ledger
-            num_evicted = -(-allocator.num_blocks // _NUM_PORTIONS)
-            while ledger.cached_blocks and not (evicted and self._has_free_pages()):
-                blocks = list(islice(ledger.cached_blocks, num_evicted))
+            portion_size = -(-allocator.num_blocks // _NUM_PORTIONS)
+            while ledger.cached_blocks and not (has_evicted and self._has_free_pages()):
+                blocks = list(islice(ledger.cached_blocks, portion_size))
                 for block in blocks:
                     del ledger.cached_blocks[block]
                     del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
                 self.pool.free_blocks(allocator.index, blocks)
                 self.pool.try_to_free_sectors()
-                evicted = True
-        return evicted
+                has_evicted = True
+        return has_evicted
 
     def _has_free_pages(self) -> bool:
         """Return whether starved requests fit, and leave one portion of the pages free."""
