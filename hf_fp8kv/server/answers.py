@@ -15,7 +15,7 @@ from .sampling import TokenLogprob
 from .schemas import ChatRequest, CompletionRequest
 from .text import Part
 
-# A part that is None is the end of an answer.
+# Parts of answers, with their choices. A part that is None is the end of an answer.
 Parts = Sequence[tuple[Choice, Part | None]]
 DONE = "data: [DONE]\n\n"
 
@@ -71,21 +71,21 @@ class AnswerWriter:
 
     def collect(self, parts: Parts) -> dict[str, Any]:
         """Return the answer for all parts. With log-probabilities this may take seconds."""
-        fields = [self._make_choice(choice) for choice in self._choices]
+        choices = [self._make_choice(choice) for choice in self._choices]
         for choice, part in parts:
-            _merge_fields(fields[choice.index], self._format_part(choice, part))
-        answer = {**self._base, "choices": fields, "usage": count_usage(self._choices)}
+            _merge_fields(choices[choice.index], self._format_part(choice, part))
+        answer = {**self._base, "choices": choices, "usage": count_usage(self._choices)}
         if self._request.prompt_logprobs is not None:
-            targets = [answer] if self._is_chat else fields
-            for scores, target in zip(self._score_writers, targets, strict=False):
-                target["prompt_logprobs"] = scores.format_prompt()
+            targets = [answer] if self._is_chat else choices
+            for writer, target in zip(self._score_writers, targets, strict=False):
+                target["prompt_logprobs"] = writer.format_prompt()
         return answer
 
-    async def stream(self, groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
+    async def stream(self, part_groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
         """Yield the events of the answer."""
         if self._is_chat:
             yield "".join(self._format_choices(self._make_choice(x)) for x in self._choices)
-        async for parts in groups:
+        async for parts in part_groups:
             if self._has_scores and self._request.echo:
                 # Formatting the prompt's scores in the first part would delay other clients.
                 yield await asyncio.to_thread(self._format_parts, parts)

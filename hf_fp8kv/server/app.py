@@ -358,10 +358,10 @@ class Application:
     async def _generate(self, request: Request) -> Response:
         self._require_capacity()
         body, name = await self._read_body(request, _REQUEST_TYPES[_get_path(request.scope)])
-        running = RunningRequest(self._require_capacity(), self.metrics)
-        counts, exit_stack = self.metrics.unfinished_answers, request.scope[_EXIT_STACK]
-        counts[running], choices = 1, list[Choice]()
-        exit_stack.callback(counts.pop, running, None)
+        running_request = RunningRequest(self._require_capacity(), self.metrics)
+        unfinished, exit_stack = self.metrics.unfinished_answers, request.scope[_EXIT_STACK]
+        unfinished[running_request], choices = 1, list[Choice]()
+        exit_stack.callback(unfinished.pop, running_request, None)
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
         guide = await self._choice_maker.grammars.compile(body)
@@ -372,7 +372,7 @@ class Application:
             answer = ResponseWriter(body, name, choices[0])
         else:
             answer = AnswerWriter(body, name, choices, self._token_texts)
-        part_groups = running.run(choices, streaming=body.stream)
+        part_groups = running_request.run(choices, streaming=body.stream)
         if body.stream:
             return _Stream(_stream_events(part_groups, answer), media_type="text/event-stream")
         parts = [part async for group in part_groups for part in group]

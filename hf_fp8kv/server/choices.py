@@ -1,4 +1,4 @@
-"""The answers to one request. Each answer is a request of the engine. One queue has all parts."""
+"""The answers to one request. Each is a request of the engine, and all parts go to one queue."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ class ChoiceMaker:
         choices: list[Choice] = []
         for prompt in prompts:
             max_new_tokens, scores_only = self._count_new_tokens(request, prompt)
-            for answer in range(request.n):
+            for index in range(request.n):
                 sequence = Sequence(
                     prompt,
                     max_new_tokens,
@@ -95,7 +95,7 @@ class ChoiceMaker:
                     guide=None if guide is None else guide.fork(),
                     num_top=num_top,
                     num_prompt_top=num_prompt_top,
-                    **self._read_sampling(request, answer),
+                    **self._read_sampling(request, index),
                 )
                 text = AnswerText(
                     tokenizer.backend_tokenizer,
@@ -105,7 +105,7 @@ class ChoiceMaker:
                     parser=self._build_parser(request, prompt),
                     forced_tool=request.forced_tool,
                 )
-                choices.append(Choice(len(choices), answer == 0, sequence, text, scores_only))
+                choices.append(Choice(len(choices), index == 0, sequence, text, scores_only))
         return choices
 
     def _build_parser(self, request: Request, prompt: list[int]) -> Any:
@@ -166,7 +166,7 @@ class ChoiceMaker:
         return max_new_tokens, scores_only
 
     def _read_rules(self, request: Request) -> TokenRules:
-        """Return the rules of a request, or the model's. Raises APIError if they cannot apply."""
+        """Return the rules of a request. Raises APIError if the engine does not support them."""
         tokenizer, reason = self._served_model.tokenizer, self._engine.fixed_steps_reason
         penalty = request.repetition_penalty
         if penalty is None and request.generation_config is None and reason is None:
@@ -181,8 +181,8 @@ class ChoiceMaker:
             penalty or 1.0, request.presence_penalty, request.frequency_penalty, logit_bias,
             request.min_tokens, tuple(sorted(bad_words - {()})),
         )  # fmt: skip
-        is_scored = any(top is not None for top in request.num_scores)
-        for name, value in (("logprobs", is_scored), ("penalties, biases, bad_words", rules)):
+        has_scores = any(top is not None for top in request.num_scores)
+        for name, value in (("logprobs", has_scores), ("penalties, biases, bad_words", rules)):
             if value and reason is not None:
                 text = f"{name}: this server has none, because {reason}. Omit the field"
                 raise APIError(400, text, code=UNSUPPORTED)
@@ -190,7 +190,7 @@ class ChoiceMaker:
 
 
 class RunningRequest:
-    """A request that is being answered, from its validation to the end of its answer."""
+    """A request that is being answered, from its validation to the end of all its answers."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics

@@ -90,7 +90,7 @@ class ServedModel:
         return {"id": name or self.names[-1], "object": "model", "created": 0, "owned_by": ""}
 
     def check_template_fields(self, request: Request) -> None:
-        """Raise APIError for tools or arguments that the chat template does not accept."""
+        """Raise APIError for tools that the template hides, and for arguments the server sets."""
         if request.tools and not self._shows_tools:
             raise field_error(
                 "tools",

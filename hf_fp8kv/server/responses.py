@@ -45,12 +45,12 @@ class ResponseWriter:
         self._add_parts(parts)
         return self._finish_response()
 
-    async def stream(self, groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
+    async def stream(self, part_groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
         """Yield the events of the answer."""
         for name, status in (("created", "queued"), ("in_progress", "in_progress")):
             self._add_event(f"response.{name}", response=self._make_response(status, []))
         yield self._take_events()
-        async for parts in groups:
+        async for parts in part_groups:
             self._add_parts(parts)
             yield self._take_events()
         response = self._finish_response()
@@ -59,13 +59,13 @@ class ResponseWriter:
 
     def error_events(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
-        inner = {"code": "server_error", "message": error.message}
+        data = {"code": "server_error", "message": error.message}
         self._add_event("error", message=error.message, code=error.code, param=error.param)
-        self._add_event("response.failed", response=self._make_response("failed", [], error=inner))
+        self._add_event("response.failed", response=self._make_response("failed", [], error=data))
         return self._take_events()
 
-    def _make_response(self, status: str, output: list[Any], **extra: Any) -> dict[str, Any]:
-        return {**self._base, "status": status, "output": output, **extra}
+    def _make_response(self, status: str, output: list[Any], **fields: Any) -> dict[str, Any]:
+        return {**self._base, "status": status, "output": output, **fields}
 
     def _add_event(self, kind: str, **fields: Any) -> None:
         event = {"type": kind, **fields, "sequence_number": next(self._event_numbers)}

@@ -84,12 +84,12 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
             f"expected the folder of a model or a Hub id, got {name!r}: no such folder"
         )
     try:
-        (loaded,) = ModelManager(force_model=name, **options).loaded_models.values()
-        return loaded.model, loaded.processor
+        (entry,) = ModelManager(force_model=name, **options).loaded_models.values()
+        return entry.model, entry.processor
     except _LOADING_ERRORS as error:
-        given = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+        text = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
         raise ConfigError(
-            f"cannot load a language model from {name!r} with {given}: "
+            f"cannot load a language model from {name!r} with {text}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -167,11 +167,11 @@ class _Server(uvicorn.Server):
         interval = self._app.config.metrics_interval
         if interval <= 0 or engine is None:
             return
-        num_tokens, num_answered, last = 0, 0, time.monotonic()
+        num_tokens, num_answered, start = 0, 0, time.monotonic()
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
             if metrics.unfinished_answers or metrics.status_counts.total() != num_answered:
-                rate = (engine.new_tokens - num_tokens) / (now - last)
+                rate = (engine.new_tokens - num_tokens) / (now - start)
                 logger.info("%s", metrics.summary(rate))
-            num_tokens, num_answered, last = engine.new_tokens, metrics.status_counts.total(), now
+            num_tokens, num_answered, start = engine.new_tokens, metrics.status_counts.total(), now

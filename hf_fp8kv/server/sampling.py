@@ -136,8 +136,8 @@ def score_tokens(logits: torch.Tensor, tokens: list[int], num_top: int) -> list[
     index = _to_index(tokens, logits)
     token_logprobs = logprobs.gather(1, index[:, None])
     ranks = (logprobs > token_logprobs).sum(-1) + 1
-    best = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    columns = (token_logprobs[:, 0], ranks, best.indices, best.values)
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    columns = (token_logprobs[:, 0], ranks, top.indices, top.values)
     return [
         TokenLogprob(token, logprob, rank, tuple(zip(indices, values, strict=True)))
         for token, logprob, rank, indices, values in zip(

@@ -74,7 +74,7 @@ def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dic
     """Return the requests of a step in a new order, and token limits of some prompts, by id.
 
     Requests that decode come first, in their order. Then come the newer prompts that get tokens,
-    the shortest first, then the oldest prompt, which gets the remaining tokens, then the rest.
+    the shortest first, then the oldest prompt, which gets the remaining tokens, then all others.
     """
     decoders = [state for state in candidates if not is_prompt(state)]
     prompts = [state for state in candidates if is_prompt(state)]

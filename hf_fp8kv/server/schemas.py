@@ -32,8 +32,8 @@ MAX_REGEX_LENGTH = 8_192  # characters of a regular expression
 _MAX_VALUES = 16_384  # values in all lists and objects of a field
 _MAX_CONFIG_LENGTH = 16_384  # characters of a generation_config
 
-# Fields of other servers, with the only values that agree with this server's behavior. Fields that
-# are neither here nor in a model are unknown.
+# Fields of other servers, with the only values that agree with this server's behavior. All other
+# fields that a model does not declare are unknown.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
@@ -347,7 +347,7 @@ class _StreamOptions(_StrictModel):
 
 
 class Body(_StrictModel):
-    """A request body. All bodies have these fields."""
+    """The fields of all request bodies."""
 
     model: str | None = None
 
@@ -588,7 +588,7 @@ class TokenizeRequest(PromptFields):
 
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
-            raise APIError(400, "prompt, messages: expected one of them")
+            raise APIError(400, "prompt, messages: expected exactly one of these fields")
 
 
 class DetokenizeRequest(Body):
@@ -627,7 +627,7 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         field = prefix + name
         excess = itertools.islice(walk_values(value), _MAX_VALUES + 1, None)  # the first is `value`
         if name not in ("prompt", "tokens") and any(True for _ in excess):
-            raise invalid(field, f"at most {_MAX_VALUES} values in all", value)
+            raise invalid(field, f"at most {_MAX_VALUES} values in total", value)
         if name in model.allowed_values:
             if not any(_is_same(value, allowed) for allowed in model.allowed_values[name]):
                 expected = " or ".join(map(json.dumps, model.allowed_values[name])) or "nothing"
@@ -643,9 +643,9 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         parsed = model.model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        first, name = details[0], _get_field(details[0])
+        detail, name = details[0], _get_field(details[0])
         rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == name)
-        value = None if first["type"] == "missing" else first["input"]
+        value = None if detail["type"] == "missing" else detail["input"]
         raise invalid(prefix + name, " or ".join(rules)[:200], value) from None
     parsed.check()
     if isinstance(parsed, Request):
@@ -656,8 +656,8 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
 
 def _describe_rule(error: Mapping[str, Any]) -> str:
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    extra = f"no field {error['loc'][-1]!s:.60}"
-    text = {"missing": "a value", "extra_forbidden": extra}.get(error["type"], text)
+    field_text = f"no field {error['loc'][-1]!s:.60}"
+    text = {"missing": "a value", "extra_forbidden": field_text}.get(error["type"], text)
     return re.sub(r"^(\w+) should have ", lambda match: f"a {match[1].lower()} with ", text)
 
 

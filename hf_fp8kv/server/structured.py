@@ -56,9 +56,9 @@ def read_grammar(request: Request) -> _Grammar | None:
         return tools  # OpenAI's format fields apply to text, which a forced call does not have
     grammars = [x for x in (tools, _read_format(request), outputs) if x is not None]
     if len(grammars) > 1:
-        (first, _), (second, _) = grammars[:2]
-        text = f"expected nothing in addition to {first}, because an answer has one form"
-        raise field_error(second, text)
+        (field, _), (other_field, _) = grammars[:2]
+        text = f"expected nothing in addition to {field}, because an answer has one form"
+        raise field_error(other_field, text)
     return grammars[0] if grammars else None
 
 
@@ -109,8 +109,8 @@ def _read_tools(request: Request) -> _Grammar | None:
         options = {"x-guidance": _DEFAULTS}
         rules.append(f'call_{index}: {prefix} %json {json.dumps(schema | options)} "}}"')
     any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
-    extra = "" if request.parallel_tool_calls is False else ' (", " call)*'
-    lark = "\n".join([f'start: "[" call{extra} "]"', f"call: {any_call}", *rules])
+    more_calls = "" if request.parallel_tool_calls is False else ' (", " call)*'
+    lark = "\n".join([f'start: "[" call{more_calls} "]"', f"call: {any_call}", *rules])
     _check_limits(_TOOL_CHOICE, lark, *schemas.values())
     return _TOOL_CHOICE, lark
 
@@ -268,7 +268,7 @@ class Grammars:
         except ValueError as error:
             raise field_error(field, str(error)) from None
 
-    @cached_property  # two threads may read it at once, with the same result
+    @cached_property  # two threads may compute it concurrently, with the same result
     def _grammar_tokenizer(self) -> tuple[Any, np.ndarray]:
         """The tokenizer for llguidance, and a bit for each token that may be part of a text."""
         backend = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())

@@ -133,7 +133,7 @@ def enable(
     warn_of_rounding(model)
     warn_if_stale(model, config.options.scales)
     if prefix_store is not None:
-        # These take time, so they run here instead of during the first request.
+        # Both calls take time, so they run here instead of during the first request.
         identify_model(model)
         load_backend(choose_backend(config.options.backend, model.device))
     disable(model)

@@ -45,7 +45,7 @@ def layer_windows(config: Any) -> list[int | None]:
         raise ConfigError(
             f"expected layers of the types {_FULL_ATTENTION} and {_SLIDING_ATTENTION}, got "
             f"{', '.join(unknown)} ({getattr(config, 'model_type', type(config).__name__)}). "
-            "Continuous batching has no cache for these. Use generate() with FP8PagedCache"
+            "Continuous batching has no cache for such layers. Use generate() with FP8PagedCache"
         )
     return [window if layer_type == _SLIDING_ATTENTION else None for layer_type in layer_types]
 
@@ -59,12 +59,12 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
         # Both use the same attention function, because the model's own may lack a feature (sdpa has
         # no softcap).
         with torch.no_grad(), eval_mode(model), exact_states(), paged_attention(model):
-            separate = [
+            separate_logits = [
                 model(input_ids=sequence, use_cache=False).logits[0].float()
                 for sequence in ids.split(LENGTHS, 1)
             ]
             with exact_states(engine=True):
-                packed = _run_packed(model, ids, _PackedCache(model, config))
+                packed_logits = _run_packed(model, ids, _PackedCache(model, config))
     except FP8KVError:
         raise
     except Exception as failure:
@@ -72,7 +72,7 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
             f"expected a model that can run packed requests, got {name}, which fails with them: "
             f"{type(failure).__name__}: {failure}. Use generate() with FP8PagedCache"
         ) from failure
-    error = _relative_error(packed, torch.cat(separate))
+    error = _relative_error(packed_logits, torch.cat(separate_logits))
     if not error < (_TOLERANCE_16 if model.dtype.itemsize < 4 else _TOLERANCE):
         raise ConfigError(
             f"expected a model that can run packed requests, got {name}, whose logits differ with "

@@ -63,7 +63,7 @@ class AttendBatch:
 
 @dataclass(frozen=True)
 class RingChunk:
-    """Several tokens of a request that overwrite tokens of its ring which they still attend to."""
+    """New tokens of a request that overwrite tokens of the ring to which they still attend."""
 
     window: int  # window of the layer, in tokens
     first_token: int  # index of the first token in the step
@@ -127,7 +127,7 @@ class EngineStep:
         return self._work[key]
 
 
-def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
+def make_decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
     """Return the operations of a step with one token per request, without reading a tensor.
 
     `table` is `[B, M]`, int32, and negative for unused pages. `lengths` is `[B]`, int32, including

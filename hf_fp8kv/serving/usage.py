@@ -20,7 +20,7 @@ class Usage:
         bytes_used: Bytes of `pages_used`.
         prefix_hits: Number of times that a request found its beginning in the cache, since the
             cache was made. A request whose pages were evicted may count again.
-        prefix_tokens: Tokens that these requests did not have to compute.
+        prefix_tokens: Number of prompt tokens that were found and not computed again.
         requests_active: Requests that hold pages.
         requests_waiting: Requests that wait for their first step.
         store_tokens: Tokens of prompts that came from a `PrefixStore`. 0 without a store.

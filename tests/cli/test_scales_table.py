@@ -145,12 +145,12 @@ def parse_tables(text: str) -> list[dict[str, list[str]]]:
     """Return the cells of each table, by heading."""
     parsed = []
     for part in text.split("┏")[1:]:
-        headings, body = (
+        headings, rows = (
             [re.split("[┃│]", line)[1:-1] for line in part.splitlines() if line.startswith(bar)]
             for bar in "┃│"
         )
         names = (" ".join(" ".join(cells).split()) for cells in zip(*headings, strict=True))
-        cells = ([cell.strip() for cell in column] for column in zip(*body, strict=True))
+        cells = ([cell.strip() for cell in column] for column in zip(*rows, strict=True))
         parsed.append(dict(zip(names, cells, strict=True)))
     return parsed
 
@@ -342,10 +342,10 @@ def test_a_plot_omits_missing_layers_and_zeros():
 
 
 # Grid: with many layers and heads, labels would overlap first. Both with and without measurements.
-@pytest.mark.parametrize(("layers", "heads", "measured"), [(80, 8, True), (80, 128, False)])
-def test_no_labels_overlap(layers, heads, measured):
+@pytest.mark.parametrize(("layers", "heads", "is_measured"), [(80, 8, True), (80, 128, False)])
+def test_no_labels_overlap(layers, heads, is_measured):
     result = make_report(layers, heads, model="org/" + "a-long-name-" * 20)
-    figure = scales_figure(make_scales(result), result if measured else None)
+    figure = scales_figure(make_scales(result), result if is_measured else None)
     figure.draw_without_rendering()
     texts = [figure._suptitle]
     for axes in figure.axes:
@@ -358,9 +358,9 @@ def test_no_labels_overlap(layers, heads, measured):
     assert len(boxes) > 20
     width, height = figure.canvas.get_width_height()
     assert all(b.x0 >= 0 and b.x1 <= width and b.y0 >= 0 and b.y1 <= height for b in boxes)
-    for box, other in itertools.combinations(boxes, 2):
-        is_beside = box.x1 <= other.x0 or other.x1 <= box.x0
-        assert is_beside or box.y1 <= other.y0 or other.y1 <= box.y0, (box, other)
+    for box, other_box in itertools.combinations(boxes, 2):
+        is_beside = box.x1 <= other_box.x0 or other_box.x1 <= box.x0
+        assert is_beside or box.y1 <= other_box.y0 or other_box.y1 <= box.y0, (box, other_box)
 
 
 def test_a_png_is_written_1600_pixels_wide(tmp_path):

@@ -93,17 +93,17 @@ def compute_logprobs(model, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 4, "top_k": 3}])
-def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, sampling):
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 4, "top_k": 3}])
+def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, options):
     assert len(PROMPT) > 64 + PAGE  # longer than a step, and cached in the second request
     for _ in range(2):
         (choice,) = get_choices(
             server, prompt=PROMPT, max_tokens=9, logprobs=3, echo=True, stream=stream,
-            frequency_penalty=1.0, **sampling,
+            frequency_penalty=1.0, **options,
         )  # fmt: skip
         assert choice["text"].startswith(PROMPT)
         parts = choice["logprobs"] if stream else [choice["logprobs"]]
-        joined = {name: [*chain.from_iterable(p[name] for p in parts)] for name in parts[0]}
+        joined = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
         tokens = ids(choice["text"])
         assert len(tokens) == len(PROMPT) + 9
         assert joined["tokens"] == list(choice["text"])

@@ -152,13 +152,13 @@ def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> 
             assert time.monotonic() < deadline, "no request was evicted"
             time.sleep(0.001)
         scheduler = manager.batch_processor.scheduler
-        (running,), (waiting,) = scheduler.active_requests, scheduler.waiting_requests
-        manager.cancel_request(running)
-        added = manager.add_request([5, 6, 7], max_new_tokens=2)
+        (running_id,), (waiting_id,) = scheduler.active_requests, scheduler.waiting_requests
+        manager.cancel_request(running_id)
+        added_id = manager.add_request([5, 6, 7], max_new_tokens=2)
         lengths: dict[str, int] = {}
-        while {waiting, added} - lengths.keys() and (out := manager.get_result(timeout=20)):
+        while {waiting_id, added_id} - lengths.keys() and (out := manager.get_result(timeout=20)):
             lengths[out.request_id] = len(out.generated_tokens)
-        for request in (waiting, added):
+        for request in (waiting_id, added_id):
             manager.cancel_request(request)  # otherwise the manager waits for the request at exit
-        assert lengths.keys() >= {waiting, added}
-        assert (lengths[waiting], lengths[added]) == (6 * PAGE, 2)
+        assert lengths.keys() >= {waiting_id, added_id}
+        assert (lengths[waiting_id], lengths[added_id]) == (6 * PAGE, 2)

@@ -397,7 +397,7 @@ def test_an_error_names_the_rejected_field(server, path, field, payload):
 )
 def test_fields_without_effect_are_accepted(server, payload):
     answer, expected = (
-        server.answer(CHAT, **chat(max_tokens=8, **extra)) for extra in (payload, {})
+        server.answer(CHAT, **chat(max_tokens=8, **fields)) for fields in (payload, {})
     )
     assert answer["choices"] == expected["choices"]
 
@@ -641,8 +641,8 @@ def test_requests_with_the_same_id_are_not_mixed_up(server):
         answers = list(pool.map(lambda q: server.ask(CHAT, q, headers=headers_of_all), questions))
     for question, (status, text, headers) in zip(questions, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
-        single = json.loads(server.ask(CHAT, question)[1])
-        assert json.loads(text)["choices"] == single["choices"]
+        single_answer = json.loads(server.ask(CHAT, question)[1])
+        assert json.loads(text)["choices"] == single_answer["choices"]
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])

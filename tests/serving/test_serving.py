@@ -22,7 +22,7 @@ from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
-from hf_fp8kv.serving.step import EngineStep, decode_work
+from hf_fp8kv.serving.step import EngineStep, make_decode_work
 from tests.helpers.margins import greedy_deficit
 from tests.helpers.planned import planned_for, planned_scales
 from tests.helpers.serving_tools import (
@@ -74,7 +74,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 # Pairwise cover: each kind of scales runs with one model that differs from llama.
 def every_model(*fast: str) -> pytest.MarkDecorator:
-    """Return a parametrization of the fixture `model`, with the models `fast` in the fast tier."""
+    """Return a parametrization of the fixture `model`. The models `fast` are in the fast tier."""
     return pytest.mark.parametrize(
         "model",
         [pytest.param(name, marks=() if name in fast else pytest.mark.full) for name in MODELS],
@@ -200,13 +200,13 @@ class TestSameTokens:
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         batch_sizes: list[int] = []
-        stock_decode_work = common.decode_work
+        stock_decode_work = common.make_decode_work
 
         def record(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
             batch_sizes.append(len(lengths))
             return stock_decode_work(table, lengths, size)
 
-        monkeypatch.setattr(common, "decode_work", record)
+        monkeypatch.setattr(common, "make_decode_work", record)
         with running(manager):
             assert answers_to(manager, prompts()) == expected
         assert len(batch_sizes) > NEW / 2  # one call per step, not per layer
@@ -678,7 +678,7 @@ class TestRunning:
 
     def test_an_unused_row_has_a_valid_page_and_slot(self) -> None:
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
-        work = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
+        work = make_decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [7]]
         assert work.slot_ends.tolist() == [1, 1]
 

@@ -149,7 +149,7 @@ def test_every_endpoint_has_its_own_field(server):
 )
 def test_a_text_format_does_not_change_the_answer(server, path, fields, text_format):
     plain_text, typed_text = (
-        text_in(server.answer(path, **fields, **extra)) for extra in ({}, text_format)
+        text_in(server.answer(path, **fields, **extra_fields)) for extra_fields in ({}, text_format)
     )
     assert typed_text == plain_text
 
@@ -248,12 +248,12 @@ def test_concurrent_requests_do_not_change_each_others_answers(server, count):
 
 def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
     """Three requests need 13 pages each. The engine has 24 pages."""
-    requests_fields = [
+    requests = [
         structured(regex=r"([a-f]{3}-[0-9]{3} ){24}\.")
         | {"prompt": f"{n}", "temperature": 1.0, "seed": n, "max_tokens": 240}
         for n in range(3)
     ]
-    expected = [complete(server, **fields) for fields in requests_fields]
+    expected = [complete(server, **fields) for fields in requests]
     preempted_ids: list[str] = []
     create_request = RequestState.create_equivalent_initial_request
 
@@ -264,7 +264,7 @@ def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
 
     monkeypatch.setattr(RequestState, "create_equivalent_initial_request", record)
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda fields: complete(server, **fields), requests_fields))
+        answers = list(pool.map(lambda fields: complete(server, **fields), requests))
     assert preempted_ids
     assert answers == expected
     assert all(re.fullmatch(r"([a-f]{3}-[0-9]{3} ){24}\.", text) for text, _ in answers)
@@ -296,7 +296,7 @@ def broken_server(server, monkeypatch):
     monkeypatch.setattr(
         grammars.Guide,
         "__init__",
-        lambda self, field, matcher, usable: init(self, field, FailingMatcher(matcher), usable),
+        lambda self, field, matcher, bits: init(self, field, FailingMatcher(matcher), bits),
     )
     monkeypatch.setattr(grammars, "_MAX_LEXER_STATES", 30)
     return server

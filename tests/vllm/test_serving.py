@@ -74,7 +74,7 @@ def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
     llm = serve(folder, "hf_fp8kv_e3m4")
     expected = generate_hf(model, prompts, dtype="fp8_e3m4")
     assert generate(llm, prompts)[0] == expected
-    longer_prompts = [prompt + new for prompt, new in zip(prompts, expected, strict=True)]
+    longer_prompts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
     tokens, num_cached = generate(llm, longer_prompts)
     assert tokens == generate_hf(model, longer_prompts, dtype="fp8_e3m4")
     # Only full blocks of 32 tokens are cached, and the last token is not stored yet.

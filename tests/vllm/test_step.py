@@ -105,15 +105,15 @@ def compute_expected(requests, index, query, layer):
         (requests.keys[index], storage.plan.k, storage.k_scale, storage.center),
         (requests.values[index], storage.plan.v, storage.v_scale, None),
     ]
-    stored = []
+    decoded = []
     for name, (x, plan, scale, center) in zip("kv", sides, strict=True):
         x = x.transpose(0, 1)[None]
         side = StoredSide(scale, None if center is None else center[None], plan.format, DIM)
         codes, scales = reference.quantize(x, side, search=name == "k")
         x = decode(codes, FORMATS[plan.format])
         x = x * (scale[:, None] if scales is None else scales.float()[..., None])
-        stored.append(x if center is None else x + center[None, :, None])
-    k, v = (x.repeat_interleave(GROUPS, 1) for x in stored)
+        decoded.append(x if center is None else x + center[None, :, None])
+    k, v = (x.repeat_interleave(GROUPS, 1) for x in decoded)
     q = query.transpose(0, 1)[None]
     logits = q @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:

@@ -57,7 +57,7 @@ def make_cache_class(serving_config: Any, identity: str = "") -> Any:
     Raises:
         ConfigError: The engine of this version of transformers is not supported.
     """
-    # Managers and engines rebind these later. Raise errors here, not later in the engine's thread.
+    # Managers and engines rebind these names later. Errors must be raised before the thread starts.
     rebind_globals(StockMixin.init_continuous_batching, ContinuousBatchingManager=None)
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)

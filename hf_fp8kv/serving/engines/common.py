@@ -17,7 +17,7 @@ from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
 from ..config import ServingConfig
 from ..layout import EnginePages
-from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, decode_work
+from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, make_decode_work
 
 
 def kv_shape(config: Any) -> tuple[int, int]:
@@ -142,7 +142,7 @@ class EngineCache:
             starts = kwargs["cu_seq_lens_k"]
             starts = list(starts.values())[kind] if isinstance(starts, dict) else starts
             lengths = (starts[1:] - starts[:-1]).int()
-            self._work_by_kind[kind] = decode_work(table, lengths, self.page_layout.slots)
+            self._work_by_kind[kind] = make_decode_work(table, lengths, self.page_layout.slots)
         return self._work_by_kind[kind]
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
