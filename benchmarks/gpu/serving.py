@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from hf_fp8kv import serving
 from hf_fp8kv.bench.capacity import GIB, PERCENT, planned_tokens
 from hf_fp8kv.serving.config import ServingConfig
-from hf_fp8kv.serving.probe import check_kinds
+from hf_fp8kv.serving.probe import layer_windows
 
 from .end_to_end import make_model
 from .record import Record
@@ -57,7 +57,7 @@ def _engines(record: Record, config: Any, backend: str) -> Iterator[_Engine]:
     else:
         record.skip("bf16 flash: flash-attn is not installed")
     on_gpu = record.stage.device.type == "cuda"
-    if on_gpu and backend == "triton" and not any(check_kinds(config)):
+    if on_gpu and backend == "triton" and not any(layer_windows(config)):
         yield _Engine("fp8 static, graphs", static, settings={"use_cuda_graph": True})
         yield _Engine("fp8 dynamic, graphs", dynamic, settings={"use_cuda_graph": True})
     else:

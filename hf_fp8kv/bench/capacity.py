@@ -14,8 +14,8 @@ from transformers.generation.continuous_batching import cache as stock
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..serving.config import ServingConfig
-from ..serving.engines import cache_class, rebind_globals
-from ..serving.engines.common import EngineCache, sizes
+from ..serving.engines import make_cache_class, rebind_globals
+from ..serving.engines.common import EngineCache, kv_shape
 
 # Shapes of well-known models: the fields of their config.json that determine the size of a token.
 _FIELDS = (
@@ -115,7 +115,7 @@ def _planning_class(settings: ServingConfig | None, available: int) -> Any:
         return make_handler
 
     if settings is not None:
-        ours = cache_class(settings)
+        ours = make_cache_class(settings)
         make = fix_memory(ours.make_memory_handler)
         return type("PlanningCache", (ours,), {"make_memory_handler": make})
     engine, make = stock.PagedAttentionCache, fix_memory(stock.PagedAttentionMemoryHandler)
@@ -141,7 +141,7 @@ def plan_capacity(
     for model, config in models.items():
         report(f"capacity of {model}")
         text = config.get_text_config()
-        heads, dim = sizes(text)
+        heads, dim = kv_shape(text)
         token_bytes = 4.0 * heads * dim * text.num_hidden_layers
         planned = {
             cache: (token_bytes, planned_tokens(text, memory, None, attention=attention))

@@ -84,10 +84,10 @@ def show_result(
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     """Return the layer to measure, and the config of the model, or None without a model."""
     from ..bench.contenders import Setup
-    from ..serving.engines.common import sizes
+    from ..serving.engines.common import kv_shape
 
     if model is None:
         return Setup(device=device), None
     config = read_config(model)
     text = config.get_text_config()
-    return Setup((text.num_attention_heads, *sizes(text)), device=device), config
+    return Setup((text.num_attention_heads, *kv_shape(text)), device=device), config

@@ -1,11 +1,11 @@
 """An OpenAI server of one model on the engine of `hf_fp8kv.serving`, to run or to mount.
 
     client ──> app ──> schemas ──> model ──> choices ──> engine ──> FP8 pages
-               access, checked     prompts   one request continuous batching,
-               limits  fields      of tokens an answer   sampling, structured
+               access, validated   prompts   one request continuous batching,
+               limits  fields      of tokens per answer  sampling, grammars
     client <── app <── answers, responses <── text <── tokens
 
-Importing this package does not import fastapi or uvicorn. A call of `application` does.
+Importing this package does not import fastapi or uvicorn. Calling `application` imports them.
 """
 
 import importlib.util
@@ -42,26 +42,26 @@ def application(
     ```python
     serving.enable(model, scales="scales")
     llm = application(model, tokenizer)
-    app = FastAPI(lifespan=llm.lifespan)  # Starlette has no events for what is mounted
+    app = FastAPI(lifespan=llm.lifespan)  # mounted applications get no lifespan events
     app.mount("/llm", llm)  # POST /llm/v1/chat/completions
     ```
 
-    The engine starts and stops with the lifespan, not in this call. A model can have one such
+    The engine starts and stops with the lifespan, not in this call. A model can have only one
     application at a time.
 
     Args:
         model: A model that `hf_fp8kv.serving.enable` was called on.
-        tokenizer: Its tokenizer, or a processor with one. Its chat template is used.
-        batching: A ContinuousBatchingConfig. On a CPU its steps have 256 tokens by default.
+        tokenizer: The model's tokenizer with its chat template, or a processor that contains it.
+        batching: A ContinuousBatchingConfig. On a CPU a step has 256 tokens by default.
         served_name: The model's name for clients. None means `model.name_or_path`.
-        api_key: The clients' token. None means the value of HF_FP8KV_API_KEY. Without a token,
-            everyone who reaches the application may use it.
-        max_waiting: Maximum number of requests that wait. Others get 429.
-        max_body: Size of the largest request, in bytes.
-        max_model_len: Maximum number of tokens of a prompt and its answer. None means the model's.
-        seed: Makes the answers to requests without a seed the same in each run that has these
-            requests in the same order.
-        chat_template_kwargs: Arguments of the chat template.
+        api_key: Token that clients must send. None means the value of HF_FP8KV_API_KEY. Without a
+            token, everyone who can reach the application may use it.
+        max_waiting: Maximum number of waiting requests. Further requests get status 429.
+        max_body: Maximum size of a request's body in bytes.
+        max_model_len: Maximum tokens of a prompt and its answer. None means the model's limit.
+        seed: Seed of the server. With it, requests without a seed get the same answers in each run
+            that receives the same requests in the same order.
+        chat_template_kwargs: Additional arguments of the chat template.
         cors: Whether web pages of other origins may read answers.
 
     Raises:
@@ -74,10 +74,10 @@ def application(
     from .model import ServedModel
 
     require_enabled(model)
-    own_name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    model_name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Application(
         ServedModel(
-            model, tokenizer, own_name, served_name=served_name, arguments=chat_template_kwargs
+            model, tokenizer, model_name, served_name=served_name, arguments=chat_template_kwargs
         ),
         ServerConfig(
             api_key=api_key,
@@ -93,18 +93,18 @@ def application(
 
 def require_server() -> None:
     """Raise ConfigError unless the packages of the extra `serve` are installed."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
+    missing_packages = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing_packages:
         raise ConfigError(
-            f"expected the packages {', '.join(_PACKAGES)}, got no {', '.join(missing)}: "
-            "pip install 'hf-fp8kv[serve]'"
+            f"expected the packages {', '.join(_PACKAGES)}, got no {', '.join(missing_packages)}. "
+            "Install them with pip install 'hf-fp8kv[serve]'"
         )
 
 
-def batching_config(**settings: Any) -> Any:
-    """Return a ContinuousBatchingConfig for options of the command line. Raises ConfigError."""
+def batching_config(**options: Any) -> Any:
+    """Return a ContinuousBatchingConfig for command-line options. Raises ConfigError."""
     try:
-        return ContinuousBatchingConfig(**settings)
+        return ContinuousBatchingConfig(**options)
     except (TypeError, ValueError) as error:
-        names = ", ".join(f"--cb-{name.replace('_', '-')}" for name in settings)
+        names = ", ".join(f"--cb-{name.replace('_', '-')}" for name in options)
         raise ConfigError(f"{names}: {error}") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 
 KEY_VARIABLE = "HF_FP8KV_API_KEY"
-_UNREAD = 2**17  # bytes of answers that the kernel holds for a connection
+_SEND_BUFFER_BYTES = 2**17  # of each connection
 
 
 @dataclass
@@ -18,21 +18,21 @@ class ServerConfig:
     """Access and limits of a server.
 
     Raises:
-        ConfigError: Everyone could use it, the token is not a valid header, or no request fits.
+        ConfigError: A required token is missing, the token is not a valid header, or a limit is 0.
     """
 
-    host: str | None = None  # the address to listen on. None if it is mounted
-    api_key: str | None = None  # the token that a client has to send. None means the environment's
-    max_body: int = 4 * 2**20  # bytes of a request
-    max_waiting: int = 128  # requests that may wait for the engine
-    grace: float = 30.0  # seconds for running requests after a signal to stop
-    metrics_interval: float = 10.0  # seconds between lines in the log while requests run, or 0
-    head_seconds: float = 15.0  # that a client may take to send a request's headers
-    body_seconds: float = 30.0  # that it may take to send the body
-    client_seconds: float = 60.0  # that it may neither send nor read
-    max_model_tokens: int | None = None  # of a prompt and its answer. None means the model's own
-    # Makes answers to requests without a seed the same in each run that has the same requests in
-    # the same order.
+    host: str | None = None  # address to listen on. None if the application is mounted
+    api_key: str | None = None  # token that clients must send. None means the environment variable
+    max_body: int = 4 * 2**20  # maximum size of a request's body in bytes
+    max_waiting: int = 128  # maximum number of requests that wait for the engine
+    grace: float = 30.0  # seconds that running requests get after a signal to stop
+    metrics_interval: float = 10.0  # seconds between log lines while requests run. 0 means no lines
+    header_seconds: float = 15.0  # time in which a client must send the headers of a request
+    body_seconds: float = 30.0  # time in which a client must send the body of a request
+    client_seconds: float = 60.0  # time for which a client may neither send nor read
+    max_model_tokens: int | None = None  # for a prompt and its answer. None means the model's limit
+    # Seed of the server. With it, requests without a seed get the same answers in each run that
+    # receives the same requests in the same order.
     seed: int | None = None
     cors: bool = False  # whether web pages of other origins may read answers
 
@@ -42,8 +42,8 @@ class ServerConfig:
             raise ConfigError("--api-key: expected printable ASCII without spaces around it")
         if not key and self.host is not None and not is_loopback(self.host):
             raise ConfigError(
-                f"--host {self.host}: expected an access token, since other machines can reach it, "
-                f"got none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
+                f"--host {self.host}: expected an access token, because other machines can reach "
+                f"it, got none. Set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
         for name in ("max_waiting", "max_body"):
             if (value := getattr(self, name)) < 1:
@@ -51,27 +51,27 @@ class ServerConfig:
                 raise ConfigError(f"{option}: expected at least 1, got {value}")
         self.api_key = key or None
 
-    def accepts_host(self, header: str) -> bool:
-        """Return whether a request may have this `Host`. No name is looked up.
+    def accepts_host(self, host_header: str) -> bool:
+        """Return whether a request may have this `Host` header. No name is looked up.
 
-        A web page whose own name was rebound to this machine sends its own name.
+        The name of a web page that was rebound to this machine is refused.
         """
         if self.host is None or self.api_key is not None:
             return True
-        name = re.sub(r":\d*$", "", header.strip().lower()).strip("[]")
-        is_local = name in ("localhost", self.host.lower()) or name.endswith(".localhost")
+        host = re.sub(r":\d*$", "", host_header.strip().lower()).strip("[]")
+        is_local = host in ("localhost", self.host.lower()) or host.endswith(".localhost")
         with contextlib.suppress(ValueError):
-            is_local = is_local or ipaddress.ip_address(name).is_loopback
+            is_local = is_local or ipaddress.ip_address(host).is_loopback
         return is_local
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a server at a host."""
+    """Return whether only this machine can reach a server that listens on `host`."""
     try:
         addresses = [info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(a).split("%")[0]).is_loopback for a in addresses)
+    return all(ipaddress.ip_address(str(x).split("%")[0]).is_loopback for x in addresses)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -79,23 +79,23 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         infos.sort(key=lambda info: info[0] != socket.AF_INET)  # `localhost` may be IPv4 and IPv6
-        family, kind, protocol, _, address = infos[0]
-        bound = socket.socket(family, kind, protocol)
+        family, socket_type, protocol, _, address = infos[0]
+        sock = socket.socket(family, socket_type, protocol)
         try:
-            # Connections inherit it. Megabytes that a client does not read would be held for long.
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
+            # Connections inherit the size. A larger buffer could hold megabytes that nothing reads.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             if os.name == "posix":
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
             if os.name == "posix":
-                # Otherwise a second server could bind the address until the first one listens, and
-                # would fail only after its model is loaded.
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+                # Otherwise a second server could bind the address until the first server listens,
+                # and would fail only after loading its model.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except BaseException:
-            bound.close()
+            sock.close()
             raise
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at {host}:{port}: {error}; choose another --host or --port"
+            f"cannot listen at {host}:{port}: {error}. Choose a different --host or --port"
         ) from error
-    return bound
+    return sock

@@ -1,4 +1,4 @@
-"""Limits on connections: their number, and how long a client may neither send nor read."""
+"""Limits on connections: their number, and the time for which a client may be idle."""
 
 import asyncio
 import math
@@ -11,28 +11,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .errors import APIError
 
 _BACKLOG = 128
-# Descriptors for files that are opened while the server runs.
-_SPARE = 32
+# Descriptors that are reserved for files opened while the server runs.
+_SPARE_DESCRIPTORS = 32
 
 
 def max_connections() -> int | None:
-    """Return the number of connections that fit the free descriptors. None means no limit.
+    """Return the number of connections for which descriptors are free. None means no limit.
 
-    Without a descriptor for a new connection, Python's event loop logs an error over and over.
+    If a new connection gets no descriptor, Python's event loop logs errors continuously.
     """
-    limit = _descriptors()
+    limit = _max_descriptors()
     if limit is None:
         return None
-    used: int = psutil.Process().num_fds()
-    return max(limit - used - backlog() - _SPARE, 1)
+    num_used: int = psutil.Process().num_fds()
+    return max(limit - num_used - backlog_size() - _SPARE_DESCRIPTORS, 1)
 
 
-def backlog() -> int:
-    """Return how many connections may wait. The event loop accepts all of them at once."""
-    return max(min(_BACKLOG, (_descriptors() or 8 * _BACKLOG) // 8), 1)
+def backlog_size() -> int:
+    """Return how many connections may wait. The event loop accepts all of them in one pass."""
+    return max(min(_BACKLOG, (_max_descriptors() or 8 * _BACKLOG) // 8), 1)
 
 
-def _descriptors() -> int | None:
+def _max_descriptors() -> int | None:
     try:
         import resource
     except ImportError:  # Windows
@@ -42,32 +42,32 @@ def _descriptors() -> int | None:
 
 
 def limit_connections(
-    maximum: int | None, head_seconds: float, client_seconds: float
+    max_open: int | None, header_seconds: float, client_seconds: float
 ) -> type[asyncio.Protocol]:
-    """Return the class of a connection, of which at most `maximum` may be open.
+    """Return a class of connections, of which at most `max_open` may be open at a time.
 
-    h11 limits the bytes of a request's first line and headers. These bytes may take `head_seconds`,
-    and so may bytes between requests, such as the rest of a rejected body. A client may pause for
-    `client_seconds` before it reads more of its answer.
+    h11 limits the bytes of a request's first line and headers. A client may take `header_seconds`
+    to send these bytes, or bytes between requests, such as the rest of a rejected body. A client
+    may pause for `client_seconds` before it reads more of its answer.
     """
-    period = min(head_seconds, client_seconds) / 8
-    full = APIError(
+    period = min(header_seconds, client_seconds) / 8
+    error = APIError(
         503,
-        "too many open connections; try again later",
+        "too many open connections. Try again later",
         code="too_many_connections",
         headers={"connection": "close", "retry-after": "5"},
-    ).response()
-    head = h11.Response(status_code=503, headers=full.raw_headers, reason=b"Service Unavailable")
+    ).to_response()
+    head = h11.Response(status_code=503, headers=error.raw_headers, reason=b"Service Unavailable")
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
-        _seen: object = None
-        _since = 0.0
+        _last_state: object = None
+        _last_change = 0.0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if maximum is not None and len(self.connections) > maximum:
-                events = (head, h11.Data(data=bytes(full.body)), h11.EndOfMessage())
+            if max_open is not None and len(self.connections) > max_open:
+                events = (head, h11.Data(data=bytes(error.body)), h11.EndOfMessage())
                 transport.write(b"".join(self.conn.send(event) or b"" for event in events))
                 transport.close()
             self._check_idle()
@@ -78,18 +78,18 @@ def limit_connections(
             super().connection_lost(error)
 
         def _check_idle(self) -> None:
-            """End the connection if nothing has changed for too long, or check again later."""
-            idle = self.cycle is None or self.cycle.response_complete
-            unread = self.transport.get_write_buffer_size()
-            seen, now = (self.cycle, idle, unread), self.loop.time()
-            if seen != self._seen:
-                self._seen, self._since = seen, now
-            # Nothing more is written then, so only the client's reading changes the unread bytes.
-            if unread and (idle or self.flow.write_paused):
-                limit = client_seconds
+            """Abort the connection if it is idle for too long. Otherwise check again later."""
+            is_idle = self.cycle is None or self.cycle.response_complete
+            unread_bytes = self.transport.get_write_buffer_size()
+            state, now = (self.cycle, is_idle, unread_bytes), self.loop.time()
+            if state != self._last_state:
+                self._last_state, self._last_change = state, now
+            # In these states nothing is written, so only the client's reads change `unread_bytes`.
+            if unread_bytes and (is_idle or self.flow.write_paused):
+                timeout = client_seconds
             else:
-                limit = head_seconds if idle else math.inf
-            if now - self._since >= limit:
+                timeout = header_seconds if is_idle else math.inf
+            if now - self._last_change >= timeout:
                 self.transport.abort()
             else:
                 self._timer = self.loop.call_later(period, self._check_idle)

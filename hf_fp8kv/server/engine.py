@@ -1,7 +1,7 @@
 """The adapter to transformers' engine: submit a request, stream its tokens, cancel it.
 
-Only this file and scheduling.py use the engine. Private names of transformers that are used:
-`ModelRunner._sample` here, `Scheduler._process_candidates` and `._schedule_request` there.
+Only this file and scheduling.py use the engine. They use these private names of transformers:
+`ModelRunner._sample`, `Scheduler._process_candidates` and `Scheduler._schedule_request`.
 """
 
 import asyncio
@@ -22,27 +22,26 @@ from ..errors import ConfigError
 from ..serving import Usage, usage
 from .errors import STOPPING, APIError, field_error
 from .metrics import Metrics
-from .sampling import SEQUENCE, Sampler, Sequence, wants_prompt
+from .sampling import SEQUENCE, Sampler, Sequence, needs_prompt_scores
 from .scheduling import share_steps
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0
-# Tokens of a step on a CPU. With transformers' 8,192 all streams would pause for minutes while one
-# prompt is read. Shorter steps read the weights more often, which costs little from some hundred
-# tokens on.
+# Tokens of a step on a CPU. With transformers' 8,192, all streams would pause for minutes while a
+# prompt is read. Reading the weights more often costs little for steps of some hundred tokens.
 _CPU_STEP_TOKENS = 256
 
 
 class Engine:
-    """The running engine of one model, which `hf_fp8kv.serving.enable` was called on.
+    """The running engine of one model.
 
     Args:
-        model: The model.
-        batching: A ContinuousBatchingConfig. On a CPU its steps have 256 tokens by default.
-        metrics: Metrics that count each token.
+        model: A model that `hf_fp8kv.serving.enable` was called on.
+        batching: A ContinuousBatchingConfig. On a CPU a step has 256 tokens by default.
+        metrics: Metrics that record each token.
         max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
-            model's own maximum.
+            maximum of the model.
 
     Raises:
         ConfigError: The engine has no pages, or cannot run the model with this configuration.
@@ -52,54 +51,54 @@ class Engine:
         self, model: Any, batching: Any, metrics: Metrics, max_model_tokens: int | None = None
     ) -> None:
         self.model, self._metrics = model, metrics
-        text = model.config.get_text_config()
-        self.vocabulary = int(text.vocab_size)
-        limit = getattr(text, "max_position_embeddings", None)
-        limits = [n for n in (limit, max_model_tokens) if isinstance(n, int) and n > 0]
-        self.model_tokens = min(limits, default=None)  # of a prompt and its answer
-        self.prompt_tokens = self.new_tokens = 0  # since the start
-        # Why the host cannot change or read the logits of one request. None means that it can.
-        self.fixed_steps: str | None = None
+        text_config = model.config.get_text_config()
+        self.vocab_size = int(text_config.vocab_size)
+        max_positions = getattr(text_config, "max_position_embeddings", None)
+        limits = [n for n in (max_positions, max_model_tokens) if isinstance(n, int) and n > 0]
+        self.max_model_tokens = min(limits, default=None)  # for a prompt and its answer
+        self.prompt_tokens = self.new_tokens = 0  # counts since the start
+        # Why the host cannot change or read the logits of a request. None means that it can.
+        self.fixed_steps_reason: str | None = None
         if model.device.type == "cpu" and batching.max_batch_tokens is None:
             batching = dataclasses.replace(batching, max_batch_tokens=_CPU_STEP_TOKENS)
-        # The planner leaves memory for logits processors if the configuration samples.
+        # The planner leaves memory for logits processors only if the configuration samples.
         config = model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
         manager = model.init_continuous_batching(
             generation_config=GenerationConfig(**config | {"use_cache": False}),
             continuous_batching_config=batching,
         )
-        # Requests have their own temperature, top-k and so on. The model's are "warpers".
-        kept = [
+        # Each request has a temperature, top-k and so on, so the model's "warpers" are dropped.
+        processors = [
             processor
             for processor in manager.logit_processor.logits_processor
             if not type(processor).__name__.endswith("LogitsWarper")
         ]
-        manager.logit_processor = sampler = Sampler(kept, self.vocabulary)
-        manager.on_processor = lambda processor: self._prepare(processor, sampler)
-        manager.output_router.output_queue = _Discard()
+        manager.logit_processor = sampler = Sampler(processors, self.vocab_size)
+        manager.on_processor = lambda processor: self._prepare_processor(processor, sampler)
+        manager.output_router.output_queue = _DiscardingQueue()
         self._manager: Any = manager  # None after `stop`
         self._status = manager.background_thread_status
         self._hooks = [
-            model.register_forward_pre_hook(sampler.request_scores, with_kwargs=True),
-            model.register_forward_hook(sampler.take_scores, with_kwargs=True),
+            model.register_forward_pre_hook(sampler.request_prompt_logits, with_kwargs=True),
+            model.register_forward_hook(sampler.record_prompt_scores, with_kwargs=True),
         ]
         try:
             manager.warmup()  # allocates the pages
-            self.page_tokens: int = manager.batch_processor.cache.max_request_tokens()
-            if self.page_tokens < 2:
-                raise ValueError(f"pages for {self.page_tokens} tokens of a request")
+            self.max_page_tokens: int = manager.batch_processor.cache.max_request_tokens()
+            if self.max_page_tokens < 2:
+                raise ValueError(f"pages for {self.max_page_tokens} tokens of a request")
             manager.start()
         except BaseException as error:
             self.stop()
             if not isinstance(error, Exception):
                 raise
             raise ConfigError(
-                f"expected an engine for continuous batching, got: {error}; change "
+                f"expected an engine for continuous batching, got: {error}. Change "
                 "--cb-num-blocks or --cb-max-batch-tokens"
             ) from error
 
     def stop(self) -> None:
-        """End the engine's thread, if it runs. Requests that still run fail."""
+        """Stop the engine's thread, if it runs. Unfinished requests fail."""
         manager, self._manager = self._manager, None
         if manager is None:
             return
@@ -113,17 +112,17 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of one request, in the pages and for the model."""
-        return min(self.page_tokens, self.model_tokens or self.page_tokens)
+        """Maximum number of tokens of one request that the pages and the model allow."""
+        return min(self.max_page_tokens, self.max_model_tokens or self.max_page_tokens)
 
     @property
     def failure(self) -> str | None:
-        """The error that ended the engine's thread. None means that it has not failed."""
+        """The error that ended the engine's thread. None means that the thread has not failed."""
         error = self._status.fatal_error
         return None if error is None else str(error)
 
     def is_alive(self) -> bool:
-        """Return whether the engine's thread runs and takes requests."""
+        """Return whether the engine's thread runs and accepts requests."""
         manager = self._manager
         return manager is not None and manager.is_running() and self.failure is None
 
@@ -131,8 +130,8 @@ class Engine:
         """Return the usage of the pages, or None if the engine does not run."""
         return usage(self.model) if self.is_alive() else None
 
-    def active(self) -> int:
-        """Return the number of requests in steps, including those just cancelled."""
+    def count_active(self) -> int:
+        """Return the number of requests in steps, including requests that were just canceled."""
         processor = None if self._manager is None else self._manager.batch_processor
         return 0 if processor is None else len(processor.scheduler.active_requests)
 
@@ -141,117 +140,117 @@ class Engine:
     async def stream(
         self, sequence: Sequence, *, each_token: bool
     ) -> AsyncGenerator[list[int], None]:
-        """Yield the new tokens of an answer as they come, or all of them at its end.
+        """Yield the new tokens of an answer after each step, or all tokens at its end.
 
         Close the generator early to cancel the request. Its pages are free after the current step.
 
         Raises:
-            APIError: The engine does not take the request, or cannot finish it.
+            APIError: The engine does not accept the request, or cannot finish it.
         """
         if not self.is_alive():
             raise APIError(503, self.failure or STOPPING, code="stopping")
-        manager, name, seen, ended = self._manager, uuid.uuid4().hex, 0, False
+        manager, request_id, num_seen, is_finished = self._manager, uuid.uuid4().hex, 0, False
         outputs: asyncio.Queue[Any] = asyncio.Queue()
-        # Before the request, because an output without a handler is lost.
-        manager.register_result_handler(name, outputs.put_nowait)
+        # The handler comes before the request, because an output without a handler is lost.
+        manager.register_result_handler(request_id, outputs.put_nowait)
         sequence.submitted_at = time.perf_counter()
         try:
-            added = manager.add_request(
+            accepted_id = manager.add_request(
                 sequence.prompt,
-                request_id=name,
+                request_id=request_id,
                 max_new_tokens=sequence.max_new_tokens,
                 streaming=each_token,
-                # An engine would replace an empty list by its own ends.
-                eos_token_id=sorted(sequence.ends) or [-1],
+                # The engine would replace an empty list by the model's end tokens.
+                eos_token_id=sorted(sequence.end_tokens) or [-1],
                 **{SEQUENCE: sequence},
             )
-            if added is None:
+            if accepted_id is None:
                 raise APIError(503, self.failure or STOPPING, code="stopping")
             self.prompt_tokens += len(sequence.prompt)
-            while not ended:
+            while not is_finished:
                 output = await outputs.get()
-                while not outputs.empty():  # the last output has all tokens
+                while not outputs.empty():  # the last output contains all tokens
                     output = outputs.get_nowait()
-                ended = output.is_finished()
+                is_finished = output.is_finished()
                 if output.error is not None:
                     status = 500 if self.is_alive() else 503
                     raise sequence.error or APIError(status, str(output.error))
-                new = output.generated_tokens[seen:]
-                seen += len(new)
-                self.new_tokens += len(new)
-                yield new
+                new_tokens = output.generated_tokens[num_seen:]
+                num_seen += len(new_tokens)
+                self.new_tokens += len(new_tokens)
+                yield new_tokens
         finally:
-            if not ended:
-                manager.output_router.result_handlers.pop(name, None)
-                manager.cancel_request(name)
+            if not is_finished:
+                manager.output_router.result_handlers.pop(request_id, None)
+                manager.cancel_request(request_id)
 
-    # -- the engine's thread calls these ---------------------------------------------------------
+    # -- methods called in the engine's thread ---------------------------------------------------
 
-    def _prepare(self, processor: Any, sampler: Sampler) -> None:
-        """Make a new batch processor choose tokens by each request's Sequence."""
-        self.fixed_steps = why_fixed(processor)
-        tensors, vocabulary = processor.inputs_and_outputs, self.vocabulary
+    def _prepare_processor(self, processor: Any, sampler: Sampler) -> None:
+        """Make a new batch processor sample tokens as each request's Sequence specifies."""
+        self.fixed_steps_reason = explain_fixed_steps(processor)
+        buffers, vocab_size = processor.inputs_and_outputs, self.vocab_size
 
         def sample(_: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-            best, tokens = scores[0].max(-1)
-            failed = best.isfinite().logical_not_()
-            output_ids[0, : len(tokens)] = tokens + failed * vocabulary
+            max_scores, tokens = scores[0].max(-1)
+            is_failed = max_scores.isfinite().logical_not_()
+            output_ids[0, : len(tokens)] = tokens + is_failed * vocab_size
 
-        # Private: a row without finite logits gets a token past the vocabulary, so that only its
-        # request fails. No public part of the engine has both logits and tokens.
+        # A row without finite logits gets a token past the vocabulary, so that only its request
+        # fails. `_sample` is private, but no public part of the engine has both logits and tokens.
         processor.model_runner._sample = MethodType(sample, processor.model_runner)
-        finish_step = tensors.prepare_batch_update
+        finish_step = buffers.prepare_batch_update
 
         def prepare_batch_update() -> tuple[list[Any], list[int], None]:
             requests, tokens, _ = finish_step()
-            return (*self._take_tokens(processor, sampler, requests, tokens), None)
+            return (*self._record_tokens(processor, sampler, requests, tokens), None)
 
-        tensors.prepare_batch_update = prepare_batch_update
+        buffers.prepare_batch_update = prepare_batch_update
         if processor.use_async_batching:  # a step reads the previous step's tokens on the device
-            carry_over = tensors.carry_over_tokens
+            stock_carry_over = buffers.carry_over_tokens
 
             def carry_over_tokens(input_ids: torch.Tensor, *args: torch.Tensor) -> None:
-                carry_over(input_ids, *args)
-                input_ids.remainder_(vocabulary)
+                stock_carry_over(input_ids, *args)
+                input_ids.remainder_(vocab_size)
 
-            tensors.carry_over_tokens = carry_over_tokens
+            buffers.carry_over_tokens = carry_over_tokens
         share_steps(processor.scheduler)
-        find = processor.cache.search_prefix_match
+        stock_search = processor.cache.search_prefix_match
 
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
             state = processor.scheduler.waiting_requests[request_id]
-            if wants_prompt(state):
-                return 0  # tokens of a prefix are not computed, so they would have no logits
-            tokens = int(find(request_id, prompt_ids))
+            if needs_prompt_scores(state):
+                return 0  # tokens of a reused prefix are not computed, so they have no logits
+            tokens = int(stock_search(request_id, prompt_ids))
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
-            if sequence.last_token_at is None:  # not a resumed request
+            if sequence.last_token_at is None:  # otherwise the request is resumed
                 sequence.cached_tokens = tokens
             return tokens
 
         processor.cache.search_prefix_match = search_prefix_match
 
-    def _take_tokens(
+    def _record_tokens(
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
     ) -> tuple[list[Any], list[int]]:
-        """Record the tokens of a step. Return the requests that continue, and their tokens."""
-        kept, kept_tokens, rows = [], [], enumerate(tokens)
+        """Record the tokens of a step. Return the unfinished requests and their tokens."""
+        unfinished, unfinished_tokens, rows = [], [], enumerate(tokens)
         for request in requests:
             row, token = next(rows) if request.has_new_token else (None, None)
             state = request.state
-            if state.error is not None:  # it was ended while this step ran
+            if state.error is not None:  # the request was ended while this step ran
                 continue
             if row is None or token is None:
-                kept.append(request)
+                unfinished.append(request)
                 continue
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
             try:
-                check_token(sequence, token, self.vocabulary)
+                check_token(sequence, token, self.vocab_size)
                 sampler.record(row, token)
                 sequence.answer.append(token)
-                self._metrics.note_token(sequence, state.lifespan[0])
-                if not _is_complete(sequence, self.vocabulary):
-                    kept.append(request)
-                    kept_tokens.append(token)
+                self._metrics.record_token(sequence, state.lifespan[0])
+                if not _is_complete(sequence, self.vocab_size):
+                    unfinished.append(request)
+                    unfinished_tokens.append(token)
                     continue
                 # The model has no token that could end the complete text.
                 state.generated_tokens.append(token)
@@ -262,39 +261,39 @@ class Engine:
                 processor.output_router.fail_and_deliver(state, error)
             processor.scheduler.finish_request(state.request_id)
             processor.scheduler.block_new_requests = False
-        return kept, kept_tokens
+        return unfinished, unfinished_tokens
 
 
-def _is_complete(sequence: Sequence, vocabulary: int) -> bool:
-    """Return whether the text is complete and the model has no token that ends an answer."""
+def _is_complete(sequence: Sequence, vocab_size: int) -> bool:
+    """Return whether the text is complete and no token of the model ends the answer."""
     return (
         sequence.guide is not None
-        and sequence.guide.complete
-        and not any(end < vocabulary for end in sequence.ends)
+        and sequence.guide.is_complete
+        and not any(token < vocab_size for token in sequence.end_tokens)
     )
 
 
-def check_token(sequence: Sequence, token: int, vocabulary: int) -> None:
-    """Continue a request's grammar with a token. Raises APIError if the request fails."""
+def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
+    """Advance a request's grammar by a token. Raises APIError if the token fails the request."""
     guide, rules = sequence.guide, sequence.rules
-    if token < vocabulary:
-        if guide is not None and token not in sequence.ends:
+    if token < vocab_size:
+        if guide is not None and token not in sequence.end_tokens:
             guide.accept(token)
         return
     if guide is not None and (rules.bad_words or rules.min_tokens):
         text = "bad_words or min_tokens remove every token that may follow"
         raise field_error(guide.field, text)
-    place, why = len(sequence.prompt) + len(sequence.answer), ""
+    position, possible_reason = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
-        why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
+        possible_reason = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
     raise APIError(
         500,
-        f"expected finite logits, got none for token {place}: {why}the model overflows on this "
-        "prompt, or with these weights and dtype",
+        f"expected finite logits, got none for token {position}: {possible_reason}the model "
+        "overflows on this prompt, or with these weights and dtype",
     )
 
 
-def why_fixed(processor: Any) -> str | None:
+def explain_fixed_steps(processor: Any) -> str | None:
     """Return why requests cannot change the steps of a batch processor, or None if they can."""
     if processor.use_async_batching:
         return "asynchronous batching begins a step before the last token is known"
@@ -303,8 +302,8 @@ def why_fixed(processor: Any) -> str | None:
     return None
 
 
-class _Discard(queue.SimpleQueue[Any]):
-    """A queue for outputs whose clients have left."""
+class _DiscardingQueue(queue.SimpleQueue[Any]):
+    """A queue that discards the outputs of requests whose clients have left."""
 
     def put(self, *_: Any, **__: Any) -> None:
-        """Keep nothing."""
+        """Discard an output."""

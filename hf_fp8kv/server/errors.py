@@ -6,20 +6,20 @@ from typing import Any
 from starlette.responses import Response
 
 STOPPING = "the server is stopping"
-INTERNAL = "internal error; see the server's log"
+INTERNAL = "internal error. See the log of the server"
 UNSUPPORTED = "unsupported_parameter"
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class APIError(Exception):
-    """An answer with a status of 400 or more. Any code of a request may raise it.
+    """An error that becomes the answer to a request. Any code that handles a request may raise it.
 
     Args:
-        status: HTTP status.
+        status: HTTP status, 400 or more.
         message: Text for the client.
-        param: Field of the request that is wrong.
-        code: Short name for programs.
+        param: Name of the field of the request that is wrong.
+        code: Short name of the error for programs.
         headers: Additional headers of the answer.
     """
 
@@ -36,19 +36,19 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
 
-    def body(self) -> dict[str, Any]:
-        """Return the answer's JSON object."""
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _TYPES.get(self.status, default)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of the answer."""
+        default_type = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, default_type)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
-        """Return the answer."""
-        # ASCII, because a message may repeat a text that UTF-8 cannot encode.
-        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+    def to_response(self) -> Response:
+        """Return the answer to the request."""
+        # json.dumps writes ASCII, because a message may repeat a text that UTF-8 cannot encode.
+        return Response(json.dumps(self.to_dict()), self.status, self.headers, "application/json")
 
 
-def field_error(field: str, text: str, code: str | None = None) -> APIError:
-    """Return the error of a field of a request."""
-    return APIError(400, f"{field}: {text}", param=field, code=code)
+def field_error(field: str, message: str, code: str | None = None) -> APIError:
+    """Return the error for a field of a request."""
+    return APIError(400, f"{field}: {message}", param=field, code=code)

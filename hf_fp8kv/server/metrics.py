@@ -12,15 +12,15 @@ from prometheus_client.registry import Collector
 from ..utils.terminal import format_size
 from .sampling import Sequence
 
-# In seconds. A CPU may take minutes for the work of a second on a GPU.
+# Buckets of long and short times, in seconds. A CPU may take minutes where a GPU takes a second.
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class Metrics(Collector):
-    """Counts of a server and its `engine`. Histograms have `model` as their label."""
+    """Counts of a server and its `engine`. `model` is the label of the histograms."""
 
-    engine: Any  # an Engine, set when it has started
+    engine: Any  # the Engine, set after it has started
 
     def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry()
@@ -31,84 +31,84 @@ class Metrics(Collector):
             )
             return histogram.labels(model_name=model)
 
-        self._queue = make("queue_time", "From a request to its first step", _LONG)
-        self._first = make("time_to_first_token", "From a request to its first token", _LONG)
-        self._next = make("inter_token_latency", "From one token of a request to the next", _SHORT)
+        self._queue_time = make("queue_time", "From a request to its first step", _LONG)
+        self._first_token = make("time_to_first_token", "From a request to its first token", _LONG)
+        self._next_token = make("inter_token_latency", "From a token to the next token", _SHORT)
         self._duration = make("request_duration", "From a request to its last token", _LONG)
-        # Finished requests to generate, by HTTP status. 499 means that the client has left.
-        self.statuses: Counter[int] = Counter()
+        # Number of finished requests to generate, by HTTP status. 499 means that the client left.
+        self.status_counts: Counter[int] = Counter()
         # The number of unfinished answers of each running request.
-        self.unfinished: Counter[Any] = Counter()
+        self.unfinished_answers: Counter[Any] = Counter()
         registry.register(self)
 
-    def note_token(self, sequence: Sequence, began: float) -> None:
-        """Record a new token of a request. `began` is the time at which its first step began."""
+    def record_token(self, sequence: Sequence, started_at: float) -> None:
+        """Record a new token of a request, whose first step began at `started_at`."""
         now = time.perf_counter()
         if sequence.last_token_at is None:
-            self._first.observe(now - sequence.submitted_at)
-            self._queue.observe(max(began - sequence.submitted_at, 0.0))
+            self._first_token.observe(now - sequence.submitted_at)
+            self._queue_time.observe(max(started_at - sequence.submitted_at, 0.0))
         else:
-            self._next.observe(now - sequence.last_token_at)
+            self._next_token.observe(now - sequence.last_token_at)
         sequence.last_token_at = now
 
-    def note_end(self, sequence: Sequence) -> None:
+    def record_end(self, sequence: Sequence) -> None:
         """Record the last token of a request."""
         self._duration.observe(time.perf_counter() - sequence.submitted_at)
 
-    def waiting(self) -> int:
-        """Return the number of answers that have not had a step."""
-        active: int = self.engine.active()
-        return max(sum(list(self.unfinished.values())) - active, 0)
+    def count_waiting(self) -> int:
+        """Return the number of answers that have not had a step yet."""
+        active: int = self.engine.count_active()
+        return max(sum(list(self.unfinished_answers.values())) - active, 0)
 
     def format(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Return counters and gauges."""
-        engine, used = self.engine, self.engine.usage()
+        """Yield counters and gauges."""
+        engine, pages = self.engine, self.engine.usage()
 
-        def gauge(name: str, text: str, value: float) -> Metric:
-            return GaugeMetricFamily(f"hf_fp8kv_{name}", text, value)
+        def gauge(name: str, description: str, value: float) -> Metric:
+            return GaugeMetricFamily(f"hf_fp8kv_{name}", description, value)
 
-        def counter(name: str, text: str, value: float) -> Metric:
-            return CounterMetricFamily(f"hf_fp8kv_{name}", text, value)
+        def counter(name: str, description: str, value: float) -> Metric:
+            return CounterMetricFamily(f"hf_fp8kv_{name}", description, value)
 
         yield gauge("engine_up", "1 while the engine's thread runs", engine.is_alive())
-        yield gauge("requests_active", "Requests that have had a step", engine.active())
-        yield gauge("requests_waiting", "Requests that wait for a first step", self.waiting())
+        yield gauge("requests_active", "Requests that have had a step", engine.count_active())
+        yield gauge("requests_waiting", "Requests that wait for a first step", self.count_waiting())
         yield counter("prompt_tokens", "Tokens of prompts", engine.prompt_tokens)
         yield counter("generated_tokens", "New tokens", engine.new_tokens)
         statuses = CounterMetricFamily(
             "hf_fp8kv_requests", "Requests to generate, 499 if the client left", labels=["status"]
         )
-        for status, count in sorted(self.statuses.items()):
+        for status, count in sorted(self.status_counts.items()):
             statuses.add_metric([str(status)], count)
         yield statuses
-        if used is None:
+        if pages is None:
             return
-        yield gauge("pages_total", "Pages", used.pages_total)
-        yield gauge("pages_used", "Pages with tokens in them", used.pages_used)
-        yield gauge("tokens_held", "Tokens of requests and of kept prefixes", used.tokens_held)
-        yield gauge("bytes_total", "Bytes of all pages", used.bytes_total)
-        yield gauge("bytes_used", "Bytes of the pages in use", used.bytes_used)
-        yield counter("prefix_hits", "Requests that found their beginning", used.prefix_hits)
-        yield counter("prefix_tokens", "Tokens that were not computed again", used.prefix_tokens)
-        yield counter("store_tokens", "Tokens read from the prefix store", used.store_tokens)
-        yield counter("store_read_bytes", "Read from the prefix store", used.store_bytes_read)
-        yield counter("store_written_bytes", "Written to this store", used.store_bytes_written)
+        yield gauge("pages_total", "Pages", pages.pages_total)
+        yield gauge("pages_used", "Pages with tokens in them", pages.pages_used)
+        yield gauge("tokens_held", "Tokens of requests and of kept prefixes", pages.tokens_held)
+        yield gauge("bytes_total", "Bytes of all pages", pages.bytes_total)
+        yield gauge("bytes_used", "Bytes of the pages in use", pages.bytes_used)
+        yield counter("prefix_hits", "Requests that found their beginning", pages.prefix_hits)
+        yield counter("prefix_tokens", "Tokens that were not computed again", pages.prefix_tokens)
+        yield counter("store_tokens", "Tokens read from the prefix store", pages.store_tokens)
+        yield counter("store_read_bytes", "Read from the prefix store", pages.store_bytes_read)
+        yield counter("store_written_bytes", "Written to this store", pages.store_bytes_written)
 
     def summary(self, tokens_per_second: float) -> str:
-        """Return the numbers of requests, and the usage of the pages, in one line."""
-        engine, used = self.engine, self.engine.usage()
+        """Return one line with the numbers of requests and the usage of the pages."""
+        engine, pages = self.engine, self.engine.usage()
         text = (
-            f"requests: {engine.active()} active, {self.waiting()} waiting, "
-            f"{self.statuses.total()} answered; {tokens_per_second:.1f} tokens/s"
+            f"requests: {engine.count_active()} active, {self.count_waiting()} waiting, "
+            f"{self.status_counts.total()} answered; {tokens_per_second:.1f} tokens/s"
         )
-        if used is None:
+        if pages is None:
             return text
         return (
-            f"{text}; pages: {used.pages_used} of {used.pages_total} used, {used.tokens_held} "
-            f"tokens, {format_size(used.bytes_used)} of {format_size(used.bytes_total)}; "
-            f"prefixes: {used.prefix_hits} hits, {used.prefix_tokens} tokens"
+            f"{text}; pages: {pages.pages_used} of {pages.pages_total} used, {pages.tokens_held} "
+            f"tokens, {format_size(pages.bytes_used)} of {format_size(pages.bytes_total)}; "
+            f"prefixes: {pages.prefix_hits} hits, {pages.prefix_tokens} tokens"
         )

@@ -1,4 +1,4 @@
-"""The server's one model: its names, its tokenizer, and prompts made from messages."""
+"""The model of a server: its names, its tokenizer, and the prompts made from messages."""
 
 import inspect
 import os
@@ -11,8 +11,8 @@ from ..errors import ConfigError
 from .errors import UNSUPPORTED, APIError, field_error
 from .schemas import Request, TokenizeRequest
 
-# Tokens of unknown words, or of dropped spaces, stand for more characters than their own text has.
-_LONG_TOKEN = 128
+# A token of unknown words, or of dropped spaces, stands for more characters than its text has.
+_MIN_TOKEN_LENGTH = 128
 
 
 class ServedModel:
@@ -20,11 +20,11 @@ class ServedModel:
 
     Args:
         model: The model.
-        processor: Its tokenizer, or a processor that has one.
-        name: The model's own name.
-        served_name: The only name that clients may use. None means the model's own name, with or
-            without its folder.
-        template: A chat template that replaces the tokenizer's.
+        processor: The model's tokenizer, or a processor that contains one.
+        name: The name of the model, a folder or a Hub id.
+        served_name: The only name that clients may use. None means `name`, with or without its
+            folder.
+        template: A chat template that replaces the tokenizer's template.
         arguments: Arguments of the chat template.
 
     Raises:
@@ -47,12 +47,12 @@ class ServedModel:
         if modality != "LLM" or not hasattr(self.tokenizer, "backend_tokenizer"):
             raise ConfigError(
                 f"{name}: expected a text model with a fast tokenizer, got {type(model).__name__} "
-                f"({modality}) with {type(self.tokenizer).__name__}; choose another"
+                f"({modality}) with {type(self.tokenizer).__name__}. Choose a different model"
             )
-        short = name.rstrip("/").rsplit("/", 1)[-1]
-        revision = () if os.path.exists(name) or "@" in name else (f"{name}@main",)
-        self.names = (served_name,) if served_name else (name, *revision, short)
-        self._arguments = dict(arguments or {})
+        short_name = name.rstrip("/").rsplit("/", 1)[-1]
+        revision_names = () if os.path.exists(name) or "@" in name else (f"{name}@main",)
+        self.names = (served_name,) if served_name else (name, *revision_names, short_name)
+        self._template_arguments = dict(arguments or {})
         if template is not None:
             self.tokenizer.chat_template = template
             try:
@@ -60,18 +60,18 @@ class ServedModel:
             except Exception as error:  # a template is a program, which may fail in any way
                 raise ConfigError(
                     "--chat-template: expected a template that renders a user's message, got "
-                    f"{type(error).__name__}: {error}; correct it, or leave it out for the "
-                    "model's own"
+                    f"{type(error).__name__}: {error}. Correct it, or omit it to use the model's "
+                    "template"
                 ) from error
         signature = inspect.signature(self.tokenizer.apply_chat_template)
-        self._own_arguments = frozenset(signature.parameters)
+        self._reserved_arguments = frozenset(signature.parameters)
         self._shows_tools = shows_tools(self.tokenizer)
-        self.tokenizer("a")  # its first use sets it up. Later, threads share it
-        # A generous bound on the characters that one token may stand for.
-        self.longest_token = max([_LONG_TOKEN, *map(len, self.tokenizer.get_vocab())])
+        self.tokenizer("a")  # the first use initializes the tokenizer, which threads share later
+        # An upper bound of the number of characters that one token may stand for.
+        self.max_token_length = max([_MIN_TOKEN_LENGTH, *map(len, self.tokenizer.get_vocab())])
 
     def check_name(self, name: str | None) -> str:
-        """Return the model's name for an answer: the requested one, or the short one.
+        """Return the model's name for an answer: the requested name, or by default the short name.
 
         Raises:
             APIError: The request names a different model.
@@ -79,64 +79,64 @@ class ServedModel:
         if name is not None and name not in self.names:
             raise APIError(
                 404,
-                f"model: expected {self.names[-1]!r}, the only one here, got {name!r:.100}",
+                f"model: expected {self.names[-1]!r}, the only model here, got {name!r:.100}",
                 param="model",
                 code="model_not_found",
             )
         return name or self.names[-1]
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
-        """Return the model in the format of OpenAI's list of models."""
+        """Return the model's entry in OpenAI's list of models."""
         return {"id": name or self.names[-1], "object": "model", "created": 0, "owned_by": ""}
 
-    def check(self, request: Request) -> None:
-        """Raise APIError for tools or arguments that the chat template does not take."""
+    def check_template_fields(self, request: Request) -> None:
+        """Raise APIError for tools that the template hides, and for arguments the server sets."""
         if request.tools and not self._shows_tools:
             raise field_error(
                 "tools",
-                "expected none, since this model's chat template does not show them to the model; "
-                "leave them out, or serve a model that was trained to call tools",
+                "expected none, because this model's chat template does not show tools to it. "
+                "Omit them, or serve a model that was trained to call tools",
                 UNSUPPORTED,
             )
-        for name in request.chat_template_kwargs.keys() & self._own_arguments:
-            raise field_error(f"chat_template_kwargs.{name}", "the server sets it; leave it out")
+        for name in request.chat_template_kwargs.keys() & self._reserved_arguments:
+            raise field_error(f"chat_template_kwargs.{name}", "the server sets this field. Omit it")
 
     def make_prompts(self, request: Request | TokenizeRequest) -> list[list[int]]:
         """Return the tokens of each prompt of a request.
 
         Raises:
-            APIError: The chat template refuses the messages.
+            APIError: The chat template rejects the messages.
         """
         if request.prompts:
-            special = request.add_special_tokens
+            add_special = request.add_special_tokens
             return [
-                list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+                list(self.tokenizer(prompt, add_special_tokens=add_special)["input_ids"])
                 if isinstance(prompt, str)
                 else prompt
                 for prompt in request.prompts
             ]
         try:
-            inputs = self._render(request.chat, **request.template_arguments)
-        except Exception as error:  # a template is a program, which may refuse anything
+            inputs = self._render(request.chat_messages, **request.template_arguments)
+        except Exception as error:  # a template is a program, which may reject anything
             text = f"{type(error).__name__}: {error}"
             text = f"cannot make a prompt of these messages: {text:.300}"
             raise APIError(400, text) from error
         return [list(inputs["input_ids"])]
 
-    def _render(self, messages: list[dict[str, Any]], **given: Any) -> Any:
-        given = {"add_generation_prompt": True, "return_dict": True, **self._arguments, **given}
-        return self.tokenizer.apply_chat_template(messages, **given)
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        defaults = {"add_generation_prompt": True, "return_dict": True, **self._template_arguments}
+        return self.tokenizer.apply_chat_template(messages, **{**defaults, **options})
 
 
 def shows_tools(tokenizer: Any) -> bool:
-    """Return whether the chat template writes the names of tools into a prompt."""
+    """Return whether the chat template writes the names of tools to the prompt."""
     name = "weather_of_tomorrow"
     function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
-        text = tokenizer.apply_chat_template(
+        prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}], tools=[{"type": "function", "function": function}],
             tokenize=False, add_generation_prompt=True,
         )  # fmt: skip
-    except Exception:  # a template is a program, which may refuse anything
+    except Exception:  # a template is a program, which may reject anything
         return False
-    return name in str(text)
+    return name in str(prompt)

@@ -1,10 +1,10 @@
-"""A fair order of prompts: short prompts do not wait for a long one, which still makes progress.
+"""A fair order of prompts: short prompts do not wait for a long prompt, which still progresses.
 
 transformers' first-in-first-out scheduler prefers requests that decode, and gives the remaining
 tokens of a step to the oldest prompt. A new request next to a prompt of thousands of tokens then
-waits until all of them are computed. Here, half of the remaining tokens go to the other prompts,
+waits until the whole prompt is computed. Here, half of the remaining tokens go to newer prompts,
 the shortest first. So the oldest prompt takes at most twice as long as alone, and a new prompt that
-fits into a half gets its first token in the next step.
+fits into this half gets its first token in the next step.
 """
 
 from collections.abc import Sequence
@@ -13,82 +13,82 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-from .sampling import wants_prompt
+from .sampling import needs_prompt_scores
 
-# Maximum number of prompt tokens of a step whose logits are needed. Each has one logit for every
-# token of the vocabulary.
+# Maximum number of prompt tokens in a step whose logits are needed. It is limited because each of
+# them has one logit for every token of the vocabulary.
 PROMPT_STEP_TOKENS = 512
 
 
 def share_steps(scheduler: Any) -> None:
-    """Make a first-in-first-out scheduler share each step between prompts. Skip other classes."""
-    candidate: object = scheduler
-    if not isinstance(candidate, FIFOScheduler):
+    """Make a first-in-first-out scheduler share each step between prompts. Ignore other classes."""
+    instance: object = scheduler
+    if not isinstance(instance, FIFOScheduler):
         return
-    process, schedule = scheduler._process_candidates, scheduler._schedule_request
+    stock_process, stock_schedule = scheduler._process_candidates, scheduler._schedule_request
     limits: dict[str, int] = {}
 
     def process_candidates(candidates: Sequence[Any], token_budget: int, *args: Any) -> Any:
-        kept, limited = limit_scored(candidates)
-        ordered, chosen = share_tokens(kept, token_budget)
+        admitted, caps = limit_prompts(candidates)
+        ordered, shares = share_tokens(admitted, token_budget)
         limits.clear()
-        limits.update(limited | {name: min(n, limited.get(name, n)) for name, n in chosen.items()})
-        result = process(ordered, token_budget, *args)
-        # The last request gives up its pages first. This should be the newest prompt, not the
-        # longest. Decoding requests stay in front, in their order.
-        scheduler.starved_requests.sort(key=lambda one: is_prompt(one[0]) * one[0].created_time)
+        limits.update(caps | {name: min(n, caps.get(name, n)) for name, n in shares.items()})
+        result = stock_process(ordered, token_budget, *args)
+        # The last request loses its pages first. This should be the newest prompt, not the longest
+        # prompt. Decoding requests stay in front, in their order.
+        scheduler.starved_requests.sort(key=lambda item: is_prompt(item[0]) * item[0].created_time)
         return result
 
     def schedule_request(state: Any, tokens: Any, token_budget: int, *args: Any) -> None:
         limit = limits.get(state.request_id, token_budget)
-        schedule(state, tokens, min(limit, token_budget), *args)
+        stock_schedule(state, tokens, min(limit, token_budget), *args)
 
     scheduler._process_candidates = process_candidates
     scheduler._schedule_request = schedule_request
 
 
 def is_prompt(state: Any) -> bool:
-    """Return whether a request has no new token yet."""
+    """Return whether a request is still a prompt, without a new token."""
     return bool(state.status != RequestStatus.DECODING)
 
 
-def limit_scored(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
-    """Return the candidates of a step, and limits of those whose prompts are scored.
+def limit_prompts(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Return the requests admitted to a step, and token limits of the scored prompts, by id.
 
-    Scored prompts get PROMPT_STEP_TOKENS tokens of the step in total. Those without a token are
-    left out.
+    Scored prompts get PROMPT_STEP_TOKENS tokens of the step in total. Scored prompts that would get
+    no token are not admitted.
     """
-    kept, limits, left = [], {}, PROMPT_STEP_TOKENS
+    admitted, limits, budget = [], {}, PROMPT_STEP_TOKENS
     for state in candidates:
-        if wants_prompt(state) and is_prompt(state):
-            if not left:
+        if needs_prompt_scores(state) and is_prompt(state):
+            if not budget:
                 continue
-            tokens = min(len(state.remaining_prefill_tokens), left)
+            tokens = min(len(state.remaining_prefill_tokens), budget)
             limits[state.request_id] = tokens
-            left -= tokens
-        kept.append(state)
-    return kept, limits
+            budget -= tokens
+        admitted.append(state)
+    return admitted, limits
 
 
 def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dict[str, int]]:
-    """Return the requests of a step in their order, and token limits of some of them.
+    """Return the requests of a step in a new order, and token limits of some prompts, by id.
 
-    Requests that decode come first, in their order. Then come the other prompts that have a share,
-    the shortest first, the oldest prompt, which gets the remaining tokens, and all other prompts.
+    Requests that decode come first, in their order. Then come the newer prompts that get tokens,
+    the shortest first, then the oldest prompt, which gets the remaining tokens, then all others.
     """
-    decoding = [state for state in candidates if not is_prompt(state)]
+    decoders = [state for state in candidates if not is_prompt(state)]
     prompts = [state for state in candidates if is_prompt(state)]
-    room = tokens - len(decoding)
-    if len(prompts) < 2 or room < 2:
-        return [*decoding, *prompts], {}
+    prompt_budget = tokens - len(decoders)
+    if len(prompts) < 2 or prompt_budget < 2:
+        return [*decoders, *prompts], {}
     oldest = min(prompts, key=lambda state: state.created_time)
-    others = [state for state in prompts if state is not oldest]
-    others.sort(key=lambda state: len(state.remaining_prefill_tokens))  # stable
-    left, limits = room // 2, {}
-    for state in others:
-        limits[state.request_id] = share = min(len(state.remaining_prefill_tokens), left)
-        left -= share
-        if left == 0:
+    newer_prompts = [state for state in prompts if state is not oldest]
+    newer_prompts.sort(key=lambda state: len(state.remaining_prefill_tokens))  # a stable sort
+    shared_budget, limits = prompt_budget // 2, {}
+    for state in newer_prompts:
+        limits[state.request_id] = limit = min(len(state.remaining_prefill_tokens), shared_budget)
+        shared_budget -= limit
+        if shared_budget == 0:
             break
-    shared = len(limits)
-    return [*decoding, *others[:shared], oldest, *others[shared:]], limits
+    count = len(limits)
+    return [*decoders, *newer_prompts[:count], oldest, *newer_prompts[count:]], limits

@@ -1,7 +1,7 @@
-"""Requests of each path: their fields, and the errors that name what was expected.
+"""Requests of each path: their fields, and errors that name the expected values.
 
 Fields that the server would have to ignore (beams, pictures for a text model, ...) are rejected,
-because an answer to a different question is worse than none.
+because an answer to a different question is worse than an error.
 """
 
 import itertools
@@ -27,14 +27,14 @@ from pydantic_core import from_json
 
 from .errors import UNSUPPORTED, APIError, field_error
 
-MAX_CHOICES = 1024  # of one request, for all its prompts
-MAX_EXPRESSION = 8_192  # characters of a regular expression
-_MAX_VALUES = 16_384  # in all lists and objects of a field
-_MAX_CONFIG = 16_384  # characters
+MAX_CHOICES = 1024  # answers to all prompts of one request
+MAX_REGEX_LENGTH = 8_192  # characters of a regular expression
+_MAX_VALUES = 16_384  # values in all lists and objects of a field
+_MAX_CONFIG_LENGTH = 16_384  # characters of a generation_config
 
-# Fields of other servers, with the only values that agree with this server. Any other field is
-# unknown.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields of other servers, with the only values that agree with this server's behavior. All other
+# fields that a model does not declare are unknown.
+_NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
         "return_token_ids", "return_tokens_as_token_ids", "details", "return_hidden_states",
@@ -66,23 +66,23 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def invalid(name: str, expected: str, value: Any) -> APIError:
-    """Return the error of a field whose value is not the expected one."""
-    # The encoder yields parts, and only the first parts of a value of megabytes are made.
+    """Return the error for a field whose value is not as expected."""
+    # The encoder yields parts, so only the first parts of a value of megabytes are encoded.
     text = "".join(itertools.islice(json.JSONEncoder(default=str).iterencode(value), 60))
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return field_error(name, f"expected {expected}, got {text}")
 
 
 def unsupported(name: str, expected: str, value: Any) -> APIError:
-    """Return the error of a valid field whose value this server does not support."""
-    message = f"{invalid(name, expected, value).message}; this server supports nothing else"
+    """Return the error for a valid field whose value this server does not support."""
+    message = f"{invalid(name, expected, value).message}. This server supports nothing else"
     return APIError(400, message, param=name, code=UNSUPPORTED)
 
 
-def walk(value: Any) -> Iterator[Any]:
+def walk_values(value: Any) -> Iterator[Any]:
     """Yield a JSON value and all values in its lists and objects."""
-    # Without recursion, which would pass each value through all lists that contain it, and without
-    # copies, because a list may have millions of values.
+    # Recursion would pass each value through all lists that contain it. Nothing is copied, because
+    # a list may have millions of values.
     stack = [iter([value])]
     while stack:
         for value in stack[-1]:
@@ -97,21 +97,21 @@ def walk(value: Any) -> Iterator[Any]:
 _INT64 = 2**63 - 1
 _Count = Annotated[int, Field(ge=1, le=_INT64)]
 _Token = Annotated[int, Field(ge=0, le=_INT64)]
-_End = Annotated[int, Field(ge=-1, le=_INT64)]
-_Choices = Annotated[int, Field(ge=1, le=128)]
-_Top = Annotated[int, Field(ge=0, le=20)]
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Positive = Annotated[float, Field(gt=0, le=1)]
+_EndToken = Annotated[int, Field(ge=-1, le=_INT64)]
+_ChoiceCount = Annotated[int, Field(ge=1, le=128)]
+_TopCount = Annotated[int, Field(ge=0, le=20)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Temperature = Annotated[float, Field(ge=0, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_TokenNumber = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Label = Annotated[str, Field(max_length=512)]
-_Pairs = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
+_LabelMap = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _Prompt = Annotated[str, Field(min_length=1)]
-# Millions of tokens fit into a body: one error is enough.
+# Millions of tokens fit into a body, so validation stops at the first error.
 _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
     list[_Prompt | _Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
@@ -126,88 +126,88 @@ def _parse_json(value: Any) -> Any:
         raise ValueError("a text that is JSON") from None
 
 
-def _nest(value: Any, name: str) -> Any:
-    """Return an object whose fields are in its object `name`, as in chats, except `type`."""
+def _nest_in(value: Any, name: str) -> Any:
+    """Move all fields of an object except `type` to its object `name`, as in chats."""
     if not isinstance(value, dict) or name in value or not value.keys() - {"type"}:
         return value
-    inner = {field: x for field, x in value.items() if field != "type"}
-    return {field: value[field] for field in value.keys() & {"type"}} | {name: inner}
+    nested = {field: x for field, x in value.items() if field != "type"}
+    return {field: value[field] for field in value.keys() & {"type"}} | {name: nested}
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    # Fields with the only values that change nothing. No values means that the field is refused.
-    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # Fields that have no effect, with their only valid values. Without values, a field is refused.
+    allowed_values: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def check(self) -> None:
         """Raise APIError for fields that contradict each other."""
 
 
-Kind = TypeVar("Kind", bound=_Strict)
+Model = TypeVar("Model", bound=_StrictModel)
 
 
-class Defaults(_Strict):
-    """The settings in a request's `generation_config`, which replace the model's own."""
+class Defaults(_StrictModel):
+    """The settings in a request's `generation_config`, which replace the model's settings."""
 
-    only: ClassVar = {
+    allowed_values: ClassVar = {
         "_from_model_config": (True,),
         **dict.fromkeys(("length_penalty", "num_beams", "num_return_sequences"), (1,)),
         **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
         "repetition_penalty": (1,),
     }
-    _IGNORED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
+    _UNUSED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
     temperature: _Temperature | None = None
-    top_p: _Positive | None = None
+    top_p: _PositiveFraction | None = None
     top_k: _Token | None = None
-    min_p: _Share | None = None
+    min_p: _Fraction | None = None
     max_new_tokens: _Count | None = None
-    eos_token_id: _End | Annotated[list[_End], Field(max_length=128)] | None = None
+    eos_token_id: _EndToken | Annotated[list[_EndToken], Field(max_length=128)] | None = None
 
     @classmethod
     def parse(cls, text: Any) -> "Defaults":
-        """Return the defaults in a string with a JSON object. Raises APIError."""
+        """Return the defaults in a string that contains a JSON object. Raises APIError."""
         name = "generation_config"
         try:
             config = from_json(text)
-            if not isinstance(config, dict) or len(text) > _MAX_CONFIG:
+            if not isinstance(config, dict) or len(text) > _MAX_CONFIG_LENGTH:
                 raise TypeError
         except (TypeError, ValueError):
-            expected = f"a JSON object in a string of at most {_MAX_CONFIG} characters"
+            expected = f"a JSON object in a string of at most {_MAX_CONFIG_LENGTH} characters"
             raise invalid(name, expected, text) from None
-        given = {
+        fields = {
             field: value
             for field, value in config.items()
             if field in cls.model_fields
-            or not (value is None or value is False or field in cls._IGNORED)
+            or not (value is None or value is False or field in cls._UNUSED)
         }
-        return validate(cls, given, where=f"{name}.")
+        return validate(cls, fields, prefix=f"{name}.")
 
 
-class _Open(BaseModel):
+class _OpenModel(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _TextPart(_Open):
+class _TextPart(_OpenModel):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class Function(_Open):
-    """A function that is a tool, or a call of it."""
+class Function(_OpenModel):
+    """A function that is a tool, or a call of the function."""
 
     name: str
     parameters: dict[str, Any] | None = None  # a JSON schema
     arguments: Annotated[Any, BeforeValidator(_parse_json)] = None
 
 
-class _Call(_Open):
+class _Call(_OpenModel):
     function: Function
 
 
-class Tool(_Open):
-    """A tool, or the choice of a tool. In responses the function's fields are not nested."""
+class Tool(_OpenModel):
+    """A tool, or the choice of a tool. Requests to /v1/responses do not nest the function."""
 
     type: Literal["function"] = "function"
     function: Function
@@ -215,11 +215,11 @@ class Tool(_Open):
     @model_validator(mode="before")
     @classmethod
     def _nest_function(cls, value: Any) -> Any:
-        return _nest(value, "function")
+        return _nest_in(value, "function")
 
 
-class Message(_Open):
-    """A message of a chat. Other fields are not used."""
+class Message(_OpenModel):
+    """A message of a chat. Only the fields that `template_message` names are used."""
 
     role: Annotated[str, Field(min_length=1)]
     tool_calls: list[_Call] | None = None
@@ -230,47 +230,47 @@ class Message(_Open):
     def _read_content(cls, content: Any, info: ValidationInfo) -> str:
         if content is None and not info.data.get("tool_calls"):
             raise ValueError("text, or a list of parts")
-        # An assistant's message that calls tools may have no text.
+        # A message of the assistant that calls tools may have no text.
         text = content or ""
         return text if isinstance(text, str) else " ".join(part.text for part in text)
 
     @property
-    def plain(self) -> dict[str, Any]:
-        """The message for a chat template: content is text, and arguments are objects."""
+    def template_message(self) -> dict[str, Any]:
+        """The message for a chat template, with text as content and objects as arguments."""
         names = {"role", "tool_calls", "tool_call_id", "reasoning_content"}
-        given = self.model_dump(exclude_unset=True, include=names)
-        return {"content": self.content, **{name: x for name, x in given.items() if x}}
+        fields = self.model_dump(exclude_unset=True, include=names)
+        return {"content": self.content, **{name: x for name, x in fields.items() if x}}
 
 
-class FunctionCall(_Open):
-    """A call of a tool, in the input of a response."""
+class FunctionCall(_OpenModel):
+    """A call of a tool in the input of a response."""
 
     call_id: str
     name: str
     arguments: Annotated[Any, BeforeValidator(_parse_json)]
 
 
-class FunctionOutput(_Open):
-    """The output of a tool, in the input of a response."""
+class FunctionOutput(_OpenModel):
+    """The output of a tool in the input of a response."""
 
     call_id: str
     output: str
 
 
-class _Thought(_Open):
+class _ReasoningText(_OpenModel):
     text: str
 
 
-class Reasoning(_Open):
-    """Thoughts of the model, in the input of a response."""
+class Reasoning(_OpenModel):
+    """Reasoning of the model in the input of a response."""
 
-    content: list[_Thought] | None = None
-
-
-_KINDS = "one of message, function_call, function_call_output, reasoning"
+    content: list[_ReasoningText] | None = None
 
 
-def _kind_of(item: Any) -> str:
+_ITEM_KINDS = "one of message, function_call, function_call_output, reasoning"
+
+
+def _get_item_kind(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     return kind if isinstance(kind, str) else ""
 
@@ -280,22 +280,22 @@ Item = Annotated[
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionOutput, Tag("function_call_output")]
     | Annotated[Reasoning, Tag("reasoning")],
-    Discriminator(_kind_of, custom_error_type="kind", custom_error_message=_KINDS),
+    Discriminator(_get_item_kind, custom_error_type="kind", custom_error_message=_ITEM_KINDS),
 ]
 _Messages = Annotated[list[Message], Field(min_length=1)]
 
 
-def _read_input(value: Any) -> Any:
+def _make_input_list(value: Any) -> Any:
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     return [value] if isinstance(value, dict) else value
 
 
-_Input = Annotated[list[Item], Field(min_length=1), BeforeValidator(_read_input)]
+_Input = Annotated[list[Item], Field(min_length=1), BeforeValidator(_make_input_list)]
 
 
-class JSONSchema(_Strict):
-    """A JSON schema with OpenAI's description of it."""
+class JSONSchema(_StrictModel):
+    """A JSON schema, with OpenAI's additional fields."""
 
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     name: Any = None
@@ -303,8 +303,8 @@ class JSONSchema(_Strict):
     strict: Any = None
 
 
-class Format(_Strict):
-    """The form of an answer: text, a JSON object, or JSON of a schema."""
+class Format(_StrictModel):
+    """The form of an answer: text, a JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Annotated[JSONSchema | None, Field(validate_default=True)] = None
@@ -317,43 +317,43 @@ class Format(_Strict):
         return schema
 
 
-class _TextOptions(_Strict):
-    format: Annotated[Format | None, BeforeValidator(partial(_nest, name="json_schema"))] = None
+class _TextOptions(_StrictModel):
+    format: Annotated[Format | None, BeforeValidator(partial(_nest_in, name="json_schema"))] = None
     verbosity: Literal["medium"] | None = None
 
 
-class StructuredOutputs(_Strict):
-    """vLLM's field for the form of an answer, one of these. JSON may be the text of a schema."""
+class StructuredOutputs(_StrictModel):
+    """vLLM's field for the form of an answer, with one constraint. `json` may be a string."""
 
     json_: Annotated[
         Annotated[dict[str, Any], BeforeValidator(_parse_json)] | None, Field(alias="json")
     ] = None
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION)] | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_LENGTH)] | None = None
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     json_object: bool | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        forms = (self.json_, self.regex, self.choice, self.json_object or None)
-        if sum(form is not None for form in forms) != 1:
+        constraints = (self.json_, self.regex, self.choice, self.json_object or None)
+        if sum(constraint is not None for constraint in constraints) != 1:
             raise ValueError("one of json, regex, choice, json_object")
         return self
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(_StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Body(_Strict):
-    """The field that all bodies have."""
+class Body(_StrictModel):
+    """The fields of all request bodies."""
 
     model: str | None = None
 
 
-class Prompted(Body):
-    """The fields of requests that have prompts, or messages of a chat."""
+class PromptFields(Body):
+    """The fields of requests that have prompts or the messages of a chat."""
 
     prompt: _AnyPrompt | None = None
     messages: _Messages = []
@@ -361,21 +361,21 @@ class Prompted(Body):
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, each a text or a list of tokens. A chat has none."""
-        given: Any = self.prompt
-        is_single = isinstance(given, str) or (given and type(given[0]) is int)
-        return [given] if is_single else given or []
+        """The prompts, each a text or a list of tokens. The list is empty for a chat."""
+        prompt: Any = self.prompt
+        is_single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
+        return [prompt] if is_single else prompt or []
 
     @property
-    def chat(self) -> list[dict[str, Any]]:
+    def chat_messages(self) -> list[dict[str, Any]]:
         """The messages for a chat template."""
-        return [message.plain for message in self.messages]
+        return [message.template_message for message in self.messages]
 
 
-class Request(Prompted):
-    """A request to generate. Fields that are null are left out before it is validated."""
+class Request(PromptFields):
+    """A request to generate. Validation ignores fields that are null."""
 
-    _characters: int = 0  # of its texts
+    _characters: int = 0  # characters in all texts of the request
 
     # The prompt, and the length of the answer.
     input: _Input = []
@@ -384,19 +384,19 @@ class Request(Prompted):
         dict[str, str | bool | int | float | None], Field(max_length=64)
     ] = {}
     echo: bool = False
-    n: _Choices = 1
-    best_of: _Choices | None = None
+    n: _ChoiceCount = 1
+    best_of: _ChoiceCount | None = None
     max_tokens: _Token | None = None
     max_completion_tokens: _Count | None = None
     max_output_tokens: _Count | None = None
     min_tokens: _Token = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[_Token], Field(max_length=128)] = []
-    # OpenAI's four are too few for tasks of lm_eval.
+    # OpenAI allows 4 stop strings, which are too few for some tasks of lm_eval.
     stop: Annotated[
         list[_Stop],
         Field(max_length=16),
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []
     # The form of the answer.
     tools: list[Tool] = []
@@ -409,33 +409,33 @@ class Request(Prompted):
     # How tokens are chosen, and which scores are reported.
     generation_config: Annotated[Defaults | None, BeforeValidator(Defaults.parse)] = None
     temperature: _Temperature | None = None
-    top_p: _Positive | None = None
-    top_k: _End | None = None
-    min_p: _Share | None = None
+    top_p: _PositiveFraction | None = None
+    top_k: _EndToken | None = None
+    min_p: _Fraction | None = None
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    # Each bias takes time in each step, which other requests share.
-    logit_bias: Annotated[dict[_TokenText, _Bias], Field(max_length=1024)] = {}
+    # The number is limited because each bias slows the steps of all requests.
+    logit_bias: Annotated[dict[_TokenNumber, _Bias], Field(max_length=1024)] = {}
     bad_words: Annotated[list[_Word], Field(max_length=128)] = []
-    logprobs: bool | _Top | None = None
-    top_logprobs: _Top = 0
-    prompt_logprobs: _Top | None = None
+    logprobs: bool | _TopCount | None = None
+    top_logprobs: _TopCount = 0
+    prompt_logprobs: _TopCount | None = None
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    # Fields that change no answer.
+    # Fields that do not change answers.
     user: _Label | None = None
     safety_identifier: _Label | None = None
     service_tier: _Label | None = None
     prompt_cache_key: _Label | None = None
     prompt_cache_retention: _Label | None = None
-    prompt_cache_options: _Pairs | None = None
-    metadata: _Pairs | None = None
+    prompt_cache_options: _LabelMap | None = None
+    metadata: _LabelMap | None = None
     store: bool | None = None
 
     def check(self) -> None:
-        """Check the tools, and leave them out if none may be called."""
+        """Check the tools, and remove them if the request forbids calls."""
         choice = self.tool_choice
         if choice == "none":
             self.tools = []
@@ -448,46 +448,46 @@ class Request(Prompted):
             raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)
 
     @property
-    def limit(self) -> tuple[str | None, int | None]:
-        """The field that limits new tokens, and the limit."""
+    def token_limit(self) -> tuple[str | None, int | None]:
+        """The name of the field that limits new tokens, and the limit. None means no limit."""
         for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
             if getattr(self, name) is not None:
                 return name, getattr(self, name)
         return None, None
 
     @property
-    def scores(self) -> tuple[int | None, int | None]:
-        """Number of likely tokens to report for answer and prompt. None means no scores."""
+    def num_scores(self) -> tuple[int | None, int | None]:
+        """Numbers of likely tokens to report for answer and prompt. None means no scores."""
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
 
     @property
-    def lengths(self) -> list[int]:
+    def prompt_lengths(self) -> list[int]:
         """The number of characters of each prompt."""
         return [self._characters]
 
     @property
     def forced_tool(self) -> str | None:
-        """The tool that must be called. "" means any tool, and None that no call is required."""
+        """The tool that must be called. "" means any tool. None means that no call is required."""
         if isinstance(self.tool_choice, Tool):
             return self.tool_choice.function.name
         return "" if self.tool_choice == "required" else None
 
-    @cached_property  # one request may have many answers
-    def plain_tools(self) -> list[dict[str, Any]] | None:
-        """The tools for a chat template, or None without tools."""
+    @cached_property  # each of many answers may read it
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools for a chat template, or None for an empty list."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Other arguments of a chat template."""
-        return {**self.chat_template_kwargs, "tools": self.plain_tools}
+        """The arguments of a chat template besides the messages."""
+        return {**self.chat_template_kwargs, "tools": self.template_tools}
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
-    only: ClassVar = {
-        **_NEUTRAL, "echo": (False,), "add_special_tokens": (False,),
+    allowed_values: ClassVar = {
+        **_NEUTRAL_FIELDS, "echo": (False,), "add_special_tokens": (False,),
         **dict.fromkeys(("prompt", "input", "instructions", "text", "best_of"), ()),
     }  # fmt: skip
 
@@ -505,8 +505,8 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    only: ClassVar = {
-        **_NEUTRAL,
+    allowed_values: ClassVar = {
+        **_NEUTRAL_FIELDS,
         **dict.fromkeys((
             "messages", "input", "instructions", "text", "response_format", "tools", "tool_choice",
             "top_logprobs", "chat_template_kwargs",
@@ -527,11 +527,11 @@ class CompletionRequest(Request):
             raise unsupported("best_of", "the value of n", self.best_of)
 
     @cached_property
-    def lengths(self) -> list[int]:
+    def prompt_lengths(self) -> list[int]:
         return [len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts]
 
     @property
-    def scores(self) -> tuple[int | None, int | None]:
+    def num_scores(self) -> tuple[int | None, int | None]:
         top = None if self.logprobs is False else self.logprobs
         return top, top if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
@@ -539,8 +539,8 @@ class CompletionRequest(Request):
 class ResponseRequest(Request):
     """POST /v1/responses."""
 
-    only: ClassVar = {
-        **_NEUTRAL, "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,),
+    allowed_values: ClassVar = {
+        **_NEUTRAL_FIELDS, "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,),
         "n": (1,),
         **dict.fromkeys((
             "prompt", "messages", "prompt_logprobs", "logprobs", "stop", "max_tokens", "best_of",
@@ -551,11 +551,11 @@ class ResponseRequest(Request):
     input: _Input
 
     @property
-    def chat(self) -> list[dict[str, Any]]:
-        messages, thoughts = list[dict[str, Any]](), None
+    def chat_messages(self) -> list[dict[str, Any]]:
+        messages, reasoning = list[dict[str, Any]](), None
         for item in self.input:
             if isinstance(item, Reasoning):
-                thoughts = "".join(part.text for part in item.content or ())
+                reasoning = "".join(part.text for part in item.content or ())
             elif isinstance(item, FunctionCall):
                 function = {"name": item.name, "arguments": item.arguments}
                 if not messages or messages[-1]["role"] != "assistant":
@@ -566,9 +566,9 @@ class ResponseRequest(Request):
                 answer = {"tool_call_id": item.call_id, "content": item.output}
                 messages.append({"role": "tool", **answer})
             else:
-                messages.append(item.plain)
-                if thoughts is not None and item.role == "assistant":
-                    messages[-1]["reasoning_content"], thoughts = thoughts, None
+                messages.append(item.template_message)
+                if reasoning is not None and item.role == "assistant":
+                    messages[-1]["reasoning_content"], reasoning = reasoning, None
         if self.instructions:
             if messages and messages[0]["role"] == "system":
                 del messages[0]
@@ -576,7 +576,7 @@ class ResponseRequest(Request):
         return messages
 
 
-class TokenizeRequest(Prompted):
+class TokenizeRequest(PromptFields):
     """POST /tokenize."""
 
     prompt: str | None = None
@@ -588,7 +588,7 @@ class TokenizeRequest(Prompted):
 
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
-            raise APIError(400, "prompt, messages: expected one of them")
+            raise APIError(400, "prompt, messages: expected exactly one of these fields")
 
 
 class DetokenizeRequest(Body):
@@ -604,8 +604,8 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body, without fields that are null.
 
     Raises:
-        APIError: The bytes are not UTF-8, not JSON or not an object, have unpaired surrogates, or
-            have lists and objects more than 200 deep.
+        APIError: The bytes are not UTF-8, not JSON or not an object, contain unpaired surrogates,
+            or nest lists and objects more than 200 levels deep.
     """
     try:
         body = from_json(raw, allow_inf_nan=False)
@@ -616,63 +616,63 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind:
-    """Return a body as an object. Errors put `where` before the names of fields.
+def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> Model:
+    """Return a body as a `model`. Errors prefix the names of fields with `prefix`.
 
     Raises:
         APIError: A field is unknown, invalid, or not supported by this server.
     """
-    given = dict[str, Any]()
+    fields = dict[str, Any]()
     for name, value in sorted(body.items()):
-        field = where + name
-        rest_of_path = itertools.islice(walk(value), _MAX_VALUES + 1, None)  # the first is `value`
-        if name not in ("prompt", "tokens") and any(True for _ in rest_of_path):
-            raise invalid(field, f"at most {_MAX_VALUES} values in all", value)
-        if name in kind.only:
-            if not any(_is_same(value, one) for one in kind.only[name]):
-                expected = " or ".join(map(json.dumps, kind.only[name])) or "nothing"
+        field = prefix + name
+        excess = itertools.islice(walk_values(value), _MAX_VALUES + 1, None)  # the first is `value`
+        if name not in ("prompt", "tokens") and any(True for _ in excess):
+            raise invalid(field, f"at most {_MAX_VALUES} values in total", value)
+        if name in model.allowed_values:
+            if not any(_is_same(value, allowed) for allowed in model.allowed_values[name]):
+                expected = " or ".join(map(json.dumps, model.allowed_values[name])) or "nothing"
                 raise unsupported(field, expected, value)
-        elif name in kind.model_fields:
-            given[name] = value
+        elif name in model.model_fields:
+            fields[name] = value
         else:
-            message = f"{field:.100}: not a field of this path; leave it out"
+            message = f"{field:.100}: not a field of this path. Omit it"
             raise APIError(400, message, param=field, code="unknown_parameter")
-    if given.get("stream") and "prompt_logprobs" in given:
-        raise unsupported("prompt_logprobs", "no stream", given["prompt_logprobs"])
+    if fields.get("stream") and "prompt_logprobs" in fields:
+        raise unsupported("prompt_logprobs", "no stream", fields["prompt_logprobs"])
     try:
-        parsed = kind.model_validate(given)
+        parsed = model.model_validate(fields)
     except ValidationError as error:
-        first, *others = error.errors(include_url=False, include_context=False)
-        name = _name_of(first)
-        rules = dict.fromkeys(_expected(one) for one in (first, *others) if _name_of(one) == name)
-        value = None if first["type"] == "missing" else first["input"]
-        raise invalid(where + name, " or ".join(rules)[:200], value) from None
+        details = error.errors(include_url=False, include_context=False)
+        detail, name = details[0], _get_field(details[0])
+        rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == name)
+        value = None if detail["type"] == "missing" else detail["input"]
+        raise invalid(prefix + name, " or ".join(rules)[:200], value) from None
     parsed.check()
     if isinstance(parsed, Request):
-        texts = walk([body.get(name) for name in ("messages", "input", "instructions", "tools")])
+        texts = walk_values([body.get(x) for x in ("messages", "input", "instructions", "tools")])
         parsed._characters = sum(len(text) for text in texts if isinstance(text, str))
     return parsed
 
 
-def _expected(error: Mapping[str, Any]) -> str:
+def _describe_rule(error: Mapping[str, Any]) -> str:
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    extra = f"no field {error['loc'][-1]!s:.60}"
-    text = {"missing": "a value", "extra_forbidden": extra}.get(error["type"], text)
+    field_text = f"no field {error['loc'][-1]!s:.60}"
+    text = {"missing": "a value", "extra_forbidden": field_text}.get(error["type"], text)
     return re.sub(r"^(\w+) should have ", lambda match: f"a {match[1].lower()} with ", text)
 
 
-# How many names and numbers below a field its errors have.
-_DEPTHS = {
+# How many nested names and indices are part of a field's name in errors.
+_NAME_DEPTHS = {
     "messages": 2, "input": 2, "tools": 1, "response_format": 2, "text": 2, "structured_outputs": 1
 }  # fmt: skip
 
 
-def _name_of(error: Mapping[str, Any]) -> str:
-    """Return the field of an error of pydantic, within the message, item or form that has it."""
+def _get_field(error: Mapping[str, Any]) -> str:
+    """Return the name of the field to which an error of pydantic refers."""
     name, *path = error["loc"]
-    if name == "input":  # an item's number is followed by its kind
+    if name == "input":  # the index of an item is followed by the item's kind
         path[1:2] = ["type"] if error["type"] == "kind" else []
     elif name == "text":
-        path = [part for part in path if part != "json_schema"]  # added by `_nest`
-    parts = path[: _DEPTHS.get(name, 0)]
+        path = [part for part in path if part != "json_schema"]  # added by `_nest_in`
+    parts = path[: _NAME_DEPTHS.get(name, 0)]
     return str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x:.100}" for x in parts)

@@ -1,4 +1,4 @@
-"""From the tokens of an answer to its parts: text, thoughts and tool calls."""
+"""Conversion of an answer's tokens to its parts: text, reasoning and tool calls."""
 
 import contextlib
 import json
@@ -15,138 +15,137 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an answer. `tokens` is the number of tokens of the answer so far."""
+    """A part of an answer. `num_tokens` counts the tokens of the answer up to this part."""
 
-    tokens: int
+    num_tokens: int
     text: str = ""
-    thought: str = ""
-    call: tuple[str, str] | None = None  # name and arguments, as JSON
+    reasoning: str = ""
+    call: tuple[str, str] | None = None  # name of a tool, and arguments as JSON
 
 
 class AnswerText:
-    """The parts of one answer, as its tokens come.
+    """Converts the tokens of one answer to parts.
 
-    Text that may be the beginning of a stop string is kept until later tokens decide it. The answer
-    ends at a stop string, and `stopped` is then true. `tokenizer` comes from the package
-    tokenizers.
+    Text that may begin a stop string is held until later tokens decide it. The answer ends at a
+    stop string, and `is_stopped` is then True.
 
     Args:
-        stops: Strings that end the answer, after more than `min_tokens` tokens.
-        hidden: Tokens that end the answer and are not in its text.
-        parser: Finds thoughts and calls in the text. A ResponseParser of transformers.
-        forced: Name of the tool that the text is the arguments of. An empty name means that the
-            text is a list of calls. None means neither.
+        tokenizer: A Tokenizer of the package tokenizers.
+        stop_strings: Strings that end the answer, after more than `min_tokens` tokens.
+        hidden_tokens: Tokens that end the answer and do not occur in its text.
+        parser: A ResponseParser of transformers, which finds reasoning and calls in the text.
+        forced_tool: Tool whose arguments the text is. "" means a list of calls, None neither.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         *,
-        stops: Sequence[str] = (),
-        hidden: frozenset[int] = frozenset(),
+        stop_strings: Sequence[str] = (),
+        hidden_tokens: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         parser: Any = None,
-        forced: str | None = None,
+        forced_tool: str | None = None,
     ) -> None:
-        self.stops, self._hidden, self._min_tokens = stops, hidden, min_tokens
-        self._forced, self._parser = forced, None if forced is not None else parser
-        self._tokenizer, self._skip = tokenizer, self._parser is None
-        self._stream = DecodeStream([], skip_special_tokens=self._skip)
-        self._open: list[int] = []  # tokens whose text has not been returned
-        self._kept = ""
-        self.tokens, self.stopped, self.calls = 0, False, 0
-        self._first = [] if self._parser is None else self._parts(self._parser.initial_events)
+        self.stop_strings, self._min_tokens = stop_strings, min_tokens
+        self._hidden_tokens, self._forced_tool = hidden_tokens, forced_tool
+        self._parser = parser = None if forced_tool is not None else parser
+        self._tokenizer, self._skip_special = tokenizer, parser is None
+        self._stream = DecodeStream([], skip_special_tokens=self._skip_special)
+        self._undecoded: list[int] = []  # tokens whose text has not been returned
+        self._held_text, self.is_stopped, self.num_tokens, self.num_calls = "", False, 0, 0
+        self._initial_parts = [] if parser is None else self._make_parts(parser.initial_events)
 
-    def put(self, tokens: Iterable[int]) -> list[Part]:
+    def add_tokens(self, tokens: Iterable[int]) -> list[Part]:
         """Return the parts that new tokens complete."""
-        parts, self._first = self._first, []
+        parts, self._initial_parts = self._initial_parts, []
         for token in tokens:
-            if self.stopped:
+            if self.is_stopped:
                 break
-            self.tokens += 1
-            if token not in self._hidden:
-                parts += self._add(self._decode(token))
+            self.num_tokens += 1
+            if token not in self._hidden_tokens:
+                parts += self._add_text(self._decode(token))
         return parts
 
-    def end(self) -> list[Part]:
+    def finish(self) -> list[Part]:
         """Return the remaining parts, after the last token."""
-        parts = [*self._first]
-        if not self.stopped:
-            parts += self._add(self._decode_open())
-            parts += self._release(len(self._kept))
-        if self._forced is not None:
-            parts += self._read_calls(self._forced)
+        parts = [*self._initial_parts]
+        if not self.is_stopped:
+            parts += self._add_text(self._decode_rest())
+            parts += self._release_text(len(self._held_text))
+        if self._forced_tool is not None:
+            parts += self._read_calls(self._forced_tool)
         elif self._parser is not None:
             try:
-                parts += self._parts(self._parser.finalize()[1])
+                parts += self._make_parts(self._parser.finalize()[1])
             except (ValueError, RuntimeError) as error:
                 logger.warning("the end of an answer is not a complete message: %s", error)
         return parts
 
     def _decode(self, token: int) -> str:
         """Return the text that a token completes."""
-        self._open.append(token)
+        self._undecoded.append(token)
         try:
             text: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # bytes that are not UTF-8, whose text changes with the next tokens
-            text = self._decode_open()
-            self._stream = DecodeStream([token], skip_special_tokens=self._skip)
+        except Exception:  # the text of bytes that are not UTF-8 changes with the next tokens
+            text = self._decode_rest()
+            self._stream = DecodeStream([token], skip_special_tokens=self._skip_special)
         if text is not None:
-            self._open.clear()
+            self._undecoded.clear()
         return text or ""
 
-    def _decode_open(self) -> str:
-        return str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
+    def _decode_rest(self) -> str:
+        return str(self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special))
 
-    def _add(self, text: str) -> list[Part]:
-        self._kept += text
-        starts = [start for stop in self.stops if (start := self._kept.find(stop)) >= 0]
-        if not starts or self.tokens <= self._min_tokens:
-            return self._release(len(self._kept) - self._pending())
-        self._kept, self.stopped = self._kept[: min(starts)], True
-        return self._release(min(starts))
+    def _add_text(self, text: str) -> list[Part]:
+        self._held_text += text
+        starts = [start for stop in self.stop_strings if (start := self._held_text.find(stop)) >= 0]
+        if not starts or self.num_tokens <= self._min_tokens:
+            return self._release_text(len(self._held_text) - self._count_held())
+        self._held_text, self.is_stopped = self._held_text[: min(starts)], True
+        return self._release_text(min(starts))
 
-    def _pending(self) -> int:
-        """Return the number of last characters that may begin a stop string."""
-        longest = max(map(len, self.stops), default=1) - 1
-        for length in range(min(longest, len(self._kept)), 0, -1):
-            if any(stop.startswith(self._kept[-length:]) for stop in self.stops):
+    def _count_held(self) -> int:
+        """Return the number of characters at the end that may begin a stop string."""
+        longest_prefix = max(map(len, self.stop_strings), default=1) - 1
+        for length in range(min(longest_prefix, len(self._held_text)), 0, -1):
+            if any(stop.startswith(self._held_text[-length:]) for stop in self.stop_strings):
                 return length
         return 0
 
-    def _release(self, length: int) -> list[Part]:
-        if not length or self._forced is not None:  # a forced call is read at its end
+    def _release_text(self, length: int) -> list[Part]:
+        if not length or self._forced_tool is not None:  # `finish` reads a forced call
             return []
-        text, self._kept = self._kept[:length], self._kept[length:]
+        text, self._held_text = self._held_text[:length], self._held_text[length:]
         if self._parser is not None:
-            return self._parts(self._parser.feed(text))
-        return [Part(self.tokens, text)]
+            return self._make_parts(self._parser.feed(text))
+        return [Part(self.num_tokens, text)]
 
-    def _parts(self, events: Iterable[dict[str, Any]]) -> list[Part]:
+    def _make_parts(self, events: Iterable[dict[str, Any]]) -> list[Part]:
         parts = []
-        for item in response_events_to_chunks(list(events)):
-            if isinstance(item, ToolCall):
-                self.calls += 1
-                parts.append(Part(self.tokens, call=(item.name, item.arguments)))
-            elif isinstance(item, ReasoningText):
-                parts.append(Part(self.tokens, thought=str(item)))
+        for chunk in response_events_to_chunks(list(events)):
+            if isinstance(chunk, ToolCall):
+                self.num_calls += 1
+                parts.append(Part(self.num_tokens, call=(chunk.name, chunk.arguments)))
+            elif isinstance(chunk, ReasoningText):
+                parts.append(Part(self.num_tokens, reasoning=str(chunk)))
             else:
-                parts.append(Part(self.tokens, item))
+                parts.append(Part(self.num_tokens, chunk))
         return parts
 
-    def _read_calls(self, name: str) -> list[Part]:
-        """Return the calls. If the text was truncated, return the complete calls.
+    def _read_calls(self, tool: str) -> list[Part]:
+        """Return the calls in the text. If the text is truncated, return the complete calls.
 
         If the text is only the beginning of the first call, return it as text.
         """
-        text = self._kept
-        calls = [Part(self.tokens, call=(name, text))] if name else []
-        at, decode = 1, json.JSONDecoder().raw_decode  # after "["
+        text = self._held_text
+        calls = [Part(self.num_tokens, call=(tool, text))] if tool else []
+        position, decode = 1, json.JSONDecoder().raw_decode  # after "["
         with contextlib.suppress(ValueError):
-            while not name and at < len(text):
-                call, at = decode(text, at)
+            while not tool and position < len(text):
+                call, position = decode(text, position)
                 arguments = json.dumps(call["parameters"])
-                calls.append(Part(self.tokens, call=(call["name"], arguments)))
-                at += len(", ")
-        self.calls = len(calls)
-        return calls or ([Part(self.tokens, text)] if text else [])
+                calls.append(Part(self.num_tokens, call=(call["name"], arguments)))
+                position += len(", ")
+        self.num_calls = len(calls)
+        return calls or ([Part(self.num_tokens, text)] if text else [])

@@ -24,10 +24,10 @@ from ..prefix.pages import check_store
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
-from .engines import StockManager, cache_class
+from .engines import StockManager, make_cache_class
 from .engines.common import EngineCache
-from .fp8_manager import Enabled, FP8Manager, enabled_state, require_enabled, running_managers
-from .probe import check_kinds, check_packing
+from .fp8_manager import FP8Manager, ManagerFactory, find_factory, require_enabled, running_managers
+from .probe import check_packing, layer_windows
 from .usage import Usage, usage
 
 __all__ = ["Usage", "disable", "enable", "manager", "usage"]
@@ -54,7 +54,7 @@ def enable(
     engine splits its prompt, or on whether the prefix is in the cache. It equals the answer of
     `generate()` with `FP8PagedCache(..., prefill="stored")`.
 
-    Call it again to change the keywords for managers made later. `disable` undoes it.
+    Call it again to change the keywords for later managers. `disable` restores the model.
 
     Args:
         model: A model with `generate_batch`. It uses the attention "fp8_paged" while a manager
@@ -69,14 +69,14 @@ def enable(
             the centers, as a plan of `choose_plan` does.
         backend: As for `FP8PagedCache`.
         probe: Whether to run the model on seven tokens, packed as an engine packs them and each
-            sequence alone. Models that count positions by themselves, or do not pass the engine's
-            cache to their attention, give nonsense if packed, even with transformers' own cache.
-        prefix_store: Store from which the engine reads pages of prompts that it does not have, and
-            to which it writes its own. Other processes may share it. For models without windows.
-            All weights are read once for it.
+            sequence alone, and compare the logits. Models that count positions themselves, or do
+            not pass the engine's cache to their attention, give nonsense even with stock caches.
+        prefix_store: Store from which the engine reads pages that it lacks, and to which it writes
+            its pages. Other processes may share the store. It requires a model without windows.
+            All weights are read once to identify the model.
         deterministic: Whether pages and logits of a token have the same bits whatever else the
-            engine computes, as for `hf_fp8kv.enable`. Sampled tokens then depend on a
-            request's id and the seed, not on other requests. For models without windows.
+            engine computes, as for `hf_fp8kv.enable`. Sampled tokens then depend on the request's
+            id and the seed, not on other requests. It requires a model without windows.
 
     Returns:
         The model.
@@ -91,21 +91,21 @@ def enable(
         raise ConfigError(
             f"model: expected a model with generate_batch(), got {type(model).__name__}"
         )
-    why = ""
+    reason = ""
     if model.config.is_encoder_decoder:
-        why = "it has an encoder, which continuous batching does not run"
+        reason = "it has an encoder, which continuous batching does not run"
     elif not model._can_set_attn_implementation():
-        why = "its attention code does not look up an attention function"
-    if why:
+        reason = "its attention code does not look up an attention function"
+    if reason:
         raise ConfigError(
             "expected a model whose attention can read pages, got "
-            f"{type(model).__name__}: {why}; use it without"
+            f"{type(model).__name__}: {reason}. Use it without hf_fp8kv.serving"
         )
     if any(type(manager) is StockManager for manager in running_managers(model)):
         raise ConfigError(
-            "expected a model that no engine of transformers' own runs, got one with a running "
-            "ContinuousBatchingManager, whose attention would change in the middle of a step; "
-            "call its stop() first"
+            "expected a model without a running engine of transformers, got one with a running "
+            "ContinuousBatchingManager, whose attention would change in the middle of a step. "
+            "Call its stop() first"
         )
     dtype, plan = resolve_plan(model, dtype, plan)
     config = ServingConfig.parse(
@@ -113,17 +113,17 @@ def enable(
         plan=plan, backend=backend, prefix_store=prefix_store,
         tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
-    cache_class(config)  # raises an error if this version of transformers does not fit
-    text = model.config.get_text_config()
-    has_windows = any(check_kinds(text))
-    for name, given in (("deterministic", deterministic), ("prefix_store", prefix_store)):
-        if given and has_windows:
+    make_cache_class(config)  # raises an error if this version of transformers does not fit
+    text_config = model.config.get_text_config()
+    has_windows = any(layer_windows(text_config))
+    for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
+        if value and has_windows:
             raise ConfigError(
                 f"{name}: expected a model whose layers all attend to the whole text, since an "
-                f"engine uses the pages of windows again, got {type(model).__name__}; leave it "
-                "out, or use generate() with enable()"
+                f"engine overwrites the pages of windows, got {type(model).__name__}. Omit {name}, "
+                "or use generate() with enable()"
             )
-    EngineCache().prepare(config, text, 64, model.dtype, model.device)
+    EngineCache().prepare(config, text_config, 64, model.dtype, model.device)
     if prefix_store is not None:
         check_store(prefix_store, config.options, model.config)
     if deterministic:
@@ -133,11 +133,11 @@ def enable(
     warn_of_rounding(model)
     warn_if_stale(model, config.options.scales)
     if prefix_store is not None:
-        # Once, here and not in the first answer.
+        # Both calls take time, so they run here instead of during the first request.
         identify_model(model)
         load_backend(choose_backend(config.options.backend, model.device))
     disable(model)
-    Enabled.install(model, config)
+    ManagerFactory.install(model, config)
     if deterministic:
         install_deterministic(model, __name__)
     return model
@@ -147,7 +147,7 @@ def manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
     """Return a manager whose engine stores FP8 pages: a ContinuousBatchingManager, not started.
 
     `model.init_continuous_batching` of an enabled model returns the same. Do not call
-    `ContinuousBatchingManager(model, ...)` directly: it would have stock pages, and its first step
+    `ContinuousBatchingManager(model, ...)` directly: it would use stock pages, so its first step
     raises a ConfigError.
 
     Args:
@@ -168,12 +168,12 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     A running manager keeps its pages until it is stopped.
 
     Raises:
-        ConfigError: It is not a model of transformers.
+        ConfigError: The argument is not a model of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
-    state = enabled_state(model)
-    if state is not None:
-        state.remove(model)
+    factory = find_factory(model)
+    if factory is not None:
+        factory.remove(model)
     remove_deterministic(model, __name__)
     return model

@@ -14,12 +14,12 @@ from ..prefix.store import PrefixStore
 
 
 class LayerStorage(NamedTuple):
-    """How one layer is stored. Scales and center are float32, on the device of its pages."""
+    """The storage of one layer. Scales and center are float32, on the device of the pages."""
 
     plan: LayerPlan
-    k: torch.Tensor | None  # static scales of K, [Hkv, D]. None if dynamic, or if K is unquantized
-    v: torch.Tensor | None  # as `k`, for V
-    center: torch.Tensor | None  # of K, [Hkv, D]
+    k_scale: torch.Tensor | None  # static scales of K, [Hkv, D]. None if dynamic or unquantized
+    v_scale: torch.Tensor | None  # as `k_scale`, for V
+    center: torch.Tensor | None  # mean of K that is subtracted, [Hkv, D]
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -33,43 +33,43 @@ _DEFAULTS: dict[str, Any] = {
 class ServingConfig:
     """The keywords of `enable`, parsed."""
 
-    options: CacheOptions  # its page size is not used, since the engine has a separate setting
-    store: PrefixStore | None = None
+    options: CacheOptions  # the page size is not used, because the engine has a separate setting
+    prefix_store: PrefixStore | None = None
 
     @classmethod
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
-        """Return the configuration. Raises ConfigError, ScaleError or BackendError.
+        """Return the configuration for the keywords of `enable`, and `tensor_parallel`.
 
-        `keywords` are other keywords of `enable`, and `tensor_parallel`.
+        Raises ConfigError, ScaleError or BackendError, as `enable`.
         """
         options = CacheOptions.parse(**{**_DEFAULTS, **keywords})
         if options.first_call_centers:
             raise ConfigError(
-                "plan: expected a plan or scales that carry the centers of K, got none; the engine "
+                "plan: expected a plan or scales that carry the centers of K, got none. The engine "
                 "shares pages between requests, so requests cannot have separate centers. Make "
-                "them with hf_fp8kv.choose_plan(model), or store K without centers"
+                "centers with hf_fp8kv.choose_plan(model), or store K without centers"
             )
         return cls(options, prefix_store)
 
     def identify(self, model: Any, page_size: int) -> str:
         """Return a digest of everything that stored pages depend on, except the tokens."""
-        count = model.config.get_text_config().num_hidden_layers
-        layers = ((i, None, self.options.layer_plan(i)) for i in range(count))
+        num_layers = model.config.get_text_config().num_hidden_layers
+        layers = ((i, None, self.options.layer_plan(i)) for i in range(num_layers))
         pages = replace(self.options, page_size=page_size)
         return identify_model(model) + identify_options(pages, layers)
 
     def layer_storage(
-        self, count: int, heads: int, dim: int, device: torch.device | str = "cpu"
+        self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"
     ) -> list[LayerStorage]:
-        """Return the storage of `count` layers, with the heads of this process.
+        """Return the storage of `num_layers` layers, for the `num_heads` KV heads of this process.
 
         Raises:
-            ConfigError, ScaleError: The plan or the scales lack a layer, or do not fit one.
+            ConfigError, ScaleError: The plan or the scales lack a layer, or do not fit a layer.
         """
-        self.options.check_layers(range(count), count)
+        self.options.check_layers(range(num_layers), num_layers)
         layers = []
-        for index in range(count):
-            scales = self.options.layer_scales(index, heads, dim, dim)
-            moved = (None if x is None else x.to(device) for x in scales)
-            layers.append(LayerStorage(self.options.layer_plan(index), *moved))
+        for index in range(num_layers):
+            scales = self.options.layer_scales(index, num_heads, head_dim, head_dim)
+            tensors = (None if x is None else x.to(device) for x in scales)
+            layers.append(LayerStorage(self.options.layer_plan(index), *tensors))
         return layers

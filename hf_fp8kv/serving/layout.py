@@ -1,4 +1,4 @@
-"""The pages in memory that an engine planned and allocated."""
+"""The layout of an engine's pages, and views of its memory as pages."""
 
 from dataclasses import dataclass
 
@@ -12,54 +12,54 @@ from ..ops.blocks import locate_pages
 from ..ops.page_layout import page_layout
 
 
-def from_page(pages: Pages, first: int) -> Pages:
-    """Return the pages from `first` on: page `n` was page `n + first`."""
-    count = len(pages.offsets) - first
-    return pages._replace(block=pages.block[first:], offsets=pages.offsets[:count])
+def skip_pages(pages: Pages, num_skipped: int) -> Pages:
+    """Return pages without the first `num_skipped`, so page `n` was page `n + num_skipped`."""
+    count = len(pages.offsets) - num_skipped
+    return pages._replace(block=pages.block[num_skipped:], offsets=pages.offsets[:count])
 
 
 @dataclass(frozen=True)
 class EnginePages:
     """The layout of an engine's pages: `slots` tokens of a layer, for all KV heads of this process.
 
-    Layers may have different 8-bit plans, which take the same bytes.
+    Layers may have different 8-bit plans, because their pages have the same size.
     """
 
     heads: int  # Hkv
     dim: int  # D, of K and of V
     slots: int  # tokens per page, S
-    plan: LayerPlan  # of the first layer. All layers have the same sides in "auto"
-    dtype: torch.dtype  # the model's, in which "auto" is stored
-    dynamic: bool  # whether some layer has a scale per token and head
+    plan: LayerPlan  # the plan of layer 0. All layers store the same sides (K, V) in "auto"
+    dtype: torch.dtype  # the dtype of the model, in which "auto" sides are stored
+    dynamic: bool  # whether at least one layer has a scale per token and head
 
     @classmethod
     def lay_out(
-        cls, options: CacheOptions, layers: int, heads: int, dim: int, slots: int,
+        cls, options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, slots: int,
         dtype: torch.dtype,
     ) -> "EnginePages":  # fmt: skip
-        """Return the layout for a user's options, and the sizes of a model and an engine.
+        """Return the layout for the options of a cache, and the sizes of a model and an engine.
 
         Raises:
-            ConfigError: Pages of the layers would differ in size, or the size is not possible.
+            ConfigError: The layers need pages of different sizes, or `slots` is not supported.
         """
         if slots & (slots - 1) or not 8 <= slots <= 1024:
             raise ConfigError(
                 "the engine's page size: expected a power of two from 8 to 1024 tokens, got "
-                f"{slots}; set ContinuousBatchingConfig(page_size=...), or block_size"
+                f"{slots}. Set ContinuousBatchingConfig(page_size=...), or block_size"
             )
-        plans = [options.layer_plan(index) for index in range(layers)]
+        plans = [options.layer_plan(index) for index in range(num_layers)]
         for index, plan in enumerate(plans):
             if [side.is_auto for side in plan] != [side.is_auto for side in plans[0]]:
                 raise ConfigError(
-                    "plan: expected 'model' for K, or V, of all layers or of none, since an "
+                    "plan: expected 'model' for K, or V, of all layers or of none, because an "
                     f"engine's pages have one size, got {plans[0]} for layer 0 and {plan} for "
-                    f"layer {index}; store all of them in 8 bits"
+                    f"layer {index}. Store all layers in 8 bits"
                 )
-        return cls(heads, dim, slots, plans[0], dtype, options.dynamic_scales)
+        return cls(num_heads, head_dim, slots, plans[0], dtype, options.dynamic_scales)
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of a page, including its dynamic scales."""
+        """Size of a page in bytes, including its dynamic scales."""
         return page_layout(
             self.heads, self.slots, self.dim, self.dim, *self._dtypes, self._has_scales
         ).size
@@ -80,26 +80,26 @@ class EnginePages:
             if (x.shape[0], x.shape[1], x.shape[3]) != expected:
                 raise ConfigError(
                     f"expected {name} [1, {self.heads}, N, {self.dim}], for which the engine has "
-                    f"planned its pages, got {tuple(x.shape)}; this model cannot run with "
-                    "continuous batching, use generate() with FP8PagedCache"
+                    f"planned its pages, got {tuple(x.shape)}. This model cannot run with "
+                    "continuous batching. Use generate() with FP8PagedCache"
                 )
 
-    def carve(self, memory: torch.Tensor) -> Pages:
-        """Return the pages in `memory`, without a block table. It is contiguous uint8 `[bytes]`."""
+    def view_memory(self, memory: torch.Tensor) -> Pages:
+        """Return the pages in contiguous `memory`, `[bytes]`, uint8, without a block table."""
         size = self.bytes_per_page
-        return self.view(memory[: len(memory) // size * size].view(-1, size))
+        return self.view_block(memory[: len(memory) // size * size].view(-1, size))
 
-    def view(self, block: torch.Tensor) -> Pages:
+    def view_block(self, block: torch.Tensor) -> Pages:
         """Return the pages of a block `[n, bytes]`, without a block table.
 
         Raises:
-            ConfigError: Pages do not begin at multiples of 16 bytes, which kernels load at once.
+            ConfigError: Pages do not begin at multiples of 16 bytes, the unit of kernels' loads.
         """
-        first, step = block.data_ptr(), block.stride(0)
-        if first % 16 or step % 16:
+        address, page_stride = block.data_ptr(), block.stride(0)
+        if address % 16 or page_stride % 16:
             raise ConfigError(
-                f"expected pages that begin at multiples of 16 bytes, got one at {first} and the "
-                f"next one {step} bytes after it"
+                f"expected pages that begin at multiples of 16 bytes, got a page at {address} and "
+                f"the next page {page_stride} bytes after it"
             )
         table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
         k, v = (StoredSide(None, None, x.format, self.dim, x.rotated) for x in self.plan)

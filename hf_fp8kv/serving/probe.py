@@ -1,9 +1,9 @@
-"""A probe of whether a model computes the same for packed requests as for each request alone.
+"""Check that a model computes the same for packed requests as for each request alone.
 
-An engine passes all tokens of a step to the model as one sequence, with positions that begin anew
-for each request, and a cache in the keyword arguments. A model that counts its positions itself, or
-does not pass the keywords on to its attention, ignores both, and its answers are nonsense. So a few
-tokens are run both ways before the model is used.
+An engine passes all tokens of a step to the model as one sequence, with positions that restart for
+each request, and a cache in the keyword arguments. A model that counts positions itself, or does
+not pass the keyword arguments to its attention, gives nonsense. So a few tokens are run packed and
+separately before the model is used.
 """
 
 from typing import Any
@@ -19,87 +19,87 @@ from .config import ServingConfig
 from .engines import StockCache
 from .engines.common import EngineCache
 
-# Lengths of two sequences. The last token of each comes in a second step.
+# Lengths of the two sequences. The last token of each is computed in a second step.
 LENGTHS = (4, 3)
-# Relative RMS errors of the logits. For the models of tests/helpers/tiny_models.py in float32, it
-# is at most 1e-5 if a model can run packed requests, and at least 2e-3 if it cannot. In 16 bits the
-# order of sums changes logits by up to 0.03 there, and a wrong result of a model with real
-# positions is far above 0.1.
+# Maximum relative RMS errors of the logits. With the models of tests/helpers/tiny_models.py in
+# float32, the error is at most 1e-5 if a model can run packed requests, and at least 2e-3 if not.
+# In 16 bits the order of sums causes errors of up to 0.03, and wrong positions cause errors far
+# above 0.1.
 _TOLERANCE, _TOLERANCE_16 = 1e-3, 0.1
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_SLOTS = 8
+_FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
+_PAGE_SIZE = 8
 
 
-def check_kinds(config: Any) -> list[int | None]:
-    """Return the window of each layer, as engines read a config. None means full attention.
+def layer_windows(config: Any) -> list[int | None]:
+    """Return the window of each layer, as engines read it from a config. None means full attention.
 
     Raises:
-        ConfigError: Engines have no cache for some layer.
+        ConfigError: Engines have no cache for the type of a layer.
     """
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
         return [window] * config.num_hidden_layers
-    unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+    unknown = sorted(set(layer_types) - {_FULL_ATTENTION, _SLIDING_ATTENTION})
     if unknown:
         raise ConfigError(
-            f"expected layers of the types {_FULL} and {_SLIDING}, got {', '.join(unknown)} "
-            f"({getattr(config, 'model_type', type(config).__name__)}); continuous batching of "
-            "transformers has no cache for these, use generate() with FP8PagedCache"
+            f"expected layers of the types {_FULL_ATTENTION} and {_SLIDING_ATTENTION}, got "
+            f"{', '.join(unknown)} ({getattr(config, 'model_type', type(config).__name__)}). "
+            "Continuous batching has no cache for such layers. Use generate() with FP8PagedCache"
         )
-    return [window if kind == _SLIDING else None for kind in kinds]
+    return [window if layer_type == _SLIDING_ATTENTION else None for layer_type in layer_types]
 
 
-def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
-    """Raise ConfigError if the logits of seven packed tokens differ from each sequence's own."""
+def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
+    """Raise ConfigError if packing two sequences of seven tokens in all changes their logits."""
     name = type(model).__name__
     vocabulary = model.config.get_text_config().vocab_size
     ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
     try:
-        # One attention function for both, because the model's own may lack something (sdpa has no
-        # softcap).
+        # Both use the same attention function, because the model's own may lack a feature (sdpa has
+        # no softcap).
         with torch.no_grad(), eval_mode(model), exact_states(), paged_attention(model):
-            separate = [
-                model(input_ids=text, use_cache=False).logits[0].float()
-                for text in ids.split(LENGTHS, 1)
+            separate_logits = [
+                model(input_ids=sequence, use_cache=False).logits[0].float()
+                for sequence in ids.split(LENGTHS, 1)
             ]
             with exact_states(engine=True):
-                packed = _run_packed(model, ids, _PackedCache(model, chosen))
+                packed_logits = _run_packed(model, ids, _PackedCache(model, config))
     except FP8KVError:
         raise
-    except Exception as error:
+    except Exception as failure:
         raise ConfigError(
             f"expected a model that can run packed requests, got {name}, which fails with them: "
-            f"{type(error).__name__}: {error}; use generate() with FP8PagedCache"
-        ) from error
-    difference = _relative_error(packed, torch.cat(separate))
-    if not difference < (_TOLERANCE_16 if model.dtype.itemsize < 4 else _TOLERANCE):
+            f"{type(failure).__name__}: {failure}. Use generate() with FP8PagedCache"
+        ) from failure
+    error = _relative_error(packed_logits, torch.cat(separate_logits))
+    if not error < (_TOLERANCE_16 if model.dtype.itemsize < 4 else _TOLERANCE):
         raise ConfigError(
             f"expected a model that can run packed requests, got {name}, whose logits differ with "
-            f"them (relative RMS {difference:.2g}): it counts positions by itself, or does not "
-            "pass the engine's cache to its attention, so transformers' own continuous batching "
-            "of it is wrong as well. Use generate() with FP8PagedCache, or pass probe=False if "
-            "you have checked its answers"
+            f"packing (relative RMS {error:.2g}): it counts positions itself, or does not pass the "
+            "engine's cache to its attention, so transformers' own continuous batching is also "
+            "wrong for it. Use generate() with FP8PagedCache, or pass probe=False if you have "
+            "checked its answers"
         )
 
 
 def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.Tensor:
-    """Return the logits of all sequences, computed in two steps: the last tokens in the second."""
-    parts: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
-    lasts = [length - 1 for length in LENGTHS]
-    for starts, counts in (([0] * len(lasts), lasts), (lasts, [1] * len(lasts))):
+    """Return the logits of all sequences, with the last token of each in a second step."""
+    rows: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    prompts = [length - 1 for length in LENGTHS]  # numbers of tokens in the first step
+    for starts, counts in (([0] * len(LENGTHS), prompts), (prompts, [1] * len(LENGTHS))):
         spans = [slice(a, a + n) for a, n in zip(starts, counts, strict=True)]
-        cache.begin(starts, counts)
+        cache.begin_step(starts, counts)
         positions = torch.arange(ids.shape[1], device=ids.device)
-        texts = zip(ids[0].split(LENGTHS), spans, strict=True)
+        sequences = zip(ids[0].split(LENGTHS), spans, strict=True)
         logits = model(
-            input_ids=torch.cat([text[span] for text, span in texts])[None],
+            input_ids=torch.cat([sequence[span] for sequence, span in sequences])[None],
             position_ids=torch.cat([positions[span] for span in spans])[None],
             attention_mask=None, use_cache=False, cache=cache,
         ).logits[0].float()  # fmt: skip
-        for rows, part in zip(parts, logits.split(counts), strict=True):
-            rows.append(part)
-    return torch.cat([part for rows in parts for part in rows])
+        for parts, part in zip(rows, logits.split(counts), strict=True):
+            parts.append(part)
+    return torch.cat([part for parts in rows for part in parts])
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -109,23 +109,23 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
-    """A cache without an engine: one page for each sequence, in the model's own dtype."""
+    """A cache without an engine, with one page for each sequence, in the dtype of the model."""
 
-    def __init__(self, model: PreTrainedModel, chosen: ServingConfig) -> None:
-        config, options = model.config.get_text_config(), chosen.options
+    def __init__(self, model: PreTrainedModel, serving_config: ServingConfig) -> None:
+        config, options = model.config.get_text_config(), serving_config.options
         unquantized = ServingConfig.parse(
             dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )
-        self.prepare(unquantized, config, _SLOTS, model.dtype, model.device)
-        windows = check_kinds(config)
+        self.prepare(unquantized, config, _PAGE_SIZE, model.dtype, model.device)
+        windows = layer_windows(config)
         self.windows = list(dict.fromkeys(windows))
-        self._kind_of = {n: self.windows.index(window) for n, window in enumerate(windows)}
-        size = len(windows), len(LENGTHS) * self.page_layout.bytes_per_page
-        memory = torch.zeros(size, dtype=torch.uint8, device=model.device)
-        self.add_layers({layer: self.page_layout.carve(row) for layer, row in enumerate(memory)})
+        self._layer_kinds = {n: self.windows.index(window) for n, window in enumerate(windows)}
+        shape = len(windows), len(LENGTHS) * self.page_layout.bytes_per_page
+        memory = torch.zeros(shape, dtype=torch.uint8, device=model.device)
+        self.add_layers({n: self.page_layout.view_memory(row) for n, row in enumerate(memory)})
 
-    def begin(self, starts: list[int], counts: list[int]) -> None:
-        """Record the tokens of each sequence in the next step."""
-        batch = object()
+    def begin_step(self, starts: list[int], counts: list[int]) -> None:
+        """Record the next step: for each sequence, its first position and its number of tokens."""
+        step = object()
         for page, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            self.record(batch, start, count, [[page]] * len(self.windows))
+            self.record(step, start, count, [[page]] * len(self.windows))

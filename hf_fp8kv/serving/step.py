@@ -1,9 +1,9 @@
 """One step of an engine: the tokens of each request, and the operations that they need.
 
 An engine packs the tokens of all requests of a step into one row, `[1, H, N, D]`. The operations
-take sequences of one length, `[B, H, T, D]`. So a step becomes a few batches: one of all requests
-that decode, and one for each set of prompts of about the same length. Shorter prompts are padded in
-front. A query before the start of its sequence attends to nothing, and its result is not used.
+take sequences of equal length, `[B, H, T, D]`. So a step is split into a few batches: one of all
+requests that decode, and one for each set of prompts of about the same length. Shorter prompts are
+padded in front. A query before the start of its sequence attends to nothing. Its result is unused.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from ..ops.blocks import upload
 from ..ops.visibility import first_visible
 
 _Ints = npt.NDArray[np.int32]
-# Prompts share a batch if the shortest has at least this share of the longest's tokens.
+# Prompts share a batch if the shortest has at least this fraction of the tokens of the longest.
 MIN_LENGTH_RATIO = 0.7
-# Maximum number of programs along the last axis of a grid in CUDA.
+# Maximum number of programs along the last axis of a CUDA grid.
 MAX_BATCH = 65_535
 
 
@@ -29,93 +29,93 @@ MAX_BATCH = 65_535
 class AttendBatch:
     """A set of requests that attend in one operation."""
 
-    # [B * T], int64: the step's tokens that are the queries. A request with fewer than T tokens has
-    # any tokens in front. None means all tokens in order, one per request.
+    # [B * T], int64: the tokens of the step that are the queries. A request with fewer than T
+    # tokens has arbitrary tokens in front. None means all tokens in order, one per request.
     tokens: torch.Tensor | None
-    used: torch.Tensor | None  # int64, the results that count. None means all
-    targets: torch.Tensor | None  # int64, the tokens of these results. None if `tokens` is None
-    count: int  # T
-    table: torch.Tensor  # [B, M], int32
-    lengths: torch.Tensor  # [B], int32, stored tokens, including this step's
-    stop: int  # the largest length
-    causal: bool  # False for a full ring, which is in no order and completely visible
-    _plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
+    result_rows: torch.Tensor | None  # int64, the results that are not padding. None means all
+    target_tokens: torch.Tensor | None  # int64, tokens of the results. None if `tokens` is None
+    num_queries: int  # queries per request, T
+    table: torch.Tensor  # block tables, [B, M], int32
+    lengths: torch.Tensor  # stored tokens including this step's tokens, [B], int32
+    stop: int  # the largest length, or an upper bound of it
+    causal: bool  # False for single queries, which attend to all stored tokens in any order
+    _work_plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
     def plan(
-        self, backend: str, heads: int, query_heads: int, window: int = 0
+        self, backend: str, kv_heads: int, query_heads: int, window: int = 0
     ) -> torch.Tensor | None:
-        """Return the work plan for `heads` KV heads, made once for all layers.
+        """Return the work plan for `kv_heads` KV heads, made once for all layers.
 
-        It is None for a backend without work plans.
+        The result is None for a backend without work plans.
         """
-        key = (backend, heads, query_heads, window)
-        if key not in self._plans:
+        key = (backend, kv_heads, query_heads, window)
+        if key not in self._work_plans:
             device = self.lengths.device
-            query_rows = query_heads // heads * self.count
-            rows = ops.plan_rows(backend, device, len(self.lengths), heads, None, query_rows)
+            query_rows = query_heads // kv_heads * self.num_queries
+            rows = ops.plan_rows(backend, device, len(self.lengths), kv_heads, None, query_rows)
             plan = None
             if rows is not None:
                 plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths, self.count, window, 0, heads, backend)
-            self._plans[key] = plan
-        return self._plans[key]
+                ops.make_plan(plan, self.lengths, self.num_queries, window, 0, kv_heads, backend)
+            self._work_plans[key] = plan
+        return self._work_plans[key]
 
 
 @dataclass(frozen=True)
 class RingChunk:
-    """Several tokens of a request that overwrite tokens of its ring which they still attend to."""
+    """New tokens of a request that overwrite tokens of the ring to which they still attend."""
 
-    window: int  # of the layer, in tokens
-    first: int  # of the step's tokens
-    tokens: int  # T
-    before: torch.Tensor  # [1], int32, n: the number of old tokens that the first one attends to
-    old: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of the old tokens
-    kept: tuple[torch.Tensor, torch.Tensor]  # [m], int64, pages and slots for the last m tokens
+    window: int  # window of the layer, in tokens
+    first_token: int  # index of the first token in the step
+    tokens: int  # number of tokens, T
+    old_lengths: torch.Tensor  # [1], int32, n: the stored tokens that the first query attends to
+    old_slots: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these tokens
+    kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, pages and slots of the last m
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operations of one layer of a kind in a step."""
+    """The operations of one step in each layer of a kind."""
 
-    written: torch.Tensor | None  # [W], int64: tokens that are stored one by one. None means all
-    table: torch.Tensor  # [W, 1], int32, the page of each stored token
-    ends: torch.Tensor  # [W], int32, one past its slot
+    written_tokens: torch.Tensor | None  # [W], int64, tokens to store one by one. None means all
+    table: torch.Tensor  # [W, 1], int32, the page of each token to store
+    slot_ends: torch.Tensor  # [W], int32, the slot of each token to store, plus 1
     batches: Sequence[AttendBatch]  # requests that attend to the stored pages
     chunks: Sequence[RingChunk]  # requests that use separate scratch pages
-    count: int  # tokens of the step, N
+    num_tokens: int  # number of tokens of the step, N
 
 
 @dataclass(frozen=True)
-class _Entry:
-    past: int
-    tokens: int
-    first: int  # of the step's tokens
-    pages: tuple[_Ints, ...]  # of each kind
+class _Request:
+    num_stored: int  # tokens stored before the step
+    tokens: int  # new tokens
+    first_token: int  # index of the first new token in the step
+    pages: tuple[_Ints, ...]  # page numbers, for each kind of layers
 
 
 class EngineStep:
     """The requests of one step, in the order of their tokens.
 
     Layers of one kind of attention share block tables. With a window, the pages of a request are a
-    ring: position p is at place `p % window`.
+    ring: position p is stored at position `p % window` of the ring.
 
     Args:
         windows: Sliding window of each kind of layers, in tokens. None means full attention.
-        page_size: Slots per page, S.
+        page_size: Tokens per page, S.
     """
 
     def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
         self._windows, self._page_size = windows, page_size
-        self._entries: list[_Entry] = []
+        self._requests: list[_Request] = []
         self._work: dict[tuple[int, torch.device], LayerWork] = {}
-        self.count = 0  # tokens of the step, N
+        self.count = 0  # number of tokens of the step, N
 
-    def add(self, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """Add a request with `past` stored tokens, and a copy of its `pages` of each kind."""
-        if not tokens:  # an empty prompt, which the engine accepts, attends to nothing
+    def add(self, num_stored: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
+        """Add a request with `num_stored` stored tokens, and copy its page numbers of each kind."""
+        if not tokens:  # the engine accepts empty prompts, which attend to nothing
             return
         copies = tuple(np.array(numbers, np.int32) for numbers in pages)
-        self._entries.append(_Entry(past, tokens, self.count, copies))
+        self._requests.append(_Request(num_stored, tokens, self.count, copies))
         self.count += tokens
 
     def work(self, kind: int, device: torch.device) -> LayerWork:
@@ -123,93 +123,93 @@ class EngineStep:
         key = (kind, device)
         if key not in self._work:
             planner = _Planner(self._windows[kind], self._page_size, kind, device)
-            self._work[key] = planner.plan(self._entries, self.count)
+            self._work[key] = planner.plan_layer(self._requests, self.count)
         return self._work[key]
 
 
-def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
-    """Return the operations of a step in which every request has one token, from tensors alone.
+def make_decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
+    """Return the operations of a step with one token per request, without reading a tensor.
 
-    `table` is `[B, M]`, int32. Unused pages are below 0. `lengths` is `[B]`, int32, including this
-    step's tokens. A length of 0 is padding, without a request.
+    `table` is `[B, M]`, int32, and negative for unused pages. `lengths` is `[B]`, int32, including
+    the tokens of this step. A length of 0 marks padding, a row without a request.
     """
-    before = (lengths - 1).clamp(min=0)
-    page = table.gather(1, (before // page_size)[:, None].long())
+    positions = (lengths - 1).clamp(min=0)
+    page = table.gather(1, (positions // page_size)[:, None].long())
     stop = table.shape[1] * page_size
     batch = AttendBatch(None, None, None, 1, table, lengths, stop, causal=False)
-    return LayerWork(None, page, before % page_size + 1, [batch], [], len(lengths))
+    return LayerWork(None, page, positions % page_size + 1, [batch], [], len(lengths))
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """Makes the operations of one kind of layers."""
+    """Plans the operations of one kind of layers."""
 
     window: int | None
     page_size: int
-    index: int  # of the kind
+    index: int  # index of the kind
     device: torch.device
 
-    def send(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
+    def upload(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
         return upload(np.asarray(x, dtype), self.device)
 
-    def plan(self, entries: Sequence[_Entry], count: int) -> LayerWork:
-        chunks = [entry for entry in entries if self.wraps(entry)]
-        plain = [entry for entry in entries if not self.wraps(entry)]
-        slots = [self.locate(entry, entry.past, entry.past + entry.tokens) for entry in plain]
-        page, slot = (np.concatenate(parts) for parts in zip((_NONE, _NONE), *slots, strict=True))
-        written = None
-        if chunks:
-            spans = [np.arange(entry.first, entry.first + entry.tokens) for entry in plain]
-            written = self.send(np.concatenate([_NONE, *spans]), np.int64)
+    def plan_layer(self, requests: Sequence[_Request], count: int) -> LayerWork:
+        wrapping = [request for request in requests if self.wraps_ring(request)]
+        appended = [request for request in requests if not self.wraps_ring(request)]
+        slots = [self.locate_slots(r, r.num_stored, r.num_stored + r.tokens) for r in appended]
+        page, slot = (np.concatenate(parts) for parts in zip((_EMPTY, _EMPTY), *slots, strict=True))
+        written_tokens = None
+        if wrapping:
+            spans = [np.arange(r.first_token, r.first_token + r.tokens) for r in appended]
+            written_tokens = self.upload(np.concatenate([_EMPTY, *spans]), np.int64)
         return LayerWork(
-            written,
-            self.send(page, np.int32)[:, None],
-            self.send(slot + 1, np.int32),
-            [self.batch(group, count) for group in group_by_length(plain)],
-            [self.chunk(entry) for entry in chunks],
+            written_tokens,
+            self.upload(page, np.int32)[:, None],
+            self.upload(slot + 1, np.int32),
+            [self.plan_batch(group, count) for group in group_by_length(appended)],
+            [self.plan_chunk(request) for request in wrapping],
             count,
         )
 
-    def wraps(self, entry: _Entry) -> bool:
-        """Return whether the tokens overwrite tokens that the first of them attends to."""
-        end = entry.past + entry.tokens
-        return self.window is not None and entry.tokens > 1 and end > self.window
+    def wraps_ring(self, request: _Request) -> bool:
+        """Return whether the new tokens overwrite tokens that the first of them attends to."""
+        end = request.num_stored + request.tokens
+        return self.window is not None and request.tokens > 1 and end > self.window
 
-    def locate(self, entry: _Entry, start: int, stop: int) -> tuple[_Ints, _Ints]:
+    def locate_slots(self, request: _Request, start: int, stop: int) -> tuple[_Ints, _Ints]:
         """Return pages and slots of positions `start` to `stop - 1`."""
         position = np.arange(start, stop)
         if self.window is not None:
             position %= self.window
-        page = entry.pages[self.index][position // self.page_size]
+        page = request.pages[self.index][position // self.page_size]
         return page, (position % self.page_size).astype(np.int32)
 
-    def batch(self, group: list[_Entry], step_tokens: int) -> AttendBatch:
-        ends = [entry.past + entry.tokens for entry in group]
+    def plan_batch(self, group: list[_Request], step_tokens: int) -> AttendBatch:
+        ends = [request.num_stored + request.tokens for request in group]
         lengths = [end if self.window is None else min(end, self.window) for end in ends]
-        pages = [-(-length // self.page_size) for length in lengths]
-        table = np.full((len(group), max(pages)), -1, np.int32)
-        for row, entry, number in zip(table, group, pages, strict=True):
-            row[:number] = entry.pages[self.index][:number]
+        page_counts = [-(-length // self.page_size) for length in lengths]
+        table = np.full((len(group), max(page_counts)), -1, np.int32)
+        for row, request, count in zip(table, group, page_counts, strict=True):
+            row[:count] = request.pages[self.index][:count]
         return make_batch(
-            group, step_tokens, self.send(table, np.int32), self.send(lengths, np.int32),
+            group, step_tokens, self.upload(table, np.int32), self.upload(lengths, np.int32),
             max(lengths),
         )  # fmt: skip
 
-    def chunk(self, entry: _Entry) -> RingChunk:
+    def plan_chunk(self, request: _Request) -> RingChunk:
         assert self.window is not None
-        end = entry.past + entry.tokens
+        begin, end = request.num_stored, request.num_stored + request.tokens
 
-        def send(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-            page, slot = self.locate(entry, start, stop)
-            return self.send(page, np.int64), self.send(slot, np.int64)
+        def upload_slots(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            page, slot = self.locate_slots(request, start, stop)
+            return self.upload(page, np.int64), self.upload(slot, np.int64)
 
-        old = send(max(first_visible(entry.past, self.window), 0), entry.past)
-        kept = send(max(first_visible(end - 1, self.window), entry.past), end)
-        before = self.send([len(old[0])], np.int32)
-        return RingChunk(self.window, entry.first, entry.tokens, before, old, kept)
+        old = upload_slots(max(first_visible(begin, self.window), 0), begin)
+        kept = upload_slots(max(first_visible(end - 1, self.window), begin), end)
+        old_lengths = self.upload([len(old[0])], np.int32)
+        return RingChunk(self.window, request.first_token, request.tokens, old_lengths, old, kept)
 
 
-_NONE = np.empty(0, np.int32)
+_EMPTY = np.empty(0, np.int32)
 
 
 def make_batch(
@@ -217,34 +217,34 @@ def make_batch(
 ) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens.
 
-    Each request has `tokens` tokens of the step, from token `first` on. `table` `[B, M]` and
+    Each request has `tokens` tokens of the step, from token `first_token` on. `table` `[B, M]` and
     `lengths` `[B]`, which include this step's tokens, are int32. `stop` is at least the largest
     length.
     """
-    count = max(entry.tokens for entry in group)
-    tokens = used = targets = None
+    count = max(request.tokens for request in group)
+    tokens = rows = targets = None
     if count > 1 or len(group) < step_tokens:
         # Shorter requests are padded in front. Such a query is before the start of its sequence, or
         # repeats an existing query. Its result is not used.
         offset = np.arange(count) - count
-        after = np.array([entry.first + entry.tokens for entry in group])[:, None]
-        padding = np.array([entry.tokens for entry in group])[:, None] + offset < 0
-        slots = np.where(padding, after - 1, after + offset).reshape(-1).astype(np.int64)
-        tokens = targets = upload(slots, lengths.device)
+        ends = np.array([request.first_token + request.tokens for request in group])[:, None]
+        padding = np.array([request.tokens for request in group])[:, None] + offset < 0
+        queries = np.where(padding, ends - 1, ends + offset).reshape(-1).astype(np.int64)
+        tokens = targets = upload(queries, lengths.device)
         if padding.any():
-            real = np.flatnonzero(~padding).astype(np.int64)
-            used, targets = upload(real, lengths.device), upload(slots[real], lengths.device)
-    return AttendBatch(tokens, used, targets, count, table, lengths, stop, causal=count > 1)
+            real_rows = np.flatnonzero(~padding).astype(np.int64)
+            rows, targets = (upload(x, lengths.device) for x in (real_rows, queries[real_rows]))
+    return AttendBatch(tokens, rows, targets, count, table, lengths, stop, causal=count > 1)
 
 
-def group_by_length(entries: Sequence[Any]) -> list[list[Any]]:
-    """Split requests into sets of about the same number of `tokens`. Those with one are a set."""
+def group_by_length(requests: Sequence[Any]) -> list[list[Any]]:
+    """Split requests into sets of about equal `tokens`. Requests with one token are a set."""
     groups: list[list[Any]] = []
-    for entry in sorted(entries, key=lambda e: -e.tokens):  # stable: equal ones stay in order
+    for request in sorted(requests, key=lambda r: -r.tokens):  # stable, so the order is kept
         longest = groups[-1][0].tokens if groups else 0
-        alike = longest and entry.tokens >= MIN_LENGTH_RATIO * longest
-        if alike and (entry.tokens > 1) == (longest > 1) and len(groups[-1]) < MAX_BATCH:
-            groups[-1].append(entry)
+        is_similar = longest and request.tokens >= MIN_LENGTH_RATIO * longest
+        if is_similar and (request.tokens > 1) == (longest > 1) and len(groups[-1]) < MAX_BATCH:
+            groups[-1].append(request)
         else:
-            groups.append([entry])
+            groups.append([request])
     return groups

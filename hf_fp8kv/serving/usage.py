@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..formats import count_plans
-from .fp8_manager import enabled_state
+from .fp8_manager import find_factory
 
 
 @dataclass(frozen=True)
@@ -13,19 +13,19 @@ class Usage:
     """The current contents of an engine, in this process if tensor parallelism is used.
 
     Attributes:
-        pages_total: Planned pages, in the engine's blocks: `page_size` tokens of every layer.
+        pages_total: Pages planned by the engine, each with `page_size` tokens of every layer.
         pages_used: Pages allocated to live requests and to prefixes kept for reuse.
         tokens_held: Tokens of live requests and of kept prefixes. Shared tokens count once.
         bytes_total: Bytes of `pages_total`.
         bytes_used: Bytes of `pages_used`.
         prefix_hits: Number of times that a request found its beginning in the cache, since the
-            cache was made. A request that had to give up its pages may count again.
-        prefix_tokens: Tokens that these requests did not have to compute.
+            cache was made. A request whose pages were evicted may count again.
+        prefix_tokens: Number of prompt tokens that were found and not computed again.
         requests_active: Requests that hold pages.
         requests_waiting: Requests that wait for their first step.
-        store_tokens: Tokens of prompts that came from a `PrefixStore`. 0 without one.
-        store_bytes_read: Bytes read from its files.
-        store_bytes_written: Bytes written to its files.
+        store_tokens: Tokens of prompts that came from a `PrefixStore`. 0 without a store.
+        store_bytes_read: Bytes read from the store's files.
+        store_bytes_written: Bytes written to the store's files.
         plans: Number of layers with each storage plan, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
     """
 
@@ -45,36 +45,36 @@ class Usage:
 
 
 def usage(owner: Any) -> Usage | None:
-    """Return the usage of an engine's pages, or None if no pages have been made yet.
+    """Return the usage of an engine's pages, or None if no pages are allocated yet.
 
     Args:
-        owner: A manager, or an enabled model, whose last manager counts.
+        owner: A manager, or an enabled model, whose newest manager is used.
     """
-    state = enabled_state(owner)
-    if state is not None:
-        managers = [m for m in state.managers if m.batch_processor is not None]
+    factory = find_factory(owner)
+    if factory is not None:
+        managers = [manager for manager in factory.managers if manager.batch_processor is not None]
         owner = managers[-1] if managers else None
     processor = getattr(owner, "batch_processor", None)
     if processor is None:
         return None
     cache, scheduler = processor.cache, processor.scheduler
-    active = list(scheduler.active_requests.values())
-    lengths = {state.request_id: state.position_offset for state in active}
-    total, used, page, tokens = cache.memory_usage(lengths)
-    store = cache.chosen.store
-    stored = Counter[str]({} if store is None else store.counts())  # of this process
+    active_requests = list(scheduler.active_requests.values())
+    stored_lengths = {state.request_id: state.position_offset for state in active_requests}
+    total_bytes, used_bytes, page_bytes, num_tokens = cache.memory_usage(stored_lengths)
+    store = cache.serving_config.prefix_store
+    store_counts = Counter[str]({} if store is None else store.counts())  # counts of this process
     return Usage(
-        pages_total=total // page,
-        pages_used=-(-used // page),
-        tokens_held=tokens,
-        bytes_total=total,
-        bytes_used=used,
+        pages_total=total_bytes // page_bytes,
+        pages_used=-(-used_bytes // page_bytes),
+        tokens_held=num_tokens,
+        bytes_total=total_bytes,
+        bytes_used=used_bytes,
         prefix_hits=cache.prefix_hits,
         prefix_tokens=cache.prefix_tokens,
-        requests_active=len(active),
+        requests_active=len(active_requests),
         requests_waiting=len(scheduler.waiting_requests) + owner.input_queue.qsize(),
         plans=count_plans({i: layer.plan for i, layer in cache.layers.items()}),
-        store_tokens=stored["tokens_found"],
-        store_bytes_read=stored["bytes_read"],
-        store_bytes_written=stored["bytes_written"],
+        store_tokens=store_counts["tokens_found"],
+        store_bytes_read=store_counts["bytes_read"],
+        store_bytes_written=store_counts["bytes_written"],
     )

@@ -36,4 +36,4 @@ def view_pages(kv_cache: torch.Tensor, kind: EnginePages) -> Pages:
             f"{kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
         )
     block = kv_cache.view(torch.uint8).as_strided((len(kv_cache), size), (kv_cache.stride(0), 1))
-    return kind.view(block)
+    return kind.view_block(block)

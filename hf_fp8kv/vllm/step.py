@@ -8,18 +8,18 @@ import numpy.typing as npt
 import torch
 
 from ..ops.blocks import upload
-from ..serving.step import AttendBatch, LayerWork, decode_work, group_by_length, make_batch
+from ..serving.step import AttendBatch, LayerWork, group_by_length, make_batch, make_decode_work
 
 _Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A request of a step, with `tokens` new tokens from the step's token `first` on."""
+    """A request of a step, with `tokens` new tokens from the step's token `first_token` on."""
 
     number: int
     tokens: int
-    first: int
+    first_token: int
 
 
 @dataclass
@@ -48,7 +48,7 @@ class DecodeStep:
         """
         is_missing = self.slots[: len(self.lengths)] < 0
         table = self.table.masked_fill(is_missing[:, None], -1)
-        return decode_work(table, self.lengths.masked_fill(is_missing, 0), self.page_size)
+        return make_decode_work(table, self.lengths.masked_fill(is_missing, 0), self.page_size)
 
 
 def is_decoding(starts: _Ints) -> bool:

@@ -1,4 +1,4 @@
-"""Fixtures of a tiny model, saved scales, and the command line in this process."""
+"""Fixtures: a tiny model, saved scales, and the command line in this process."""
 
 import json
 from pathlib import Path
@@ -11,24 +11,24 @@ from tests.scales.test_export import random_scales
 
 
 class Command:
-    """Runs commands in this process, and checks that a failing command writes nothing to stdout."""
+    """Runs commands in this process. A command that fails must write nothing to stdout."""
 
-    def __init__(self, call: command_line.Runner) -> None:
-        self.call = call
+    def __init__(self, run_command: command_line.Runner) -> None:
+        self.run_command = run_command
 
     def __call__(self, *arguments: object, stdin: str = "") -> tuple[str, str]:
-        """Run a command that must succeed, and return its stdout and stderr."""
-        code, out, err = self.call(*map(str, arguments), stdin=stdin)
+        """Run a command that must succeed. Return its stdout and stderr."""
+        code, out, err = self.run_command(*map(str, arguments), stdin=stdin)
         assert code == 0, err
         return out, err
 
     def json(self, *arguments: object, **kwargs: str) -> Any:
-        """Run a command that must succeed with `--json`, and return its output."""
+        """Run a command with `--json` that must succeed. Return its parsed output."""
         return json.loads(self(*arguments, "--json", **kwargs)[0])
 
     def fails(self, *arguments: object, code: int = 1) -> str:
-        """Run a command that must exit with `code`, and return its stderr."""
-        exit_code, out, err = self.call(*map(str, arguments))
+        """Run a command that must exit with `code`. Return its stderr."""
+        exit_code, out, err = self.run_command(*map(str, arguments))
         assert (exit_code, out) == (code, ""), err
         assert "Traceback" not in err
         return err
@@ -47,6 +47,6 @@ def run(monkeypatch, capsys) -> Command:
 
 @pytest.fixture
 def saved_scales(tmp_path) -> Path:
-    """Return a folder with scales of three layers."""
+    """A folder with scales of three layers."""
     random_scales("tensor").save_pretrained(tmp_path / "own")
     return tmp_path / "own"

@@ -1,4 +1,4 @@
-"""Tests of `generate`, `check` and `--help` in this process: output and exit codes."""
+"""Tests of the commands `generate`, `check` and `--help`: output and exit codes."""
 
 import json
 import re
@@ -23,18 +23,18 @@ TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 def generate(run, model):
     """Return a function that runs `generate --json` with the tiny model."""
 
-    def _generate(*arguments: str, stdin: str = "", model: str = model) -> dict:
-        fixed = ("--model", model, "--max-new-tokens", "12", "--backend", "torch")
-        return run.json("generate", *arguments, *fixed, stdin=stdin)
+    def run_generate(*arguments: str, stdin: str = "", model: str = model) -> dict:
+        fixed_arguments = ("--model", model, "--max-new-tokens", "12", "--backend", "torch")
+        return run.json("generate", *arguments, *fixed_arguments, stdin=stdin)
 
-    return _generate
+    return run_generate
 
 
 # -- generate --------------------------------------------------------------------------------------
 
 
 def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
-    # The model is in float32, because two attentions with 16 bits may choose different tokens.
+    # The model is in float32, because in 16 bits two attentions may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)
     output = generate("--kv-cache-dtype", "auto", model=folder)
     dense, pages = output["runs"]
@@ -42,7 +42,7 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
     assert output["agreement"] == {"equal": 12, "of": 12, "first_difference": None}
     assert pages["bytes_per_token"] == dense["bytes_per_token"]
     assert dense["cached_tokens"] == pages["cached_tokens"] == 5 + 12 - 1
-    # 2 layers, K and V, 2 heads of 16 values, 4 bytes each
+    # 2 layers, K and V, 2 heads of 16 values, 4 bytes for each value.
     assert dense["cache_bytes"] == dense["cached_tokens"] * 2 * 2 * 2 * 16 * 4
     assert (dense["attention"], pages["attention"]) == ("sdpa", "fp8_paged")
 
@@ -51,7 +51,7 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
     ("options", "ratio"),
     [
         (["--scales", "1.0"], 1 / 2),
-        ([], 1 / 2 + 1 / 16),  # a bf16 scale for each head's 16 values
+        ([], 1 / 2 + 1 / 16),  # a bf16 scale for the 16 values of each head
         (["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16"], 1 / 2 + 1 / 16),
         (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
         (["--kv-cache-dtype", "int8", "--value-dtype", "fp8_e2m5", "--scales", "1.0"], 1 / 2),
@@ -63,9 +63,9 @@ def test_bytes_per_token_match_the_formats(generate, options, ratio):
     dense, pages = generate(*options)["runs"]
     assert pages["bytes_per_token"] / dense["bytes_per_token"] == pytest.approx(ratio)
     assert pages["scales"] == ("1.0" if "--scales" in options else "dynamic")
-    fit = 8 * 1024**3
-    assert dense["tokens_that_fit"] == fit // dense["bytes_per_token"]
-    assert pages["tokens_that_fit"] == fit // pages["bytes_per_token"]
+    memory = 8 * 1024**3
+    assert dense["tokens_that_fit"] == memory // dense["bytes_per_token"]
+    assert pages["tokens_that_fit"] == memory // pages["bytes_per_token"]
 
 
 def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
@@ -110,17 +110,17 @@ def test_chat_uses_the_template(generate, run, model, tmp_path):
 @pytest.mark.parametrize("columns", ["30", pytest.param("80", marks=pytest.mark.full), "200"])
 def test_the_table_fits_into_the_terminal(run, model, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    fixed = ("--model", model, "--backend", "torch", "--max-new-tokens", "9")
-    out, _ = run("generate", "the capital", *fixed, "--memory", "500 MB")
+    fixed_arguments = ("--model", model, "--backend", "torch", "--max-new-tokens", "9")
+    out, _ = run("generate", "the capital", *fixed_arguments, "--memory", "500 MB")
     assert max(map(len, out.splitlines())) <= int(columns)
     if columns == "200":
-        pages = "pages of 64, K fp8_e3m4 centered, V fp8_e3m4"
-        for part in ("DynamicCache bfloat16", pages, "of 9", "fit into 476.84 MiB"):
-            assert part in out
+        pages_text = "pages of 64, K fp8_e3m4 centered, V fp8_e3m4"
+        for expected_text in ("DynamicCache bfloat16", pages_text, "of 9", "fit into 476.84 MiB"):
+            assert expected_text in out
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
+    ("first_ids", "second_ids", "expected"),
     [
         ([1, 2, 3], [1, 2, 3], (3, 3, None)),
         ([1, 2, 3], [1, 9, 3], (2, 3, 1)),
@@ -129,11 +129,11 @@ def test_the_table_fits_into_the_terminal(run, model, monkeypatch, columns):
     ],
     ids=["equal", "one-differs", "one-is-longer", "none-equal"],
 )
-def test_agreement_counts_equal_positions(first, second, expected):
-    def answer(ids: list[int]) -> Run:
+def test_agreement_counts_equal_positions(first_ids, second_ids, expected):
+    def make_run(ids: list[int]) -> Run:
         return Run("", "", "", "", ids, None, 1, 1, 1.0, 1)
 
-    agreement = compare_tokens(answer(first), answer(second))
+    agreement = compare_tokens(make_run(first_ids), make_run(second_ids))
     assert tuple(agreement.values()) == expected
 
 
@@ -226,7 +226,7 @@ def test_help_names_the_commands(run):
 
 def test_check_shows_versions_and_backends(run, model):
     output = run.json("check")
-    # A build for GPUs has its CUDA in `torch.__version__` alone.
+    # A build for GPUs shows the CUDA version only in `torch.__version__`.
     assert torch.__version__.startswith(output["versions"]["torch"])
     assert output["backends"]["torch"] == "available"
     assert output["versions"]["torch"] in run("check")[0]

@@ -1,4 +1,4 @@
-"""Tests of `hf-fp8kv calibrate`: options, output and errors. A fake replaces the calibration."""
+"""Tests of `hf-fp8kv calibrate` with a fake calibration: options, output and errors."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.scales.test_export import random_scales
 
 
 class FakeCalibrate:
-    """A fake `calibrate` that records calls, and returns scales or raises `error` if it is set."""
+    """A fake `calibrate`, which records calls and returns `scales`, or raises `error` if set."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
@@ -29,46 +29,46 @@ class FakeCalibrate:
 
 @pytest.fixture
 def calibration(monkeypatch) -> FakeCalibrate:
-    fake = FakeCalibrate()
-    monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", fake, raising=False)
-    return fake
+    fake_calibrate = FakeCalibrate()
+    monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", fake_calibrate, raising=False)
+    return fake_calibrate
 
 
 @pytest.fixture
-def text(tmp_path) -> Path:
+def text_file(tmp_path) -> Path:
     (path := tmp_path / "text.txt").write_text("the capital of London\n" * 50)
     return path
 
 
 @pytest.fixture
-def run(run, model, text, tmp_path):
-    """Return a runner of `calibrate` whose default model, text and folder are small test data."""
-    run_command = run.call
+def run(run, model, text_file, tmp_path):
+    """A runner of `calibrate` whose default model, text and folder are small test data."""
+    original_run = run.run_command
 
-    def calibrate(*arguments: str, **kwargs: str) -> tuple[int, str, str]:
+    def run_calibrate(*arguments: str, **kwargs: str) -> tuple[int, str, str]:
         if "inspect" in arguments:
-            return run_command(*arguments, **kwargs)
+            return original_run(*arguments, **kwargs)
         defaults = {
-            "--model": model, "--texts": str(text), "--out": str(tmp_path / "out"),
+            "--model": model, "--texts": str(text_file), "--out": str(tmp_path / "out"),
             "--device": "cpu",
         }  # fmt: skip
         missing = [part for pair in defaults.items() if pair[0] not in arguments for part in pair]
-        return run_command("calibrate", *missing, *arguments, **kwargs)
+        return original_run("calibrate", *missing, *arguments, **kwargs)
 
-    run.call = calibrate
+    run.run_command = run_calibrate
     return run
 
 
-def test_output_lists_the_written_files(run, calibration, text, tmp_path):
+def test_output_lists_the_written_files(run, calibration, text_file, tmp_path):
     out, _ = run()
     (call,) = calibration.calls
     assert call.pop("model").config.num_hidden_layers == 2
     assert call.pop("tokenizer").vocab_size > 2
-    # Omitted options use the library's defaults.
-    assert call == {"texts": text}
+    # Omitted options are not passed, so the library's defaults apply.
+    assert call == {"texts": text_file}
     assert sorted(map(Path, out.splitlines())) == sorted((tmp_path / "out").iterdir())
-    loaded = KVScales.from_pretrained(tmp_path / "out")
-    assert torch.equal(loaded.layers[1].k, calibration.scales.layers[1].k)
+    loaded_scales = KVScales.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded_scales.layers[1].k, calibration.scales.layers[1].k)
 
 
 def test_every_option_reaches_the_library(run, calibration, tmp_path):
@@ -80,7 +80,7 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
     run(*arguments, "--no-center", "--chat-template", "--model-dtype", "float16")
     (call,) = calibration.calls
     assert call["model"].dtype == torch.float16
-    assert {name: call[name] for name in options} == options
+    assert {k: call[k] for k in options} == options
     assert (call["center"], call["chat_template"]) == (False, True)
 
 
@@ -110,47 +110,47 @@ def test_every_format_is_written(run, calibration, tmp_path, format):
 def test_calibration_matches_the_format(run, calibration, format, options, expected):
     run("--format", format, *options)
     call = calibration.calls[0]
-    assert {n: call[n] for n in ("granularity", "center") if n in call} == expected
+    assert {name: call[name] for name in ("granularity", "center") if name in call} == expected
 
 
 def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
     out, _ = run("--checkpoint", model, "--format", "compressed-tensors")
-    folder, copy = tmp_path / "out", tmp_path / "out" / "checkpoint"
+    folder, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint"
     assert KVScales.from_pretrained(folder).format == "hf_fp8kv"
-    assert KVScales.from_pretrained(copy).format == "compressed-tensors"
-    assert (copy / "tokenizer.json").is_file()
-    assert str(copy / "model-kv-scales.safetensors") in out.splitlines()
+    assert KVScales.from_pretrained(checkpoint).format == "compressed-tensors"
+    assert (checkpoint / "tokenizer.json").is_file()
+    assert str(checkpoint / "model-kv-scales.safetensors") in out.splitlines()
 
 
 def test_overwrite_replaces_the_scales_in_a_copy(run, calibration, model, tmp_path):
-    old = tmp_path / "old"
+    old_folder = tmp_path / "old"
     random_scales("tensor", layers=2).save_pretrained(
-        old, format="compressed-tensors", checkpoint=model
+        old_folder, format="compressed-tensors", checkpoint=model
     )
-    options = ("--checkpoint", old, "--format", "compressed-tensors")
+    options = ("--checkpoint", old_folder, "--format", "compressed-tensors")
     err = run.fails(*options)
     assert calibration.calls == []
     assert "k_scale" in err
     assert "--overwrite" in err
     run(*options, "--overwrite")
-    written = KVScales.from_pretrained(tmp_path / "out").layers
-    copied = KVScales.from_pretrained(tmp_path / "out" / "checkpoint").layers
-    assert all(torch.equal(written[i].k, copied[i].k) for i in written)
+    written_layers = KVScales.from_pretrained(tmp_path / "out").layers
+    copied_layers = KVScales.from_pretrained(tmp_path / "out" / "checkpoint").layers
+    assert all(torch.equal(written_layers[i].k, copied_layers[i].k) for i in written_layers)
 
 
 def test_existing_scales_are_rejected_before_calibration(run, calibration, tmp_path):
-    existing = random_scales("tensor")
-    existing.save_pretrained(tmp_path / "out")
+    existing_scales = random_scales("tensor")
+    existing_scales.save_pretrained(tmp_path / "out")
     err = run.fails()
     assert calibration.calls == []
     assert "kv_scales.safetensors" in err
     assert "--overwrite" in err
-    assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == existing.layers[0].k
+    assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == existing_scales.layers[0].k
     for file in ("kv_cache_scales.json", "kv_calibration.json"):
         (tmp_path / file).mkdir()
         (tmp_path / file / file).write_text("{}")
         assert file in run.fails("--out", tmp_path / file)
-    # kv_scales.safetensors is read first, so scales of another format next to it would be ignored.
+    # kv_scales.safetensors is read first, so scales in a different format would be ignored.
     run.fails("--format", "vllm-json")
     assert "read before all others" in run.fails("--format", "vllm-json", "--overwrite")
     assert calibration.calls == []
@@ -163,7 +163,7 @@ def test_invalid_outputs_fail_before_calibration(run, calibration, model, tmp_pa
     assert "expected a place without config.json" in err
     (tmp_path / "file").write_text("")
     assert "expected a folder" in run.fails("--out", tmp_path / "file")
-    # A copy of the checkpoint does not replace existing files.
+    # A copy of the checkpoint must not replace existing files.
     (tmp_path / "out" / "checkpoint").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint" / "mine").write_text("")
     assert "new or empty" in run.fails("--checkpoint", model, "--overwrite")
@@ -187,9 +187,9 @@ def test_an_interruption_writes_no_files(run, calibration, tmp_path):
 def test_an_error_is_one_message(run, calibration, tmp_path, error, message):
     calibration.error = error
     err = run.fails()
-    last = err[err.index("hf-fp8kv: error: ") :]
-    assert message in last
-    assert str(error) in last
+    message_text = err[err.index("hf-fp8kv: error: ") :]
+    assert message in message_text
+    assert str(error) in message_text
     assert not (tmp_path / "out").exists()
 
 
@@ -240,15 +240,15 @@ def test_missing_texts_are_rejected_before_calibration(run, calibration):
     assert len(calibration.calls[0]["texts"]) > 50
 
 
-def test_calibrated_scales_are_measured_by_inspect(run, tmp_path, model, text):
+def test_calibrated_scales_are_measured_by_inspect(run, tmp_path, model, text_file):
     options = ["--max-length", "64", "--max-tokens", "160", "--held-out", "40"]
     out, _ = run(*options, "--granularity", "tensor")
     for part in ("unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "kv_scales.safetensors"):
         assert part in out
     scales = KVScales.from_pretrained(tmp_path / "out")
     assert {layer.granularity for layer in scales.layers.values()} == {"tensor"}
-    fixed = ("inspect", tmp_path / "out", "--model", model, "--texts", text)
-    output = run.json(*fixed, "--max-tokens", "100", "--device", "cpu")
+    inspect_arguments = ("inspect", tmp_path / "out", "--model", model, "--texts", text_file)
+    output = run.json(*inspect_arguments, "--max-tokens", "100", "--device", "cpu")
     for index, layer in scales.layers.items():
         side = output["layers"][str(index)]["v"]
         assert side["amax_from"] == "text"

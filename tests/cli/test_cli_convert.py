@@ -13,35 +13,35 @@ from tests.scales.test_sources import DATA, edit_json
 
 @pytest.fixture
 def convert(run, saved_scales, tmp_path):
-    """Return a runner of `convert` from a folder of scales to the folder `out`."""
-    run_command = run.call
-    run.call = lambda *arguments, **kwargs: run_command(
+    """A runner of `convert` with the folder of saved scales and the folder `out` as arguments."""
+    run_command = run.run_command
+    run.run_command = lambda *arguments, **kwargs: run_command(
         "convert", str(saved_scales), str(tmp_path / "out"), *arguments, **kwargs
     )
     return run
 
 
 @pytest.mark.parametrize("kind", ["tensor", "centered-head"])
-@pytest.mark.parametrize("format", [f for f in SCALE_FORMATS if f != "hf_fp8kv"])
+@pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
 def test_scales_are_converted_to_every_format_and_back(run, tmp_path, format, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path / "own")
-    source, converted, converted_back = (tmp_path / name for name in ("own", "out", "back"))
-    out, err = run("convert", source, converted, "--to", format)
-    assert sorted(map(Path, out.splitlines())) == sorted(converted.iterdir())
-    assert_holds(converted, scales, format)
+    source, converted_folder, final_folder = (tmp_path / name for name in ("own", "out", "back"))
+    out, err = run("convert", source, converted_folder, "--to", format)
+    assert sorted(map(Path, out.splitlines())) == sorted(converted_folder.iterdir())
+    assert_holds(converted_folder, scales, format)
     assert f"hf_fp8kv -> {format}: 3 layers, per {kind.removeprefix('centered-')}" in err
     if kind == "centered-head":
         assert err.count("warning: ") == 1
         assert "enlarged by the centers" in err
     elif format != "vllm-json":
         assert "warning" not in err
-    output = run.json("convert", converted, converted_back, "--to", "hf_fp8kv")
+    output = run.json("convert", converted_folder, final_folder, "--to", "hf_fp8kv")
     assert (output["from"]["format"], output["from"]["model_type"]) == (format, "llama")
-    assert output["to"] == {"format": "hf_fp8kv", "folder": str(converted_back)}
-    assert sorted(map(Path, output["files"])) == sorted(converted_back.iterdir())
+    assert output["to"] == {"format": "hf_fp8kv", "folder": str(final_folder)}
+    assert sorted(map(Path, output["files"])) == sorted(final_folder.iterdir())
     assert output["warnings"] == []
-    assert_holds(converted_back, reduce_scales(scales, format), "hf_fp8kv")
+    assert_holds(final_folder, reduce_scales(scales, format), "hf_fp8kv")
 
 
 def test_a_file_is_converted_and_its_warnings_are_printed_once(run, tmp_path):
@@ -63,27 +63,27 @@ def test_scales_are_converted_into_a_copy_of_a_checkpoint(convert, saved_scales,
 
 
 def test_existing_files_are_replaced_only_with_overwrite(convert, tmp_path):
-    existing = random_scales("tensor", seed=1)
-    existing.save_pretrained(tmp_path / "out", format="vllm-json")
+    existing_scales = random_scales("tensor", seed=1)
+    existing_scales.save_pretrained(tmp_path / "out", format="vllm-json")
     err = convert.fails("--to", "vllm-json")
     assert err.startswith("hf-fp8kv: error: ")
     assert err.count("\n") == 1
     assert "--overwrite" in err
-    assert_holds(tmp_path / "out", existing, "vllm-json")
+    assert_holds(tmp_path / "out", existing_scales, "vllm-json")
     convert("--to", "vllm-json", "--overwrite")
     assert_holds(tmp_path / "out", random_scales("tensor"), "vllm-json")
 
 
 def test_tp_size_writes_a_json_with_ranks(convert, tmp_path):
     convert("--tp-size", 4, "--to", "vllm-json")
-    data = json.loads((tmp_path / "out" / "kv_cache_scales.json").read_text())
-    assert set(data["kv_cache"]["scaling_factor"]) == {"0", "1", "2", "3"}
+    json_scales = json.loads((tmp_path / "out" / "kv_cache_scales.json").read_text())
+    assert set(json_scales["kv_cache"]["scaling_factor"]) == {"0", "1", "2", "3"}
     assert "tp_size" in convert.fails("--tp-size", 4, "--to", "autofp8")
 
 
 def test_the_model_type_can_be_set(run, tmp_path):
-    nameless = KVScales(random_scales("tensor").layers)
-    nameless.save_pretrained(tmp_path / "own")
+    untyped_scales = KVScales(random_scales("tensor").layers)
+    untyped_scales.save_pretrained(tmp_path / "own")
     out = tmp_path / "out"
     arguments = ["convert", tmp_path / "own", out, "--to", "vllm-json"]
     _, err = run(*arguments)
@@ -112,11 +112,11 @@ def test_missing_layers_need_lenient(run, tmp_path):
 
 
 def test_converted_scales_are_uploaded(run, saved_scales, monkeypatch):
-    monkeypatch.setattr(kv_scales, "HfApi", fake := FakeApi("kv_cache_scales.json"))
+    monkeypatch.setattr(kv_scales, "HfApi", fake_api := FakeApi("kv_cache_scales.json"))
     arguments = ["convert", saved_scales, "--push-to-hub", "org/name", "--to", "vllm-json"]
     assert "--overwrite" in run.fails(*arguments)
-    assert not fake.uploaded
+    assert not fake_api.uploaded
     address = "https://hf.co/org/name/Add scales of the KV cache"
     assert run(*arguments, "--overwrite")[0] == f"{address}\n"
-    assert sorted(fake.uploaded) == ["README.md", "kv_cache_scales.json"]
+    assert sorted(fake_api.uploaded) == ["README.md", "kv_cache_scales.json"]
     assert run.json(*arguments, "--overwrite")["to"]["commit"] == address

@@ -18,8 +18,8 @@ from tests.scales.test_sources import DATA, edit_json
 
 
 @pytest.fixture
-def measured(monkeypatch) -> list[dict[str, object]]:
-    """Replace the measurement by a fake, and return its calls."""
+def measure_calls(monkeypatch) -> list[dict[str, object]]:
+    """The calls of a fake that replaces the measurement."""
     calls: list[dict[str, object]] = []
 
     def measure(model, scales, texts, **options):
@@ -126,27 +126,27 @@ def test_warnings_and_remarks_are_shown(run, tmp_path):
     assert len(run.json("inspect", tmp_path)["remarks"]) == 2
 
 
-def test_a_measurement_is_shown(run, tmp_path, model, measured):
+def test_a_measurement_is_shown(run, tmp_path, model, measure_calls):
     scales = random_scales("head", layers=2)
     scales.save_pretrained(tmp_path)
     (text := tmp_path / "text.txt").write_text("the capital of London")
-    fixed = ["inspect", tmp_path, "--model", model, "--device", "cpu", "--model-dtype", "bfloat16"]
-    out, _ = run(*fixed, "--texts", text, "--max-tokens", "99", "--dtype", "fp8")
-    (call,) = measured
-    assert (loaded := call.pop("model")).config.num_hidden_layers == 2
-    assert loaded.dtype == torch.bfloat16
+    args = ["inspect", tmp_path, "--model", model, "--device", "cpu", "--model-dtype", "bfloat16"]
+    out, _ = run(*args, "--texts", text, "--max-tokens", "99", "--dtype", "fp8")
+    (call,) = measure_calls
+    assert (loaded_model := call.pop("model")).config.num_hidden_layers == 2
+    assert loaded_model.dtype == torch.bfloat16
     assert call.pop("tokenizer").vocab_size > 2
     assert call.pop("scales").layers.keys() == {0, 1}
     assert call == {"texts": text, "max_tokens": 99, "dtype": "fp8_e4m3"}
     for part in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
         assert part in out
-    output = run.json(*fixed, "--texts", text)
+    output = run.json(*args, "--texts", text)
     assert output["layers"]["1"]["v"]["amax"] == 2.125
     assert output["layers"]["1"]["v"]["amax_from"] == "text"
     assert output["layers"]["1"]["k"]["saturated"] == 0.00003
     assert CalibrationReport.from_dict(output["report"], "it") == make_report(2, heads=2)
-    run(*fixed, "--texts", "pydoc")  # the documentation of Python
-    assert len(texts := measured[-1]["texts"]) > 50
+    run(*args, "--texts", "pydoc")  # the documentation of Python
+    assert len(texts := measure_calls[-1]["texts"]) > 50
     assert all(isinstance(text, str) for text in texts)
 
 
@@ -159,14 +159,14 @@ def test_a_plot_is_written(run, tmp_path):
     assert "per head" in out
 
 
-def test_a_missing_matplotlib_is_reported_before_measuring(run, monkeypatch, measured):
+def test_a_missing_matplotlib_is_reported_before_measuring(run, monkeypatch, measure_calls):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name)
+        importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name)
     )
     arguments = ("inspect", "/no/such/scales", "--plot", "scales.png", "--texts", "pydoc")
     assert "pip install 'hf-fp8kv[plot]'" in run.fails(*arguments, code=2)
-    assert measured == []
+    assert measure_calls == []
 
 
 def test_a_report_next_to_the_scales_is_shown(run, tmp_path):

@@ -1,4 +1,4 @@
-"""Tests of the command line in a shell: completion, exit codes, interruptions, closed pipes."""
+"""Tests of the command line in a shell: completion, exit codes, interruptions and closed pipes."""
 
 import os
 import runpy
@@ -14,20 +14,20 @@ from hf_fp8kv.scales import SCALE_FORMATS
 
 @pytest.fixture
 def complete(monkeypatch, capsys):
-    """Return a function that completes the last word of a line, as a shell does."""
+    """A function that returns the completions of a line's last word, as in a shell."""
 
-    def _complete(line: str, shell: str = "bash") -> list[str]:
+    def complete_line(line: str, shell: str = "bash") -> list[str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])
         monkeypatch.setenv("_HF_FP8KV_COMPLETE", f"complete_{shell}")
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
-        with pytest.raises(SystemExit) as exit_:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        assert not exit_.value.code
+        assert not exit_info.value.code
         return capsys.readouterr().out.split("\n")[:-1]
 
-    return _complete
+    return complete_line
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def complete(monkeypatch, capsys):
         ("hf-fp8kv convert a b --weights ", ["copy", "link"]),
     ],
 )
-def test_a_shell_completes(complete, line, expected):
+def test_a_shell_completes_words(complete, line, expected):
     assert complete(line) == expected
 
 
-def test_zsh_completes(complete):
+def test_zsh_completes_words(complete):
     (expected,) = complete("hf-fp8kv bench s", "zsh")
     assert '"speed"' in expected
 
@@ -68,11 +68,11 @@ def test_completion_script_contains_the_command(run, monkeypatch):
 
 def test_python_m_is_the_same_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/somewhere/hf_fp8kv/cli/__main__.py", "bench", "--help"])
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_module("hf_fp8kv.cli", run_name="__main__")
-    assert not exit_.value.code
+    assert not exit_info.value.code
     assert "Usage: hf-fp8kv bench " in capsys.readouterr().out
-    # Benchmarks record this as their command.
+    # Benchmarks record this name as their command.
     assert sys.argv[0] == "hf-fp8kv"
 
 
@@ -85,25 +85,25 @@ def test_an_interruption_is_one_line(run, monkeypatch):
 
 
 def test_a_closed_pipe_exits_with_1(monkeypatch, capsys):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as stdout:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as stdout:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "--help"])
         monkeypatch.setattr(sys, "stdout", stdout)
-        with pytest.raises(SystemExit) as exit_:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-    assert (exit_.value.code, capsys.readouterr().err) == (1, "")
+    assert (exit_info.value.code, capsys.readouterr().err) == (1, "")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", [["check", "--json"], ["--help"]])
 def test_a_closed_pipe_prints_no_traceback(arguments):
-    reading, writing = os.pipe()
-    os.close(reading)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
     command = [sys.executable, "-m", "hf_fp8kv.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.run(
-        command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        command, env=environment, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False
     )
-    os.close(writing)
+    os.close(write_end)
     assert (process.returncode, process.stderr) == (1, "")

@@ -1,4 +1,4 @@
-"""Tests of the report of a calibration as JSON, as tables and as a plot."""
+"""Tests of a calibration report as JSON, as tables and as a plot."""
 
 import io
 import itertools
@@ -21,17 +21,17 @@ from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales, report
 
 DYNAMIC, NAN, Row = report.DYNAMIC, float("nan"), report.QualityRow
-ERRORS = [start + name for start in ("", DYNAMIC) for name in FORMATS]
+ERRORS = [prefix + name for prefix in ("", DYNAMIC) for name in FORMATS]
 
 
-def side(amax: list[float], error: float) -> report.SideStatistics:
-    """Return statistics of K or V, in which all errors are different."""
+def make_side(amax: list[float], error: float) -> report.SideStatistics:
+    """Return statistics of K or V in which each format has a different error."""
     errors = {name: error * (1 + index / 10) for index, name in enumerate(ERRORS)}
     return report.SideStatistics(tuple(amax), 0.00003, 0.125, errors)
 
 
 def make_report(layers: int = 4, heads: int = 3, **changes: Any) -> report.CalibrationReport:
-    """Return a report in which all layers, heads and sides are different."""
+    """Return a report in which all layers, heads and sides have different statistics."""
     result = report.CalibrationReport(
         model="a model", dtype="fp8_e4m3", granularity="head", margin=1.0, texts=2, tokens=5000,
         held_out_tokens=400, seconds=12.5, date="2026-11-21T10:00:00+00:00",
@@ -39,8 +39,8 @@ def make_report(layers: int = 4, heads: int = 3, **changes: Any) -> report.Calib
         scales_digest="0f" * 32, centers="No center was kept.",
         layers={
             i: report.LayerStatistics(
-                side([10.0 + i + h / 8 for h in range(heads)], 0.02 + i / 1000),
-                side([1.0 + i + h / 8 for h in range(heads)], 0.01 + i / 1000), False,
+                make_side([10.0 + i + h / 8 for h in range(heads)], 0.02 + i / 1000),
+                make_side([1.0 + i + h / 8 for h in range(heads)], 0.01 + i / 1000), False,
             )
             for i in range(layers)
         },
@@ -52,11 +52,11 @@ def make_report(layers: int = 4, heads: int = 3, **changes: Any) -> report.Calib
     return replace(result, **changes)
 
 
-def scales_of(result: report.CalibrationReport, centered: tuple[int, ...] = ()) -> KVScales:
-    """Return scales per head, as a calibration computes them."""
+def make_scales(result: report.CalibrationReport, centered: tuple[int, ...] = ()) -> KVScales:
+    """Return the scales per head that a calibration with this report computes."""
     layers = {}
     for index, layer in result.layers.items():
-        k, v = (torch.tensor(s.amax).view(-1, 1) / 448 for s in (layer.k, layer.v))
+        k, v = (torch.tensor(side.amax).view(-1, 1) / 448 for side in (layer.k, layer.v))
         center = torch.zeros(len(k), 2) if index in centered else None
         layers[index] = LayerScales(k, v, center, f"a: b/kv.safetensors: layers.{index}")
     return KVScales(layers, model_type="llama", origin="a: b/kv.safetensors")
@@ -74,10 +74,10 @@ def test_a_report_survives_json():
     result = replace(result, layers=layers)
     data = result.to_dict()
     loaded = report.CalibrationReport.from_dict(json.loads(json.dumps(data, allow_nan=False)), "x")
-    # Compare strings, because the types must match and 2 == 2.0.
+    # Strings are compared, because the types must match, but 2 == 2.0.
     assert (loaded, repr(loaded.to_dict())) == (result, repr(data))
     assert list(loaded.layers) == [3, 12]
-    data["layers"]["3"]["k"]["error"].clear()  # the JSON does not share objects with the report
+    data["layers"]["3"]["k"]["error"].clear()  # the JSON must not share objects with the report
     assert result == loaded
 
 
@@ -141,29 +141,29 @@ def render(scales: KVScales, result: report.CalibrationReport | None, width: int
     return console.export_text()
 
 
-def tables(text: str) -> list[dict[str, list[str]]]:
-    """Return the cells of each table by their headings."""
+def parse_tables(text: str) -> list[dict[str, list[str]]]:
+    """Return the cells of each table, by heading."""
     parsed = []
     for part in text.split("┏")[1:]:
-        heads, body = (
+        headings, rows = (
             [re.split("[┃│]", line)[1:-1] for line in part.splitlines() if line.startswith(bar)]
             for bar in "┃│"
         )
-        names = (" ".join(" ".join(cells).split()) for cells in zip(*heads, strict=True))
-        cells = ([cell.strip() for cell in column] for column in zip(*body, strict=True))
+        names = (" ".join(" ".join(cells).split()) for cells in zip(*headings, strict=True))
+        cells = ([cell.strip() for cell in column] for column in zip(*rows, strict=True))
         parsed.append(dict(zip(names, cells, strict=True)))
     return parsed
 
 
-def columns(text: str) -> dict[str, list[str]]:
-    """Return the cells of all tables that have a row for K and a row for V of each layer."""
-    return {name: cells for t in tables(text) if "layer" in t for name, cells in t.items()}
+def read_columns(text: str) -> dict[str, list[str]]:
+    """Return the cells, by heading, of all tables with rows for K and V of each layer."""
+    return {name: cells for t in parse_tables(text) if "layer" in t for name, cells in t.items()}
 
 
 def test_the_table_of_a_calibration_has_all_measurements():
     result = make_report(2)
-    text = render(scales_of(result, centered=(1,)), result)
-    assert columns(text) == {
+    text = render(make_scales(result, centered=(1,)), result)
+    assert read_columns(text) == {
         "layer": ["0", "0", "1", "1"],
         "stored": ["K", "V", "K centered", "V"],
         "scale": [
@@ -180,7 +180,7 @@ def test_the_table_of_a_calibration_has_all_measurements():
         "2026-11-21",
     ]
     assert text.splitlines()[-1] == "No center was kept."
-    assert tables(text)[-1] == {
+    assert parse_tables(text)[-1] == {
         "cache": ["unquantized", "static fp8_e4m3"], "mean KL": ["0", "3.00e-03"],
         "largest KL": ["0", "2.00e-01"], "same top-1": ["100.00%", "96.25%"],
         "perplexity": ["12.5", "12.53"], "tokens": ["400", "400"],
@@ -189,7 +189,7 @@ def test_the_table_of_a_calibration_has_all_measurements():
 
 def test_a_table_without_a_report_shows_the_scales():
     scales = KVScales.uniform(2, k=0.015625, v=0.5)
-    assert columns(render(scales, None)) == {
+    assert read_columns(render(scales, None)) == {
         "layer": ["0", "0", "1", "1"], "stored": ["K", "V"] * 2, "scale": ["0.0156", "0.5"] * 2,
         "448 x scale": ["7", "224"] * 2, "source": ["uniform"] * 4,
     }  # fmt: skip
@@ -197,59 +197,59 @@ def test_a_table_without_a_report_shows_the_scales():
     assert render(scales, None).splitlines()[0] == heading
     console = Console(width=200, file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     for part in inspect_table(scales, make_report(2), 200):
-        console.print(part)  # the table can be encoded in ASCII
+        console.print(part)  # the table must be encodable in ASCII
     layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25), None, "x: [bold]a[/bold]")
-    named = KVScales({0: layer}, origin="[red]x[/red]")  # names are not markup
-    text = render(named, make_report(1, model="[/b]"))
+    scales = KVScales({0: layer}, origin="[red]x[/red]")  # names are not markup
+    text = render(scales, make_report(1, model="[/b]"))
     assert "from [red]x[/red]\n[/b]: 5000 tokens" in text
-    assert columns(text)["source"] == ["[bold]a[/bold]"] * 2
+    assert read_columns(text)["source"] == ["[bold]a[/bold]"] * 2
     pair = replace(layer, source="a/b.safetensors: layers.0.k_scale, layers.0.v_scale")
-    sources = columns(render(KVScales({0: pair}), None))["source"]
+    sources = read_columns(render(KVScales({0: pair}), None))["source"]
     assert sources == ["layers.0.k_scale", "layers.0.v_scale"]
 
 
 def test_a_table_omits_missing_measurements():
-    result, far = make_report(3), (Row("static fp8_e4m3", 0.007, 0.3, 0.9375, 13.0, 200),)
-    scales = scales_of(result)
+    result, far_rows = make_report(3), (Row("static fp8_e4m3", 0.007, 0.3, 0.9375, 13.0, 200),)
+    scales = make_scales(result)
     text = render(scales, replace(result, held_out_tokens=0, quality=(), centers=""))
-    assert set(columns(text)) == {"layer", "stored", "scale", "amax", "source"}
-    text = render(scales, replace(result, far_quality=far, max_position=8192))
+    assert set(read_columns(text)) == {"layer", "stored", "scale", "amax", "source"}
+    text = render(scales, replace(result, far_quality=far_rows, max_position=8192))
     title = "the same at far positions, up to 8192"
     assert text.index("3.00e-03") < text.index(title) < text.index("7.00e-03")
-    part = replace(result, layers={1: result.layers[1]})
-    assert columns(render(scales, part))["amax"] == ["", "", "11.2", "2.25", "", ""]
-    measured = replace(result, texts=0, tokens=0, quality=())
-    heading = render(scales, measured).splitlines()[2]
+    one_layer = replace(result, layers={1: result.layers[1]})
+    assert read_columns(render(scales, one_layer))["amax"] == ["", "", "11.2", "2.25", "", ""]
+    without_texts = replace(result, texts=0, tokens=0, quality=())
+    heading = render(scales, without_texts).splitlines()[2]
     assert heading == "a model: measured as fp8_e4m3 on 400 tokens; 2026-11-21"
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
-@pytest.mark.parametrize("measured", [make_report(12), None], ids=["measured", "scales"])
-def test_no_cell_is_truncated_at_any_width(width, measured):
-    scales = scales_of(make_report(12), centered=(3,))
-    text = render(scales, measured, width)
+@pytest.mark.parametrize("result", [make_report(12), None], ids=["measured", "scales"])
+def test_no_cell_is_truncated_at_any_width(width, result):
+    scales = make_scales(make_report(12), centered=(3,))
+    text = render(scales, result, width)
     assert max(map(len, text.splitlines())) <= width
-    wide, narrow = columns(render(scales, measured)), columns(text)
-    assert set(wide) - set(narrow) <= {"source"}
-    assert narrow == {name: cells for name, cells in wide.items() if name in narrow}
-    assert width < 80 or len(tables(text)) - bool(measured) <= 2
+    all_columns, columns = read_columns(render(scales, result)), read_columns(text)
+    assert set(all_columns) - set(columns) <= {"source"}
+    assert columns == {name: cells for name, cells in all_columns.items() if name in columns}
+    assert width < 80 or len(parse_tables(text)) - bool(result) <= 2
 
 
 @pytest.mark.parametrize(
-    ("share", "share_text", "amax", "amax_text"),
+    ("fraction", "fraction_text", "amax", "amax_text"),
     [(0.0, "0 %", 0.0, "0"), (1e-9, "1e-07 %", 1.5e-7, "1.5e-07"),
      (0.00001234, "0.00123 %", 0.0123, "0.0123"), (0.005, "0.5 %", 99.96, "100"),
      (0.1234, "12.3 %", 57344.0, "57344"), (0.9996, "100 %", 3e38, "3e+38")],
 )  # fmt: skip
-def test_values_are_short_and_readable(share, share_text, amax, amax_text):
+def test_values_are_short_and_readable(fraction, fraction_text, amax, amax_text):
     result = make_report(1)
-    k = replace(result.layers[0].k, saturated=share, amax=(0.0, amax))
+    k = replace(result.layers[0].k, saturated=fraction, amax=(0.0, amax))
     result = replace(result, layers={0: replace(result.layers[0], k=k)})
-    cells = columns(render(KVScales.uniform(1, k=0.5), result))
-    assert (cells["saturated"][0], cells["amax"][0]) == (share_text, amax_text)
+    cells = read_columns(render(KVScales.uniform(1, k=0.5), result))
+    assert (cells["saturated"][0], cells["amax"][0]) == (fraction_text, amax_text)
 
 
-def per_layer(k: list[float], v: list[float] | None = None) -> KVScales:
+def tensor_scales(k: list[float], v: list[float] | None = None) -> KVScales:
     pairs = enumerate(zip(k, v or [0.25 + i for i in range(len(k))], strict=True))
     return KVScales({i: LayerScales(torch.tensor(a), torch.tensor(b)) for i, (a, b) in pairs})
 
@@ -262,16 +262,16 @@ HEADS = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
     ("scales", "remark"),
     [
         (KVScales.uniform(3), "every scale is exactly 1.0"),
-        (per_layer([1.0, 1.0, 1.5], [1.0, 1.0, 1.0]), None),
-        (per_layer([0.5, 0.75], [0.5, 0.75]), "K and V have the same scale in every layer"),
-        (per_layer([0.5, 0.75], [0.5, 0.7]), None),
+        (tensor_scales([1.0, 1.0, 1.5], [1.0, 1.0, 1.0]), None),
+        (tensor_scales([0.5, 0.75], [0.5, 0.75]), "K and V have the same scale in every layer"),
+        (tensor_scales([0.5, 0.75], [0.5, 0.7]), None),
         (
-            per_layer([1.0, 2.0, 2.0, 20.1, 3.0]),
+            tensor_scales([1.0, 2.0, 2.0, 20.1, 3.0]),
             "K of layer 3: the scale is over 10 times the median",
         ),
-        (per_layer([1.0, 2.0, 2.0, 20.0, 3.0]), None),
-        (per_layer([0.5] * 6, [1.0, 11.0, 1.0, 12.0, 1.0, 1.0]), "V of layers 1, 3:"),
-        (KVScales({**per_layer([1.0] * 3).layers, 1: HEADS}), "K of layer 1:"),
+        (tensor_scales([1.0, 2.0, 2.0, 20.0, 3.0]), None),
+        (tensor_scales([0.5] * 6, [1.0, 11.0, 1.0, 12.0, 1.0, 1.0]), "V of layers 1, 3:"),
+        (KVScales({**tensor_scales([1.0] * 3).layers, 1: HEADS}), "K of layer 1:"),
         (KVScales(dict.fromkeys((1, 2, 5), TENSOR)), "no scales for layers 0, 3, 4, of 0 to 5"),
         (KVScales(dict.fromkeys((0, 1), TENSOR)), None),
     ],
@@ -285,66 +285,67 @@ def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
 # -- as a plot -------------------------------------------------------------------------------------
 
 
-def panels(scales: KVScales, result: report.CalibrationReport | None) -> dict[str, Any]:
-    """Return the panels by their titles. A color bar has no title."""
+def get_panels(scales: KVScales, result: report.CalibrationReport | None) -> dict[str, Any]:
+    """Return the panels of a plot by title. A color bar has no title."""
     axes = scales_figure(scales, result).axes
     return {panel.get_title(loc="left"): panel for panel in axes if panel.get_title(loc="left")}
 
 
-def points(axes: Any) -> dict[str, list[list[float]]]:
+def get_points(axes: Any) -> dict[str, list[list[float]]]:
     return {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
 
 
 def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():
-    panels_by_title = panels(scales_of(make_report(5, 3)), make_report(5, 3))
-    magnitudes = points(panels_by_title["largest magnitude of K and V, by layer"])
+    panels = get_panels(make_scales(make_report(5, 3)), make_report(5, 3))
+    magnitudes = get_points(panels["largest magnitude of K and V, by layer"])
     for name, amax, error in (("K", 10.0, 0.02), ("V", 1.0, 0.01)):
         table = amax + np.arange(5)[:, None] + np.arange(3) / 8
-        (image,) = panels_by_title[f"largest magnitude of {name}, by layer and head"].get_images()
+        (image,) = panels[f"largest magnitude of {name}, by layer and head"].get_images()
         assert image.get_array().tolist() == table.T.tolist()
         largest = [[layer, heads[2]] for layer, heads in enumerate(table)]
         assert magnitudes[f"{name}, largest head"] == largest
-        axes = panels_by_title[f"quantization error of {name}, by layer"]
+        axes = panels[f"quantization error of {name}, by layer"]
         styles = {line.get_label(): line.get_linestyle() for line in axes.get_lines()}
         assert styles == {key: ":" if key.startswith(DYNAMIC) else "-" for key in ERRORS}
         for index, key in enumerate(ERRORS):
             expected = 100 * (error + np.arange(5) / 1000) * (1 + index / 10)
-            np.testing.assert_allclose([y for _, y in points(axes)[key]], expected, rtol=1e-12)
+            np.testing.assert_allclose([y for _, y in get_points(axes)[key]], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("scales", "expected"),
     [
-        (per_layer([0.5, 0.75]), [[224.0, 336.0]]),
+        (tensor_scales([0.5, 0.75]), [[224.0, 336.0]]),
         (KVScales({0: TENSOR, 1: HEADS}), [[224.0, 448.0], [224.0, 4928.0]]),
         (KVScales({0: LayerScales(torch.ones(2, 3).cumsum(1), TENSOR.v)}), [[1344.0], [1344.0]]),
     ],
     ids=["tensor", "tensor and head", "largest channel"],
 )
 def test_a_plot_without_a_report_shows_the_scales(scales, expected):
-    (image,) = panels(scales, None)["448 × scale of K, by layer and head"].get_images()
+    (image,) = get_panels(scales, None)["448 × scale of K, by layer and head"].get_images()
     assert image.get_array().tolist() == expected
-    (text,) = panels(scales, None)["quantization error of V, by layer"].texts
+    (text,) = get_panels(scales, None)["quantization error of V, by layer"].texts
     assert "inspect SCALES --model MODEL --texts FILE" in text.get_text()
 
 
 def test_a_plot_omits_missing_layers_and_zeros():
     result = make_report(6, 2)
     k = replace(result.layers[4].k, amax=(0.0, 3.0), error={"fp8_e4m3": 0.0})
-    part = replace(result, layers={1: result.layers[1], 4: replace(result.layers[4], k=k)})
-    magnitudes = points(panels(scales_of(result), part)["largest magnitude of K and V, by layer"])
+    partial = replace(result, layers={1: result.layers[1], 4: replace(result.layers[4], k=k)})
+    panels = get_panels(make_scales(result), partial)
+    magnitudes = get_points(panels["largest magnitude of K and V, by layer"])
     assert magnitudes["K, largest head"] == [[1, 11.125], [4, 3.0]]
     zeros = report.SideStatistics((0.0, 0.0), 0.0, 0.0, {})
     layers = {i: replace(layer, k=zeros, v=zeros) for i, layer in result.layers.items()}
-    empty = panels(scales_of(result), replace(result, layers=layers))
-    assert empty["quantization error of K, by layer"].texts
+    panels = get_panels(make_scales(result), replace(result, layers=layers))
+    assert panels["quantization error of K, by layer"].texts
 
 
-# Grid: many layers and heads, whose labels overlap first, with and without measurements.
-@pytest.mark.parametrize(("layers", "heads", "measured"), [(80, 8, True), (80, 128, False)])
-def test_no_labels_overlap(layers, heads, measured):
+# Grid: with many layers and heads, labels would overlap first. Both with and without measurements.
+@pytest.mark.parametrize(("layers", "heads", "is_measured"), [(80, 8, True), (80, 128, False)])
+def test_no_labels_overlap(layers, heads, is_measured):
     result = make_report(layers, heads, model="org/" + "a-long-name-" * 20)
-    figure = scales_figure(scales_of(result), result if measured else None)
+    figure = scales_figure(make_scales(result), result if is_measured else None)
     figure.draw_without_rendering()
     texts = [figure._suptitle]
     for axes in figure.axes:
@@ -357,29 +358,29 @@ def test_no_labels_overlap(layers, heads, measured):
     assert len(boxes) > 20
     width, height = figure.canvas.get_width_height()
     assert all(b.x0 >= 0 and b.x1 <= width and b.y0 >= 0 and b.y1 <= height for b in boxes)
-    for box, second in itertools.combinations(boxes, 2):
-        apart = box.x1 <= second.x0 or second.x1 <= box.x0
-        assert apart or box.y1 <= second.y0 or second.y1 <= box.y0, (box, second)
+    for box, other_box in itertools.combinations(boxes, 2):
+        is_beside = box.x1 <= other_box.x0 or other_box.x1 <= box.x0
+        assert is_beside or box.y1 <= other_box.y0 or other_box.y1 <= box.y0, (box, other_box)
 
 
 def test_a_png_is_written_1600_pixels_wide(tmp_path):
     result = make_report(model="C:\\models\\$x_{1$ and\nmore")  # formulas are not rendered
-    title = scales_figure(scales_of(result), result).get_suptitle()
+    title = scales_figure(make_scales(result), result).get_suptitle()
     assert title.splitlines()[0] == r"C:\models\$x_{1$ and more"
-    plotted = "matplotlib.pyplot" in sys.modules
-    plot_scales(scales_of(result), result, path := tmp_path / "scales.png")
+    was_imported = "matplotlib.pyplot" in sys.modules
+    plot_scales(make_scales(result), result, path := tmp_path / "scales.png")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(path.read_bytes()[16:20], "big") == 1600
     assert list(tmp_path.iterdir()) == [path]
-    assert ("matplotlib.pyplot" in sys.modules) == plotted
+    assert ("matplotlib.pyplot" in sys.modules) == was_imported
 
 
 def test_a_full_disk_leaves_the_old_plot(tmp_path, monkeypatch):
-    def full(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "old.png").write_bytes(b"before")
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="No space left"):
         plot_scales(KVScales.uniform(2), None, tmp_path / "old.png")
     assert (tmp_path / "old.png").read_bytes() == b"before"

@@ -19,7 +19,7 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import AttentionSpec, Pages
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import EnginePages, from_page
+from hf_fp8kv.serving.layout import EnginePages, skip_pages
 from hf_fp8kv.serving.step import EngineStep
 from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers import serving_tools
@@ -349,7 +349,7 @@ FORM = EnginePages(HEADS, DIM, SLOTS, LayerPlan.parse("fp8", "fp8"), torch.float
 
 def pages(count: int, device: torch.device = DEVICE) -> Pages:
     memory = torch.zeros(count * FORM.bytes_per_page, dtype=torch.uint8, device=device)
-    return FORM.carve(memory)
+    return FORM.view_memory(memory)
 
 
 @pytest.mark.parametrize("window", [None, 25 * LONGER], ids=["full", "ring"])
@@ -360,7 +360,7 @@ def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -
     near = run_layer(pages(room), FORM, window)
     many = pages(far + room)
     for index in (0, 1):  # a layer's pages start at its index in a block
-        actual = run_layer(from_page(many, index), FORM, window, far - 1)
+        actual = run_layer(skip_pages(many, index), FORM, window, far - 1)
         for output, expected in zip(actual, near, strict=True):
             assert torch.equal(output, expected)
     if ON_GPU:

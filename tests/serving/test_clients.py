@@ -24,10 +24,10 @@ from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 from pydantic import TypeAdapter  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-FILE = Path(__file__).with_name("client_requests.json")
-REQUESTS = json.loads(FILE.read_text())
-VOCABULARY = 95
-EVENTS = TypeAdapter(ResponseStreamEvent)
+REQUESTS_FILE = Path(__file__).with_name("client_requests.json")
+REQUESTS = json.loads(REQUESTS_FILE.read_text())
+VOCAB_SIZE = 95
+EVENT_TYPE = TypeAdapter(ResponseStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -40,57 +40,57 @@ def server(tmp_path_factory):
         yield server
 
 
-def adapt_request(body: dict) -> dict:
-    """Return a request for the tiny model, whose tokens are letters, with a sufficient length."""
-    body = {name: value for name, value in body.items() if name != "model"}
-    if isinstance(body.get("prompt"), list):
-        body["prompt"] = [
+def adapt_request(fields: dict) -> dict:
+    """Adapt a request to the tiny model, whose tokens are letters, and raise its token limits."""
+    fields = {name: value for name, value in fields.items() if name != "model"}
+    if isinstance(fields.get("prompt"), list):
+        fields["prompt"] = [
             item if isinstance(item, str) else
-            [token % VOCABULARY for token in item] if isinstance(item, list) else item % VOCABULARY
-            for item in body["prompt"]
+            [token % VOCAB_SIZE for token in item] if isinstance(item, list) else item % VOCAB_SIZE
+            for item in fields["prompt"]
         ]  # fmt: skip
-    constraint = body.get("structured_outputs") or {}
-    if "regex" in constraint:  # the tiny model has no token for line breaks
-        body["structured_outputs"] = {"regex": constraint["regex"].replace(r"\n", " ")}
-    if text_schema(body) or is_forced(body):
+    structured_outputs = fields.get("structured_outputs") or {}
+    if "regex" in structured_outputs:  # the tiny model has no token for line breaks
+        fields["structured_outputs"] = {"regex": structured_outputs["regex"].replace(r"\n", " ")}
+    if find_text_schema(fields) or is_forced(fields):
         limits = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        body |= {name: 150 for name in limits if name in body}
-    return body
+        fields |= {name: 150 for name in limits if name in fields}
+    return fields
 
 
-def text_schema(body: dict) -> dict | None:
-    """Return the schema of the answer's text, or None."""
-    output_format = body.get("response_format") or (body.get("text") or {}).get("format") or {}
+def find_text_schema(fields: dict) -> dict | None:
+    """Return the JSON schema of the answer's text, or None if the request has no schema."""
+    output_format = fields.get("response_format") or (fields.get("text") or {}).get("format") or {}
     return (output_format.get("json_schema") or output_format).get("schema")
 
 
-def is_forced(body: dict) -> bool:
-    return body.get("tool_choice") not in (None, "auto", "none")
+def is_forced(fields: dict) -> bool:
+    return fields.get("tool_choice") not in (None, "auto", "none")
 
 
-def parse(answer_type: type, text: str) -> Any:
-    """Parse an answer. The client constructs a completion, whose type has no null for a logprob."""
+def parse_answer(answer_type: type, text: str) -> Any:
+    """Parse an answer. A Completion is not validated, because it does not allow null logprobs."""
     if answer_type is Completion:
         return answer_type.construct(**json.loads(text))
     return answer_type.model_validate_json(text)
 
 
-def read_choices(path: str, body: dict, text: str) -> list[dict]:
+def read_choices(path: str, fields: dict, text: str) -> list[dict]:
     """Return the choices of an answer, streamed or not, or the items of a response."""
-    if not body.get("stream"):
+    if not fields.get("stream"):
         answer_type = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}[path]
-        answer = parse(answer_type, text)
+        answer = parse_answer(answer_type, text)
         assert answer.usage.output_tokens if path == RESPONSES else answer.usage.completion_tokens
         outputs = answer.output if path == RESPONSES else answer.choices
         return [output.model_dump() for output in outputs]
     events = [line.removeprefix("data: ") for line in text.split("\n") if line]
     if path == RESPONSES:
-        last = [EVENTS.validate_json(event) for event in events][-1]
-        return [item.model_dump() for item in last.response.output]
+        last_event = [EVENT_TYPE.validate_json(event) for event in events][-1]
+        return [item.model_dump() for item in last_event.response.output]
     assert events.pop() == "[DONE]"
     answer_type = ChatCompletionChunk if path == CHAT else Completion
-    chunks = [parse(answer_type, event) for event in events]
-    if (body.get("stream_options") or {}).get("include_usage"):
+    chunks = [parse_answer(answer_type, event) for event in events]
+    if (fields.get("stream_options") or {}).get("include_usage"):
         assert not chunks[-1].choices
         assert chunks.pop().usage.total_tokens
     joined: dict[int, dict] = defaultdict(lambda: {"text": "", "content": "", "tool_calls": []})
@@ -100,61 +100,61 @@ def read_choices(path: str, body: dict, text: str) -> list[dict]:
             merged["finish_reason"] = choice.finish_reason
             if path == CHAT:
                 merged["content"] += choice.delta.content or ""
-                merged["tool_calls"] += [c.model_dump() for c in choice.delta.tool_calls or []]
+                merged["tool_calls"] += [x.model_dump() for x in choice.delta.tool_calls or []]
             else:
                 merged["text"] += choice.text
     return [{**merged, "message": merged} for merged in joined.values()]
 
 
-def check_choice(path: str, body: dict, choice: dict) -> None:
+def check_choice(path: str, fields: dict, choice: dict) -> None:
     """Check that a choice contains everything that its client reads."""
-    truncated = choice["finish_reason"] == "length"
+    is_truncated = choice["finish_reason"] == "length"
     message = choice["message"] if path == CHAT else {"content": choice["text"]}
-    if is_forced(body):
+    if is_forced(fields):
         calls = message["tool_calls"] or []
         for call in calls:
             assert call["id"]
             assert call["type"] == "function"
-            assert truncated or isinstance(json.loads(call["function"]["arguments"]), dict)
-        assert calls or truncated
+            assert is_truncated or isinstance(json.loads(call["function"]["arguments"]), dict)
+        assert calls or is_truncated
     else:
-        assert message["content"] or body.get("max_tokens") == 0 or body.get("stop")
-        check_text(body, message["content"], truncated=truncated)
-    if not body.get("logprobs") or body.get("stream"):
+        assert message["content"] or fields.get("max_tokens") == 0 or fields.get("stop")
+        check_text(fields, message["content"], is_truncated=is_truncated)
+    if not fields.get("logprobs") or fields.get("stream"):
         return
     if path == CHAT:
         assert len(choice["logprobs"]["content"]) > 0
         return
     logprobs = choice["logprobs"]
-    sizes = {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs")}
-    assert len(sizes) == 1
-    if body.get("echo"):  # lm-eval adds up the log probability of a text
+    lengths = {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs")}
+    assert len(lengths) == 1
+    if fields.get("echo"):  # lm-eval adds up the log-probability of a text
         assert logprobs["token_logprobs"][0] is None
         assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
         assert all(max(top.values()) <= 0 for top in logprobs["top_logprobs"][1:])
 
 
-def check_text(body: dict, text: str, *, truncated: bool) -> None:
-    schema = text_schema(body)
-    if schema is not None and not truncated:
+def check_text(fields: dict, text: str, *, is_truncated: bool) -> None:
+    schema = find_text_schema(fields)
+    if schema is not None and not is_truncated:
         assert set(schema.get("required", ())) <= json.loads(text).keys() <= {*schema["properties"]}
 
 
-def check_items(body: dict, items: list[dict], *, truncated: bool) -> None:
+def check_items(fields: dict, items: list[dict], *, is_truncated: bool) -> None:
     """Check that the items of a response contain everything that its client reads."""
     calls = [item for item in items if item["type"] == "function_call"]
     texts = [part["text"] for item in items for part in item.get("content") or ()]
-    if is_forced(body):
-        assert calls or truncated
+    if is_forced(fields):
+        assert calls or is_truncated
         for call in calls:
             assert call["call_id"]
-            assert truncated or isinstance(json.loads(call["arguments"]), dict)
+            assert is_truncated or isinstance(json.loads(call["arguments"]), dict)
     else:
         assert any(texts)
-        check_text(body, "".join(texts), truncated=truncated)
+        check_text(fields, "".join(texts), is_truncated=is_truncated)
 
 
-# Together, these clients send each field that the tests of the server read.
+# Together, these clients send all fields that the tests of the server read.
 FAST = {"openai", "instructor", "lm-eval", "guidellm"}
 
 
@@ -164,15 +164,15 @@ FAST = {"openai", "instructor", "lm-eval", "guidellm"}
 )
 def test_clients_can_read_their_answers(server, client):
     for request in REQUESTS[client]:
-        path, body = request["path"], adapt_request(request["body"])
-        status, text, _ = server.ask(path, body)
+        path, fields = request["path"], adapt_request(request["body"])
+        status, text, _ = server.ask(path, fields)
         assert status == 200, (text, request)
         if path == RESPONSES:
-            check_items(body, read_choices(path, body, text), truncated="incomplete" in text)
+            check_items(fields, read_choices(path, fields, text), is_truncated="incomplete" in text)
             continue
-        choices = read_choices(path, body, text)
-        prompts = body.get("prompt")
+        choices = read_choices(path, fields, text)
+        prompts = fields.get("prompt")
         is_list = isinstance(prompts, list) and not isinstance(prompts[0], int)
-        assert len(choices) == body.get("n", 1) * (len(prompts) if is_list else 1), request
+        assert len(choices) == fields.get("n", 1) * (len(prompts) if is_list else 1), request
         for choice in choices:
-            check_choice(path, body, choice)
+            check_choice(path, fields, choice)

@@ -1,7 +1,7 @@
 """Concurrent requests get the answers of single requests, while other clients disconnect.
 
-With float32 pages, the model's dtype, these are the answers of transformers' `generate()` with
-its own cache.
+With pages in float32, the dtype of the model, transformers' `generate()` with the stock cache
+gives the same answers.
 """
 
 import random
@@ -23,8 +23,8 @@ pytest.importorskip("llguidance", reason="needs the extra serve")
 from hf_fp8kv.serving.engines.sampling import gumbel_noise, noise_key  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
-REQUESTS, NEW_TOKENS = 50, 16
-PAGES = 48  # for about a third of the requests
+NUM_REQUESTS, NEW_TOKENS = 50, 16
+NUM_PAGES = 48  # for about a third of the requests
 TEMPERATURE = 1.3
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.6, "frequency_penalty": -0.4}
 STRUCTURES = (
@@ -35,7 +35,7 @@ STRUCTURES = (
 
 
 class SeededSampling(LogitsProcessor):
-    """Make the token that is sampled with a seed the most likely token."""
+    """Gives the token that the server samples with a seed the highest score."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -47,18 +47,18 @@ class SeededSampling(LogitsProcessor):
 
 def make_prompts() -> list[str]:
     """Return prompts of 2 to 130 characters. Most share their beginning with a different prompt."""
-    # The first seed for which all margins between tokens are wide, see `wide_margins`.
+    # This is the first seed for which all margins between tokens are wide (see `wide_margins`).
     generator = random.Random(0)
 
     def random_text(max_length: int) -> str:
         return "".join(generator.choices("abcdefghij klmnop", k=generator.randrange(2, max_length)))
 
-    shared = ["", *(random_text(90) for _ in range(5))]
-    return [generator.choice(shared) + random_text(40) for _ in range(REQUESTS)]
+    prefixes = ["", *(random_text(90) for _ in range(5))]
+    return [generator.choice(prefixes) + random_text(40) for _ in range(NUM_REQUESTS)]
 
 
 PROMPTS = make_prompts()
-# The fields of each request, by its index.
+# By name: a function that returns the fields of the request with an index.
 FIELDS = {
     "greedy": lambda _: {},
     "penalties": lambda _: PENALTIES,
@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    options = ("--kv-cache-dtype", "auto", "--cb-num-blocks", str(PAGES))
+    options = ("--kv-cache-dtype", "auto", "--cb-num-blocks", str(NUM_PAGES))
     with hosting(folder, *options) as server:
         yield server
 
@@ -85,16 +85,16 @@ def complete(server: Endpoint, index: int, kind: str) -> str:
 
 
 def disconnect(server: Endpoint, index: int) -> None:
-    """Request a long answer to the beginning of a prompt, and disconnect before it is complete."""
+    """Request a long answer to the beginning of a prompt, and disconnect before its end."""
     request_body = {"prompt": PROMPTS[index][:60], "max_tokens": 200, "stream": index % 2 == 0}
     with server.leaving(COMPLETIONS, **request_body | FIELDS["seeds"](index)):
         time.sleep(index % 8 * 0.05)
 
 
 def generate_answers(folder: str, kind: str, count: int) -> list[str]:
-    """Return the answers of `generate()` with transformers' own cache."""
+    """Return the answers of `generate()` with transformers' cache."""
     model = LlamaForCausalLM.from_pretrained(folder)
-    texts = []
+    answers = []
     for index, prompt in enumerate(PROMPTS[:count]):
         processors = {
             "greedy": [],
@@ -106,29 +106,29 @@ def generate_answers(folder: str, kind: str, count: int) -> list[str]:
             ],
             "seeds": [SeededSampling(index // 2)],
         }[kind]  # fmt: skip
-        text = generate(model, prompt, NEW_TOKENS, *processors, *wide_margins(1e-4))
-        texts.append(text.replace("?", ""))  # "?" is the tokenizer's special token
-    return texts
+        answer = generate(model, prompt, NEW_TOKENS, *processors, *wide_margins(1e-4))
+        answers.append(answer.replace("?", ""))  # "?" is the tokenizer's special token
+    return answers
 
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("seeds", 20), *(pytest.param(kind, REQUESTS, marks=pytest.mark.full) for kind in FIELDS)],
+    [("seeds", 20), *(pytest.param(x, NUM_REQUESTS, marks=pytest.mark.full) for x in FIELDS)],
 )
 def test_concurrent_requests_match_single_requests(server, folder, kind, count):
-    single = [complete(server, index, kind) for index in range(count)]
-    assert len(set(single)) > (10 if kind == "structured" else 0.6 * count)
-    disconnects = 'requests_total{status="499"}'
-    before = server.wait_until(requests_active=0).get(disconnects, 0)
+    single_answers = [complete(server, index, kind) for index in range(count)]
+    assert len(set(single_answers)) > (10 if kind == "structured" else 0.6 * count)
+    metric = 'requests_total{status="499"}'
+    num_before = server.wait_until(requests_active=0).get(metric, 0)
     num_disconnects = 4 * count // 5
     with ThreadPoolExecutor(count + num_disconnects) as pool:
-        disconnected = [pool.submit(disconnect, server, index) for index in range(num_disconnects)]
-        order = random.Random(1).sample(range(count), count)
-        answers = {index: pool.submit(complete, server, index, kind) for index in order}
-        concurrent = [answers[index].result() for index in range(count)]
-        for future in disconnected:
+        disconnecting = [pool.submit(disconnect, server, index) for index in range(num_disconnects)]
+        indices = random.Random(1).sample(range(count), count)
+        answers = {index: pool.submit(complete, server, index, kind) for index in indices}
+        concurrent_answers = [answers[index].result() for index in range(count)]
+        for future in disconnecting:
             future.result()
-    assert server.wait_until(requests_active=0)[disconnects] > before
-    assert concurrent == single
+    assert server.wait_until(requests_active=0)[metric] > num_before
+    assert concurrent_answers == single_answers
     if kind != "structured":
-        assert concurrent == generate_answers(folder, kind, count)
+        assert concurrent_answers == generate_answers(folder, kind, count)

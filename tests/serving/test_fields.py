@@ -1,4 +1,4 @@
-"""Fields of requests: log probabilities, penalties, several answers, forced tools, ..."""
+"""Fields of requests, such as log-probabilities, penalties, several answers and forced tools."""
 
 import asyncio
 import json
@@ -39,13 +39,13 @@ from hf_fp8kv.server.structured import Grammars  # noqa: E402
 from hf_fp8kv.server.text import AnswerText  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-# Renders the tools and the last message.
+# The template renders the names of the tools and the last message.
 TEMPLATE = (
     "{% for t in tools or [] %}{{ (t.function or t).name }};{% endfor %}{{ messages[-1].content }}"
 )
 QUESTION = [{"role": "user", "content": "why"}]
 PROMPT = "the pages of a cache are stored in eight bits, and this prompt has more than one step"
-MARGIN = {"rtol": 1e-3, "atol": 1e-3}
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -66,56 +66,56 @@ def server(folder, tmp_path_factory):
         yield server
 
 
-def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[dict]:
-    """Return the choices of an answer. Join the parts of a streamed answer."""
-    answer = server.answer(path, **body)
-    if not body.get("stream"):
+def get_choices(server: Endpoint, path: str = COMPLETIONS, **fields: object) -> list[dict]:
+    """Return the choices of an answer. The parts of a streamed answer are joined."""
+    answer = server.answer(path, **fields)
+    if not fields.get("stream"):
         return answer["choices"]
-    merged: dict[int, dict] = {}
+    joined: dict[int, dict] = {}
     for event in answer:
         for choice in event["choices"]:
-            parts = merged.setdefault(choice["index"], {"text": "", "calls": [], "logprobs": []})
+            parts = joined.setdefault(choice["index"], {"text": "", "calls": [], "logprobs": []})
             delta = choice.get("delta", {})
             parts["text"] += choice.get("text") or delta.get("content") or ""
             parts["calls"] += delta.get("tool_calls", [])
             parts["logprobs"].append(choice.get("logprobs"))
             parts["finish_reason"] = choice.get("finish_reason")
-    return [merged[index] for index in sorted(merged)]
+    return [joined[index] for index in sorted(joined)]
 
 
 @torch.inference_mode()
-def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
-    """Return the log probabilities of the token after each token, `[T, V]`."""
+def compute_logprobs(model, tokens: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of the next token after each token, `[T, V]`."""
     return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-# -- log probabilities -----------------------------------------------------------------------------
+# -- log-probabilities -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.5, "seed": 4, "top_k": 3}])
-def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, sampled):
-    assert len(PROMPT) > 64 + PAGE  # longer than a step, and cached the second time
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 4, "top_k": 3}])
+def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, options):
+    assert len(PROMPT) > 64 + PAGE  # longer than a step, and cached in the second request
     for _ in range(2):
-        (choice,) = choices(
+        (choice,) = get_choices(
             server, prompt=PROMPT, max_tokens=9, logprobs=3, echo=True, stream=stream,
-            frequency_penalty=1.0, **sampled,
+            frequency_penalty=1.0, **options,
         )  # fmt: skip
         assert choice["text"].startswith(PROMPT)
         parts = choice["logprobs"] if stream else [choice["logprobs"]]
-        joined = {name: [*chain.from_iterable(p[name] for p in parts)] for name in parts[0]}
+        joined = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
         tokens = ids(choice["text"])
         assert len(tokens) == len(PROMPT) + 9
         assert joined["tokens"] == list(choice["text"])
         assert joined["text_offset"] == list(range(len(tokens)))
-        expected = logprobs_of(model, tokens)
+        expected = compute_logprobs(model, tokens)
         assert joined["token_logprobs"][0] is None is joined["top_logprobs"][0]
         actual = expected[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(joined["token_logprobs"][1:]), actual, **MARGIN)
+        torch.testing.assert_close(torch.tensor(joined["token_logprobs"][1:]), actual, **TOLERANCE)
         top_values = expected[:-1].topk(3).values
         for row, top in enumerate(joined["top_logprobs"][1:]):
             values = sorted(top.values(), reverse=True)
-            torch.testing.assert_close(torch.tensor(values[:3]), top_values[row], **MARGIN)
+            torch.testing.assert_close(torch.tensor(values[:3]), top_values[row], **TOLERANCE)
             assert joined["tokens"][row + 1] in top
             assert len(top) in (3, 4)
 
@@ -123,23 +123,23 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, sa
 def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
     fields = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
     answer = server.answer(CHAT, **fields, prompt_logprobs=1)
-    content = answer["choices"][0]["logprobs"]["content"]
-    assert "".join(info["token"] for info in content) == answer["choices"][0]["message"]["content"]
-    tokens = ids("why" + answer["choices"][0]["message"]["content"])
-    expected = logprobs_of(model, tokens)
-    for position, info in enumerate(content, 2):
-        torch.testing.assert_close(info["logprob"], expected[position].max().item(), **MARGIN)
-        assert info["top_logprobs"][0] == {k: info[k] for k in ("token", "logprob", "bytes")}
-        assert bytes(info["bytes"]).decode() == info["token"]
-        assert len(info["top_logprobs"]) == 2
-    first, *other_tokens = answer["prompt_logprobs"]
-    assert first is None
-    for position, info in enumerate(other_tokens):
-        prompt_info = info[str(tokens[position + 1])]
+    content, text = (answer["choices"][0][x]["content"] for x in ("logprobs", "message"))
+    assert "".join(entry["token"] for entry in content) == text
+    tokens = ids("why" + text)
+    expected = compute_logprobs(model, tokens)
+    for position, entry in enumerate(content, 2):
+        torch.testing.assert_close(entry["logprob"], expected[position].max().item(), **TOLERANCE)
+        assert entry["top_logprobs"][0] == {k: entry[k] for k in ("token", "logprob", "bytes")}
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert len(entry["top_logprobs"]) == 2
+    first_entry, *prompt_entries = answer["prompt_logprobs"]
+    assert first_entry is None
+    for position, entry in enumerate(prompt_entries):
+        prompt_entry = entry[str(tokens[position + 1])]
         logprob = expected[position, tokens[position + 1]]
-        torch.testing.assert_close(prompt_info["logprob"], logprob.item(), **MARGIN)
-        assert prompt_info["rank"] == 1 + int((expected[position] > logprob).sum())
-    (streamed,) = choices(server, CHAT, **fields, stream=True)
+        torch.testing.assert_close(prompt_entry["logprob"], logprob.item(), **TOLERANCE)
+        assert prompt_entry["rank"] == 1 + int((expected[position] > logprob).sum())
+    (streamed,) = get_choices(server, CHAT, **fields, stream=True)
     parts = [part["content"] for part in streamed["logprobs"] if part]
     assert [t["token"] for t in chain.from_iterable(parts)] == [t["token"] for t in content]
     assert max(map(len, parts)) == 1
@@ -147,9 +147,9 @@ def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
 
 def test_an_empty_suffix_does_not_change_a_stream(server):
     fields = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 1, "stream": True}
-    (plain,) = choices(server, **fields)
-    (with_suffix,) = choices(server, **fields, suffix="")
-    assert with_suffix == plain
+    (plain_choice,) = get_choices(server, **fields)
+    (suffix_choice,) = get_choices(server, **fields, suffix="")
+    assert suffix_choice == plain_choice
 
 
 def test_a_prompt_without_an_answer_is_scored(server, model):
@@ -160,34 +160,34 @@ def test_a_prompt_without_an_answer_is_scored(server, model):
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     for choice in answer["choices"]:
         tokens = ids(choice["text"])
-        expected = logprobs_of(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
+        expected = compute_logprobs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
         logprobs = torch.tensor(choice["logprobs"]["token_logprobs"][1:])
-        torch.testing.assert_close(logprobs, expected[:, 0], **MARGIN)
-    streamed = choices(server, **fields, logprobs=1, stream=True)
+        torch.testing.assert_close(logprobs, expected[:, 0], **TOLERANCE)
+    streamed = get_choices(server, **fields, logprobs=1, stream=True)
     assert [choice["text"] for choice in streamed] == ["first", "second one"]
     assert {choice["finish_reason"] for choice in streamed} == {"length"}
-    whole = "x" * CONTEXT  # the length of the model
-    (scored,) = choices(server, **fields | {"prompt": whole}, logprobs=0)
-    assert (scored["text"], len(scored["logprobs"]["tokens"])) == (whole, CONTEXT)
-    assert server.ask(COMPLETIONS, {**fields, "prompt": whole + "x"})[0] == 400
+    prompt = "x" * CONTEXT  # the length of the model
+    (scored,) = get_choices(server, **fields | {"prompt": prompt}, logprobs=0)
+    assert (scored["text"], len(scored["logprobs"]["tokens"])) == (prompt, CONTEXT)
+    assert server.ask(COMPLETIONS, {**fields, "prompt": prompt + "x"})[0] == 400
 
 
 def test_scores_of_impossible_tokens_are_finite():
-    impossible = float("-inf")
-    (score,) = sampling.score_tokens(torch.tensor([[0.0, impossible, 0.0]]), [1], 3)
+    minus_infinity = float("-inf")
+    (score,) = sampling.score_tokens(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
     assert score.rank == 3
     assert score.logprob == -9999
-    assert sorted(value for _, value in score.top)[0] == -9999
+    assert sorted(value for _, value in score.top_tokens)[0] == -9999
 
 
 def test_a_restarted_request_gets_its_own_scores():
-    """The engine adds the tokens of a step to `position_offset` before the step runs."""
-    sequence = sampling.Sequence([5, 6, 7], 9, prompt_top=1)
+    """The engine adds the tokens of a step to `position_offset` before it runs the step."""
+    sequence = sampling.Sequence([5, 6, 7], 9, num_prompt_top=1)
     state = SimpleNamespace(logit_processor_kwargs={"sequence": sequence}, position_offset=4)
-    other = SimpleNamespace(logit_processor_kwargs={"sequence": sampling.Sequence([5], 9)})
-    requests = [SimpleNamespace(state=s, query_length=4) for s in (other, state)]
+    plain_state = SimpleNamespace(logit_processor_kwargs={"sequence": sampling.Sequence([5], 9)})
+    requests = [SimpleNamespace(state=s, query_length=4) for s in (plain_state, state)]
     (span,) = sampling._find_spans(requests)
-    assert (span.sequence, span.first, span.position, span.tokens) == (sequence, 4, 1, [6, 7])
+    assert (span.sequence, span.first_row, span.position, span.tokens) == (sequence, 4, 1, [6, 7])
     state.position_offset = 6
     assert sampling._find_spans(requests) == []
 
@@ -201,15 +201,15 @@ def test_several_answers_match_those_of_consecutive_seeds(server, path, stream):
     fields = {"messages": QUESTION} if path == CHAT else {"prompt": PROMPT}
     fields |= {"max_tokens": 10, "temperature": 1.2, "stream": stream}
 
-    def texts(**options: object) -> list[str]:
-        answers = choices(server, path, **fields, **options)
+    def get_texts(**options: object) -> list[str]:
+        answers = get_choices(server, path, **fields, **options)
         return [choice.get("message", {}).get("content") or choice["text"] for choice in answers]
 
     best_of = {"best_of": 3} if path == COMPLETIONS else {}
-    several = texts(n=3, seed=2**63 - 2, **best_of)
-    single = [texts(seed=seed)[0] for seed in (2**63 - 2, 2**63 - 1, -(2**63))]
-    assert several == single
-    assert len(set(several)) == 3
+    joint_texts = get_texts(n=3, seed=2**63 - 2, **best_of)
+    single_texts = [get_texts(seed=seed)[0] for seed in (2**63 - 2, 2**63 - 1, -(2**63))]
+    assert joint_texts == single_texts
+    assert len(set(joint_texts)) == 3
 
 
 def test_the_prompt_of_several_answers_is_counted_and_computed_once(server):
@@ -228,26 +228,26 @@ def test_the_prompt_of_several_answers_is_counted_and_computed_once(server):
 def test_several_answers_of_a_stream_are_interleaved(server):
     fields = {"prompt": PROMPT, "max_tokens": 120, "n": 2, "stream": True}
     parts = [event["choices"][0] for event in server.answer(COMPLETIONS, **fields)]
-    ends = [choice["index"] for choice in parts if choice.get("finish_reason")]
-    begins = next(index for index, choice in enumerate(parts) if choice["index"] == 1)
-    assert sorted(ends) == [0, 1]
-    assert begins < next(index for index, choice in enumerate(parts) if choice.get("finish_reason"))
+    end_indices = [n for n, choice in enumerate(parts) if choice.get("finish_reason")]
+    start_index = next(n for n, choice in enumerate(parts) if choice["index"] == 1)
+    assert sorted(parts[n]["index"] for n in end_indices) == [0, 1]
+    assert start_index < end_indices[0]
 
 
 def test_prompts_of_a_list_and_of_token_ids_get_the_answers_of_single_prompts(server):
     prompts = ["one", "two and more", "three"]
-    single = [choices(server, prompt=prompt, max_tokens=8)[0]["text"] for prompt in prompts]
+    expected = [get_choices(server, prompt=prompt, max_tokens=8)[0]["text"] for prompt in prompts]
     for batch in (prompts, [ids(p) for p in prompts], [prompts[0], ids(prompts[1]), prompts[2]]):
         for stream in (False, True):
-            answers = choices(server, prompt=batch, max_tokens=8, stream=stream)
-            assert [choice["text"] for choice in answers] == single
-    assert choices(server, prompt=ids("one"), max_tokens=8)[0]["text"] == single[0]
-    (echoed,) = choices(server, prompt=ids("one"), max_tokens=8, echo=True)
-    assert echoed["text"] == "one" + single[0]
+            answers = get_choices(server, prompt=batch, max_tokens=8, stream=stream)
+            assert [choice["text"] for choice in answers] == expected
+    assert get_choices(server, prompt=ids("one"), max_tokens=8)[0]["text"] == expected[0]
+    (choice,) = get_choices(server, prompt=ids("one"), max_tokens=8, echo=True)
+    assert choice["text"] == "one" + expected[0]
 
 
 def test_many_prompts_fit_together_if_each_prompt_fits(server):
-    answers = choices(server, prompt=["x" * 300] * 140, max_tokens=1)  # 42,000 characters
+    answers = get_choices(server, prompt=["x" * 300] * 140, max_tokens=1)  # 42,000 characters
     assert len(answers) == 140
     assert len({choice["text"] for choice in answers}) == 1
 
@@ -270,19 +270,19 @@ def test_a_stream_of_several_answers_includes_usage_only_on_request(server, path
 @pytest.mark.parametrize("count", [1, 3])
 def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
     """At most 16 of 60 answers run at a time. Answers to a prompt wait for its first answer."""
-    running, max_running = 0, 0
-    started: list[int] = []
+    num_running, max_running = 0, 0
+    started_ids: list[int] = []
 
     class Engine:
         async def stream(self, sequence, *, each_token):
-            nonlocal running, max_running
-            started.append(sequence.prompt[0])
-            running += 1
-            max_running = max(max_running, running)
+            nonlocal num_running, max_running
+            started_ids.append(sequence.prompt[0])
+            num_running += 1
+            max_running = max(max_running, num_running)
             await asyncio.sleep(0)
             yield [1]
             await asyncio.sleep(0)
-            running -= 1
+            num_running -= 1
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     choices = [
@@ -291,30 +291,30 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
     ]
 
     async def run() -> int:
-        metrics = SimpleNamespace(unfinished=Counter(), note_end=lambda _: None)
-        running = RunningRequest(Engine(), metrics)
-        return sum([len(parts) async for parts in running.run(choices, streaming=False)])
+        metrics = SimpleNamespace(unfinished_answers=Counter(), record_end=lambda _: None)
+        request = RunningRequest(Engine(), metrics)
+        return sum([len(parts) async for parts in request.run(choices, streaming=False)])
 
     assert asyncio.run(run()) == 120  # each answer has a part with text and a final part
     assert max_running == 16
     assert [choice.finish_reason for choice in choices] == ["length"] * 60
-    for index in started:
-        assert started.index(index - index % count) <= started.index(index)
+    for index in started_ids:
+        assert started_ids.index(index - index % count) <= started_ids.index(index)
 
 
 def test_several_answers_share_one_grammar(server, monkeypatch):
-    compiled, compile_grammar = [], Grammars.compile
+    requests, compile_grammar = [], Grammars.compile
     monkeypatch.setattr(
         Grammars,
         "compile",
-        lambda self, request: compiled.append(request) or compile_grammar(self, request),
+        lambda self, request: requests.append(request) or compile_grammar(self, request),
     )
     fields = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1.2, "repetition_penalty": 1.5}
     fields |= {"structured_outputs": {"regex": "[a-f]{3,10}[g-z]{5}"}}
-    several = [choice["text"] for choice in choices(server, **fields, n=3, seed=4)]
-    assert len(compiled) == 1
-    assert several == [choices(server, **fields, seed=seed)[0]["text"] for seed in (4, 5, 6)]
-    assert len(set(several)) == 3
+    texts = [choice["text"] for choice in get_choices(server, **fields, n=3, seed=4)]
+    assert len(requests) == 1
+    assert texts == [get_choices(server, **fields, seed=seed)[0]["text"] for seed in (4, 5, 6)]
+    assert len(set(texts)) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -333,21 +333,21 @@ def test_an_invalid_prompt_of_several_fails_the_request(server, stream):
 
 
 def test_penalties_and_biases_match_generate(server, model):
-    plain = generate(model, PROMPT, 40)
-    bias = dict.fromkeys(ids(plain[:2]), -3.0) | {7: 2.5}
-    biases = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    plain_text = generate(model, PROMPT, 40)
+    logit_bias = dict.fromkeys(ids(plain_text[:2]), -3.0) | {7: 2.5}
+    processor = SequenceBiasLogitsProcessor({(token,): x for token, x in logit_bias.items()})
     cases = [
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
         (
             {"presence_penalty": 0.8, "frequency_penalty": 0.6},
             [OpenAIPenalties(len(PROMPT), 0.8, 0.6)],
         ),
-        ({"logit_bias": {str(token): value for token, value in bias.items()}}, [biases]),
+        ({"logit_bias": {str(token): x for token, x in logit_bias.items()}}, [processor]),
     ]
     for fields, processors in cases:
         expected = generate(model, PROMPT, 40, *processors)
-        assert expected != plain
-        (completion,) = choices(server, prompt=PROMPT, max_tokens=40, **fields)
+        assert expected != plain_text
+        (completion,) = get_choices(server, prompt=PROMPT, max_tokens=40, **fields)
         response = server.answer(RESPONSES, input=PROMPT, max_output_tokens=40, **fields)
         for output in (completion, response["output"][0]["content"][0]):
             # "?" is the tokenizer's special token.
@@ -355,9 +355,9 @@ def test_penalties_and_biases_match_generate(server, model):
 
 
 def test_bad_words_do_not_occur(server, model):
-    plain = generate(model, PROMPT, 40)
-    letter, pair = plain[0], plain[10:12]
-    (choice,) = choices(server, prompt=PROMPT, max_tokens=40, bad_words=[letter, pair])
+    plain_text = generate(model, PROMPT, 40)
+    letter, pair = plain_text[0], plain_text[10:12]
+    (choice,) = get_choices(server, prompt=PROMPT, max_tokens=40, bad_words=[letter, pair])
     assert letter not in choice["text"]
     assert pair not in choice["text"]
     assert pair[0] in choice["text"] or pair[0] == letter
@@ -365,20 +365,20 @@ def test_bad_words_do_not_occur(server, model):
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_stop_tokens_end_an_answer_after_min_tokens(server, model, stream):
-    plain = generate(model, PROMPT, 60)
-    end = plain[12]
-    first, second = plain.index(end), plain.index(end, plain.index(end) + 1)
+    text = generate(model, PROMPT, 60)
+    stop = text[12]
+    first_end, second_end = text.index(stop), text.index(stop, text.index(stop) + 1)
     fields = {"prompt": PROMPT, "max_tokens": 60, "stream": stream}
-    fields["stop_token_ids"] = ids(end)
-    (choice,) = choices(server, **fields)
-    assert (choice["text"], choice["finish_reason"]) == (plain[:first], "stop")
-    (later,) = choices(server, **fields, min_tokens=first + 1)
-    assert len(later["text"]) >= first + 1
-    assert end not in later["text"]
-    (stopped,) = choices(
-        server, prompt=PROMPT, max_tokens=60, stream=stream, stop=end, min_tokens=first + 1
+    fields["stop_token_ids"] = ids(stop)
+    (choice,) = get_choices(server, **fields)
+    assert (choice["text"], choice["finish_reason"]) == (text[:first_end], "stop")
+    (choice,) = get_choices(server, **fields, min_tokens=first_end + 1)
+    assert len(choice["text"]) >= first_end + 1
+    assert stop not in choice["text"]
+    (choice,) = get_choices(
+        server, prompt=PROMPT, max_tokens=60, stream=stream, stop=stop, min_tokens=first_end + 1
     )
-    assert stopped["text"] == plain[:second]
+    assert choice["text"] == text[:second_end]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -428,7 +428,7 @@ def test_required_tools_are_called(server, stream):
     fields = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "stream": stream}
     names = set()
     for seed in range(6):
-        (choice,) = choices(
+        (choice,) = get_choices(
             server, CHAT, **fields, tool_choice="required", parallel_tool_calls=False,
             temperature=1.5, seed=seed,
         )  # fmt: skip
@@ -438,22 +438,22 @@ def test_required_tools_are_called(server, stream):
         assert choice["finish_reason"] == "tool_calls"
         names.add(calls[0]["function"]["name"])
     assert names == {"weather", "clock"}
-    named = {"type": "function", "function": {"name": "clock"}}
-    (choice,) = choices(server, CHAT, **fields, tool_choice=named)
+    tool_choice = {"type": "function", "function": {"name": "clock"}}
+    (choice,) = get_choices(server, CHAT, **fields, tool_choice=tool_choice)
     calls = choice["calls"] if stream else choice["message"]["tool_calls"]
     assert [call["function"]["name"] for call in calls] == ["clock"]
     assert is_call(calls[0])
-    (truncated,) = choices(server, CHAT, **fields | {"max_tokens": 4}, tool_choice=named)
-    assert truncated["finish_reason"] == "length"
+    (choice,) = get_choices(server, CHAT, **fields | {"max_tokens": 4}, tool_choice=tool_choice)
+    assert choice["finish_reason"] == "length"
 
 
 def test_invalid_tool_parameters_are_rejected(server):
-    nested = {"type": "null"}
+    schema = {"type": "null"}
     for _ in range(350):
-        nested = {"type": "object", "properties": {"a": nested}}
+        schema = {"type": "object", "properties": {"a": schema}}
     for path in (CHAT, RESPONSES):
         fields = {"messages": QUESTION} if path == CHAT else {"input": "why"}
-        for parameters in ("x", [1], 3, nested):
+        for parameters in ("x", [1], 3, schema):
             function = {"name": "f", "parameters": parameters}
             tool = {"type": "function"} | ({"function": function} if path == CHAT else function)
             body = {**fields, "tools": [tool], "tool_choice": "required"}
@@ -465,17 +465,17 @@ def test_invalid_tool_parameters_are_rejected(server):
 def test_a_message_without_calls_keeps_its_content(server, calls):
     """`model_dump()` of OpenAI's client writes such messages."""
     message = {"role": "assistant", "content": PROMPT, "refusal": None, "function_call": None}
-    (plain,) = choices(server, CHAT, messages=[message], max_tokens=8)
-    (with_calls,) = choices(server, CHAT, messages=[message | {"tool_calls": calls}], max_tokens=8)
-    assert with_calls == plain
+    (plain_choice,) = get_choices(server, CHAT, messages=[message], max_tokens=8)
+    (choice,) = get_choices(server, CHAT, messages=[message | {"tool_calls": calls}], max_tokens=8)
+    assert choice == plain_choice
     fields = {"messages": [message | {"tool_calls": calls}]}
     assert server.answer("/tokenize", **fields)["tokens"] == ids(PROMPT)
 
 
 def test_a_response_calls_a_named_tool(server):
     tools = [{"type": "function", **function} for function in (WEATHER, CLOCK)]
-    choice = {"type": "function", "name": "weather"}
-    fields = {"input": "why", "tools": tools, "tool_choice": choice, "max_output_tokens": 60}
+    tool_choice = {"type": "function", "name": "weather"}
+    fields = {"input": "why", "tools": tools, "tool_choice": tool_choice, "max_output_tokens": 60}
     items = server.answer(RESPONSES, **fields)["output"]
     items = [item for item in items if item["type"] == "function_call"]
     assert [call["name"] for call in items] == ["weather"]
@@ -483,29 +483,29 @@ def test_a_response_calls_a_named_tool(server):
 
 
 def test_a_response_format_does_not_apply_to_a_forced_call(server):
-    """Instructor sends both. OpenAI's `response_format` applies to texts and not to calls."""
+    """Instructor sends both fields. OpenAI's `response_format` applies to texts, not to calls."""
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    named = {"type": "function", "function": {"name": "clock"}}
-    fields = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "tool_choice": named}
-    (choice,) = choices(server, CHAT, **fields, response_format=schema)
+    tool_choice = {"type": "function", "function": {"name": "clock"}}
+    fields = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "tool_choice": tool_choice}
+    (choice,) = get_choices(server, CHAT, **fields, response_format=schema)
     assert is_call(choice["message"]["tool_calls"][0])
 
 
 def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
-    def read(text: str) -> list[object]:
-        answer = AnswerText(tokenizer, forced="")
-        assert answer.put(ids(text)) == []
-        return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.end()]
+    def read_parts(text: str) -> list[object]:
+        answer = AnswerText(tokenizer, forced_tool="")
+        assert answer.add_tokens(ids(text)) == []
+        return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.finish()]
 
-    assert read('[{"name": "f", "param') == ['[{"name": "f", "param']
-    assert read('[{"name": "f", "parameters": {"x": 1}}]') == [("f", {"x": 1})]
-    truncated = '[{"name": "f", "parameters": {"x": "], "}}, {"name": "g", "parameters": {"y'
-    assert read(truncated) == [("f", {"x": "], "})]
-    complete = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"y": []}}]'
-    assert read(complete) == [("f", {}), ("g", {"y": []})]
-    assert read("") == []
+    assert read_parts('[{"name": "f", "param') == ['[{"name": "f", "param']
+    assert read_parts('[{"name": "f", "parameters": {"x": 1}}]') == [("f", {"x": 1})]
+    truncated_text = '[{"name": "f", "parameters": {"x": "], "}}, {"name": "g", "parameters": {"y'
+    assert read_parts(truncated_text) == [("f", {"x": "], "})]
+    complete_text = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"y": []}}]'
+    assert read_parts(complete_text) == [("f", {}), ("g", {"y": []})]
+    assert read_parts("") == []
 
 
 @pytest.mark.parametrize(
@@ -533,37 +533,37 @@ def test_token_rules_count_each_token_of_prompt_and_answer():
     prompt, answer = [1, 2, 2], [4, 5, 5]
     sequence = sampling.Sequence(prompt, 9, frozenset({9, 400}), answer=answer)
 
-    def change(**rules: object) -> list[float]:
+    def change_scores(**rules: object) -> list[float]:
         scores = torch.tensor([3.0, -2.0] * 5)
-        sequence.kept.clear()
+        sequence.cached_tensors.clear()
         sampling.TokenRules(**rules).apply(scores, sequence)
         return (scores - torch.tensor([3.0, -2.0] * 5)).tolist()
 
-    assert change(presence_penalty=0.5) == [0, 0, 0, 0, -0.5, -0.5, 0, 0, 0, 0]
-    assert change(frequency_penalty=0.5) == [0, 0, 0, 0, -0.5, -1.0, 0, 0, 0, 0]
-    assert change(repetition_penalty=2.0) == [0, -2, -1.5, 0, -1.5, -2, 0, 0, 0, 0]
-    assert change(logit_bias={3: 1.5, 5: -1}) == [0, 0, 0, 1.5, 0, -1, 0, 0, 0, 0]
-    banned = float("-inf")
-    assert change(min_tokens=3) == [0] * 10
-    assert change(min_tokens=4) == [0] * 9 + [banned]
-    words = ((5, 7), (5, 5, 6), (4, 8), (2, 4, 5, 5, 3), (0,))
-    assert change(bad_words=words) == [banned, 0, 0, 0, 0, 0, banned, banned, 0, 0]
-    sequence.kept.clear()
+    assert change_scores(presence_penalty=0.5) == [0, 0, 0, 0, -0.5, -0.5, 0, 0, 0, 0]
+    assert change_scores(frequency_penalty=0.5) == [0, 0, 0, 0, -0.5, -1.0, 0, 0, 0, 0]
+    assert change_scores(repetition_penalty=2.0) == [0, -2, -1.5, 0, -1.5, -2, 0, 0, 0, 0]
+    assert change_scores(logit_bias={3: 1.5, 5: -1}) == [0, 0, 0, 1.5, 0, -1, 0, 0, 0, 0]
+    ninf = float("-inf")
+    assert change_scores(min_tokens=3) == [0] * 10
+    assert change_scores(min_tokens=4) == [0] * 9 + [ninf]
+    bad_words = ((5, 7), (5, 5, 6), (4, 8), (2, 4, 5, 5, 3), (0,))
+    assert change_scores(bad_words=bad_words) == [ninf, 0, 0, 0, 0, 0, ninf, ninf, 0, 0]
+    sequence.cached_tensors.clear()
     rules = sampling.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5})
-    for tokens in (answer, [*answer, 0]):  # the unchanged part is cached from step to step
-        fresh = sampling.Sequence(prompt, 9, answer=tokens)
+    for tokens in (answer, [*answer, 0]):  # unchanged tensors are cached from step to step
+        new_sequence = sampling.Sequence(prompt, 9, answer=tokens)
         sequence.answer = tokens
         scores, expected = torch.ones(10), torch.ones(10)
         rules.apply(scores, sequence)
-        rules.apply(expected, fresh)
+        rules.apply(expected, new_sequence)
         assert scores.tolist() == expected.tolist()
     assert scores[0] == 0.5
     assert not sampling.TokenRules()
     assert sampling.TokenRules(min_tokens=1)
 
 
-class Parser:
-    """Parse thoughts between brackets, with the interface of transformers' parsers."""
+class BracketParser:
+    """Parses reasoning between brackets, with the interface of transformers' parsers."""
 
     initial_events: tuple[dict, ...] = ()
 
@@ -584,49 +584,50 @@ class Parser:
 
 
 def test_undecodable_bytes_do_not_end_an_answer():
-    """Random answers contain tokens for single bytes, as in models with SentencePiece."""
+    """Random answers contain tokens of single bytes, as in models with SentencePiece."""
     vocabulary = {"a": 0, "b": 1, "\u2581c": 2}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     bpe.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    generator, failed = torch.Generator().manual_seed(0), 0
+    generator, num_failures = torch.Generator().manual_seed(0), 0
     for _ in range(400):
-        noise = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
-        tokens = [0, *noise, 2, 1, 0, 2]
-        answer, stream = AnswerText(bpe, stops=["b"]), DecodeStream([], skip_special_tokens=True)
-        text = "".join(part.text for part in answer.put(tokens))
-        assert answer.stopped
-        assert answer.end() == []
+        byte_tokens = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
+        tokens = [0, *byte_tokens, 2, 1, 0, 2]
+        answer = AnswerText(bpe, stop_strings=["b"])
+        text = "".join(part.text for part in answer.add_tokens(tokens))
+        assert answer.is_stopped
+        assert answer.finish() == []
         assert text.startswith("a")
         assert text.endswith(" c")
         try:
+            stream = DecodeStream([], skip_special_tokens=True)
             for token in tokens:
                 stream.step(bpe, token)
         except Exception:
-            failed += 1
-    assert failed > 10  # the case does occur
+            num_failures += 1
+    assert num_failures > 10  # the case does occur
 
 
-@pytest.mark.parametrize(("parser", "thoughts"), [(None, ""), (Parser(), "so it is")])
-def test_a_stop_string_ends_a_parsed_answer(folder, parser, thoughts):
+@pytest.mark.parametrize(("parser", "reasoning"), [(None, ""), (BracketParser(), "so it is")])
+def test_a_stop_string_ends_a_parsed_answer(folder, parser, reasoning):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    answer = AnswerText(tokenizer, stops=("]END",), parser=parser)
+    answer = AnswerText(tokenizer, stop_strings=("]END",), parser=parser)
     text = "[so it is]EN[]END and more"
     parts = []
     for token in ids(text):
-        if not answer.stopped:
-            parts += answer.put([token])
-    parts += answer.end()
-    assert "".join(part.thought for part in parts) == thoughts
+        if not answer.is_stopped:
+            parts += answer.add_tokens([token])
+    parts += answer.finish()
+    assert "".join(part.reasoning for part in parts) == reasoning
     assert "".join(part.text for part in parts) == ("EN" if parser else "[so it is]EN[")
-    assert [part.tokens for part in parts] == sorted(part.tokens for part in parts)
-    assert answer.tokens == text.index("]END") + 4
+    assert [part.num_tokens for part in parts] == sorted(part.num_tokens for part in parts)
+    assert answer.num_tokens == text.index("]END") + 4
 
 
 @pytest.mark.parametrize("all_at_once", [False, True])
-def test_thoughts_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_once):
+def test_reasoning_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_once):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
     parser = build_response_parser(tokenizer, model, [])
@@ -635,24 +636,24 @@ def test_thoughts_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_o
     tokens = ids(f"<think>so</think>well{call}{call}")
     parts = []
     for chunk in [tokens] if all_at_once else [[token] for token in tokens]:
-        parts += answer.put(chunk)
-    parts += answer.end()
-    assert "".join(part.thought for part in parts) == "so"
+        parts += answer.add_tokens(chunk)
+    parts += answer.finish()
+    assert "".join(part.reasoning for part in parts) == "so"
     assert "".join(part.text for part in parts) == "well"
     assert [part.call for part in parts if part.call] == [("f", '{"x": 1}')] * 2
-    assert answer.calls == 2
+    assert answer.num_calls == 2
 
 
 def test_an_incomplete_message_keeps_its_text(folder):
-    class Broken(Parser):
+    class BrokenParser(BracketParser):
         def finalize(self):
             raise ValueError("incomplete message")
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    answer = AnswerText(tokenizer, parser=Broken())
-    parts = [*answer.put(ids("[so]half")), *answer.end()]
+    answer = AnswerText(tokenizer, parser=BrokenParser())
+    parts = [*answer.add_tokens(ids("[so]half")), *answer.finish()]
     assert "".join(part.text for part in parts) == "half"
-    assert "".join(part.thought for part in parts) == "so"
+    assert "".join(part.reasoning for part in parts) == "so"
 
 
 def test_tokens_of_an_incomplete_character_are_not_lost():
@@ -660,5 +661,5 @@ def test_tokens_of_an_incomplete_character_are_not_lost():
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     answer = AnswerText(bpe)
-    parts = [*answer.put([0, 1 + 0xC3]), *answer.end()]
+    parts = [*answer.add_tokens([0, 1 + 0xC3]), *answer.finish()]
     assert "".join(part.text for part in parts) == "a\ufffd"

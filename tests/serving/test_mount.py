@@ -1,4 +1,4 @@
-"""The server as an ASGI application: run by another server, or mounted in another application."""
+"""The server as an ASGI application, run by a different server or mounted in an application."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.text
 
 CHAT = "/v1/chat/completions"
 QUESTION = "what is a page of a cache"
-BODY = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+REQUEST = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
 BATCHING = {"num_blocks": PAGES, "block_size": PAGE, "max_batch_tokens": 64}
 
 
@@ -41,36 +41,35 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def make_application(folder):
-    """Return a function that creates an application. Check at the end that its engine has ended."""
-    before = {thread for thread in threading.enumerate() if not thread.daemon}
-    model, tokenizer = (
-        LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder),
-    )  # fmt: skip
+    """Return a function that creates an application. Check at the end that the engine has ended."""
+    old_threads = {thread for thread in threading.enumerate() if not thread.daemon}
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     attention = model.config._attn_implementation
     serving.enable(model)
     yield lambda **options: application(
         model, tokenizer, **{"batching": ContinuousBatchingConfig(**BATCHING), **options}
     )
-    new_threads = {thread for thread in threading.enumerate() if not thread.daemon} - before
+    new_threads = {thread for thread in threading.enumerate() if not thread.daemon} - old_threads
     assert not [thread for thread in new_threads if "generation_loop" in thread.name]
     assert model.config._attn_implementation == attention
 
 
-def mount(llm, path: str = "/llm", **options: object) -> TestClient:
+def mount_application(llm, path: str = "/llm", **options: object) -> TestClient:
     return TestClient(Starlette(routes=[Mount(path, llm)], **options))
 
 
-# At /v1 each path contains /v1 twice. Only the second /v1 belongs to the application.
+# Mounted at /v1, each path contains /v1 twice. Only the second /v1 belongs to the application.
 @pytest.mark.parametrize("path", ["/llm", "/v1", ""])
 def test_a_mounted_application_answers_like_generate(make_application, folder, path):
     llm = make_application()
-    with mount(llm, path, lifespan=llm.lifespan) as client:
+    with mount_application(llm, path, lifespan=llm.lifespan) as client:
         assert llm.failure is None
-        answer = client.post(f"{path}{CHAT}", json=BODY)
+        answer = client.post(f"{path}{CHAT}", json=REQUEST)
         assert answer.status_code == 200, answer.text
-        streamed = client.post(f"{path}{CHAT}", json={**BODY, "stream": True}).text
+        stream_text = client.post(f"{path}{CHAT}", json={**REQUEST, "stream": True}).text
         expected = generate_answer(folder, QUESTION, 12)
-        assert text_in(answer.json()) == text_in(events(streamed)) == expected
+        assert text_in(answer.json()) == text_in(events(stream_text)) == expected
         assert client.get(f"{path}/health").json()["status"] == "ok"
         assert len(client.get(f"{path}/v1/models").json()["data"]) == 1
         assert 'hf_fp8kv_requests_total{status="200"} 2.0' in client.get(f"{path}/metrics").text
@@ -82,8 +81,8 @@ def test_a_mounted_application_answers_like_generate(make_application, folder, p
 
 def test_a_mounted_application_does_not_start_without_its_lifespan(make_application):
     llm = make_application()
-    with mount(llm) as client:
-        answer = client.post(f"/llm{CHAT}", json=BODY)
+    with mount_application(llm) as client:
+        answer = client.post(f"/llm{CHAT}", json=REQUEST)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_started")
         assert "lifespan=application.lifespan" in answer.json()["error"]["message"]
 
@@ -92,22 +91,22 @@ def test_a_server_can_start_an_application_twice(make_application):
     llm = make_application(served_name="mine", api_key="sesame")
     for _ in range(2):
         with TestClient(llm, headers={"authorization": "Bearer sesame"}) as client:
-            answer = client.post(CHAT, json={**BODY, "model": "mine"})
+            answer = client.post(CHAT, json={**REQUEST, "model": "mine"})
             assert (answer.status_code, answer.json()["model"]) == (200, "mine")
-            unauthorized = client.post(CHAT, json=BODY, headers={"authorization": "Bearer simsim"})
-            assert unauthorized.status_code == 401
+            response = client.post(CHAT, json=REQUEST, headers={"authorization": "Bearer simsim"})
+            assert response.status_code == 401
         assert llm.failure == "the engine was not started"
 
 
 @pytest.mark.parametrize("cors", [False, True])
 def test_cors_allows_other_origins_only_if_enabled(make_application, cors):
-    page = {"origin": "https://page.example"}
-    request = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
+    page_headers = {"origin": "https://page.example"}
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
     with TestClient(make_application(cors=cors, api_key="sesame")) as client:
-        unauthorized = client.get("/v1/models", headers=page)
-        preflight = client.options(CHAT, headers=page | request)
-    assert (unauthorized.status_code, preflight.status_code) == (401, 200 if cors else 401)
-    for answer in (unauthorized, preflight):
+        unauthorized = client.get("/v1/models", headers=page_headers)
+        response = client.options(CHAT, headers=page_headers | preflight)
+    assert (unauthorized.status_code, response.status_code) == (401, 200 if cors else 401)
+    for answer in (unauthorized, response):
         assert ("access-control-allow-origin" in answer.headers) is cors
 
 
@@ -125,7 +124,7 @@ def test_an_impossible_engine_fails_the_startup(make_application):
     assert [message["type"] for message in messages] == ["lifespan.startup.failed"]
     assert "expected an engine" in messages[0]["message"]
     assert "Traceback" not in messages[0]["message"]
-    client = mount(llm, lifespan=llm.lifespan)
+    client = mount_application(llm, lifespan=llm.lifespan)
     with pytest.raises(ConfigError, match="expected an engine"), client:
         pass
 
@@ -135,7 +134,7 @@ def test_a_failed_engine_is_reported(make_application, monkeypatch):
     with TestClient(llm) as client:
         processor = llm.engine._manager.batch_processor
         monkeypatch.setattr(processor, "update_batch", lambda: 1 / 0)
-        assert client.post(CHAT, json=BODY).status_code in (500, 503)
+        assert client.post(CHAT, json=REQUEST).status_code in (500, 503)
         deadline = time.monotonic() + 60
         while llm.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -146,8 +145,8 @@ def test_a_failed_engine_is_reported(make_application, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_in_decoding_text_only_fails_its_answer(make_application, monkeypatch, stream):
     with TestClient(make_application()) as client:
-        monkeypatch.setattr(AnswerText, "end", lambda _: 1 / 0)
-        answer = client.post(CHAT, json={**BODY, "stop": "\n", "stream": stream})
+        monkeypatch.setattr(AnswerText, "finish", lambda _: 1 / 0)
+        answer = client.post(CHAT, json={**REQUEST, "stop": "\n", "stream": stream})
         assert answer.status_code == (200 if stream else 500)
         assert "internal error" in answer.text
         assert client.get("/metrics").text.count("hf_fp8kv_requests_active 0.0") == 1
@@ -165,7 +164,7 @@ def test_outputs_of_unknown_requests_are_discarded(make_application):
 def test_an_application_rejects_unsuitable_models_and_options(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"enable\(\) was called on, got another Llama"):
+    with pytest.raises(ConfigError, match=r"enable\(\) was called on, got a different Llama"):
         application(model, tokenizer)
     serving.enable(model)
     for options in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):

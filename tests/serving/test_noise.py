@@ -21,24 +21,25 @@ def model() -> Any:
 
 
 def sample(
-    model: Any, texts: list[list[int]], *, seed: int = 3, answers: int = 1, **kwargs: Any
+    model: Any, texts: list[list[int]], *, seed: int = 3, num_answers: int = 1, **kwargs: Any
 ) -> list[list[int]]:
     torch.manual_seed(seed)
-    noise = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
-    return batched(model, texts, generation=greedy(num_return_sequences=answers, **noise), **kwargs)
+    options = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
+    options |= {"num_return_sequences": num_answers}
+    return batched(model, texts, generation=greedy(**options), **kwargs)
 
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:
-    """They have other lengths, share steps, split prompts, and make the engine evict pages."""
-    texts, others = prompts(), prompts(seed=7)
+    """Other requests have other lengths, share steps, split prompts and evict pages."""
+    texts, other_prompts = prompts(), prompts(seed=7)
     tokens = sample(model, texts)
     assert len(set(map(tuple, tokens))) == len(texts)
     assert sample(model, texts, max_batch_tokens=16) == tokens
     assert sample(model, texts, pages=14) == tokens
     assert sample(model, texts[:1]) == tokens[:1]
     for index in (0, 6):
-        mixed = [*others[:index], texts[index], *others[index + 1 :]]
-        assert sample(model, mixed)[index] == tokens[index]
+        mixed_prompts = [*other_prompts[:index], texts[index], *other_prompts[index + 1 :]]
+        assert sample(model, mixed_prompts)[index] == tokens[index]
 
 
 def test_seeds_and_equal_prompts_get_different_tokens(model: Any) -> None:
@@ -48,32 +49,32 @@ def test_seeds_and_equal_prompts_get_different_tokens(model: Any) -> None:
     assert sample(model, texts) == tokens
     assert not set(map(tuple, sample(model, texts, seed=4))) & set(map(tuple, tokens))
     config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
-    first, second = (sample(model, texts, seed=seed, config=config) for seed in (1, 2))
-    assert first == second != tokens
+    results = [sample(model, texts, seed=seed, config=config) for seed in (1, 2)]
+    assert results[0] == results[1] != tokens
 
 
 def test_several_answers_to_a_prompt_differ(model: Any) -> None:
     texts = prompts()[:3]
-    tokens = sample(model, texts, answers=3)
+    tokens = sample(model, texts, num_answers=3)
     assert len(set(map(tuple, tokens))) == 9
-    assert sample(model, texts[:1], answers=3) == tokens[:3]
+    assert sample(model, texts[:1], num_answers=3) == tokens[:3]
 
 
 def test_logprobs_contain_no_noise() -> None:
-    engine = SimpleNamespace(logits_processor=[], tensors_required=0, do_processing=False)
-    warper, runner = NoiseLogitsWarper(engine), SimpleNamespace(_sample=None)
+    processors = SimpleNamespace(logits_processor=[], tensors_required=0, do_processing=False)
+    warper, runner = NoiseLogitsWarper(processors), SimpleNamespace(_sample=None)
     warper.install(runner)
-    assert (engine.logits_processor, engine.tensors_required) == ([warper], 1)
+    assert (processors.logits_processor, processors.tensors_required) == ([warper], 1)
     states = [SimpleNamespace(request_id=f"req_{n}", position_offset=4 + n % 2) for n in range(4)]
     states += [SimpleNamespace(request_id="req_0", position_offset=5)]
     keys = warper.prepare_tensor_args([SimpleNamespace(state=state) for state in states])
     assert len(set(keys.tolist())) == 5
-    scores, out = torch.randn(1, 50, 40), torch.zeros(2, 60, dtype=torch.int32)
+    scores, output_ids = torch.randn(1, 50, 40), torch.zeros(2, 60, dtype=torch.int32)
     warper(scores[0], torch.arange(1, 61, dtype=torch.int32))
-    runner._sample(scores, out)
-    tokens = out[0, :50].long()
+    runner._sample(scores, output_ids)
+    tokens = output_ids[0, :50].long()
     assert not torch.equal(tokens, scores[0].argmax(-1))
     expected = scores[0].softmax(-1).gather(1, tokens[:, None])[:, 0].log()
-    assert torch.equal(out[1, :50].view(torch.float32), expected)
+    assert torch.equal(output_ids[1, :50].view(torch.float32), expected)
     with pytest.raises(RuntimeError, match="finite logits"):
-        runner._sample(scores * torch.nan, out)
+        runner._sample(scores * torch.nan, output_ids)

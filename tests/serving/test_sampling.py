@@ -1,4 +1,4 @@
-"""How the server samples tokens: distributions, seeds, and logits that are NaN."""
+"""Sampling in the server: distributions, seeds, and logits that are NaN."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,15 +26,15 @@ COMPLETIONS = "/v1/completions"
 
 
 def noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
-    """Return keys of one seed at `count` positions, or of `count` seeds at one position."""
+    """Return the keys of one seed at `count` positions, or of `count` seeds at one position."""
     pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
     return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
 
 
-def matches(counts: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether chi-square is at most five standard deviations above its mean."""
-    degrees_of_freedom = counts.numel() - 1
-    statistic = ((counts - expected).square() / expected).sum().item()
+def matches_distribution(read_counts: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether chi-square is less than five standard deviations above its mean."""
+    degrees_of_freedom = read_counts.numel() - 1
+    statistic = ((read_counts - expected).square() / expected).sum().item()
     return statistic < degrees_of_freedom + 5 * (2 * degrees_of_freedom) ** 0.5
 
 
@@ -42,8 +42,8 @@ def matches(counts: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_tokens_have_the_probabilities_of_the_logits(seed):
     probabilities = torch.randn(30, generator=torch.Generator().manual_seed(1)).softmax(0)
     noise = sampling.gumbel_noise(noise_keys(50_000, seed=seed), 30)
-    counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
-    assert matches(counts, probabilities * len(noise))
+    read_counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
+    assert matches_distribution(read_counts, probabilities * len(noise))
 
 
 @pytest.mark.parametrize("seed", [None, 11])
@@ -51,20 +51,20 @@ def test_noise_of_neighbors_is_independent(seed):
     """Adjacent positions of one seed, and adjacent seeds at one position, are independent."""
     token = sampling.gumbel_noise(noise_keys(50_000, seed=seed), 16).argmax(-1)
     pairs = (16 * token[:-1] + token[1:]).bincount(minlength=256)
-    assert matches(pairs, torch.full((256,), (len(token) - 1) / 256))
+    assert matches_distribution(pairs, torch.full((256,), (len(token) - 1) / 256))
 
 
 def test_noise_depends_only_on_key_and_token():
     keys = noise_keys(7, seed=3)
-    whole = sampling.gumbel_noise(keys, 100)
-    assert whole.isfinite().all()
+    noise = sampling.gumbel_noise(keys, 100)
+    assert noise.isfinite().all()
     for row in range(7):
-        assert torch.equal(sampling.gumbel_noise(keys[row : row + 1], 60)[0], whole[row, :60])
+        assert torch.equal(sampling.gumbel_noise(keys[row : row + 1], 60)[0], noise[row, :60])
 
 
 @pytest.mark.parametrize(("position", "token"), [(296, 44251), (661, 30565), (1811, 419)])
 def test_the_largest_noise_is_finite(position, token):
-    """The hash bits that become a uniform value are all ones at these positions."""
+    """At these positions, the hash bits that become a uniform number are all ones."""
     key = torch.tensor([sampling.noise_key(7, position)]).to(torch.int32)
     noise = sampling.gumbel_noise(key, 49152)[0]
     assert noise.isfinite().all()
@@ -74,7 +74,7 @@ def test_the_largest_noise_is_finite(position, token):
 
 
 def sample(scores: torch.Tensor, *sequences: sampling.Sequence, position: int = 5) -> torch.Tensor:
-    """Return the sampler's scores of one step. Row i belongs to sequence i."""
+    """Return the sampler's scores for one step. Row i belongs to sequence i."""
     sampler = sampling.Sampler([], scores.shape[1])
     arguments = torch.zeros(5, len(scores), dtype=torch.int32)
     sampler.fill_defaults(arguments[:, -1:])
@@ -84,17 +84,17 @@ def sample(scores: torch.Tensor, *sequences: sampling.Sequence, position: int = 
 
 def test_rows_without_temperature_have_no_noise():
     scores = torch.randn(3, 40)
-    noisy = sample(
+    output = sample(
         scores, sampling.Sequence([1], 9, seed=9),
         sampling.Sequence([1], 9, temperature=0.7, seed=9), sampling.Sequence([1], 9),
     )  # fmt: skip
-    assert torch.equal(noisy[[0, 2]], scores[[0, 2]])
+    assert torch.equal(output[[0, 2]], scores[[0, 2]])
     key = torch.tensor([sampling.noise_key(9, 5)]).to(torch.int32)
-    assert torch.equal(noisy[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
+    assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
 
 
 def test_rows_are_filtered_by_their_own_limits():
-    """At temperature 0, no noise is added. Temperatures do not affect top-k, top-p and min-p."""
+    """At temperature 0 no noise is added. It does not affect top-k, top-p and min-p."""
     probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
     scores = probabilities.log().repeat(7, 1) + torch.arange(7.0)[:, None]
     limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})
@@ -108,19 +108,19 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
     tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
     text = "hello world!"
     tokens = tokenizer(text)["input_ids"]
-    answer = AnswerText(tokenizer.backend_tokenizer, stops=stops)
+    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
     decoded = ""
     for token in tokens:
-        decoded += "".join(part.text for part in answer.put([token]))
-        if answer.stopped:
+        decoded += "".join(part.text for part in answer.add_tokens([token]))
+        if answer.is_stopped:
             break
-    decoded += "".join(part.text for part in answer.end())
-    ends = [text.index(stop) for stop in stops if stop in text]
-    assert answer.stopped is bool(ends)
-    assert decoded == (text[: ends[0]] if ends else text)
-    assert answer.tokens == (ends[0] + len(stops[-1]) if ends else len(text))
-    at_once = AnswerText(tokenizer.backend_tokenizer, stops=stops)
-    assert "".join(part.text for part in [*at_once.put(tokens), *at_once.end()]) == decoded
+    decoded += "".join(part.text for part in answer.finish())
+    stop_starts = [text.index(stop) for stop in stops if stop in text]
+    assert answer.is_stopped is bool(stop_starts)
+    assert decoded == (text[: stop_starts[0]] if stop_starts else text)
+    assert answer.num_tokens == (stop_starts[0] + len(stops[-1]) if stop_starts else len(text))
+    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
+    assert "".join(x.text for x in [*answer.add_tokens(tokens), *answer.finish()]) == decoded
 
 
 @pytest.fixture(scope="module")
@@ -146,29 +146,29 @@ def test_requests_without_a_seed_do_not_reuse_other_seeds(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_latency_metrics_count_each_request_and_token(server, stream):
-    def counts() -> list[float]:
+    def read_counts() -> list[float]:
         label = f'{{model_name="{server.model.rsplit("/", 1)[-1]}"}}'
         names = ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
         values = server.wait_until(requests_active=0)
         return [values[f"{name}_seconds_count{label}"] for name in names]
 
-    text, before = complete(server, "count"), counts()
+    text, before = complete(server, "count"), read_counts()
     with ThreadPoolExecutor(6) as pool:
         request_body = {"prompt": "count", "max_tokens": 9, "stream": stream}
         list(pool.map(lambda _: server.ask(COMPLETIONS, request_body), range(6)))
-    assert [b - a for a, b in zip(before, counts(), strict=True)] == [6, 6, 6 * 8, 6]
+    assert [b - a for a, b in zip(before, read_counts(), strict=True)] == [6, 6, 6 * 8, 6]
     assert "finish_reason" in server.ask(COMPLETIONS, {**request_body, "stop": text[3]})[1]
-    assert counts()[-1] == before[-1] + 7
+    assert read_counts()[-1] == before[-1] + 7
 
 
 def test_latency_metrics_match_their_names(monkeypatch):
     stats = metrics.Metrics("m")
-    clock = iter([100.0, 101.0, 104.0, 110.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    times = iter([100.0, 101.0, 104.0, 110.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(times))
     request = sampling.Sequence([1], 9, submitted_at=90.0)
     for _ in range(3):
-        stats.note_token(request, 93.0)
-    stats.note_end(request)
+        stats.record_token(request, 93.0)
+    stats.record_end(request)
     sums = {
         name: stats._registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
         for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
@@ -180,16 +180,16 @@ def test_latency_metrics_match_their_names(monkeypatch):
 def test_nonfinite_logits_only_fail_their_request(server, stream):
     expected = complete(server, "steady", max_tokens=60)
     with ThreadPoolExecutor(8) as pool:
-        steady = [pool.submit(complete, server, "steady", max_tokens=60) for _ in range(4)]
-        broken = [
+        futures = [pool.submit(complete, server, "steady", max_tokens=60) for _ in range(4)]
+        failing_futures = [
             pool.submit(
                 server.ask, COMPLETIONS,
                 {"prompt": f"{'a' * n}{OVERFLOWS}", "max_tokens": 5, "stream": stream, **options},
             )
             for n, options in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}))
         ]  # fmt: skip
-        assert [future.result() for future in steady] == [expected] * 4
-        for future in broken:
+        assert [future.result() for future in futures] == [expected] * 4
+        for future in failing_futures:
             status, text, _ = future.result()
             assert status == (200 if stream else 500)
             assert "expected finite logits" in text

@@ -1,4 +1,4 @@
-"""How prompts share the tokens of a step."""
+"""Sharing of a step's tokens between prompts."""
 
 import time
 from types import SimpleNamespace
@@ -9,27 +9,27 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_fp8kv import serving
 from hf_fp8kv.server.sampling import Sequence
-from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_scored, share_steps, share_tokens
+from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_prompts, share_steps, share_tokens
 from tests.helpers.serving_tools import PAGE, batching, greedy, managing
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
 
-def prompt(name: str, tokens: int, time: float) -> SimpleNamespace:
+def make_prompt(name: str, tokens: int, time: float) -> SimpleNamespace:
     return SimpleNamespace(
         request_id=name, status=RequestStatus.PENDING, remaining_prefill_tokens=[0] * tokens,
         created_time=time,
     )  # fmt: skip
 
 
-def decoding(name: str) -> SimpleNamespace:
+def make_decoding(name: str) -> SimpleNamespace:
     return SimpleNamespace(request_id=name, status=RequestStatus.DECODING)
 
 
-LONG, SHORT, MIDDLE, LATER = (
-    prompt("long", 5000, 1.0), prompt("short", 20, 2.0), prompt("middle", 300, 3.0),
-    prompt("later", 4000, 4.0),
+LONG, SHORT, MIDDLE, NEWEST = (
+    make_prompt("long", 5000, 1.0), make_prompt("short", 20, 2.0), make_prompt("middle", 300, 3.0),
+    make_prompt("later", 4000, 4.0),
 )  # fmt: skip
 
 
@@ -38,62 +38,62 @@ LONG, SHORT, MIDDLE, LATER = (
     [
         # A prompt alone, or next to decoding requests, gets all tokens of a step.
         ([LONG], 256, "long", {}),
-        ([decoding("a"), LONG], 256, "a long", {}),
+        ([make_decoding("a"), LONG], 256, "a long", {}),
         ([LONG, SHORT], 256, "short long", {"short": 20}),
-        ([LONG, LATER], 256, "later long", {"later": 128}),
-        # The shortest prompt comes first. A prompt that exceeds half of the step gets its rest.
-        ([decoding("a"), decoding("b"), LONG, LATER, MIDDLE, SHORT], 258,
+        ([LONG, NEWEST], 256, "later long", {"later": 128}),
+        # The shortest prompt comes first. A prompt that does not fit into the half gets the rest.
+        ([make_decoding("a"), make_decoding("b"), LONG, NEWEST, MIDDLE, SHORT], 258,
          "a b short middle long later", {"short": 20, "middle": 108}),
-        # The oldest request came first. Its place in the list does not matter.
-        ([SHORT, LATER, LONG], 64, "short later long", {"short": 20, "later": 12}),
-        # The step has no room for two prompts.
-        ([decoding("a"), decoding("b"), LONG, SHORT], 3, "a b long short", {}),
+        # The oldest request is the first by time, at any place in the list.
+        ([SHORT, NEWEST, LONG], 64, "short later long", {"short": 20, "later": 12}),
+        # The step has room for only one prompt token.
+        ([make_decoding("a"), make_decoding("b"), LONG, SHORT], 3, "a b long short", {}),
     ],
 )  # fmt: skip
 def test_share_tokens_prefers_short_prompts(candidates, tokens, order, limits):
-    ordered, result = share_tokens(candidates, tokens)
+    ordered, actual_limits = share_tokens(candidates, tokens)
     assert [state.request_id for state in ordered] == order.split()
-    assert result == limits
+    assert actual_limits == limits
 
 
 def test_scored_prompts_share_the_logits_of_a_step():
-    def scored(name: str, tokens: int) -> SimpleNamespace:
-        state = prompt(name, tokens, 1.0)
-        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, prompt_top=0)}
+    def make_scored(name: str, tokens: int) -> SimpleNamespace:
+        state = make_prompt(name, tokens, 1.0)
+        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, num_prompt_top=0)}
         return state
 
-    plain = prompt("plain", 900, 1.0)
+    plain = make_prompt("plain", 900, 1.0)
     plain.logit_processor_kwargs = {}
-    decodes = scored("decodes", 0)
-    decodes.status = RequestStatus.DECODING
-    states = [decodes, scored("a", 400), plain, scored("b", 300), scored("c", 10)]
-    kept, limits = limit_scored(states)
-    assert [state.request_id for state in kept] == ["decodes", "a", "plain", "b"]
+    decoding = make_scored("decodes", 0)
+    decoding.status = RequestStatus.DECODING
+    a, b, c = (make_scored(*x) for x in (("a", 400), ("b", 300), ("c", 10)))
+    admitted, limits = limit_prompts([decoding, a, plain, b, c])
+    assert [state.request_id for state in admitted] == ["decodes", "a", "plain", "b"]
     assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
 
 
-def start(texts: dict[str, list[int]], pages: int, *, shared: bool = True) -> tuple[Any, Any]:
-    """Return a model and a manager with requests for two tokens each, before the first step."""
+def submit(texts: dict[str, list[int]], pages: int, *, is_fair: bool = True) -> tuple[Any, Any]:
+    """Return a model and its manager before the first step. Each request is for two tokens."""
     model = tiny("llama", max_position_embeddings=512)[0]
     serving.enable(model)
-    model.set_attn_implementation("fp8_paged")  # as `start` does
+    model.set_attn_implementation("fp8_paged")  # as `manager.start` does
     manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=pages))
     manager.warmup()
-    if shared:
+    if is_fair:
         share_steps(manager.batch_processor.scheduler)
     for name, tokens in texts.items():
         manager.add_request(tokens, request_id=name, max_new_tokens=2, eos_token_id=-1)
     return model, manager
 
 
-def token_ids(count: int, first: int) -> list[int]:
-    return [3 + (7 * n + first) % 50 for n in range(count)]
+def token_ids(count: int, offset: int) -> list[int]:
+    return [3 + (7 * n + offset) % 50 for n in range(count)]
 
 
 def test_a_shortage_of_pages_restarts_the_newer_request():
-    model, manager = start({"old": token_ids(200, 203), "new": token_ids(180, 183)}, 16)
+    model, manager = submit({"old": token_ids(200, 203), "new": token_ids(180, 183)}, 16)
     processor = manager.batch_processor
-    restarted, states = set(), {}
+    restarted_ids, states = set(), {}
     for _ in range(60):
         if not processor.prepare_next_batch():
             break
@@ -101,16 +101,16 @@ def test_a_shortage_of_pages_restarts_the_newer_request():
         processor.update_batch()
         for name, state in processor.scheduler.active_requests.items():
             if states.setdefault(name, state) is not state:
-                restarted.add(name)
-    assert restarted == {"new"}
+                restarted_ids.add(name)
+    assert restarted_ids == {"new"}
     assert not processor.scheduler.has_pending_requests()
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_short_prompt_does_not_wait_for_a_long_prompt(shared):
-    """`first_tokens` is the step of 32 tokens in which a prompt gets its first token."""
+@pytest.mark.parametrize("is_fair", [True, False])
+def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
+    """`first_tokens` has the step of 32 tokens in which each prompt gets its first token."""
     texts = {"long": token_ids(400, 4), "short": token_ids(10, 5), "middle": token_ids(50, 6)}
-    model, manager = start(texts, 96, shared=shared)
+    model, manager = submit(texts, 96, is_fair=is_fair)
     processor = manager.batch_processor
     first_tokens: dict[str, int] = {}
     answers = {}
@@ -127,7 +127,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(shared):
             if (answer := manager.get_result(name, timeout=0.001)) is not None:
                 answers[name] = answer.generated_tokens
         assert step < 100
-    if shared:
+    if is_fair:
         assert first_tokens == {"short": 1, "middle": 4, "long": 15}
     else:
         assert min(first_tokens.values()) == first_tokens["long"] == 13
@@ -137,11 +137,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(shared):
 
 
 def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> None:
-    """An engine that evicts a request admits no request until one finishes."""
+    """An engine that evicts a request admits no request until a running request finishes."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
-    texts = [list(range(start, start + 3 * PAGE)) for start in (2, 40)]
+    texts = [list(range(first_token, first_token + 3 * PAGE)) for first_token in (2, 40)]
     with managing(model, pages=9) as manager:
         for text in texts:
             manager.add_request(text, max_new_tokens=6 * PAGE)
@@ -152,13 +152,13 @@ def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> 
             assert time.monotonic() < deadline, "no request was evicted"
             time.sleep(0.001)
         scheduler = manager.batch_processor.scheduler
-        (running,), (waiting,) = scheduler.active_requests, scheduler.waiting_requests
-        manager.cancel_request(running)
-        newcomer = manager.add_request([5, 6, 7], max_new_tokens=2)
+        (running_id,), (waiting_id,) = scheduler.active_requests, scheduler.waiting_requests
+        manager.cancel_request(running_id)
+        added_id = manager.add_request([5, 6, 7], max_new_tokens=2)
         lengths: dict[str, int] = {}
-        while {waiting, newcomer} - lengths.keys() and (out := manager.get_result(timeout=20)):
+        while {waiting_id, added_id} - lengths.keys() and (out := manager.get_result(timeout=20)):
             lengths[out.request_id] = len(out.generated_tokens)
-        for request in (waiting, newcomer):
-            manager.cancel_request(request)  # otherwise the manager waits for them at its end
-        assert lengths.keys() >= {waiting, newcomer}
-        assert (lengths[waiting], lengths[newcomer]) == (6 * PAGE, 2)
+        for request in (waiting_id, added_id):
+            manager.cancel_request(request)  # otherwise the manager waits for the request at exit
+        assert lengths.keys() >= {waiting_id, added_id}
+        assert (lengths[waiting_id], lengths[added_id]) == (6 * PAGE, 2)

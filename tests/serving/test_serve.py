@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve` over HTTP: its answers, its errors, and its shutdown."""
+"""`hf-fp8kv serve` over HTTP: answers, errors and shutdown."""
 
 import contextlib
 import importlib
@@ -53,8 +53,8 @@ shows_tools = import_required("hf_fp8kv.server.model").shows_tools
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-MESSAGE = {"type": "message", "role": "user", "content": "x"}
-LETTERS = [chr(code) for code in range(0x4E00, 0x4E41)]  # 65
+USER_MESSAGE = {"type": "message", "role": "user", "content": "x"}
+ARGUMENT_NAMES = [chr(code) for code in range(0x4E00, 0x4E41)]  # 65 names of template arguments
 STORY = [{"role": "user", "content": "tell me a long story of pages and tokens"}]
 
 
@@ -74,13 +74,13 @@ def run(monkeypatch, capsys):
     return command_line.runner(monkeypatch, capsys)
 
 
-def body(**fields: object) -> dict:
+def chat(**fields: object) -> dict:
     return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
 
 
-def text_of(server, question: str, **options: object) -> str:
+def get_text(server, question: str, **options: object) -> str:
     messages = [{"role": "user", "content": question}]
-    answer = server.answer(CHAT, **body(messages=messages, **options))
+    answer = server.answer(CHAT, **chat(messages=messages, **options))
     assert isinstance(answer, dict) or len(answer) > 2
     return text_in(answer)
 
@@ -98,18 +98,18 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(model, tmp_path, m
     expected = generate_answer(model, "which plan", 12, plan=plan)
     for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with hosting(model, *options) as server:
-            assert text_of(server, "which plan", max_tokens=12) == expected
+            assert get_text(server, "which plan", max_tokens=12) == expected
         assert plans.pop()[1].digest == plan.digest
         assert not plans
 
 
 def test_sixteen_concurrent_requests_match_generate(server, model):
     questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
-    # All requests together need more pages than there are.
-    assert sum(len(q) + 40 for q in questions) > 2 * PAGES * PAGE
+    # All requests together need more pages than the engine has.
+    assert sum(len(question) + 40 for question in questions) > 2 * PAGES * PAGE
     with ThreadPoolExecutor(16) as pool:
         futures = [
-            pool.submit(text_of, server, question, stream=n < 8, max_tokens=40)
+            pool.submit(get_text, server, question, stream=n < 8, max_tokens=40)
             for n, question in enumerate(questions)
         ]
         answers = [future.result() for future in futures]
@@ -120,48 +120,48 @@ def test_sixteen_concurrent_requests_match_generate(server, model):
 
 
 def test_sampling_depends_only_on_the_fields_of_its_request(server):
-    def texts(**fields: object) -> set[str]:
-        request = body(messages=STORY, max_tokens=12, **fields)
+    def sample_texts(**fields: object) -> set[str]:
+        request = chat(messages=STORY, max_tokens=12, **fields)
         return {text_in(server.answer(CHAT, **request)) for _ in range(3)}
 
-    hot = {"temperature": 2.0}
-    (greedy,) = texts(temperature=0)
-    for wide in ({}, {"top_k": -1}, {"min_p": 0.01}):
-        assert len(texts(**hot, **wide)) > 1
-    for narrow in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
-        assert texts(**hot, **narrow) == {greedy}
-    for cold in ({}, {"temperature": 1e-6}, {"temperature": 1e-40}):
-        assert texts(**cold) == {greedy}
+    sampling = {"temperature": 2.0}
+    (greedy_text,) = sample_texts(temperature=0)
+    for limits in ({}, {"top_k": -1}, {"min_p": 0.01}):
+        assert len(sample_texts(**sampling, **limits)) > 1
+    for limits in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
+        assert sample_texts(**sampling, **limits) == {greedy_text}
+    for fields in ({}, {"temperature": 1e-6}, {"temperature": 1e-40}):
+        assert sample_texts(**fields) == {greedy_text}
 
 
 def test_an_answer_ends_before_its_stop_string(server):
-    whole = text_of(server, "stop here", max_tokens=60)
-    stop = whole[20:23]
-    prefix = whole[: whole.index(stop)]
+    text = get_text(server, "stop here", max_tokens=60)
+    stop = text[20:23]
+    prefix = text[: text.index(stop)]
     for stops in (stop, ["no such text", stop]):
         for stream in (False, True):
-            assert text_of(server, "stop here", stream=stream, max_tokens=60, stop=stops) == prefix
-    assert text_of(server, "stop here", stream=True, max_tokens=60, stop="no such text") == whole
+            assert get_text(server, "stop here", stream=stream, max_tokens=60, stop=stops) == prefix
+    assert get_text(server, "stop here", stream=True, max_tokens=60, stop="no such text") == text
     server.wait_until(requests_active=0, requests_waiting=0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server, stream):
-    def reason(tokens: int) -> str:
-        request = body(messages=STORY, max_tokens=tokens, stop=stop, stream=stream)
+    def finish_reason(tokens: int) -> str:
+        request = chat(messages=STORY, max_tokens=tokens, stop=stop, stream=stream)
         answer = server.answer(CHAT, **request)
         return (answer[-1] if stream else answer)["choices"][0]["finish_reason"]
 
-    whole = text_in(server.answer(CHAT, **body(messages=STORY, max_tokens=20)))
-    stop = whole[-6:]
-    assert whole.index(stop) == 14
-    assert [reason(20), reason(19)] == ["stop", "length"]
+    full_text = text_in(server.answer(CHAT, **chat(messages=STORY, max_tokens=20)))
+    stop = full_text[-6:]
+    assert full_text.index(stop) == 14
+    assert [finish_reason(20), finish_reason(19)] == ["stop", "length"]
 
 
 def test_streams_name_the_requested_model(server):
     name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
     limits = {"max_tokens": 2, "stream": True}
-    for path, request in ((CHAT, body(**limits)), ("/v1/completions", {"prompt": "x", **limits})):
+    for path, request in ((CHAT, chat(**limits)), ("/v1/completions", {"prompt": "x", **limits})):
         for model_field in ({}, {"model": name}, {"model": f"{server.model}"}):
             chunks = server.answer(path, **request, **model_field)
             assert {chunk["model"] for chunk in chunks} == {model_field.get("model", name)}
@@ -171,20 +171,20 @@ def test_a_truncated_response_is_incomplete(server, model):
     request = {"model": model, "input": "once", "max_output_tokens": 3}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         response = client.responses.create(**request)
-        *_, last = client.responses.create(stream=True, **request)
-    assert last.type == "response.incomplete"
-    for result in (response, last.response):
+        *_, last_event = client.responses.create(stream=True, **request)
+    assert last_event.type == "response.incomplete"
+    for result in (response, last_event.response):
         assert result.status == "incomplete"
         assert result.incomplete_details.reason == "max_output_tokens"
         assert result.model == model
         assert result.usage.output_tokens == 3
-    assert response.output_text == last.response.output_text
+    assert response.output_text == last_event.response.output_text
 
 
 def test_other_requests_are_answered_while_a_prompt_is_tokenized(server):
-    slow = body(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
+    slow_request = chat(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.ask, CHAT, slow)
+        answer = pool.submit(server.ask, CHAT, slow_request)
         times_waiting = 0
         while not answer.done():
             times_waiting += json.loads(server.ask("/health")[1]).get("requests_waiting") == 1
@@ -202,7 +202,7 @@ def test_without_a_limit_an_answer_fills_the_context(server):
 def test_a_repeated_prompt_hits_the_prefix_cache(server):
     before = server.metrics()
     for _ in range(2):
-        text_of(server, "the same beginning " * 4)
+        get_text(server, "the same beginning " * 4)
     after = server.metrics()
     assert after["prefix_hits_total"] > before["prefix_hits_total"]
     assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE
@@ -217,80 +217,80 @@ def test_a_repeated_prompt_hits_the_prefix_cache(server):
 def test_usage_counts_cached_tokens(server):
     text = "what is cached " * 6
     stream_usage = {"stream": True, "stream_options": {"include_usage": True}}
-    for path, request, streaming in (
-        (CHAT, body(messages=[{"role": "user", "content": text}]), stream_usage),
+    for path, request, stream_fields in (
+        (CHAT, chat(messages=[{"role": "user", "content": text}]), stream_usage),
         ("/v1/completions", {"prompt": text, "max_tokens": 3}, stream_usage),
         ("/v1/responses", {"input": text, "max_output_tokens": 3}, {"stream": True}),
     ):
-        server.answer(path, **request)  # the next requests have the same prompt
-        for variant in (request, request | streaming):
+        server.answer(path, **request)  # the following requests have the same prompt
+        for variant in (request, request | stream_fields):
             answer = [x for x in server.ask(path, variant)[1].splitlines() if '"usage"' in x][-1]
             answer = json.loads(answer.removeprefix("data: "))
             usage = answer.get("response", answer)["usage"]
-            details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
-            total = usage.get("prompt_tokens") or usage["input_tokens"]
-            assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
+            prompt_details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+            prompt_tokens = usage.get("prompt_tokens") or usage["input_tokens"]
+            assert prompt_details["cached_tokens"] == (prompt_tokens - 1) // PAGE * PAGE
 
 
 # -- rejected requests -----------------------------------------------------------------------------
 
-REJECTED = {
+REJECTED_REQUESTS = {
     "no body": (b"", 400),
-    "no JSON": (b"{nope", 400),
+    "invalid JSON": (b"{nope", 400),
     "not UTF-8": (b'{"messages":[{"role":"user","content":"\xff"}]}', 400),
     "a lone surrogate": (b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400),
-    "deep": (b"[" * 30000 + b"]" * 30000, 400),
+    "deep nesting": (b"[" * 30000 + b"]" * 30000, 400),
     "a list": ([], 400),
     "not a number": (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', 400),
-    "nothing": ({"max_tokens": 4}, 400),
-    "no messages": (body(messages=[]), 400),
-    "messages as text": (body(messages="hello"), 400),
-    "a number for a message": (body(messages=[1]), 400),
-    "no role": (body(messages=[{"content": "x"}]), 400),
-    "a picture": (body(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400),
-    "a role that the template rejects": (body(messages=[{"role": "wizard", "content": "x"}]), 400),
-    "invalid calls": (body(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
-    "tools": (body(tools=[5]), 400),
-    "no new tokens": (body(max_tokens=0), 400),
-    "negative tokens": (body(max_tokens=-1), 400),
-    "half a token": (body(max_tokens=1.5), 400),
-    "true tokens": (body(max_tokens=True), 400),
-    "too many tokens": (body(max_tokens=10**6), 400),
-    "far too many tokens": (body(max_tokens=10**30), 400),
-    "beyond the context": (body(max_tokens=CONTEXT - 3), 400),
-    "a long prompt": (body(messages=[{"role": "user", "content": "x" * CONTEXT}]), 400),
-    "cold": (body(temperature=-1), 400),
-    "hot": (body(temperature="hot"), 400),
-    "top_p": (body(top_p=0), 400),
-    "seed": (body(seed=2**70), 400),
-    "many answers": (body(n=129), 400),
-    "a penalty": (body(frequency_penalty=3), 400),
-    "a stop": (body(stop=[""]), 400),
-    "many stops": (body(stop=list("abcdefghijklmnopq")), 400),
-    "a long stop": (body(stop="x" * 1025), 400),
-    "many biases": (body(logit_bias={str(token): 1 for token in range(1025)}), 400),
-    "many end tokens": (body(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
+    "neither prompt nor messages": ({"max_tokens": 4}, 400),
+    "no messages": (chat(messages=[]), 400),
+    "messages as text": (chat(messages="hello"), 400),
+    "a number for a message": (chat(messages=[1]), 400),
+    "no role": (chat(messages=[{"content": "x"}]), 400),
+    "a picture": (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400),
+    "a role that the template rejects": (chat(messages=[{"role": "wizard", "content": "x"}]), 400),
+    "invalid calls": (chat(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
+    "invalid tools": (chat(tools=[5]), 400),
+    "no new tokens": (chat(max_tokens=0), 400),
+    "negative tokens": (chat(max_tokens=-1), 400),
+    "half a token": (chat(max_tokens=1.5), 400),
+    "true tokens": (chat(max_tokens=True), 400),
+    "too many tokens": (chat(max_tokens=10**6), 400),
+    "far too many tokens": (chat(max_tokens=10**30), 400),
+    "beyond the context": (chat(max_tokens=CONTEXT - 3), 400),
+    "a long prompt": (chat(messages=[{"role": "user", "content": "x" * CONTEXT}]), 400),
+    "a negative temperature": (chat(temperature=-1), 400),
+    "a temperature as text": (chat(temperature="hot"), 400),
+    "a top_p of zero": (chat(top_p=0), 400),
+    "a large seed": (chat(seed=2**70), 400),
+    "many answers": (chat(n=129), 400),
+    "a large penalty": (chat(frequency_penalty=3), 400),
+    "an empty stop string": (chat(stop=[""]), 400),
+    "many stop strings": (chat(stop=list("abcdefghijklmnopq")), 400),
+    "a long stop string": (chat(stop="x" * 1025), 400),
+    "many biases": (chat(logit_bias={str(token): 1 for token in range(1025)}), 400),
+    "many end tokens": (chat(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
     "a huge multiple": (
-        body(structured_outputs={"json": {"type": "integer", "multipleOf": 10**400}}),
+        chat(structured_outputs={"json": {"type": "integer", "multipleOf": 10**400}}),
         400,
     ),
-    "a different model": (body(model="no/such"), 404),
-    "an unknown field": (body(bogus=1), 400),
-    "a third of a token": (body(top_k=0.3), 400),
-    "effort": (body(reasoning_effort="high"), 400),
-    "a tool of a different provider": (body(tools=[{"type": "web_search"}]), 400),
-    "a config": (body(generation_config="{"), 400),
-    "beams": (body(generation_config='{"num_beams": 4}'), 400),
-    "a penalty in a config": (body(generation_config='{"repetition_penalty": 1.1}'), 400),
-    "typical_p": (body(generation_config='{"typical_p": 0.5}'), 400),
-    "a stop in a config": (body(generation_config='{"stop_strings": ["a"]}'), 400),
-    "a template": (body(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
-    "not a stream": (body(stream="yes"), 400),
-    "too large": (body(messages=[{"role": "user", "content": "x" * 140_000}]), 413),
+    "a different model": (chat(model="no/such"), 404),
+    "an unknown field": (chat(bogus=1), 400),
+    "a third of a token": (chat(top_k=0.3), 400),
+    "a reasoning effort": (chat(reasoning_effort="high"), 400),
+    "a tool of a different provider": (chat(tools=[{"type": "web_search"}]), 400),
+    "an invalid config": (chat(generation_config="{"), 400),
+    "beams in a config": (chat(generation_config='{"num_beams": 4}'), 400),
+    "a penalty in a config": (chat(generation_config='{"repetition_penalty": 1.1}'), 400),
+    "typical_p in a config": (chat(generation_config='{"typical_p": 0.5}'), 400),
+    "a stop string in a config": (chat(generation_config='{"stop_strings": ["a"]}'), 400),
+    "a chat template": (chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
+    "a stream as text": (chat(stream="yes"), 400),
+    "a large body": (chat(messages=[{"role": "user", "content": "x" * 140_000}]), 413),
 }
 
 
-@pytest.mark.parametrize(("payload", "status"), REJECTED.values(), ids=REJECTED)
+@pytest.mark.parametrize(("payload", "status"), REJECTED_REQUESTS.values(), ids=REJECTED_REQUESTS)
 def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, status):
     raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
     actual_status, text, _ = server.ask(CHAT, raw=raw)
@@ -298,7 +298,7 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
     error = json.loads(text)["error"]
     assert error["message"]
     assert error["type"] in ("invalid_request_error", "not_found_error")
-    assert server.ask(CHAT, body())[0] == 200
+    assert server.ask(CHAT, chat())[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -312,11 +312,11 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
         ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
         ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),
-        # The chat template does not pass tools to the model.
+        # The chat template does not show tools to the model.
         (CHAT, "tools", {"tools": [TOOL]}),
         (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
         (CHAT, "tools", {"tools": [[0] * 16_384], "tool_choice": "none"}),
-        (CHAT, "messages", body(messages=[{"role": "user", "content": [{}] * 16_384}])),
+        (CHAT, "messages", chat(messages=[{"role": "user", "content": [{}] * 16_384}])),
         (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
         (CHAT, "messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
         (CHAT, "tool_choice", {"tool_choice": "required"}),
@@ -339,7 +339,7 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         ("/v1/completions", "stream_options", {"stream_options": {"x": True}}),
         (CHAT, "store", "yes"),
         (CHAT, "moderation", {"moderation": {"model": "x"}}),
-        (CHAT, "chat_template_kwargs", {"chat_template_kwargs": dict.fromkeys(LETTERS, 1)}),
+        (CHAT, "chat_template_kwargs", {"chat_template_kwargs": dict.fromkeys(ARGUMENT_NAMES, 1)}),
         (CHAT, "generation_config", json.dumps({"transformers_version": "x" * 20_000})),
         (CHAT, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
         (CHAT, "guided_json", {"guided_json": {}}),
@@ -364,13 +364,13 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         (
             "/v1/responses",
             "input[1].content",
-            {"input": [MESSAGE, {"type": "message", "role": "x"}]},
+            {"input": [USER_MESSAGE, {"type": "message", "role": "x"}]},
         ),
         ("/v1/responses", "input[0].content", {"input": [{"type": "reasoning", "content": [1]}]}),
     ],
 )
 def test_an_error_names_the_rejected_field(server, path, field, payload):
-    valid = {CHAT: body(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    valid = {CHAT: chat(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
     payload = payload if isinstance(payload, dict) else {field: payload}
     status, text, _ = server.ask(path, {**valid[path], **payload})
     assert (status, json.loads(text)["error"]["param"]) == (400, field)
@@ -396,34 +396,34 @@ def test_an_error_names_the_rejected_field(server, path, field, payload):
     ],
 )
 def test_fields_without_effect_are_accepted(server, payload):
-    changed_answer, plain_answer = (
-        server.answer(CHAT, **body(max_tokens=8, **extra)) for extra in (payload, {})
+    answer, expected = (
+        server.answer(CHAT, **chat(max_tokens=8, **fields)) for fields in (payload, {})
     )
-    assert changed_answer["choices"] == plain_answer["choices"]
+    assert answer["choices"] == expected["choices"]
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "valid"),
+    ("path", "params_type", "valid_fields"),
     [
-        (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsBase, body()),
+        (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsBase, chat()),
         ("/v1/completions", openai.types.CompletionCreateParams, {"prompt": "x"}),
         ("/v1/responses", openai.types.responses.ResponseCreateParams, {"input": "x"}),
     ],
 )
-def test_every_field_of_openai_is_validated(server, path, kind, valid):
-    kinds = typing.get_args(kind) or (kind,)
-    fields = set().union(*map(typing.get_type_hints, kinds))
+def test_every_field_of_openai_is_validated(server, path, params_type, valid_fields):
+    param_types = typing.get_args(params_type) or (params_type,)
+    fields = set().union(*map(typing.get_type_hints, param_types))
     assert {"model", "user"} < fields
-    accepted = []
+    accepted_fields = []
     for field in sorted(fields - {"instructions"}):
-        status, text, _ = server.ask(path, {**valid, field: [[""] * 99] * 99})
+        status, text, _ = server.ask(path, {**valid_fields, field: [[""] * 99] * 99})
         assert status in (200, 400, 404), text
-        accepted += [field] if status == 200 else []
-    assert not accepted
+        accepted_fields += [field] if status == 200 else []
+    assert not accepted_fields
 
 
 @pytest.mark.parametrize(
-    ("template", "shown"),
+    ("template", "expected"),
     [
         ("{{ messages[0].content }}", False),
         ("{% if tools %}you have tools{% endif %}{{ messages[0].content }}", False),
@@ -431,15 +431,15 @@ def test_every_field_of_openai_is_validated(server, path, kind, valid):
         ("{{ raise_exception('no') }}", False),
     ],
 )
-def test_shows_tools_detects_templates_that_render_tools(model, template, shown):
+def test_shows_tools_detects_templates_that_render_tools(model, template, expected):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
-    assert shows_tools(tokenizer) is shown
+    assert shows_tools(tokenizer) is expected
 
 
 def test_a_generation_config_with_default_values_is_accepted(server):
     config = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
-    request = body(generation_config=config.to_json_string())
+    request = chat(generation_config=config.to_json_string())
     del request["max_tokens"]
     assert server.answer(CHAT, **request)["usage"]["completion_tokens"] == 3
 
@@ -460,44 +460,44 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
-    with socket.create_server(("127.0.0.1", 0)) as bound, contextlib.ExitStack() as stack:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    with socket.create_server(("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         stack.callback(thread.join)
         stack.callback(setattr, server, "should_exit", True)
 
         def connect(data: bytes) -> socket.socket:
-            client = stack.enter_context(socket.create_connection(bound.getsockname(), timeout=20))
+            client = stack.enter_context(socket.create_connection(sock.getsockname(), timeout=20))
             client.sendall(data)
             return client
 
-        whole = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-        silent, incomplete = connect(b""), connect(b"GET / HTT")
-        reused = connect(whole)
-        assert reused.recv(1000).startswith(b"HTTP/1.1 200")
-        reused.sendall(whole[:9])
+        request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        silent_client, partial_client = connect(b""), connect(b"GET / HTT")
+        reused_client = connect(request)
+        assert reused_client.recv(1000).startswith(b"HTTP/1.1 200")
+        reused_client.sendall(request[:9])
         head, _, content = connect(b"").recv(1000).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
         assert b"content-length: %d" % len(content) in head
         assert json.loads(content)["error"]["code"] == "too_many_connections"
-        for client in (silent, incomplete, reused):
+        for client in (silent_client, partial_client, reused_client):
             with contextlib.suppress(ConnectionResetError):
                 assert not client.recv(1000).startswith(b"HTTP/1.1 503")
-        assert connect(whole).recv(1000).startswith(b"HTTP/1.1 200")
+        assert connect(request).recv(1000).startswith(b"HTTP/1.1 200")
 
 
 def test_a_prompt_that_fills_the_context_is_answered(server):
     template = len("u:;a:")
     prompt = [{"role": "user", "content": "x" * (CONTEXT - template - 4)}]
-    assert server.ask(CHAT, body(messages=prompt))[0] == 200
+    assert server.ask(CHAT, chat(messages=prompt))[0] == 200
     prompt[0]["content"] += "x"
-    assert server.ask(CHAT, body(messages=prompt))[0] == 400
+    assert server.ask(CHAT, chat(messages=prompt))[0] == 400
 
 
 def test_too_long_texts_are_rejected_before_tokenization(server):
     limit = 128 * CONTEXT
     for content, part in (("x" * limit, "characters"), ("x" * (limit - 9), f"{limit - 4} tokens")):
-        status, text, _ = server.ask(CHAT, body(messages=[{"role": "user", "content": content}]))
+        status, text, _ = server.ask(CHAT, chat(messages=[{"role": "user", "content": content}]))
         error = json.loads(text)["error"]
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert part in error["message"]
@@ -505,12 +505,12 @@ def test_too_long_texts_are_rejected_before_tokenization(server):
 
 def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path, monkeypatch):
     started: list[str] = []
-    released = threading.Event()
+    release = threading.Event()
     make_prompts = ServedModel.make_prompts
 
     def wait_and_make(self, request):
         started.append(request.prompt[:6])
-        assert len(request.prompt) < 100_000 or released.wait(60)
+        assert len(request.prompt) < 100_000 or release.wait(60)
         return make_prompts(self, request)
 
     def complete(prompt: str) -> int:
@@ -530,7 +530,7 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
             time.sleep(0.01)
         assert complete("short") == 200
         assert (started[0], started[-1], len(started)) == ("first", "short", 4)  # two are long
-        released.set()
+        release.set()
         assert [future.result()[0] for future in futures] == [200] * 4
 
 
@@ -544,7 +544,7 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
     ],
 )
 def test_a_rebound_host_name_is_rejected(server, host, status):
-    for path, payload in ((CHAT, body()), ("/health", None), ("/v1/models", None), ("/docs", None)):
+    for path, payload in ((CHAT, chat()), ("/health", None), ("/v1/models", None), ("/docs", None)):
         actual_status, text, _ = server.ask(path, payload, headers={"host": host})
         assert actual_status == status, text
         if status == 421:
@@ -553,8 +553,8 @@ def test_a_rebound_host_name_is_rejected(server, host, status):
 
 def test_no_answer_contains_the_path_of_the_model(server, model):
     requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
-    requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, body(model="no"))]
-    requests += [(CHAT, body()), (CHAT, body(max_tokens=-1)), ("/load_model", {})]
+    requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, chat(model="no"))]
+    requests += [(CHAT, chat()), (CHAT, chat(max_tokens=-1)), ("/load_model", {})]
     requests += [("/v1/completions", {"prompt": "x", "max_tokens": 2})]
     requests += [("/v1/responses", {"input": "x", "max_output_tokens": 2})]
     requests += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
@@ -562,9 +562,9 @@ def test_no_answer_contains_the_path_of_the_model(server, model):
         status, text, headers = server.ask(path, payload)
         assert status in (200, 400, 404)
         assert model not in text + str(headers), path
-    loaded = server.ask("/load_model", {})[1].removeprefix("data:")
+    answer = server.ask("/load_model", {})[1].removeprefix("data:")
     name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
-    assert json.loads(loaded) == {"status": "ready", "model": name, "cached": True}
+    assert json.loads(answer) == {"status": "ready", "model": name, "cached": True}
 
 
 def test_detokenize_accepts_as_many_tokens_as_the_context(server):
@@ -590,7 +590,7 @@ def incomplete_body(server) -> Iterator[socket.socket]:
 
 def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
     with contextlib.ExitStack() as stack:
-        # The bodies have 8 MB together. 2 MB may be held.
+        # All bodies together have 8 MB, but the server holds at most 2 MB.
         clients = [stack.enter_context(incomplete_body(server)) for _ in range(60)]
         rejected = [client for client in clients if select.select([client], [], [], 0.01)[0]]
         assert 0 < len(rejected) < len(clients)
@@ -598,7 +598,7 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
             answer = client.recv(4000)
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after" in answer
-        assert server.ask(CHAT, body())[0] == 200
+        assert server.ask(CHAT, chat())[0] == 200
         status, text, _ = server.ask(CHAT, raw=b" " * 127_000)
         assert (status, json.loads(text)["error"]["code"]) == (429, "too_many_bytes")
     while server.ask(CHAT, raw=b" " * 127_000)[0] == 429:
@@ -606,26 +606,26 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
 
 
 def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(model):
-    slow = body(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
+    slow_request = chat(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
     with (
         hosting(model, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
-        socket.socket() as deaf, incomplete_body(server) as silent,
+        socket.socket() as reader, incomplete_body(server) as sender,
     ):  # fmt: skip
-        waiting = pool.submit(server.ask, CHAT, slow)
-        assert silent.recv(4000).startswith(b"HTTP/1.1 408 ")
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        deaf.settimeout(60)
-        deaf.connect(("127.0.0.1", server.port))
+        future = pool.submit(server.ask, CHAT, slow_request)
+        assert sender.recv(4000).startswith(b"HTTP/1.1 408 ")
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        reader.settimeout(60)
+        reader.connect(("127.0.0.1", server.port))
         requests = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
         with pytest.raises(ConnectionError):
-            deaf.sendall(requests)
-        assert waiting.result()[0] == 200
+            reader.sendall(requests)
+        assert future.result()[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
 def test_unsupported_paths_return_404(server, path):
     assert server.ask(path, {})[0] == 404
-    assert server.ask(CHAT, body())[0] == 200
+    assert server.ask(CHAT, chat())[0] == 200
 
 
 def test_other_content_types_are_rejected(server):
@@ -637,26 +637,26 @@ def test_other_content_types_are_rejected(server):
 def test_requests_with_the_same_id_are_not_mixed_up(server):
     with ThreadPoolExecutor(4) as pool:
         headers_of_all = {"x-request-id": "same"}
-        questions = [body(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
+        questions = [chat(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
         answers = list(pool.map(lambda q: server.ask(CHAT, q, headers=headers_of_all), questions))
     for question, (status, text, headers) in zip(questions, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
-        single = json.loads(server.ask(CHAT, question)[1])
-        assert json.loads(text)["choices"] == single["choices"]
+        single_answer = json.loads(server.ask(CHAT, question)[1])
+        assert json.loads(text)["choices"] == single_answer["choices"]
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
-    before = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
-    with server.leaving(CHAT, **body(messages=STORY, max_tokens=250, stream=stream)):
+    count = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
+    with server.leaving(CHAT, **chat(messages=STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
     ticks_at_disconnect = server.cpu_ticks()
-    counts = server.wait_until(**{'requests_total{status="499"}': before + 1, "requests_active": 0})
+    metrics = server.wait_until(**{'requests_total{status="499"}': count + 1, "requests_active": 0})
     canceled_ticks = server.cpu_ticks() - ticks_at_disconnect
-    assert counts["requests_waiting"] == 0
-    # All pages are free for a second request. CPU time shows that the first request has ended.
+    assert metrics["requests_waiting"] == 0
+    # All pages are free for a second request. The CPU time shows that the first request has ended.
     ticks_at_start = server.cpu_ticks()
-    answer = server.answer(CHAT, **body(messages=STORY, max_tokens=250))
+    answer = server.answer(CHAT, **chat(messages=STORY, max_tokens=250))
     assert answer["usage"]["completion_tokens"] == 250
     assert canceled_ticks < (server.cpu_ticks() - ticks_at_start) / 2
 
@@ -666,34 +666,34 @@ def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
 
 @pytest.fixture
 def slow_steps(monkeypatch):
-    """Slow each step by 10 ms, in which the clients get the CPU. Requests then have to wait."""
-    update = ContinuousBatchProcessor.update_batch
+    """Slow each step by 10 ms, during which clients get the CPU, so that requests have to wait."""
+    update_batch = ContinuousBatchProcessor.update_batch
 
     def update_slowly(self: ContinuousBatchProcessor) -> None:
         time.sleep(0.01)
-        update(self)
+        update_batch(self)
 
     monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_slowly)
 
 
 def test_an_access_token_is_required_and_excess_requests_get_429(model, slow_steps):
     environment = {"HF_FP8KV_API_KEY": "sesame"}
-    limits = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
-    with hosting(model, "--host", "0.0.0.0", *limits, environment=environment) as server:
+    options = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
+    with hosting(model, "--host", "0.0.0.0", *options, environment=environment) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
-            for path, payload in ((CHAT, body()), ("/metrics", None), ("/v1/models", None)):
+            for path, payload in ((CHAT, chat()), ("/metrics", None), ("/v1/models", None)):
                 status, text, _ = server.ask(path, payload, headers=headers)
                 assert status == 401
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
         assert server.ask("/health")[0] == 200
         auth = {"authorization": "Bearer sesame"}
-        request, answers = body(messages=STORY, max_tokens=100), []
+        request, answers = chat(messages=STORY, max_tokens=100), []
         with ThreadPoolExecutor(24) as pool:
             # Repeat until some requests wait, because a slow machine may read them one by one.
             while {status for status, _, _ in answers} != {200, 429} and len(answers) < 240:
                 answers += pool.map(lambda _: server.ask(CHAT, request, headers=auth), range(24))
         assert {status for status, _, _ in answers} == {200, 429}
-        assert all(h["retry-after"] for status, _, h in answers if status == 429)
+        assert all(headers["retry-after"] for status, _, headers in answers if status == 429)
         assert server.ask("/health", headers={"host": "any.example"})[0] == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.models.list().data[0].object == "model"
@@ -727,14 +727,14 @@ def test_an_invalid_command_line_is_explained(run, model, monkeypatch, options, 
     exit_code, _, err = run("serve", model, "--port", "0", *options)
     assert exit_code == code, err
     assert message in " ".join(err.split())
-    # Threads of libraries' pools end with the process.
-    new_threads = [t for t in threading.enumerate() if t not in old_threads and not t.daemon]
-    assert not [t for t in new_threads if not t.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
+    # The threads of libraries' pools end with the process.
+    new_threads = [x for x in threading.enumerate() if x not in old_threads and not x.daemon]
+    assert not [x for x in new_threads if not x.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(run, model):
-    with contextlib.closing(listen("127.0.0.1", 0)) as first:  # bound, but not listening yet
-        port = str(first.getsockname()[1])
+    with contextlib.closing(listen("127.0.0.1", 0)) as sock:  # bound, but not listening yet
+        port = str(sock.getsockname()[1])
         with pytest.raises(ConfigError, match="cannot listen"):
             listen("127.0.0.1", int(port))
         code, _, err = run("serve", str(model), "--port", port, "--device", "cpu")
@@ -762,11 +762,11 @@ def test_custom_names_lengths_and_templates(model, tmp_path):
         entry = json.loads(server.ask("/v1/models/mine")[1])
         assert (entry["id"], entry["max_model_len"]) == ("mine", 40)
         assert server.ask("/v1/models/tiny")[0] == 404
-        status, text, _ = server.ask(CHAT, body(model="mine", max_tokens=4))
+        status, text, _ = server.ask(CHAT, chat(model="mine", max_tokens=4))
         assert (status, json.loads(text)["model"]) == (200, "mine")
-        assert server.ask(CHAT, body(model=model))[0] == 404
-        assert server.ask(CHAT, body(messages=STORY, max_tokens=1))[0] == 400
-        tokenized = json.loads(server.ask("/tokenize", {"messages": [MESSAGE]})[1])
+        assert server.ask(CHAT, chat(model=model))[0] == 404
+        assert server.ask(CHAT, chat(messages=STORY, max_tokens=1))[0] == 400
+        tokenized = json.loads(server.ask("/tokenize", {"messages": [USER_MESSAGE]})[1])
         assert (tokenized["count"], tokenized["max_model_len"]) == (3, 40)
         assert json.loads(server.ask("/detokenize", {"tokens": tokenized["tokens"]})[1]) == {
             "prompt": "<x>"
@@ -794,43 +794,43 @@ def test_processes_of_torchrun_are_rejected(run, tmp_path, monkeypatch):
 
 def test_a_failed_engine_ends_the_server(model, monkeypatch):
     """A supervisor must notice the failure, because no later request could be answered."""
-    update, steps = ContinuousBatchProcessor.update_batch, []
+    update_batch, steps = ContinuousBatchProcessor.update_batch, []
 
     def fail(self: ContinuousBatchProcessor) -> None:
         steps.append(1)
         if len(steps) == 20:
             raise MemoryError("no memory for step 20")
-        update(self)
+        update_batch(self)
 
     with hosting(model, "--grace", "60") as server:
         monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", fail)
         with ThreadPoolExecutor(4) as pool:
-            request = body(messages=STORY, max_tokens=90)
+            request = chat(messages=STORY, max_tokens=90)
             futures = [pool.submit(server.ask, CHAT, request) for _ in range(4)]
             answers = [future.result() for future in futures]
         for status, text, _ in answers:
-            assert status in (500, 503)  # before its thread has ended, or after
+            assert status in (500, 503)  # before or after the end of the engine's thread
             assert "no memory for step 20" in text
         error = server.wait(30)
     assert isinstance(error, EngineError)  # the command line then exits with 1
-    assert "the engine ended: no memory for step 20; start the server again" in str(error)
+    assert "the engine ended: no memory for step 20. Start the server again" in str(error)
 
 
 @pytest.mark.parametrize(
-    "hurry", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
+    "sends_twice", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
-def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, hurry, tmp_path):
-    # uvicorn prefers this parser, which has no limit for headers, if it is installed.
+def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, sends_twice, tmp_path):
+    # uvicorn prefers this parser if it is installed. It has no limit for headers.
     (tmp_path / "httptools.py").write_text("HttpRequestParser = None")
-    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     options = ("--grace", "100", "--metrics-interval", "0.1")
     with (
-        serving(model, *options, environment=paths) as server, ThreadPoolExecutor(1) as pool,
+        serving(model, *options, environment=environment) as server, ThreadPoolExecutor(1) as pool,
     ):  # fmt: skip
-        endless = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-        with contextlib.closing(endless), pytest.raises(ConnectionError):
-            endless.sendall(b"GET /health HTTP/1.1\r\nx: y\r\n" + b"x: %1000d\r\n" % 1 * 16_000)
-        answer = pool.submit(server.ask, CHAT, body(messages=STORY, max_tokens=270, stream=True))
+        client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        with contextlib.closing(client), pytest.raises(ConnectionError):
+            client.sendall(b"GET /health HTTP/1.1\r\nx: y\r\n" + b"x: %1000d\r\n" % 1 * 16_000)
+        future = pool.submit(server.ask, CHAT, chat(messages=STORY, max_tokens=270, stream=True))
         server.wait_until(requests_active=1)
         server.wait_for(
             r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
@@ -838,23 +838,23 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, hurry, tm
         )
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping: 1 requests get 100 s")
-        status, text, headers = server.ask(CHAT, body())
+        status, text, headers = server.ask(CHAT, chat())
         assert (status, json.loads(text)["error"]["code"]) == (503, "stopping")
         assert headers["retry-after"]
         status, text, _ = server.ask("/health")
         assert (status, json.loads(text)["status"]) == (503, "unhealthy")
         assert json.loads(text)["error"]["code"] == "stopping"
-        if hurry:
+        if sends_twice:
             server.process.send_signal(signal.SIGTERM)
-        *_, last = events(answer.result()[1])
+        *_, last_event = events(future.result()[1])
         assert server.process.wait(120) == 0
         server.wait_for("Finished server process")
         assert "Traceback" not in server.log
         assert "/metrics HTTP" in server.log
         assert "/health" not in server.log
-    if hurry:
-        assert last["error"]["code"] == "stopping"
-        assert last["error"]["type"] == "server_error"
+    if sends_twice:
+        assert last_event["error"]["code"] == "stopping"
+        assert last_event["error"]["type"] == "server_error"
     else:
-        assert last["choices"][0]["finish_reason"] == "length"
-        assert last["usage"]["completion_tokens"] == 270
+        assert last_event["choices"][0]["finish_reason"] == "length"
+        assert last_event["usage"]["completion_tokens"] == 270

@@ -64,15 +64,15 @@ def test_no_other_private_names_are_used():
 
 def test_the_sampler_has_the_methods_of_the_engines_list():
     """The sampler replaces this list. The engine does not call other methods of the list."""
-    stock = {
+    stock_signatures = {
         name: inspect.signature(method)
         for name, method in inspect.getmembers(ContinuousBatchingLogitsProcessorList, callable)
         if not name.startswith("_") and name != "clear"
     }
-    assert stock
-    for name, signature in stock.items():
-        ours = inspect.signature(getattr(sampling.Sampler, name))
-        assert len(ours.parameters) == len(signature.parameters), name
+    assert stock_signatures
+    for name, signature in stock_signatures.items():
+        own_signature = inspect.signature(getattr(sampling.Sampler, name))
+        assert len(own_signature.parameters) == len(signature.parameters), name
     call = inspect.signature(ContinuousBatchingLogitsProcessorList.__call__)
     assert len(inspect.signature(sampling.Sampler.__call__).parameters) == len(call.parameters)
     assert {"do_processing", "tensors_required"} <= vars(sampling.Sampler).keys()

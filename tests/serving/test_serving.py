@@ -1,4 +1,4 @@
-"""FP8 pages in transformers' continuous batching give the same tokens as generate()."""
+"""Continuous batching over FP8 pages gives the same tokens as generate()."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
-from hf_fp8kv.serving.step import EngineStep, decode_work
+from hf_fp8kv.serving.step import EngineStep, make_decode_work
 from tests.helpers.margins import greedy_deficit
 from tests.helpers.planned import planned_for, planned_scales
 from tests.helpers.serving_tools import (
@@ -48,14 +48,14 @@ pytestmark = pytest.mark.text
 
 FULL = pytest.mark.full
 
-# The window of 20 tokens is not a multiple of the page and is shorter than most prompts.
+# Windows are not multiples of the page size, and shorter than most prompts.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mha": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 20},
     # Full and sliding layers, and a softcap. Sharp attention makes the tokens depend on K.
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 1},
-    "gpt_oss": {"sliding_window": 9},  # full and sliding layers, sinks
+    "gpt_oss": {"sliding_window": 9},  # full and sliding layers, and sinks
     "qwen3": {},
 }
 
@@ -74,7 +74,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 # Pairwise cover: each kind of scales runs with one model that differs from llama.
 def every_model(*fast: str) -> pytest.MarkDecorator:
-    """Return a parametrization of the fixture `model`, with some models in the fast tier."""
+    """Return a parametrization of the fixture `model`. The models `fast` are in the fast tier."""
     return pytest.mark.parametrize(
         "model",
         [pytest.param(name, marks=() if name in fast else pytest.mark.full) for name in MODELS],
@@ -89,13 +89,13 @@ def llama() -> Iterator[Any]:
     serving.disable(model)
 
 
-def check(model: Any, *, agree: bool | None = False, **options: Any) -> None:
-    """Compare generate_batch, with whole prompts and chunks of 16 tokens, with generate()."""
+def check_tokens(model: Any, *, is_exact: bool | None = False, **options: Any) -> None:
+    """Compare generate_batch(), with whole prompts and chunks of 16 tokens, with generate()."""
     texts = prompts()
     model.set_attn_implementation("fp8_paged")
     expected = one_by_one(model, texts, **options)
-    if agree is not None:  # otherwise the test would pass without FP8
-        assert are_exact(model, texts, expected) == agree
+    if is_exact is not None:  # False asserts that unquantized pages give different tokens
+        assert are_exact(model, texts, expected) == is_exact
     serving.enable(model, **options)
     try:
         for tokens in (256, 16):
@@ -109,47 +109,47 @@ class TestSameTokens:
 
     @every_model("gpt_oss")
     def test_static_scales_per_head(self, model: Any) -> None:
-        check(model, scales=head_scales(model))
+        check_tokens(model, scales=head_scales(model))
 
     @every_model("gemma2")
     def test_dynamic_scales(self, model: Any) -> None:
-        # Rounding this fine does not change the tokens of every model.
-        check(model, agree=None, dtype="fp8_e5m2")
+        # Rounding by dynamic scales does not change the tokens of every model.
+        check_tokens(model, is_exact=None, dtype="fp8_e5m2")
 
     @every_model("qwen3")
     def test_unquantized(self, model: Any) -> None:
-        check(model, agree=True, dtype="auto")
+        check_tokens(model, is_exact=True, dtype="auto")
 
     @pytest.mark.parametrize(
         "name", ["gemma2", *(pytest.param(x, marks=FULL) for x in ("llama", "gpt_oss", "mistral"))]
     )
     def test_centered_keys(self, name: str) -> None:
         model = make_model(name)
-        check(model, scales=head_scales(model, center=True))
+        check_tokens(model, scales=head_scales(model, center=True))
 
     @pytest.mark.parametrize(
-        "sides", [pytest.param(("auto", "fp8_e5m2"), marks=FULL), ("fp8_e3m4", "auto")]
+        "dtypes", [pytest.param(("auto", "fp8_e5m2"), marks=FULL), ("fp8_e3m4", "auto")]
     )
-    def test_one_side_in_8_bit(self, sides: tuple[str, str]) -> None:
+    def test_one_side_in_8_bit(self, dtypes: tuple[str, str]) -> None:
         model = make_model("mistral")
-        check(model, key_dtype=sides[0], value_dtype=sides[1], scales=head_scales(model))
+        check_tokens(model, key_dtype=dtypes[0], value_dtype=dtypes[1], scales=head_scales(model))
 
     @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=FULL)])
     def test_different_plans_per_layer(self, name: str) -> None:
-        """The static scales are so coarse that a wrong plan of a layer changes the tokens."""
+        """The static scales are so coarse that a wrong plan for a layer changes the tokens."""
         model = make_model(name)
-        check(model, scales=planned_for(model, coarse=True))
+        check_tokens(model, scales=planned_for(model, coarse=True))
 
     def test_plans_with_dynamic_scales(self, tmp_path: Path) -> None:
         model = make_model("gemma2")
         planned_for(model, is_dynamic=True).save_pretrained(tmp_path)
-        check(model, agree=None, plan=tmp_path)
+        check_tokens(model, is_exact=None, plan=tmp_path)
 
     def test_an_explicit_plan(self) -> None:
         model = make_model("llama")
         plan = {0: LayerPlan.parse("fp8_e5m2 rotated", "fp8_e5m2"),
                 1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
-        check(model, agree=None, plan=plan)
+        check_tokens(model, is_exact=None, plan=plan)
 
     # Grid: the interpreter takes half a minute, and tests/ops compares its kernels with torch.
     @pytest.mark.parametrize(
@@ -180,36 +180,36 @@ class TestSameTokens:
     def test_unquantized_bfloat16_is_greedy_within_rounding(self) -> None:
         """In 16 bits, a batch may choose a different token only if two logits are nearly equal."""
         model = make_model("llama").to(torch.bfloat16)
-        exact = copy.deepcopy(model).float()
-        exact.set_attn_implementation("sdpa")
+        reference = copy.deepcopy(model).float()
+        reference.set_attn_implementation("sdpa")
         serving.enable(model, dtype="auto")
         answers = batched(model, prompts())
-        for text, answer in zip(prompts(), answers, strict=True):
-            assert greedy_deficit(exact, text, answer) < 0.1
-        # A request that reads the pages of the next request has a larger deficit.
-        for text, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
-            assert greedy_deficit(exact, text, answer) > 0.3
+        for prompt, answer in zip(prompts(), answers, strict=True):
+            assert greedy_deficit(reference, prompt, answer) < 0.1
+        # The answers of a different prompt have a larger deficit.
+        for prompt, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
+            assert greedy_deficit(reference, prompt, answer) > 0.3
 
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
     def test_steps_as_a_block_table(
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Steps run as in CUDA graphs, but without a graph: the host reads no tensors of a step."""
+        """Steps run eagerly, but as in CUDA graphs: the host reads no tensors of a step."""
         scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
         expected = enable(llama, prompts(), scales=scales, dtype=dtype)
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         batch_sizes: list[int] = []
-        original = common.decode_work
+        stock_decode_work = common.make_decode_work
 
         def record(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
             batch_sizes.append(len(lengths))
-            return original(table, lengths, size)
+            return stock_decode_work(table, lengths, size)
 
-        monkeypatch.setattr(common, "decode_work", record)
+        monkeypatch.setattr(common, "make_decode_work", record)
         with running(manager):
             assert answers_to(manager, prompts()) == expected
-        assert len(batch_sizes) > NEW / 2  # once per step instead of once per layer
+        assert len(batch_sizes) > NEW / 2  # one call per step, not per layer
         assert len(batch_sizes) < 2 * NEW
         assert max(batch_sizes) > 1
 
@@ -236,9 +236,9 @@ def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
     with managing(model, page_size=8) as manager:
         answer_to(manager, text[0].tolist(), 2)
         for index, layer in enumerate(cache.layers):
-            rows = manager.batch_processor.cache.layers[index].pages.block
+            blocks = manager.batch_processor.cache.layers[index].pages.block
             for page in layer.keys.block[layer.keys.table[0, :5].long()]:
-                assert (rows == page).all(1).any(), "no page of the engine has these bytes"
+                assert (blocks == page).all(1).any(), "no page of the engine has these bytes"
 
 
 class TestSharing:
@@ -246,7 +246,7 @@ class TestSharing:
         texts = prompts()
         expected = enable(llama, texts, scales=head_scales(llama))
         with managing(llama) as manager:
-            # Requests run one at a time, so that each can reuse the pages of the previous prompts.
+            # Requests run one at a time, so each can reuse the pages of the previous prompts.
             tokens = [answer_to(manager, text) for text in texts]
             usage = serving.usage(manager)
         assert tokens == expected
@@ -255,27 +255,27 @@ class TestSharing:
         assert usage.requests_active == 0
         # Whole pages of finished requests stay. Each request stores all tokens except the last,
         # and three requests share three pages.
-        whole = sum((len(text) + NEW - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
-        assert usage.tokens_held == whole * PAGE
+        num_pages = sum((len(text) + NEW - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
+        assert usage.tokens_held == num_pages * PAGE
 
     @pytest.mark.parametrize(
-        ("name", "keywords"),
+        ("name", "options"),
         [
             ("gemma2", {}),
             ("llama", {"dtype": "fp8_e5m2"}),  # dynamic scales are copied
             *(pytest.param(x, {}, marks=FULL) for x in ("llama", "mistral")),
         ],
     )
-    def test_forks(self, name: str, keywords: dict[str, Any]) -> None:
+    def test_forks(self, name: str, options: dict[str, Any]) -> None:
         model = make_model(name)
         texts = prompts()[:4]
-        expected = enable(model, texts, **keywords or {"scales": head_scales(model)})
+        expected = enable(model, texts, **options or {"scales": head_scales(model)})
         tokens = forked(model, texts, 3)
         assert tokens == [answer for answer in expected for _ in range(3)]
 
     @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
     def test_eviction(self, name: str) -> None:
-        """The pages suffice for about two requests. Other requests wait or restart."""
+        """The pages are enough for about two requests, so other requests wait or restart."""
         model = make_model(name)
         texts = prompts()
         expected = enable(model, texts, scales=head_scales(model))
@@ -301,30 +301,30 @@ class TestManagers:
         for owner in (type(llama), ContinuousBatchingManager, ContinuousMixin):
             modules = {getattr(item, "__module__", "") or "" for item in vars(owner).values()}
             assert not any(name.startswith("hf_fp8kv") for name in modules), owner
-        before = set(vars(make_model("llama")))
-        assert set(vars(serving.disable(llama))) == before
+        attributes = set(vars(make_model("llama")))
+        assert set(vars(serving.disable(llama))) == attributes
         assert not llama._forward_pre_hooks
 
     def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
         """The manager must not store 16 bits silently. It works after `disable`."""
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        for switch, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
-            switch(llama)
+        for change, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
+            change(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
             with running(manager):
                 manager.add_request([5, 6], max_new_tokens=2)
-                out = manager.get_result(timeout=60)
-            assert (message in out.error) if message else (out.error is None)
+                output = manager.get_result(timeout=60)
+            assert (message in output.error) if message else (output.error is None)
 
     def test_a_changed_attention_fails_the_requests_of_a_running_manager(self, llama: Any) -> None:
         """The request fails instead of returning tokens from wrong keys."""
         serving.enable(llama)
-        stock = make_model("llama")
-        stock.set_attn_implementation("sdpa")
+        stock_model = make_model("llama")
+        stock_model.set_attn_implementation("sdpa")
         for model, attention, message in (
-            (llama, "paged|eager", "do not change the attention"),
-            (stock, "fp8_paged", "an engine with FP8 pages"),
+            (llama, "paged|eager", "Do not change the attention"),
+            (stock_model, "fp8_paged", "an engine with FP8 pages"),
         ):
             manager = model.init_continuous_batching(greedy(), batching())
             with running(manager):
@@ -337,15 +337,14 @@ class TestManagers:
             serving.manager(llama)
 
     def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
-        second = make_model("llama")
+        stock_model = make_model("llama")
         serving.enable(llama, scales=head_scales(llama))
-        stock = make_model("llama")
-        expected = batched(stock, prompts())
+        expected = batched(make_model("llama"), prompts())
         managers: list[Any] = []
         types: list[tuple[str, str]] = []
         barrier = threading.Barrier(2)
 
-        def build(model: Any) -> None:
+        def make_managers(model: Any) -> None:
             for _ in range(3):
                 barrier.wait(60)
                 manager = model.init_continuous_batching(greedy(), batching())
@@ -353,7 +352,7 @@ class TestManagers:
                 types.append((type(manager).__name__, type(manager.batch_processor.cache).__name__))
                 managers.append(manager)
 
-        threads = [threading.Thread(target=build, args=(model,)) for model in (llama, second)]
+        threads = [threading.Thread(target=make_managers, args=(x,)) for x in (llama, stock_model)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -364,10 +363,10 @@ class TestManagers:
         )
         for manager in managers:
             manager.batch_processor = None
-        assert batched(second, prompts()) == expected
+        assert batched(stock_model, prompts()) == expected
 
     def test_generate_next_to_a_running_manager(self, llama: Any) -> None:
-        """A different thread uses the same model with left padding and its own masks."""
+        """A different thread uses the same model with left padding and different masks."""
         llama.set_attn_implementation("fp8_paged")
         ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
         mask = (ids != 0).long()
@@ -388,12 +387,12 @@ class TestManagers:
                 assert torch.equal(run_generate(), expected)
 
     def test_least_recently_used_prefixes_are_evicted(self, llama: Any) -> None:
-        """The engine evicts the least recently used prefix from its end, and only as needed."""
+        """The engine evicts the least recently used prefix from its end, only as far as needed."""
         serving.enable(llama)
         texts = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
         with managing(llama, pages=32) as manager:
 
-            def hits(text: list[int]) -> tuple[int, int]:
+            def count_hits(text: list[int]) -> tuple[int, int]:
                 before = serving.usage(manager)
                 answer_to(manager, text, 2)
                 after = serving.usage(manager)
@@ -403,12 +402,12 @@ class TestManagers:
                 )
 
             for text in texts[:4]:  # 6 of the 32 pages each
-                assert hits(text) == (0, 0)
-            assert hits(texts[0]) == (1, 6 * PAGE)  # the second is now the oldest
-            assert hits(texts[4]) == (0, 0)
-            results = [hits(texts[n]) for n in (4, 0, 3, 2)]
+                assert count_hits(text) == (0, 0)
+            assert count_hits(texts[0]) == (1, 6 * PAGE)  # texts[1] is now the oldest
+            assert count_hits(texts[4]) == (0, 0)
+            results = [count_hits(texts[n]) for n in (4, 0, 3, 2)]
             assert results[:3] == [(1, 6 * PAGE)] * 3
-            num_cached = hits(texts[1])[1]
+            num_cached = count_hits(texts[1])[1]
             assert 0 < num_cached < 6 * PAGE  # only its beginning is kept
             assert serving.usage(manager).tokens_held >= 24 * PAGE
 
@@ -432,25 +431,25 @@ class TestManagers:
         assert serving.usage(llama) is None
         with managing(llama) as manager:
             manager.warmup()
-            empty = serving.usage(llama)
-            assert (empty.pages_total, empty.pages_used, empty.tokens_held) == (64, 0, 0)
-            # K and V, two heads of 16 values with a scale of two bytes each, in two layers
-            assert empty.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
-            assert empty.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
+            usage = serving.usage(llama)
+            assert (usage.pages_total, usage.pages_used, usage.tokens_held) == (64, 0, 0)
+            # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
+            assert usage.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
+            assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
             answer_to(manager, prompts()[1])
         assert serving.usage(llama) is None
 
 
 class TestStock:
     def test_tokens_are_unchanged_without_enable(self) -> None:
-        """This also holds after a second model was enabled and disabled."""
-        before = batched(make_model("llama"), prompts())
+        """The tokens are also unchanged after a second model was enabled and disabled."""
+        stock_tokens = batched(make_model("llama"), prompts())
         model = make_model("llama")
         serving.enable(model, scales=head_scales(model))
-        quantized = batched(model, prompts())
+        fp8_tokens = batched(model, prompts())
         serving.disable(model)
-        assert quantized != before
-        assert batched(model, prompts()) == before
+        assert fp8_tokens != stock_tokens
+        assert batched(model, prompts()) == stock_tokens
 
     def test_disable_restores_a_persistent_manager(self, llama: Any) -> None:
         texts = prompts()[:2]
@@ -467,20 +466,20 @@ class TestStock:
 
     def test_models_can_be_copied_and_freed(self, llama: Any) -> None:
         serving.enable(llama)
-        copied = copy.deepcopy(llama)
-        manager = copied.init_continuous_batching(greedy(), batching())
+        model_copy = copy.deepcopy(llama)
+        manager = model_copy.init_continuous_batching(greedy(), batching())
         assert type(manager) is FP8Manager
-        serving.disable(copied)
-        assert not copied._forward_pre_hooks
-        assert type(copied.init_continuous_batching(greedy(), batching())) is not FP8Manager
+        serving.disable(model_copy)
+        assert not model_copy._forward_pre_hooks
+        assert type(model_copy.init_continuous_batching(greedy(), batching())) is not FP8Manager
         assert type(llama.init_continuous_batching(greedy(), batching())) is FP8Manager
-        loaded = pickle.loads(pickle.dumps(llama))
-        assert type(loaded.init_continuous_batching(greedy(), batching())) is FP8Manager
-        assert not serving.disable(loaded)._forward_pre_hooks
+        loaded_model = pickle.loads(pickle.dumps(llama))
+        assert type(loaded_model.init_continuous_batching(greedy(), batching())) is FP8Manager
+        assert not serving.disable(loaded_model)._forward_pre_hooks
         import weakref
 
-        reference = weakref.ref(copied)
-        del copied, manager
+        reference = weakref.ref(model_copy)
+        del model_copy, manager
         gc.collect()
         assert reference() is None
 
@@ -517,24 +516,24 @@ class TestErrors:
         assert type(llama.init_continuous_batching(greedy(), batching())) is not FP8Manager
 
     @pytest.mark.parametrize(
-        ("name", "why"),
+        ("name", "message"),
         [
             ("diffllama", "logits differ"),  # its attention does not receive the engine's cache
             ("bart", "logits differ|get_seq_length"),  # derives positions from the cache length
             ("roberta", "logits differ|get_seq_length"),  # its positions do not begin at 0
             ("deepseek_v3", "planned its pages"),  # its keys have a different size than planned
             ("bamba", "linear_attention"),
-            ("dots3_note_text", "expected layers"),  # of several sizes, and indexed
+            ("dots3_note_text", "expected layers"),  # has layers of several sizes and an indexer
             ("seq2seq/t5", "encoder"),
-            ("bloom", "attention"),  # has no attention interface
+            ("bloom", "attention"),  # does not look up an attention function
         ],
     )
-    def test_unsupported_models_are_rejected(self, name: str, why: str) -> None:
+    def test_unsupported_models_are_rejected(self, name: str, message: str) -> None:
         if name.rpartition("/")[2] not in CONFIG_MAPPING:
             pytest.skip("this version of transformers has no such model")
         model, _ = tiny(name)
         attention = model.config._attn_implementation
-        with pytest.raises(ConfigError, match=why):
+        with pytest.raises(ConfigError, match=message):
             serving.enable(model)
         assert model.config._attn_implementation == attention
         assert not model.training
@@ -548,15 +547,15 @@ class TestErrors:
         ids=str,
     )
     def test_models_that_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
-        """Rounding, a missing softcap and windows shorter than the probe do not reject a model.
+        """Rounding, a missing softcap, or a window shorter than the probe's text is accepted.
 
-        gemma2 runs sdpa, which has no softcap, by default up to transformers 5.20.
+        Up to transformers 5.20, gemma2 runs sdpa by default, which has no softcap.
         """
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             model = tiny(name, **options)[0].to(dtype).train()
-            before = model.config._attn_implementation
+            attention = model.config._attn_implementation
             serving.enable(model)
-            assert model.config._attn_implementation == before
+            assert model.config._attn_implementation == attention
             assert model.training
 
     def test_the_probe_can_be_disabled(self) -> None:
@@ -587,12 +586,12 @@ class TestErrors:
         manager = llama.init_continuous_batching(greedy(), batching())
         with pytest.raises(ConfigError):
             llama.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
-        serving.disable(llama)  # also undoes the change by a manager that never ran
+        serving.disable(llama)  # also restores the attention after a manager that never ran
         assert llama.config._attn_implementation == "sdpa"
         assert not manager.is_running()
 
     def test_the_attention_is_rejected_without_enable(self, llama: Any) -> None:
-        """transformers rejects the name, or our function rejects the cache."""
+        """transformers rejects the attention's name, or "fp8_paged" rejects the stock cache."""
         llama.set_attn_implementation("fp8_paged")
         with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
             batched(llama, prompts()[:1])
@@ -601,28 +600,28 @@ class TestErrors:
 class TestLimits:
     @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
     def test_max_request_tokens_is_the_longest_request_that_fits(self, name: str) -> None:
-        """With one more token the engine would stop, because it cannot free pages."""
+        """With one more token the engine would stop, because it could not free pages."""
         model = make_model(name)
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(pages=6))
         manager.warmup()
         cache = manager.batch_processor.cache
-        most = cache.max_request_tokens()
+        max_tokens = cache.max_request_tokens()
         if name == "mistral":  # windows in all layers
-            assert most == 2**31 - 1
+            assert max_tokens == 2**31 - 1
         else:
-            sectors = [
-                sum(a.needs_new_sectors("", 0, n) for a in cache.cache_allocators.values())
-                for n in (most, most + 1)
+            num_sectors = [
+                sum(group.needs_new_sectors("", 0, n) for group in cache.cache_allocators.values())
+                for n in (max_tokens, max_tokens + 1)
             ]
-            assert sectors[0] <= cache.num_sectors < sectors[1]
-            text = [3] * (most - NEW + 1)  # the last token is never stored
+            assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
+            text = [3] * (max_tokens - NEW + 1)  # the last token is never stored
             assert len(batched(model, [text], pages=6)[0]) == NEW
         manager.batch_processor = None
 
 
 class TestRunning:
-    """Test managers that start, stop and fail next to each other, and the parts of a step."""
+    """Managers that start, stop and fail next to each other, and the parts of a step."""
 
     def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
@@ -661,8 +660,8 @@ class TestRunning:
         serving.enable(llama)
         with monkeypatch.context() as patch:
             patch.setattr(StoredLayer, "attend", fail)
-            out = llama.generate_batch([[5, 6]], greedy(), batching())
-        assert all(output.error == "boom" for output in out.values())
+            outputs = llama.generate_batch([[5, 6]], greedy(), batching())
+        assert all(output.error == "boom" for output in outputs.values())
         assert llama.config._attn_implementation == "sdpa"
         with pytest.raises(ValueError, match="boom"), exact_states(engine=True):
             fail()
@@ -674,14 +673,14 @@ class TestRunning:
         for page, tokens in enumerate((10, 8, 1)):
             step.add(0, tokens, [[2 * page, 2 * page + 1]])
         work = step.work(0, torch.device("cpu"))
-        targets = [t for batch in work.batches for t in batch.targets.tolist()]
+        targets = [t for batch in work.batches for t in batch.target_tokens.tolist()]
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
     def test_an_unused_row_has_a_valid_page_and_slot(self) -> None:
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
-        work = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
+        work = make_decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [7]]
-        assert work.ends.tolist() == [1, 1]
+        assert work.slot_ends.tolist() == [1, 1]
 
     def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
@@ -692,7 +691,7 @@ class TestRunning:
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
         plans = [
-            int(c.plan("torch", 2, 4)[0, 0]) for c in step.work(0, torch.device("cpu")).batches
+            int(x.plan("torch", 2, 4)[0, 0]) for x in step.work(0, torch.device("cpu")).batches
         ]
         assert sorted(plans) == [5, 8]
         assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]

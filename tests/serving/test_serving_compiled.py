@@ -8,7 +8,7 @@ from transformers import CompileConfig
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, serving
-from hf_fp8kv.serving.probe import check_kinds
+from hf_fp8kv.serving.probe import layer_windows
 from tests.helpers.serving_tools import batched, batching, enable, greedy, head_scales, prompts
 from tests.helpers.tiny_models import tiny
 
@@ -57,12 +57,12 @@ class TestCompiled:
         assert manager.continuous_batching_config.varlen_compile_config is not None
 
 
-def test_check_kinds_finds_models_without_block_tables() -> None:
+def test_layer_windows_finds_models_without_block_tables() -> None:
     """The engine passes steps to CUDA graphs as block tables."""
-    for name in ("gpt_oss", "llama"):
+    for name, has_windows in (("gpt_oss", True), ("llama", False)):
         config = tiny(name)[0].config
         has_block_tables = all(
             stock.ATTN_TYPE_TO_ALLOCATOR[layer_type].supports_block_table
             for layer_type in stock.group_layers_by_attn_type(config)
         )
-        assert (has_block_tables, any(check_kinds(config))) == (name == "llama", name == "gpt_oss")
+        assert (has_block_tables, any(layer_windows(config))) == (not has_windows, has_windows)

@@ -1,4 +1,4 @@
-"""Layout of the serving cache: groups, bytes, ranks and offloading."""
+"""The layout of an engine's cache: layer groups, bytes, ranks and offloading."""
 
 import inspect
 import sys
@@ -32,7 +32,7 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
-# Pages of 8 tokens. They do not suffice for all requests at a time.
+# Numbers of pages of 8 tokens. They are not enough for all requests at a time.
 NUM_PAGES = {"llama": 16, "gemma2": 24}
 TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
@@ -46,9 +46,9 @@ def make_cache(model: Any, **config: Any) -> Any:
 
 def make_planned_cache(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, Any]:
     """Return a bfloat16 model, the cache of its manager, and the plan of the cache's memory."""
-    handler, plans = flat_tensor._MemoryHandler, []
+    Handler, plans = flat_tensor._MemoryHandler, []
     monkeypatch.setattr(
-        flat_tensor, "_MemoryHandler", lambda *a, **b: plans.append(handler(*a, **b)) or plans[-1]
+        flat_tensor, "_MemoryHandler", lambda *a, **b: plans.append(Handler(*a, **b)) or plans[-1]
     )
     model = tiny("llama")[0].to(torch.bfloat16)
     serving.enable(model)
@@ -64,7 +64,7 @@ def make_config(**options: Any) -> ServingConfig:
 class TestChoice:
     def test_the_engine_is_chosen_by_features(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transformers, "__version__", "99.0")
-        assert issubclass(engines.cache_class(None), flat_tensor.Cache)
+        assert issubclass(engines.make_cache_class(None), flat_tensor.Cache)
 
     def test_a_method_that_does_not_create_the_cache_is_rejected(
         self, monkeypatch: pytest.MonkeyPatch
@@ -80,11 +80,11 @@ class TestChoice:
             with monkeypatch.context() as patch:
                 stub.__qualname__ = "stub"
                 patch.setattr(owner, name, stub)
-                with pytest.raises(ConfigError, match=message) as caught:
+                with pytest.raises(ConfigError, match=message) as error:
                     serving.enable(model)
-                for part in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
-                    assert part in str(caught.value)
-        # Nothing is changed. The model still has its own engine.
+                for detail in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
+                    assert detail in str(error.value)
+        # The model still uses the stock engine, because nothing was changed.
         manager = model.init_continuous_batching(greedy(), batching())
         assert type(manager) is continuous_api.ContinuousBatchingManager
 
@@ -97,17 +97,17 @@ class TestChoice:
 
 class TestGroups:
     @pytest.mark.parametrize(
-        "kinds",
+        "layer_types",
         [TYPES * 2, *(pytest.param(x, marks=pytest.mark.full) for x in (TYPES, TYPES[:2] * 2))],
         ids=len,
     )
-    def test_layer_types_in_any_order(self, kinds: list[str]) -> None:
+    def test_layer_types_in_any_order(self, layer_types: list[str]) -> None:
         """Test groups of one layer, groups of two layers, and two types with one group each."""
-        model = tiny("gpt_oss", sliding_window=9, num_hidden_layers=len(kinds), layer_types=kinds)[
-            0
-        ]
+        model = tiny(
+            "gpt_oss", sliding_window=9, num_hidden_layers=len(layer_types), layer_types=layer_types
+        )[0]
         model.set_attn_implementation("fp8_paged")
-        # With other prompts, a different summation order rounds one value to the next code.
+        # With other seeds, a different order of sums rounds one value to the next code.
         texts, scales = prompts(seed=0), head_scales(model)
         expected = one_by_one(model, texts, scales=scales)
         assert not are_exact(model, texts, expected)
@@ -121,39 +121,39 @@ class TestBytes:
             model = tiny("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
             cache = make_cache(model, pages=5)
-            total, used, page, tokens = cache.memory_usage({})
+            total_bytes, used_bytes, page_bytes, num_tokens = cache.memory_usage({})
             layout = cache.page_layout
-            assert (used, tokens, page) == (0, 0, 2 * layout.bytes_per_page)
-            assert total == 5 * page
-            # The engine has two more sectors, for the padding of its attention.
+            assert (used_bytes, num_tokens, page_bytes) == (0, 0, 2 * layout.bytes_per_page)
+            assert total_bytes == 5 * page_bytes
+            # The engine allocates two more sectors, for the padding of its attention.
             memory = cache.layers[0].pages.block.untyped_storage()
-            assert memory.nbytes() == total + 2 * cache.bytes_per_sector
+            assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
 
     def test_a_sector_costs_its_bytes_and_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The plan has no mask and no dense copy. Each token of a step costs its own bytes."""
+        """The plan contains no mask and no dense copy. Each token of a step has a cost."""
         model, cache, plan = make_planned_cache(monkeypatch)
-        sectors, tokens = cache.num_sectors, cache.max_batch_tokens
-        cost = [plan.compute_memory_footprint(tokens, sectors + extra) for extra in (0, 1)]
-        assert cost[1] - cost[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
-        step = plan.compute_memory_footprint(tokens + 1, sectors) - cost[0]
-        # Two bytes each: hidden states, 4 heads of queries, 2 of K and V, and the extra buffers.
-        buffers = peak_elements(model.config)
-        assert step >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + buffers)
-        assert buffers > 3 * 4 * 16
+        num_sectors, num_tokens = cache.num_sectors, cache.max_batch_tokens
+        costs = [plan.compute_memory_footprint(num_tokens, num_sectors + extra) for extra in (0, 1)]
+        assert costs[1] - costs[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
+        token_cost = plan.compute_memory_footprint(num_tokens + 1, num_sectors) - costs[0]
+        # Two bytes each: hidden states, 4 query heads, 2 heads of K and V, and extra values.
+        extra_values = peak_elements(model.config)
+        assert token_cost >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + extra_values)
+        assert extra_values > 3 * 4 * 16
 
     def test_a_rank_stores_its_heads_and_their_scales(self) -> None:
         model = tiny("llama")[0]
         scales = head_scales(model)
-        helper = SimpleNamespace(
+        distributed = SimpleNamespace(
             tp_size=2, tp_local_rank=1, tp_all_reduce_min=lambda x: x,
             are_kv_heads_tp_ed=lambda: True,
         )  # fmt: skip
         config = batching()
         config.max_memory_percent = 0.5
         ranks = TensorParallel(1, 2)
-        cache = engines.cache_class(make_config(scales=scales, tensor_parallel=ranks))(
+        cache = engines.make_cache_class(make_config(scales=scales, tensor_parallel=ranks))(
             config=model.config, continuous_batching_config=config, device="cpu",
-            distributed_helper=helper, dtype=torch.float32,
+            distributed_helper=distributed, dtype=torch.float32,
         )  # fmt: skip
         assert cache.page_layout.heads == 1
         assert cache.layers[0].pages.k_codes.shape[1] == 1
@@ -163,7 +163,7 @@ class TestBytes:
 
 
 class TestOffloading:
-    # Grid: each model and each format occurs once.
+    # Grid: each model and each pair of formats occurs once.
     @pytest.mark.parametrize(
         ("name", "options"),
         [
@@ -175,7 +175,7 @@ class TestOffloading:
     def test_offloaded_requests_resume(
         self, name: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Codes and dynamic scales have the same bytes after they return to different blocks."""
+        """Codes and dynamic scales have the same bytes after their return to different blocks."""
         offloads = note_offloads(monkeypatch)
         config = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
         model = tiny(name, **config)[0]
@@ -194,7 +194,7 @@ class TestOffloading:
 
 
 def test_the_cache_has_the_signatures_that_the_engine_calls() -> None:
-    cache_class: Any = engines.cache_class(make_config())
+    cache_class: Any = engines.make_cache_class(make_config())
     for name in ("extend_read_and_write_indices", "search_prefix_match"):
         parameters = inspect.signature(getattr(cache_class, name)).parameters
         assert list(parameters) == list(

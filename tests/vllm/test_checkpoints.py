@@ -1,4 +1,4 @@
-"""Tests that vLLM's own loader reads the scales in checkpoints that this package writes."""
+"""Tests that vLLM's loader reads the scales in checkpoints that this package writes."""
 
 import shutil
 
@@ -7,10 +7,10 @@ import torch
 
 from hf_fp8kv.scales import KVScales
 
-from .conftest import HEADS, LAYERS, generate, generate_here, make_scales
+from .conftest import HEADS, LAYERS, generate, generate_hf, make_scales
 
 
-def loaded_scales(llm):
+def get_loaded_scales(llm):
     """Return `_k_scale` and `_v_scale` of each layer after vLLM's loader has run."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     attention = [layers[f"model.layers.{index}.self_attn.attn"] for index in range(LAYERS)]
@@ -19,44 +19,44 @@ def loaded_scales(llm):
 
 @pytest.mark.skipif(
     "avx512" not in torch.backends.cpu.get_cpu_capability().lower(),
-    reason="vLLM's own fp8 on a CPU needs AVX-512",
+    reason="vLLM's fp8 on a CPU needs AVX-512",
 )
 class TestLoader:
     @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
     def test_vllm_reads_scales_per_tensor(self, models, serve, tmp_path, format):
-        rounded = format != "compressed-tensors"  # the loader rounds these to the model's dtype
-        scales, copy = make_scales("tensor"), str(tmp_path / "copy")
-        scales.save_pretrained(copy, format=format, checkpoint=models("llama")[1])
-        for index, (k, v) in enumerate(loaded_scales(serve(copy, "fp8", dtype="bfloat16"))):
-            ours = [x.bfloat16().float() if rounded else x for x in scales.layers[index].static]
-            assert [k.item(), v.item()] == [x.item() for x in ours]
+        is_rounded = format != "compressed-tensors"  # the loader rounds these to the model's dtype
+        scales, folder = make_scales("tensor"), str(tmp_path / "copy")
+        scales.save_pretrained(folder, format=format, checkpoint=models("llama")[1])
+        for index, (k, v) in enumerate(get_loaded_scales(serve(folder, "fp8", dtype="bfloat16"))):
+            for actual, scale in zip((k, v), scales.layers[index].static, strict=True):
+                assert actual.item() == (scale.bfloat16() if is_rounded else scale).item()
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_vllm_ignores_formats_that_it_does_not_read(self, models, serve, tmp_path, format):
-        """vLLM would fail at scales among the weights without a quantization config."""
-        copy = str(tmp_path / "copy")
-        make_scales("tensor").save_pretrained(copy, format=format, checkpoint=models("llama")[1])
-        assert all(k == v == 1 for k, v in loaded_scales(serve(copy, "fp8")))
+        """With scales among the weights but no quantization config, vLLM would fail."""
+        folder = str(tmp_path / "copy")
+        make_scales("tensor").save_pretrained(folder, format=format, checkpoint=models("llama")[1])
+        assert all(k == v == 1 for k, v in get_loaded_scales(serve(folder, "fp8")))
 
     @pytest.mark.parametrize(
-        ("granularity", "source"),
-        [("tensor", "shards"), ("head", "its own folder"), ("head", "a checkpoint")],
+        ("granularity", "location"),
+        [("tensor", "shards"), ("head", "an existing folder"), ("head", "a new folder")],
     )
     def test_vllm_reads_scales_in_shards_and_in_extended_checkpoints(
-        self, models, serve, tmp_path, granularity, source
+        self, models, serve, tmp_path, granularity, location
     ):
-        """The index of several files lists the scales. Scales can also be added to a checkpoint."""
+        """The index of a sharded checkpoint lists the scales. A checkpoint can also be extended."""
         model, folder = models("llama")
         scales, copy, options = make_scales(granularity), tmp_path / "copy", {"checkpoint": folder}
-        if source == "shards":
+        if location == "shards":
             options["checkpoint"] = tmp_path / "shards"
             model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
             assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
-        elif source == "its own folder":
+        elif location == "an existing folder":
             copy, options = shutil.copytree(folder, copy), {"overwrite": True}
         scales.save_pretrained(copy, format="compressed-tensors", **options)
-        for index, loaded in enumerate(loaded_scales(serve(str(copy), "fp8"))):
-            for actual, scale in zip(loaded, scales.layers[index].static, strict=True):
+        for index, loaded_pair in enumerate(get_loaded_scales(serve(str(copy), "fp8"))):
+            for actual, scale in zip(loaded_pair, scales.layers[index].static, strict=True):
                 assert torch.equal(actual.flatten(), scale.flatten())
                 assert granularity == "tensor" or actual.shape == (HEADS,)
 
@@ -69,4 +69,4 @@ def test_static_dtypes_use_scales_of_the_checkpoint(models, prompts, serve, tmp_
     copy = tmp_path / "copy"
     scales.save_pretrained(copy, format="compressed-tensors", checkpoint=folder)
     tokens, _ = generate(serve(str(copy), "hf_fp8kv_static"), prompts)
-    assert tokens == generate_here(model, prompts, scales=KVScales.from_pretrained(copy))
+    assert tokens == generate_hf(model, prompts, scales=KVScales.from_pretrained(copy))

@@ -1,4 +1,4 @@
-"""Tests that unsupported models and options are refused before serving, with a remedy."""
+"""Tests that unsupported models and options are refused before serving, with helpful errors."""
 
 import importlib.metadata
 import sys
@@ -17,7 +17,7 @@ from tests.helpers.planned import planned_scales
 from .conftest import make_scales
 
 
-def read(dtype, config=None, checkpoint="nowhere", rank=0, size=1):
+def read_options(dtype, config=None, checkpoint="nowhere", rank=0, size=1):
     return read_storage(dtype, {"hf_fp8kv": config or {}}, checkpoint, rank, size)
 
 
@@ -42,13 +42,13 @@ class TestWithoutVLLM:
         ],
     )
     def test_invalid_options_are_refused(self, option, message):
-        assert read("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
+        assert read_options("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
         error = ScaleError if option.get("scales") is True else ConfigError
         with pytest.raises(error, match=message):
-            read("hf_fp8kv_static", option)
+            read_options("hf_fp8kv_static", option)
 
     def test_files_are_read_for_each_engine(self, tmp_path):
-        """The second engine of a process may find other scales in the same folder."""
+        """The second engine of a process may find different scales in the same folder."""
         config = {"hf_fp8kv": {"scales": str(tmp_path)}}
         for engine, granularity, shape in (("a", "head", (2, 1)), ("b", "tensor", ())):
             make_scales(granularity).save_pretrained(tmp_path, overwrite=True)
@@ -57,47 +57,47 @@ class TestWithoutVLLM:
 
     def test_scales_are_read_from_the_revision_of_the_checkpoint(self, monkeypatch, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
-        requested = []
+        requests = []
 
         def from_pretrained(name, **options):
-            requested.append((name, options["revision"]))
+            requests.append((name, options["revision"]))
             return KVScales.from_file(tmp_path / "kv_scales.safetensors")
 
         monkeypatch.setattr(KVScales, "from_pretrained", from_pretrained)
         read_storage("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
-        assert requested == [("org/model", "v2")]
+        assert requests == [("org/model", "v2")]
 
     def test_static_scales_are_refused_for_a_dynamic_dtype(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="Use hf_fp8kv_e4m3_static"):
-            read("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
+            read_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
 
     def test_a_plan_is_accepted_only_for_the_dynamic_dtype(self, tmp_path):
         plan = planned_scales(2, dim=32, is_dynamic=True)
         plan.save_pretrained(tmp_path)
         config = {"plan": str(tmp_path)}
         for size, rank in ((1, 0), (2, 1)):
-            model = read("hf_fp8kv", config, rank=rank, size=size)
+            model = read_options("hf_fp8kv", config, rank=rank, size=size)
             layer = model.layer(0, 2 // size, 32, torch.device("cpu"))
-            assert (layer.plan, layer.k) == (plan.plan[0], None)
+            assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
             assert torch.equal(layer.center, plan.layers[0].k_center[rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
             model.check_layers([0, 1], 2, ["qwen2"])
-        for dtype, extra, message in (
+        for dtype, more_config, message in (
             ("hf_fp8kv_static", {}, "Use hf_fp8kv for these scales"),
             ("hf_fp8kv_e3m4", {}, "dtype: expected None, since the plan says"),
             ("hf_fp8kv", {"scales": str(tmp_path)}, "pass it as plan"),
         ):
             with pytest.raises(ConfigError, match=message):
-                read(dtype, config | extra)
+                read_options(dtype, config | more_config)
 
     def test_a_checkpoint_without_scales_is_refused(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):
-            read("hf_fp8kv_static", checkpoint=str(tmp_path))
+            read_options("hf_fp8kv_static", checkpoint=str(tmp_path))
 
-    def test_scales_of_another_model_fail(self, tmp_path):
+    def test_scales_of_a_different_model_fail(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
-        model = read("hf_fp8kv_static", {"scales": str(tmp_path)})
+        model = read_options("hf_fp8kv_static", {"scales": str(tmp_path)})
         model.check_layers([0, 1], 2, ["mistral"])
         model.check_layers([0, 1], 2, ["mistral_text", "mistral"])
         with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
@@ -108,38 +108,38 @@ class TestWithoutVLLM:
             model.check_layers([0], 1, ["mistral"])
 
     def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path):
-        """Rank 1 of two has the second half of the heads. A rank of four shares a head."""
+        """Rank 1 of 2 has the second half of the heads. With 4 ranks, two ranks share a head."""
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
         config = {"scales": str(tmp_path)}
         for size, rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            layer = read("hf_fp8kv_static", config, rank=rank, size=size).layer(
+            layer = read_options("hf_fp8kv_static", config, rank=rank, size=size).layer(
                 1, 1, 32, torch.device("cpu")
             )
-            assert torch.equal(layer.k, scales.layers[1].k[head].expand(1, 32))
-            assert torch.equal(layer.v, scales.layers[1].v[head].expand(1, 32))
+            assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
+            assert torch.equal(layer.v_scale, scales.layers[1].v[head].expand(1, 32))
             assert torch.equal(layer.center, scales.layers[1].k_center[head][None])
 
     def test_registering_without_vllm_does_nothing(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        hf_fp8kv.vllm.register()  # would fail without vLLM if it imported from vLLM
+        hf_fp8kv.vllm.register()  # this would fail if it imported vLLM
 
     @pytest.mark.parametrize("version", ["0.31.2", "0.34.1", "1.0", "unknown", "0.33.9"])
     def test_an_unsupported_version_or_a_missing_hook_registers_nothing(
         self, monkeypatch, caplog, version
     ):
-        """An error would keep vLLM from starting with any dtype. 0.33.9 lacks a hook."""
-        changed = version == "0.33.9"
-        module = SimpleNamespace(register_dtypes=lambda: {}["no such hook"]) if changed else None
+        """An error would prevent vLLM from starting with any dtype. 0.33.9 lacks a hook."""
+        lacks_hook = version == "0.33.9"
+        module = SimpleNamespace(register_dtypes=lambda: {}["no such hook"]) if lacks_hook else None
         monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
         monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
         monkeypatch.setitem(sys.modules, "hf_fp8kv.vllm.registration", module)
         hf_fp8kv.vllm.register()
         message = f"expected vLLM 0.32.x or 0.33.x, got {version}"
-        if changed:
+        if lacks_hook:
             message = "could not register its dtypes in vLLM 0.33.9"
         assert message in caplog.text
-        assert not changed or "KeyError: 'no such hook'" in caplog.text
+        assert not lacks_hook or "KeyError: 'no such hook'" in caplog.text
 
 
 class TestWithVLLM:
@@ -151,11 +151,11 @@ class TestWithVLLM:
     def test_backends_without_cuda_graphs_are_refused_on_a_gpu(self, backend):
         from hf_fp8kv.vllm.layers import BoundLayer
 
-        model = read("hf_fp8kv", {"backend": backend})
-        sizes = (0, 2, 32, torch.float32)
-        BoundLayer(model, *sizes, torch.device("cpu"))
+        model = read_options("hf_fp8kv", {"backend": backend})
+        args = (0, 2, 32, torch.float32)
+        BoundLayer(model, *args, torch.device("cpu"))
         with pytest.raises(ConfigError, match=f"expected triton on a GPU, got '{backend}'"):
-            BoundLayer(model, *sizes, torch.device("cuda"))
+            BoundLayer(model, *args, torch.device("cuda"))
 
     def test_registering_again_changes_nothing(self):
         from vllm.config import CacheConfig, cache
@@ -176,8 +176,8 @@ class TestWithVLLM:
 
         hf_fp8kv.vllm.register()
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        parsed = parser.parse_args(["--kv-cache-dtype", "hf_fp8kv_e3m4"])
-        assert parsed.kv_cache_dtype == "hf_fp8kv_e3m4"
+        arguments = parser.parse_args(["--kv-cache-dtype", "hf_fp8kv_e3m4"])
+        assert arguments.kv_cache_dtype == "hf_fp8kv_e3m4"
 
     def test_other_dtypes_keep_the_attention_of_vllm(self, models, prompts, serve):
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -199,7 +199,7 @@ class TestWithVLLM:
             ({"model_type": "mistral"}, "expected scales of a 'llama' model"),
         ],
     )
-    def test_scales_of_another_model_fail(self, models, serve, tmp_path, scales, message):
+    def test_scales_of_a_different_model_fail(self, models, serve, tmp_path, scales, message):
         make_scales("head", **scales).save_pretrained(tmp_path)
         with pytest.raises(ScaleError, match=message):
             serve(models("llama")[1], "hf_fp8kv_static", tmp_path)
@@ -217,9 +217,9 @@ class TestWithVLLM:
         attention = AttentionBackendEnum[name]
         with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(cache_dtype="auto"))):
             assert attention.get_class().__module__.startswith("vllm.")
-        ours = CacheConfig(cache_dtype="hf_fp8kv_e3m4")
+        fp8_config = CacheConfig(cache_dtype="hf_fp8kv_e3m4")
         with (
-            set_current_vllm_config(VllmConfig(cache_config=ours)),
+            set_current_vllm_config(VllmConfig(cache_config=fp8_config)),
             pytest.raises(ConfigError, match="got one with latents"),
         ):
             attention.get_class()
@@ -243,11 +243,11 @@ class TestWithVLLM:
                 refuse_spec(name, spec)
         config = VllmConfig(cache_config=CacheConfig(cache_dtype=name))
         refuse_unsupported(name, "decoder", None, config)
-        for kind, slopes, message in (
+        for attention_type, slopes, message in (
             ("encoder_decoder", None, "'encoder_decoder'"), ("decoder", [1.0], "got ALiBi"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message):
-                refuse_unsupported(name, kind, slopes, config)
+                refuse_unsupported(name, attention_type, slopes, config)
         config.cache_config.kv_sharing_fast_prefill = True
         with pytest.raises(ConfigError, match="got --kv-sharing-fast-prefill"):
             refuse_unsupported(name, "decoder", None, config)

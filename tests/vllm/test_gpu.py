@@ -1,4 +1,4 @@
-"""Tests of the attention for GPUs in vLLM on a CPU, and of the registrations in vLLM 0.33."""
+"""Tests of vLLM's attention for GPUs on a CPU, and of the registrations in vLLM 0.33."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from .conftest import generate, generate_here, make_scales
+from .conftest import generate, generate_hf, make_scales
 
 vllm = pytest.importorskip("vllm")
 
@@ -19,12 +19,12 @@ def gpu_attention():
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    load_general_plugins()  # otherwise vLLM loads them later, and selects our attention for CPUs
-    before = AttentionBackendEnum.CPU_ATTN.get_path()
+    load_general_plugins()  # a later load would select this package's attention for CPUs
+    original_path = AttentionBackendEnum.CPU_ATTN.get_path()
     register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum["HF_FP8KV"].get_path())
     selector._cached_get_attn_backend.cache_clear()
     yield
-    register_backend(AttentionBackendEnum.CPU_ATTN, before)
+    register_backend(AttentionBackendEnum.CPU_ATTN, original_path)
     selector._cached_get_attn_backend.cache_clear()
 
 
@@ -39,7 +39,7 @@ def test_attention_for_gpus_gives_the_same_tokens(models, prompts, serve, tmp_pa
     llm = serve(folder, "hf_fp8kv_static", tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     assert {layer.attn_backend for layer in layers.values()} == {PagedGPUBackend}
-    assert generate(llm, prompts)[0] == generate_here(model, prompts, scales=scales)
+    assert generate(llm, prompts)[0] == generate_hf(model, prompts, scales=scales)
 
 
 def test_attention_for_gpus_is_selected_for_supported_models():
@@ -47,24 +47,24 @@ def test_attention_for_gpus_is_selected_for_supported_models():
 
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
 
-    requested = {
+    supported_config = {
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "hf_fp8kv_e3m4",
         "block_size": 64, "use_mla": False, "has_sink": True, "use_sparse": False,
         "use_mm_prefix": False, "use_per_head_quant_scales": True, "attn_type": "decoder",
         "device_capability": DeviceCapability(9, 0), "has_sliding_window": True,
     }  # fmt: skip
-    reasons = PagedGPUBackend.validate_configuration
-    assert reasons(**requested) == []
-    for other in (
+    find_reasons = PagedGPUBackend.validate_configuration
+    assert find_reasons(**supported_config) == []
+    for change in (
         {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}, {"block_size": 24},
         {"use_mla": True}, {"attn_type": "encoder_decoder"},
         {"device_capability": DeviceCapability(7, 5)}, {"use_non_causal": True},
         {"use_adaptive_verification": True},
     ):  # fmt: skip
-        assert len(reasons(**requested | other)) == 1, other
+        assert len(find_reasons(**supported_config | change)) == 1, change
 
 
-# Checks the registrations in a version of vLLM after two calls of `register`.
+# The script checks the registrations in a version of vLLM after two calls of `register`.
 SCRIPT = """
 import vllm
 import hf_fp8kv.vllm
@@ -87,13 +87,13 @@ print("version", vllm.__version__)
 
 
 def test_the_plugin_registers_in_vllm_0_33(tmp_path):
-    """The plugin registers in the Python files of vLLM's wheel, in the folder VLLM_0_33."""
+    """The folder VLLM_0_33 contains the Python files of vLLM's wheel."""
     folder = os.environ.get("VLLM_0_33")
     if folder is None:
         pytest.skip("set VLLM_0_33 to a folder with vllm 0.33's Python files")
     environment = os.environ | {"PYTHONPATH": folder}
     command = [sys.executable, "-c", SCRIPT]
-    run = subprocess.run(
+    process = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert "version 0.33" in run.stdout, run.stderr[-2000:]
+    assert "version 0.33" in process.stdout, process.stderr[-2000:]

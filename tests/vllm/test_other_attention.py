@@ -1,14 +1,14 @@
-"""Tests of chunked attention, encoders, and layers that share pages, in vLLM.
+"""Tests of chunked attention, encoders, and layers that share pages in vLLM.
 
-They run with our dtypes, and with vLLM's dtypes, for which this package must change nothing.
+The tests run with the dtypes of this package, and with vLLM's, whose results must not change.
 """
 
 import pytest
 import torch
 
-from .conftest import SIZES, generate, generate_here, store_options
+from .conftest import SIZES, generate, generate_hf, make_options
 
-_KINDS = {
+_CONFIGS = {
     # Every second layer has full attention. The remaining layers attend within chunks of 64 tokens.
     "llama4_text": SIZES | {
         "num_hidden_layers": 4, "intermediate_size_mlp": 128, "num_local_experts": 2,
@@ -27,13 +27,13 @@ _KINDS = {
 
 
 def make_model(name, folder):
-    """Save a model of transformers in the folder, and return it."""
+    """Save a model of transformers to a folder, and return the model."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(name, **_KINDS[name])
+    config = AutoConfig.for_model(name, **_CONFIGS[name])
     torch.manual_seed(1)
-    kind = AutoModel if name == "bert" else AutoModelForCausalLM
-    model = kind.from_config(config).float().eval()
+    auto_class = AutoModel if name == "bert" else AutoModelForCausalLM
+    model = auto_class.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -45,20 +45,20 @@ def make_model(name, folder):
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_int8"])
 def test_chunked_attention_gives_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
     model = make_model("llama4_text", tmp_path)
-    first = generate(serve(str(tmp_path), dtype), prompts, tokens=1)[0]
+    first_tokens = generate(serve(str(tmp_path), dtype), prompts, 1)[0]
     with torch.no_grad():
         logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
-    assert [ids[0] for ids in first] == [int(x.argmax()) for x in logits]
+    assert [ids[0] for ids in first_tokens] == [int(x.argmax()) for x in logits]
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
 def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
-    """Sharing layers have no scales. They use the scales of the layer that wrote the pages."""
+    """A layer that shares pages has no scales. It uses the scales of the layer that wrote them."""
     model = make_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
-    options, path = store_options(dtype, tmp_path, layers=4)
+    options, path = make_options(dtype, tmp_path, layers=4)
     tokens, _ = generate(serve(str(tmp_path / "model"), dtype, path), prompts)
-    assert tokens == generate_here(model, prompts, **options)
+    assert tokens == generate_hf(model, prompts, **options)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_e3m4"])
@@ -69,8 +69,8 @@ def test_an_encoder_is_unchanged(prompts, serve, tmp_path, dtype):
     from vllm.config import PoolerConfig
 
     model = make_model("bert", tmp_path)
-    words = models.WordLevel({str(i): i for i in range(256)}, unk_token="0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path)
+    word_level = models.WordLevel({str(i): i for i in range(256)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(word_level)).save_pretrained(tmp_path)
     llm = serve(
         str(tmp_path), dtype, runner="pooling", skip_tokenizer_init=False,
         max_num_batched_tokens=1024,

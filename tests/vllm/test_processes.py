@@ -1,4 +1,4 @@
-"""Tests of vLLM as users start it: separate processes load the plugin by its entry point."""
+"""Tests of vLLM as users start it: separate processes load the plugin through its entry point."""
 
 import ast
 import json
@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_fp8kv import demo_model_path
 from tests.helpers.margins import greedy_deficit
 
-from .conftest import generate_here, make_scales
+from .conftest import generate_hf, make_scales
 
-# Largest loss of a token's logit by 8-bit pages. In an answer to a different prompt it exceeds 5.
-DEFICIT = 1.0
+# Largest deficit of a token's logit by 8-bit pages. It exceeds 5 for answers to a different prompt.
+MAX_DEFICIT = 1.0
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tensor_parallel_ranks_give_the_tokens_of_one_process(models, prompts, tmp_path, ranks):
-    """Each rank has one of two heads, whose scales and centers differ."""
+    """Each rank has one of two heads, which have different scales and centers."""
     pytest.importorskip("vllm")
     if ranks > (os.cpu_count() or 1):
         pytest.skip("vLLM needs a core for each rank")
@@ -55,41 +55,41 @@ def test_tensor_parallel_ranks_give_the_tokens_of_one_process(models, prompts, t
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
     }
     arguments = [folder, str(tmp_path / "scales"), str(ranks), json.dumps(prompts)]
-    run = subprocess.run(
+    process = subprocess.run(
         [sys.executable, tmp_path / "script.py", *arguments], env=environment, cwd=tmp_path,
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    tokens = [line for line in run.stdout.splitlines() if line.startswith("TOKENS")]
-    assert tokens, run.stderr[-3000:]
-    expected = generate_here(model, prompts, scales=scales)
-    assert json.loads(tokens[0].removeprefix("TOKENS")) == expected
+    token_lines = [line for line in process.stdout.splitlines() if line.startswith("TOKENS")]
+    assert token_lines, process.stderr[-3000:]
+    expected = generate_hf(model, prompts, scales=scales)
+    assert json.loads(token_lines[0].removeprefix("TOKENS")) == expected
 
 
 def test_the_example_gives_greedy_answers():
-    """The example calibrates the demo model. vLLM starts its engine as a process.
+    """The example calibrates the demo model, and vLLM starts the engine in a separate process.
 
     With 8-bit pages, CPUs may choose differently between two nearly equal tokens. Each answer must
-    therefore be greedy to within that rounding, and not an answer to a different prompt.
+    therefore be greedy to within this rounding, and must not fit a different prompt.
     """
     pytest.importorskip("vllm")
     example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
     arguments = ["--max-tokens", "512", "--new-tokens", "8"]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    run = subprocess.run(
+    process = subprocess.run(
         [sys.executable, example, *arguments], env=environment, capture_output=True, text=True,
         timeout=400, check=False,
     )  # fmt: skip
-    matches = re.findall(r"^(['\"].*): (['\"].*), (?:the same|other) tokens$", run.stdout, re.M)
-    assert len(matches) == 3, run.stdout[-2000:] + run.stderr[-2000:]
+    matches = re.findall(r"^(['\"].*): (['\"].*), (?:the same|other) tokens$", process.stdout, re.M)
+    assert len(matches) == 3, process.stdout[-2000:] + process.stderr[-2000:]
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     pairs = [tuple(map(ast.literal_eval, pair)) for pair in matches]
-    texts = [tokenizer(prompt).input_ids for prompt, _ in pairs]
+    prompt_ids = [tokenizer(prompt).input_ids for prompt, _ in pairs]
     answers = [
         tokenizer(prompt + answer).input_ids[len(ids) :]
-        for (prompt, answer), ids in zip(pairs, texts, strict=True)
+        for (prompt, answer), ids in zip(pairs, prompt_ids, strict=True)
     ]
-    for place, (ids, answer) in enumerate(zip(texts, answers, strict=True)):
+    for index, (ids, answer) in enumerate(zip(prompt_ids, answers, strict=True)):
         assert 1 <= len(answer) <= 8
-        assert greedy_deficit(model, ids, answer) < DEFICIT
-        assert greedy_deficit(model, ids, answers[place - 1]) > 2 * DEFICIT
+        assert greedy_deficit(model, ids, answer) < MAX_DEFICIT
+        assert greedy_deficit(model, ids, answers[index - 1]) > 2 * MAX_DEFICIT

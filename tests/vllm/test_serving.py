@@ -1,4 +1,4 @@
-"""Tests that vLLM with our pages gives the greedy tokens of `FP8PagedCache(prefill="stored")`."""
+"""Tests that vLLM with FP8 pages gives the greedy tokens of `FP8PagedCache(prefill="stored")`."""
 
 import pytest
 import torch
@@ -8,84 +8,84 @@ from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.vllm.dtypes import DTYPES
 
 from . import conftest
-from .conftest import generate, generate_here, make_scales, store_options
+from .conftest import generate, generate_hf, make_options, make_scales
 
-DYNAMIC = {
+DYNAMIC_OPTIONS = {
     "hf_fp8kv": {},
     "hf_fp8kv_e4m3": {"dtype": "fp8_e4m3"},
     "hf_fp8kv_e3m4": {"dtype": "fp8_e3m4"},
     "hf_fp8kv_e2m5": {"dtype": "fp8_e2m5"},
     "hf_fp8kv_int8": {"dtype": "int8"},
 }
-STATIC = {
+STATIC_OPTIONS = {
     "tensor": ("hf_fp8kv_static", {}),
     "head": ("hf_fp8kv_e4m3_static", {"dtype": "fp8_e4m3"}),
     "channel": ("hf_fp8kv_e3m4_static", {"dtype": "fp8_e3m4"}),
 }
 
 
-@pytest.mark.parametrize("dtype", DYNAMIC)
+@pytest.mark.parametrize("dtype", DYNAMIC_OPTIONS)
 def test_dynamic_scales_give_equal_tokens(models, prompts, serve, dtype):
     model, folder = models("llama")
     tokens, _ = generate(serve(folder, dtype), prompts)
-    assert tokens == generate_here(model, prompts, **DYNAMIC[dtype])
+    assert tokens == generate_hf(model, prompts, **DYNAMIC_OPTIONS[dtype])
 
 
 @pytest.mark.parametrize("centered", [False, True], ids=["plain", "centered"])
-@pytest.mark.parametrize("granularity", STATIC)
+@pytest.mark.parametrize("granularity", STATIC_OPTIONS)
 def test_static_scales_give_equal_tokens(models, prompts, serve, tmp_path, granularity, centered):
     model, folder = models("llama")
     scales = make_scales(granularity, centered=centered)
     scales.save_pretrained(tmp_path)
-    dtype, options = STATIC[granularity]
+    dtype, options = STATIC_OPTIONS[granularity]
     tokens, _ = generate(serve(folder, dtype, tmp_path), prompts)
-    assert tokens == generate_here(model, prompts, scales=scales, **options)
+    assert tokens == generate_hf(model, prompts, scales=scales, **options)
 
 
 def test_different_scales_change_the_tokens(models, prompts):
-    """The tests of static scales could otherwise pass with any scales."""
+    """Otherwise the tests of static scales could pass with any scales."""
     model, _ = models("llama")
     scales = make_scales("head", centered=True)
-    tokens = generate_here(model, prompts, scales=scales)
-    for other in (make_scales("head"), make_scales("tensor", centered=True)):
-        assert generate_here(model, prompts, scales=other) != tokens
-    assert generate_here(model, prompts, dtype="fp8_e4m3") != tokens
+    tokens = generate_hf(model, prompts, scales=scales)
+    for other_scales in (make_scales("head"), make_scales("tensor", centered=True)):
+        assert generate_hf(model, prompts, scales=other_scales) != tokens
+    assert generate_hf(model, prompts, dtype="fp8_e4m3") != tokens
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 def test_other_models_give_equal_tokens(models, prompts, serve, tmp_path, name, dtype):
     model, folder = models(name)
-    options, path = store_options(dtype, tmp_path)
+    options, path = make_options(dtype, tmp_path)
     tokens, _ = generate(serve(folder, dtype, path), prompts)
-    assert tokens == generate_here(model, prompts, **options)
+    assert tokens == generate_hf(model, prompts, **options)
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_e3m4_static"])
 def test_skipped_layers_keep_the_dtype_of_the_model(models, prompts, serve, tmp_path, dtype):
     model, folder = models("llama")
-    options, path = store_options(dtype, tmp_path)
+    options, path = make_options(dtype, tmp_path)
     llm = serve(folder, dtype, path, kv_cache_dtype_skip_layers=["0"])
-    assert generate(llm, prompts)[0] == generate_here(model, prompts, skip_layers=[0], **options)
+    assert generate(llm, prompts)[0] == generate_hf(model, prompts, skip_layers=[0], **options)
 
 
 def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
     model, folder = models("llama")
     llm = serve(folder, "hf_fp8kv_e3m4")
-    expected = generate_here(model, prompts, dtype="fp8_e3m4")
+    expected = generate_hf(model, prompts, dtype="fp8_e3m4")
     assert generate(llm, prompts)[0] == expected
-    longer = [prompt + new for prompt, new in zip(prompts, expected, strict=True)]
-    tokens, cached = generate(llm, longer)
-    assert tokens == generate_here(model, longer, dtype="fp8_e3m4")
-    # Only whole blocks of 32 tokens are cached, and the last token is not stored yet.
-    assert cached == [(len(x) - 1) // 32 * 32 for x in longer]
+    longer_prompts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    tokens, num_cached = generate(llm, longer_prompts)
+    assert tokens == generate_hf(model, longer_prompts, dtype="fp8_e3m4")
+    # Only full blocks of 32 tokens are cached, and the last token is not stored yet.
+    assert num_cached == [(len(x) - 1) // 32 * 32 for x in longer_prompts]
 
 
 def test_reused_blocks_do_not_change_the_tokens(models, prompts, serve):
-    """Requests wait, are preempted and recomputed. Blocks hold old bytes of earlier requests."""
+    """Requests wait, are preempted and recomputed. Blocks contain bytes of earlier requests."""
     model, folder = models("llama")
     llm = serve(folder, "hf_fp8kv_e3m4", num_gpu_blocks_override=17, enable_prefix_caching=False)
-    expected = generate_here(model, prompts, dtype="fp8_e3m4")
+    expected = generate_hf(model, prompts, dtype="fp8_e3m4")
     for _ in range(2):
         assert generate(llm, prompts)[0] == expected
 
@@ -96,13 +96,13 @@ def test_a_saved_plan_gives_the_tokens_of_transformers(models, prompts, serve, t
     assert any(layer.v.rotated for layer in plan.plan.values())
     plan.save_pretrained(tmp_path)
     tokens, _ = generate(serve(folder, "hf_fp8kv", plan=tmp_path), prompts)
-    assert tokens == generate_here(model, prompts, plan=plan)
+    assert tokens == generate_hf(model, prompts, plan=plan)
 
 
 def test_the_transformers_backend_of_vllm_gives_the_same_tokens(models, prompts, serve):
     model, folder = models("qwen3")
-    # This comes first, because vLLM changes transformers' class and breaks existing instances.
-    expected = generate_here(model, prompts, dtype="fp8_e4m3")
+    # transformers runs first, because vLLM patches its class, which breaks existing instances.
+    expected = generate_hf(model, prompts, dtype="fp8_e4m3")
     tokens, _ = generate(serve(folder, "hf_fp8kv_e4m3", model_impl="transformers"), prompts)
     assert tokens == expected
 
@@ -113,10 +113,10 @@ def test_the_number_of_blocks_matches_the_bytes_of_a_token(models, serve, tmp_pa
     make_scales("tensor").save_pretrained(tmp_path)
     scales = tmp_path if dtype == "hf_fp8kv_static" else None
     llm = serve(folder, dtype, scales, kv_cache_memory_bytes=32 << 20)
-    slot = DTYPES[dtype].slot_bytes(dim, dim) if dtype != "auto" else 2 * dim * 4
-    blocks = (32 << 20) / (conftest.LAYERS * conftest.HEADS * 32 * slot)
-    reported = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    assert reported == pytest.approx(blocks, rel=0.02)
+    slot_bytes = DTYPES[dtype].slot_bytes(dim, dim) if dtype != "auto" else 2 * dim * 4
+    expected_blocks = (32 << 20) / (conftest.LAYERS * conftest.HEADS * 32 * slot_bytes)
+    num_blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    assert num_blocks == pytest.approx(expected_blocks, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "hf_fp8kv"])
@@ -128,10 +128,10 @@ def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path,
         plan.save_pretrained(tmp_path)
         options = {"plan": plan}
     else:
-        (options, path), plan_options = store_options(dtype, tmp_path), {}
+        (options, path), plan_options = make_options(dtype, tmp_path), {}
     llm = serve(folder, dtype, path, enable_prefix_caching=False, **plan_options)
     prompt = prompts[-1]
-    generate(llm, [prompt], tokens=1)
+    generate(llm, [prompt], 1)
     config = llm.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context
     cache = FP8PagedCache(model.config, prefill="stored", page_size=32, **options)
@@ -140,15 +140,15 @@ def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path,
     for index, layer in enumerate(cache.layers):
         attention = layers[f"model.layers.{index}.self_attn.attn"]
         pages = attention.impl.bound.stored(attention.kv_cache).pages
-        own = pages_of(layer.keys)
-        stored = [(pages.k_codes, own.k_codes), (pages.v_codes.mT, own.v_codes.mT)]
+        stored = pages_of(layer.keys)
+        code_pairs = [(pages.k_codes, stored.k_codes), (pages.v_codes.mT, stored.v_codes.mT)]
         if path is None:
-            stored.append((pages.token_scales, own.token_scales))
+            code_pairs.append((pages.token_scales, stored.token_scales))
         for block, start in enumerate(range(0, len(prompt), 32)):
             size = min(32, len(prompt) - start)
-            for theirs, ours in stored:
-                # Block 0 is vLLM's own. The first request gets the next blocks in order.
-                block_bytes = ours[own.table[0, block]]
-                others = (theirs[block + 1, :, :size] != block_bytes[:, :size]).sum()
-                # The last bit of a sum before layer 1 may decide a code.
-                assert others <= index
+            for pool_codes, cache_codes in code_pairs:
+                # vLLM reserves block 0. The first request gets the following blocks in order.
+                block_bytes = cache_codes[stored.table[0, block]]
+                differs = pool_codes[block + 1, :, :size] != block_bytes[:, :size]
+                # In layer 1, a code may depend on the last bit of a sum in layer 0.
+                assert differs.sum() <= index

@@ -1,6 +1,6 @@
 """Tests of one step of vLLM's scheduler on pages in blocks of bytes, without vLLM.
 
-The backend "triton" is interpreted, which tests the calls that vLLM would make on a GPU.
+The backend "triton" runs in Triton's interpreter, with the calls that vLLM would make on a GPU.
 """
 
 import itertools
@@ -19,36 +19,37 @@ from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
 
-HEADS, GROUPS, DIM, SLOTS, BLOCKS = 2, 3, 32, 16, 40
-REQUESTS = 5
+HEADS, GROUPS, DIM, SLOTS, NUM_BLOCKS = 2, 3, 32, 16, 40
+NUM_REQUESTS = 5
 NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 
 def make_pool(dtype, *, gap=0):
-    """Return a pool like vLLM's, full of codes of NaN, with `gap` bytes between blocks."""
-    slot = dtype.slot_bytes(DIM, DIM)
-    memory = torch.full((BLOCKS, HEADS * SLOTS * slot + gap), 0xFF, dtype=torch.uint8)
-    shape = (BLOCKS, HEADS, SLOTS, slot)
-    strides = (memory.stride(0), SLOTS * slot, slot, 1)
+    """Return memory full of NaN codes, and vLLM's view of it, with `gap` bytes between blocks."""
+    slot_bytes = dtype.slot_bytes(DIM, DIM)
+    memory = torch.full((NUM_BLOCKS, HEADS * SLOTS * slot_bytes + gap), 0xFF, dtype=torch.uint8)
+    shape = (NUM_BLOCKS, HEADS, SLOTS, slot_bytes)
+    strides = (memory.stride(0), SLOTS * slot_bytes, slot_bytes, 1)
     return memory, memory.view(dtype.torch_dtype).as_strided(shape, strides)
 
 
 class Layer:
-    """A layer's pool and storage, and attention to its pages."""
+    """A layer with a pool and a storage, and attention to the pages of the pool."""
 
-    def __init__(self, kind, backend, *, gap=0, reach=0, softcap=0.0, sinks=None):
+    def __init__(self, kind, backend, *, gap=0, window=0, softcap=0.0, sinks=None):
         dtype = DTYPES[NAMES[kind]]
         self.storage = make_storage(dtype, centered=kind == "static")
         plan = self.storage.plan
-        self.memory, view = make_pool(dtype, gap=gap)
+        self.memory, kv_cache = make_pool(dtype, gap=gap)
         self.layout = EnginePages(HEADS, DIM, SLOTS, plan, torch.float32, dtype.dynamic)
-        self.stored = StoredLayer(view_pages(view, self.layout), self.storage, self.layout, backend)
-        self.spec = AttentionSpec(DIM**-0.5, True, reach, softcap, sinks)
+        pages = view_pages(kv_cache, self.layout)
+        self.stored_layer = StoredLayer(pages, self.storage, self.layout, backend)
+        self.spec = AttentionSpec(DIM**-0.5, True, window, softcap, sinks)
 
     def attend(self, query, key, value, work):
         out = torch.full((1, *query.shape), torch.nan)
-        new = (x.transpose(0, 1)[None] for x in (query, key, value))
-        self.stored.attend(*new, work, self.spec, out)
+        inputs = (x.transpose(0, 1)[None] for x in (query, key, value))
+        self.stored_layer.attend(*inputs, work, self.spec, out)
         return out[0]
 
 
@@ -57,77 +58,75 @@ def make_storage(dtype, *, centered):
     k = SidePlan(dtype.format, centered=centered)
     scales = [None, None]
     if not dtype.dynamic:
-        random = [torch.rand((HEADS, 1), generator=generator) for _ in range(2)]
-        scales = [
-            (low + 0.01 * x).repeat(1, DIM) for low, x in zip((0.01, 0.03), random, strict=True)
-        ]
+        noise = [0.01 * torch.rand((HEADS, 1), generator=generator) for _ in range(2)]
+        scales = [(noise[0] + 0.01).repeat(1, DIM), (noise[1] + 0.03).repeat(1, DIM)]
     center = torch.randn((HEADS, DIM), generator=generator) if centered else None
     return LayerStorage(LayerPlan(k, SidePlan(dtype.format)), *scales, center)
 
 
 class Requests:
-    """Requests with random tokens, in blocks of a pool. A step adds tokens to each request."""
+    """Requests with random tokens, in blocks of a pool. Each step adds tokens to each request."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
-        free = torch.randperm(BLOCKS - 1, generator=self.generator).add(1)
-        self.table = torch.zeros((REQUESTS, 8), dtype=torch.int32)
-        self.table[:, :-1] = free[: REQUESTS * 7].view(REQUESTS, 7)
-        self.keys = [self._random(0) for _ in range(REQUESTS)]
-        self.values = [self._random(0) for _ in range(REQUESTS)]
+        blocks = torch.randperm(NUM_BLOCKS - 1, generator=self.generator).add(1)
+        self.table = torch.zeros((NUM_REQUESTS, 8), dtype=torch.int32)
+        self.table[:, :-1] = blocks[: NUM_REQUESTS * 7].view(NUM_REQUESTS, 7)
+        self.keys = [self._draw_tokens(0) for _ in range(NUM_REQUESTS)]
+        self.values = [self._draw_tokens(0) for _ in range(NUM_REQUESTS)]
 
-    def _random(self, tokens):
+    def _draw_tokens(self, tokens):
         return torch.randn((tokens, HEADS, DIM), generator=self.generator)
 
-    def step(self, counts, run):
-        """Add tokens, and return the step's queries and starts, and the result of `run`."""
-        before = [len(x) for x in self.keys]
-        new = [(self._random(n), self._random(n)) for n in counts]
-        self.keys = [torch.cat([old, k]) for old, (k, _) in zip(self.keys, new, strict=True)]
-        self.values = [torch.cat([old, v]) for old, (_, v) in zip(self.values, new, strict=True)]
+    def run_step(self, counts, attend):
+        """Add tokens, and return the step's queries and starts, and the result of `attend`."""
+        old_lengths = [len(x) for x in self.keys]
+        pairs = [(self._draw_tokens(n), self._draw_tokens(n)) for n in counts]
+        self.keys = [torch.cat([old, k]) for old, (k, _) in zip(self.keys, pairs, strict=True)]
+        self.values = [torch.cat([old, v]) for old, (_, v) in zip(self.values, pairs, strict=True)]
         query = torch.randn((sum(counts), HEADS * GROUPS, DIM), generator=self.generator)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = torch.tensor([len(x) for x in self.keys], dtype=torch.int32)
         slots = torch.cat(
             [
-                row[(positions := torch.arange(past, past + n)) // SLOTS].long() * SLOTS
+                row[(positions := torch.arange(length, length + n)) // SLOTS].long() * SLOTS
                 + positions % SLOTS
-                for row, past, n in zip(self.table, before, counts, strict=True)
+                for row, length, n in zip(self.table, old_lengths, counts, strict=True)
             ]
         )
         work = plan_step(starts, lengths, self.table, slots, SLOTS, int(lengths.max()))
-        return query, starts, run(query, *(torch.cat(x) for x in zip(*new, strict=True)), work)
+        return query, starts, attend(query, *(torch.cat(x) for x in zip(*pairs, strict=True)), work)
 
 
-def expected(requests, request, query, layer):
-    """Return the attention of a request's queries to its stored K and V."""
+def compute_expected(requests, index, query, layer):
+    """Return the attention of a request's queries to the request's stored K and V."""
     storage, spec = layer.storage, layer.spec
     sides = [
-        (requests.keys[request], storage.plan.k, storage.k, storage.center),
-        (requests.values[request], storage.plan.v, storage.v, None),
+        (requests.keys[index], storage.plan.k, storage.k_scale, storage.center),
+        (requests.values[index], storage.plan.v, storage.v_scale, None),
     ]
-    stored = []
+    decoded = []
     for name, (x, plan, scale, center) in zip("kv", sides, strict=True):
         x = x.transpose(0, 1)[None]
         side = StoredSide(scale, None if center is None else center[None], plan.format, DIM)
         codes, scales = reference.quantize(x, side, search=name == "k")
         x = decode(codes, FORMATS[plan.format])
         x = x * (scale[:, None] if scales is None else scales.float()[..., None])
-        stored.append(x if center is None else x + center[None, :, None])
-    k, v = (x.repeat_interleave(GROUPS, 1) for x in stored)
+        decoded.append(x if center is None else x + center[None, :, None])
+    k, v = (x.repeat_interleave(GROUPS, 1) for x in decoded)
     q = query.transpose(0, 1)[None]
     logits = q @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
-    total, new = k.shape[2], q.shape[2]
-    row = torch.arange(total - new, total)[:, None]
-    column = torch.arange(total)
-    seen = column <= row
+    num_tokens, num_queries = k.shape[2], q.shape[2]
+    row = torch.arange(num_tokens - num_queries, num_tokens)[:, None]
+    column = torch.arange(num_tokens)
+    is_visible = column <= row
     if spec.window:
-        seen &= column > row - spec.window
-    logits = logits.masked_fill(~seen, -torch.inf)
+        is_visible &= column > row - spec.window
+    logits = logits.masked_fill(~is_visible, -torch.inf)
     sinks = torch.full((HEADS * GROUPS,), -torch.inf) if spec.sinks is None else spec.sinks
-    sinks = sinks.view(1, -1, 1, 1).expand(1, -1, new, 1)
+    sinks = sinks.view(1, -1, 1, 1).expand(1, -1, num_queries, 1)
     weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
     return (weights @ v)[0].transpose(0, 1)
 
@@ -135,13 +134,13 @@ def expected(requests, request, query, layer):
 STEPS = ((3, 37, 16, 1, 63), (1, 1, 20, 0, 2), (1, 1, 1, 1, 1), (9, 1, 1, 1, 1))
 ATTENTIONS = {
     "plain": {},
-    "window": {"reach": 21},
+    "window": {"window": 21},
     "softcap and sinks": {"softcap": 2.0, "sinks": torch.linspace(-1, 1, HEADS * GROUPS)},
 }
 
 
-# Grid: the interpreter is slow, so "triton" runs with each kind and each attention once. It locates
-# pages by their addresses, with or without gaps.
+# Grid: the interpreter is slow, so "triton" runs with each kind and each attention only once. The
+# kernels locate pages by their addresses, with or without gaps.
 @pytest.mark.parametrize(
     ("backend", "gap", "kind", "attention"),
     [
@@ -155,57 +154,57 @@ def test_a_step_stores_and_attends_as_the_reference(backend, gap, kind, attentio
     layer = Layer(kind, backend, gap=gap, **ATTENTIONS[attention])
     memory, requests = layer.memory, Requests(seed=6)
     for counts in STEPS[: 3 if backend == "triton" else None]:
-        query, starts, out = requests.step(counts, layer.attend)
-        for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+        query, starts, out = requests.run_step(counts, layer.attend)
+        for index, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
-                attended = expected(requests, number, query[start:stop], layer)
-                torch.testing.assert_close(out[start:stop], attended, rtol=2e-4, atol=2e-4)
+                expected = compute_expected(requests, index, query[start:stop], layer)
+                torch.testing.assert_close(out[start:stop], expected, rtol=2e-4, atol=2e-4)
     assert (memory[:, memory.shape[1] - gap :] == 0xFF).all()
-    used = requests.table[:, : -(-max(map(len, requests.keys)) // SLOTS)].unique()
-    unused = torch.ones(BLOCKS, dtype=torch.bool)
-    unused[used.long()] = False
-    assert (memory[unused] == 0xFF).all()
+    used_blocks = requests.table[:, : -(-max(map(len, requests.keys)) // SLOTS)].unique()
+    is_unused = torch.ones(NUM_BLOCKS, dtype=torch.bool)
+    is_unused[used_blocks.long()] = False
+    assert (memory[is_unused] == 0xFF).all()
 
 
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.usefixtures("interpreted")
 def test_a_replayed_step_uses_the_current_requests(kind):
-    """The same tensors describe other requests in each step, as in the replay of a CUDA graph.
+    """The same tensors describe different requests in each step, as in replays of a CUDA graph.
 
-    The second request of the first step has no slot. Its table belongs to a waiting request.
+    In the first two steps, one row has no slot. Its block table belongs to a waiting request.
     """
     layer, requests = Layer(kind, "triton"), Requests(seed=8)
     memory = layer.memory
-    requests.step((17, 16, 31, 5, 9), layer.attend)
+    requests.run_step((17, 16, 31, 5, 9), layer.attend)
     buffers = DecodeStep(
         torch.empty(3, dtype=torch.int32), torch.empty((3, 8), dtype=torch.int32),
         torch.empty(3, dtype=torch.int64), SLOTS,
     )  # fmt: skip
-    for rows, missing in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
-        before = memory.clone()
-        new = [
+    for indices, missing_row in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
+        old_memory = memory.clone()
+        query, key, value = (
             torch.randn((3, n, DIM), generator=requests.generator)
             for n in (HEADS * GROUPS, HEADS, HEADS)
-        ]
-        for place, row in enumerate(rows):
-            past = len(requests.keys[row])
-            page = int(requests.table[row, past // SLOTS])
-            buffers.lengths[place] = past + 1
-            buffers.table[place] = requests.table[row]
-            buffers.slots[place] = -1 if place == missing else page * SLOTS + past % SLOTS
-            if place != missing:
-                requests.keys[row] = torch.cat([requests.keys[row], new[1][place : place + 1]])
-                requests.values[row] = torch.cat([requests.values[row], new[2][place : place + 1]])
+        )
+        for row, index in enumerate(indices):
+            length = len(requests.keys[index])
+            page = int(requests.table[index, length // SLOTS])
+            buffers.lengths[row] = length + 1
+            buffers.table[row] = requests.table[index]
+            buffers.slots[row] = -1 if row == missing_row else page * SLOTS + length % SLOTS
+            if row != missing_row:
+                requests.keys[index] = torch.cat([requests.keys[index], key[[row]]])
+                requests.values[index] = torch.cat([requests.values[index], value[[row]]])
         replay = DecodeStep(buffers.lengths, buffers.table, buffers.slots, SLOTS)
-        out = layer.attend(*new, replay.work)
-        for place, row in enumerate(rows):
-            if place == missing:
-                pages_of_row = requests.table[row].long()
-                assert torch.equal(memory[pages_of_row], before[pages_of_row])
-                assert not out[place].any()
+        out = layer.attend(query, key, value, replay.work)
+        for row, index in enumerate(indices):
+            if row == missing_row:
+                pages = requests.table[index].long()
+                assert torch.equal(memory[pages], old_memory[pages])
+                assert not out[row].any()
                 continue
-            attended = expected(requests, row, new[0][place : place + 1], layer)
-            torch.testing.assert_close(out[place : place + 1], attended, rtol=2e-4, atol=2e-4)
+            expected = compute_expected(requests, index, query[[row]], layer)
+            torch.testing.assert_close(out[[row]], expected, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +219,6 @@ def test_tokens_without_a_slot_are_not_stored():
     lengths, table = torch.tensor([2], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)
     slots = torch.tensor([3 * SLOTS, -1])
     work = plan_step(np.array([0, 2], np.int32), lengths, table, slots, SLOTS, 2)
-    assert work.written.tolist() == [0]
+    assert work.written_tokens.tolist() == [0]
     assert work.table.tolist() == [[3]]
-    assert work.ends.tolist() == [1]
+    assert work.slot_ends.tolist() == [1]

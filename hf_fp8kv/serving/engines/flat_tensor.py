@@ -1,9 +1,8 @@
-"""The engine of transformers 5.18 and later: one tensor of bytes, and an allocator per kind.
+"""The engine of transformers 5.18 and later: one tensor of bytes, and one allocator per layer kind.
 
-Its units: a page belongs to one layer, a block has a page for each layer of a kind, and the bytes
-of a sector are the least common multiple of the kinds' blocks. All pages have the same size here,
-whichever kind they belong to, so page `n` is the same bytes for every kind. A block starts at a
-multiple of the number of its layers.
+A page belongs to one layer. A block has a page for each layer of a kind. The size of a sector is
+the least common multiple of the kinds' block sizes. All pages have the same size here, so page `n`
+has the same bytes for every kind. A block starts at a multiple of its number of layers, in pages.
 """
 
 from collections.abc import Callable
@@ -16,92 +15,89 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from ...ops import Pages
 from ...prefix.engine import StoredBlocks
-from ..layout import EnginePages, from_page
+from ..layout import EnginePages, skip_pages
 from . import rebind_globals, unsupported_engine
-from .common import EngineCache, peak_elements, sizes
+from .common import EngineCache, kv_shape, peak_elements
 
-# Its names depend on the version of transformers.
+# The names in this module depend on the version of transformers.
 stock: Any = cache
 # One portion of all blocks is evicted at a time, and one portion stays free.
-_PORTIONS = 32
+_NUM_PORTIONS = 32
 
 
 class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over FP8 pages."""
 
-    def __init__(self, *, config: Any, device: Any, dtype: torch.dtype, **given: Any) -> None:
-        chosen, page_size = self.chosen, given["continuous_batching_config"].page_size
+    def __init__(self, *, config: Any, device: Any, dtype: torch.dtype, **kwargs: Any) -> None:
+        page_size = kwargs["continuous_batching_config"].page_size
         self.prefix_hits = self.prefix_tokens = 0
-        self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's, if it has one
-        self.prepare(chosen, config, page_size, dtype, device)
-        allocators = {
-            kind: type(
-                f"Paged{allocator.__name__}", (_FP8Pages, allocator), {"layout": self.page_layout}
-            )
-            for kind, allocator in stock.ATTN_TYPE_TO_ALLOCATOR.items()
+        self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's scheduler, if any
+        self.prepare(self.serving_config, config, page_size, dtype, device)
+        allocator_types = {
+            kind: type(f"Paged{base.__name__}", (_FP8Allocator, base), {"layout": self.page_layout})
+            for kind, base in stock.ATTN_TYPE_TO_ALLOCATOR.items()
         }
-        init = rebind_globals(
+        stock_init = rebind_globals(
             stock.PagedAttentionCache.__init__,
-            ATTN_TYPE_TO_ALLOCATOR=allocators,
-            FullAttentionCacheAllocator=allocators[stock.FULL_ATTENTION],
+            ATTN_TYPE_TO_ALLOCATOR=allocator_types,
+            FullAttentionCacheAllocator=allocator_types[stock.FULL_ATTENTION],
             PagedAttentionMemoryHandler=self.make_memory_handler,
         )
-        init(self, config=config, device=device, dtype=dtype, **given)
-        self.windows = [
-            getattr(allocator, "sliding_window", None)
-            for allocator in self.cache_allocators.values()
-        ]
-        self._kind_of = {n: one.index for n, one in self.layer_to_allocator.items()}
+        stock_init(self, config=config, device=device, dtype=dtype, **kwargs)
+        allocators = self.cache_allocators.values()
+        self.windows = [getattr(allocator, "sliding_window", None) for allocator in allocators]
+        self._layer_kinds = {n: allocator.index for n, allocator in self.layer_to_allocator.items()}
         self.add_layers(
             {
-                layer: from_page(one.fp8_pages, one.layer_indices.index(layer))
-                for layer, one in self.layer_to_allocator.items()
+                layer: skip_pages(allocator.fp8_pages, allocator.layer_indices.index(layer))
+                for layer, allocator in self.layer_to_allocator.items()
             }
         )
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)  # a separate stream zeroes the pages
-        self._stored: StoredBlocks | None = None
-        if chosen.store is not None and self.use_prefix_sharing:
+        self._disk_blocks: StoredBlocks | None = None
+        prefix_store = self.serving_config.prefix_store
+        if prefix_store is not None and self.use_prefix_sharing:
             (allocator,) = self.cache_allocators.values()
-            self._stored = StoredBlocks(chosen.store, self.identity, allocator)
+            self._disk_blocks = StoredBlocks(prefix_store, self.identity, allocator)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Count and return the tokens of a prompt that are in the cache, as the engine does."""
-        if self._stored is not None:
-            self._stored.fetch(request_id, prompt_ids)
-        tokens = int(super().search_prefix_match(request_id, prompt_ids))
-        self.prefix_hits += tokens > 0
-        self.prefix_tokens += tokens
-        return tokens
+        """Count and return the tokens of a prompt that are in the cache, like the engine."""
+        if self._disk_blocks is not None:
+            self._disk_blocks.fetch(request_id, prompt_ids)
+        num_tokens = int(super().search_prefix_match(request_id, prompt_ids))
+        self.prefix_hits += num_tokens > 0
+        self.prefix_tokens += num_tokens
+        return num_tokens
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Register a request's full blocks, as the engine does, and write them to the store."""
+        """Register a request's full blocks, like the engine, and write them to the prefix store."""
         super().mark_complete_blocks(state, complete_blocks)
-        if self._stored is not None and complete_blocks:
-            self._stored.write(state.request_id, state.initial_tokens + state.generated_tokens)
+        if self._disk_blocks is not None and complete_blocks:
+            self._disk_blocks.write(state.request_id, state.initial_tokens + state.generated_tokens)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
-        """Free a request's blocks, as the engine does, after the store has marked them as used.
+        """Free a request's blocks, like the engine, after the store has marked them as used.
 
         Also let waiting requests start when no other request runs. An engine that took pages from a
-        running request starts no request until one finishes. If all running requests are cancelled
-        or fail, none finishes, and the waiting ones would never start (transformers 5.18 to 5.24).
+        running request starts no request until a request finishes. If all running requests fail or
+        are canceled, the waiting requests would never start (transformers 5.18 to 5.24).
         """
-        if self._stored is not None:
-            self._stored.write(request_id, [], is_last=True)
+        if self._disk_blocks is not None:
+            self._disk_blocks.write(request_id, [], is_last=True)
         super().free_blocks(request_id, *args, **kwargs)
         scheduler = self.scheduler()
         if scheduler is not None and not scheduler.active_requests.keys() - {request_id}:
             scheduler.block_new_requests = False
 
-    def make_memory_handler(self, **planned: Any) -> Any:
-        return _MemoryHandler(**planned)
+    def make_memory_handler(self, **kwargs: Any) -> Any:
+        return _MemoryHandler(**kwargs)
 
     def max_request_tokens(self) -> int:
-        """Return the maximum number of tokens of one request. 0 means not even one.
+        """Return the maximum number of tokens of one request. 0 means that no token fits.
 
         A request that outgrows all pages stops the engine, so it must be refused in advance. If all
-        layers have windows there is no maximum, and a very large number is returned.
+        layers have windows there is no maximum, and 2**31 - 1 is returned.
         """
         tokens, window = infer_max_single_request_tokens(self), self.read_cache_limit
         return 2**31 - 1 if window is not None and tokens >= window else int(tokens)
@@ -116,7 +112,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     ) -> None:
         """Record a request of the next step, without filling in the engine's indices.
 
-        The engine makes a new list for each step, and calls this for its requests in order.
+        The engine makes a new `write_index` for each step, and calls this for requests in order.
         """
         pages = [
             [block * allocator.pages_per_block for block in allocator.block_table[request_id]]
@@ -125,62 +121,62 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self.record(write_index, past_length, query_length, pages)
 
     def evict_cached_blocks(self) -> bool:
-        """Evict prefixes until requests have room, the least recently used first.
+        """Evict the least recently used prefixes until waiting requests fit.
 
-        The engine's own method evicts all of them. Return whether any block was evicted.
+        The engine's own method evicts all prefixes. Return whether any block was evicted.
         """
-        evicted = False
+        has_evicted = False
         for allocator in self.cache_allocators.values():
             ledger = allocator.ledger
-            portion = -(-allocator.num_blocks // _PORTIONS)
-            while ledger.cached_blocks and not (evicted and self._has_room()):
-                blocks = list(islice(ledger.cached_blocks, portion))
+            portion_size = -(-allocator.num_blocks // _NUM_PORTIONS)
+            while ledger.cached_blocks and not (has_evicted and self._has_free_pages()):
+                blocks = list(islice(ledger.cached_blocks, portion_size))
                 for block in blocks:
                     del ledger.cached_blocks[block]
                     del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
                 self.pool.free_blocks(allocator.index, blocks)
                 self.pool.try_to_free_sectors()
-                evicted = True
-        return evicted
+                has_evicted = True
+        return has_evicted
 
-    def _has_room(self) -> bool:
-        """Return whether starved requests fit, and a portion of the pages is free after that."""
+    def _has_free_pages(self) -> bool:
+        """Return whether starved requests fit, and leave one portion of the pages free."""
         scheduler = self.scheduler()
-        needed = [
+        needed_blocks = [
             {
                 name: allocator.needs_new_blocks(state.request_id, state.current_len(), tokens)
                 for name, allocator in self.cache_allocators.items()
             }
             for state, tokens in scheduler.starved_requests
         ]
-        least = min(scheduler.safety_margin + 1 / _PORTIONS, 1.0)
-        enough = self.count_storable_requests(needed) == len(needed)
-        return enough and bool(self.compute_free_capacity() >= least)
+        min_free = min(scheduler.safety_margin + 1 / _NUM_PORTIONS, 1.0)
+        requests_fit = self.count_storable_requests(needed_blocks) == len(needed_blocks)
+        return requests_fit and bool(self.compute_free_capacity() >= min_free)
 
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return bytes planned, bytes allocated, bytes of a page of all layers, and tokens held.
+        """Return bytes planned, bytes in use, bytes of a page of all layers, and tokens held.
 
-        `lengths` has the number of stored tokens of each live request.
+        `lengths` has the number of stored tokens of each live request, by request id.
         """
-        total = self.num_sectors * self.bytes_per_sector
-        free = int(self.compute_free_capacity(relative=False))
-        page = self.page_layout.bytes_per_page * self.config.num_hidden_layers
-        kinds = self.cache_allocators
-        allocator = kinds.get(stock.FULL_ATTENTION) or next(iter(kinds.values()))
-        size = self.page_layout.slots
-        # By block, since requests share blocks. The engine's thread may change the originals of
-        # these copies.
-        tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), size)
-        for request, blocks in list(allocator.block_table.items()):
-            left = min(lengths.get(request, 0), getattr(allocator, "sliding_window", 2**62))
+        total_bytes = self.num_sectors * self.bytes_per_sector
+        free_bytes = int(self.compute_free_capacity(relative=False))
+        page_bytes = self.page_layout.bytes_per_page * self.config.num_hidden_layers
+        allocators = self.cache_allocators
+        allocator = allocators.get(stock.FULL_ATTENTION) or next(iter(allocators.values()))
+        page_size = self.page_layout.slots
+        # Tokens are counted by block, because requests share blocks. The lists are copied, because
+        # the engine's thread may change the originals.
+        block_tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), page_size)
+        for request_id, blocks in list(allocator.block_table.items()):
+            remaining = min(lengths.get(request_id, 0), getattr(allocator, "sliding_window", 2**62))
             for block in list(blocks):
-                tokens[block] = max(tokens.get(block, 0), min(left, size))
-                left = max(left - size, 0)
-        return total, total - free, page, sum(tokens.values())
+                block_tokens[block] = max(block_tokens.get(block, 0), min(remaining, page_size))
+                remaining = max(remaining - page_size, 0)
+        return total_bytes, total_bytes - free_bytes, page_bytes, sum(block_tokens.values())
 
 
-class _FP8Pages:
-    """The part of an allocator that depends on the size of a page and the place of its bytes."""
+class _FP8Allocator:
+    """The part of an allocator that depends on the size of a page and the location of its bytes."""
 
     layout: EnginePages
     fp8_pages: Pages
@@ -189,7 +185,7 @@ class _FP8Pages:
 
     @classmethod
     def get_bytes_per_page(cls, *args: Any, **kwargs: Any) -> int:
-        """Return the bytes of a page of one layer."""
+        """Return the size of a page of one layer, in bytes."""
         return cls.layout.bytes_per_page
 
     def register_cache_tensor(
@@ -197,30 +193,30 @@ class _FP8Pages:
     ) -> None:
         """Use the pages in `cache_tensor`."""
         self.bytes_per_sector = bytes_per_sector
-        self.fp8_pages = self.layout.carve(cache_tensor)
-        # Blocks as rows of bytes, which an engine copies when it forks or offloads requests.
+        self.fp8_pages = self.layout.view_memory(cache_tensor)
+        # Blocks as rows of bytes, which the engine copies when it forks or offloads requests.
         block = self.fp8_pages.block
         self._copy_view = block.view(len(block) // self.pages_per_block, -1)
         allocator: Any = self
         allocator._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
-        """Free a request's blocks, the last first: no block can be found without the first ones."""
+        """Free a request's blocks, the last first, because blocks are found by their prefix."""
         if request_id in self.block_table:
             self.block_table[request_id].reverse()
-        engine: Any = super()
-        engine.free_blocks(request_id, *args, **kwargs)
+        stock_allocator: Any = super()
+        stock_allocator.free_blocks(request_id, *args, **kwargs)
 
     def fill_block_table(
         self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
     ) -> None:
-        """Write the request's row of the engine's table for attention: the numbers of its pages."""
+        """Write the page numbers of a request to its row of the engine's block table."""
         blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype, device="cpu")
         block_table[: len(blocks)].copy_(blocks * self.pages_per_block, non_blocking=True)
 
 
 class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
-    """Plans for attention that reads pages in place, without masks and without copies of pages."""
+    """Plans memory for attention that reads pages in place, without masks and copies of pages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -228,9 +224,9 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
             if not hasattr(self, name):
                 raise unsupported_engine(f"plans its memory without {name}")
         self.num_attention_masks = 0
-        self.kv_heads_at_peak = -(-peak_elements(self.config) // sizes(self.config)[1])
+        self.kv_heads_at_peak = -(-peak_elements(self.config) // kv_shape(self.config)[1])
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """Bytes of the index of read tokens, which the engine allocates although it stays empty."""
+        """Bytes per token of the read index, which the engine allocates although it stays empty."""
         return int(self.io_multiplier * self.num_groups * torch.int64.itemsize)

@@ -1,7 +1,7 @@
-"""Sampling by noise that depends on a request alone, not on other requests of the step.
+"""Sampling with noise that depends only on the request, not on other requests of the step.
 
-The next token has the largest sum of logit and noise. With Gumbel's noise it is a sample (Gumbel
-1954). The noise is a function of a seed, the position and the token.
+The next token is the one with the largest sum of logit and noise. With Gumbel noise it is a sample
+of the softmax (Gumbel 1954). The noise is a function of a seed, the position and the token.
 """
 
 import functools
@@ -15,11 +15,11 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 
 
 class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
-    """Chooses the tokens of a deterministic model, instead of torch's generator.
+    """Samples the tokens of a deterministic model, without torch's generator.
 
-    The noise of a request depends on its id and on the seed that the engine sets for torch. Its
-    argument in a step is the key of each row, so a CUDA graph can hold it. `processors` are the
-    engine's, to which it is added as the last.
+    The noise of a request depends on its id and on the seed that the engine sets for torch. The
+    argument of a step is a tensor of keys, one per row, so a CUDA graph can contain the sampling.
+    The warper adds itself to the engine's `processors` as the last processor.
     """
 
     def __init__(self, processors: Any) -> None:
@@ -27,16 +27,16 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
         processors.tensors_required += 1
         processors.do_processing = True
 
-    def install(self, runner: Any) -> None:
-        """Choose the tokens of a new engine, whose ModelRunner is `runner`."""
-        self._seed, runner._sample = torch.initial_seed(), self._sample
+    def install(self, model_runner: Any) -> None:
+        """Sample the tokens of a new engine, whose ModelRunner is `model_runner`."""
+        self._seed, model_runner._sample = torch.initial_seed(), self._sample
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Fill in the key of padding."""
+        """Fill in the key of padding rows."""
         int32_tensor.fill_(0)
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """Return the keys of a step's rows."""
+        """Return the keys of a step's rows, `[B]`, int32."""
         keys = []
         for state in (request.state for request in requests_with_new_token):
             digest = hashlib.sha256(f"{self._seed} {state.request_id}".encode()).digest()
@@ -45,14 +45,14 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
         return torch.tensor(keys, dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """Keep the keys, and return the scores, whose log probabilities the engine may report."""
+        """Store the keys. Return the scores, because the engine may report their logprobs."""
         self._keys = tensor_arg[: len(scores)]
         return scores
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """Write the tokens for scores `[1, B, V]` to the first row of `output_ids`.
 
-        A second row gets their log probabilities, float32.
+        If there is a second row, write the log-probabilities of the tokens to it, as float32 bits.
         """
         probabilities = scores[0].softmax(-1)
         torch._assert_async(probabilities.isfinite().all(), "expected finite logits")
@@ -60,12 +60,12 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
         tokens = (scores[0] + noise).argmax(-1, keepdim=True)
         output_ids[0, : len(tokens)] = tokens[:, 0]
         if len(output_ids) > 1:
-            log = probabilities.gather(1, tokens)[:, 0].log()
-            output_ids[1, : len(tokens)] = log.view(torch.int32)
+            log_probs = probabilities.gather(1, tokens)[:, 0].log()
+            output_ids[1, : len(tokens)] = log_probs.view(torch.int32)
 
 
 def noise_key(seed: int, position: int) -> int:
-    """Return 31 bits of SplitMix64 (Steele et al. 2014), never 0: a key of `gumbel_noise`."""
+    """Return a key for `gumbel_noise`: 31 bits of SplitMix64 (Steele et al. 2014), never 0."""
     mask = 2**64 - 1
     x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & mask
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -73,27 +73,27 @@ def noise_key(seed: int, position: int) -> int:
     return ((x ^ x >> 31) >> 33) or 1
 
 
-def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return noise `[B, V]`, float32, for keys `[B]`, int32: the same for the same key and token.
+def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return noise `[B, V]`, float32, which depends only on the key `[B]`, int32, and the token.
 
-    Uniform numbers are 23 bits of the mixed key and token, by the finalizer of MurmurHash3, and a
-    half: with more bits float32 would round the largest to 1, whose noise is infinite.
+    A uniform number is 23 bits of the mixed key and token (finalizer of MurmurHash3) plus a half.
+    With more bits float32 would round the largest number to 1, whose noise is infinite.
     """
-    bits = keys[:, None] + _token_bits(vocabulary, keys.device)
+    bits = keys[:, None] + _token_bits(vocab_size, keys.device)
     uniform = _mix(bits).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float()
     uniform.add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 
 @functools.lru_cache(maxsize=4)
-def _token_bits(vocabulary: int, device: torch.device) -> torch.Tensor:
-    token = torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device)
-    return _mix(token * -1640531527)  # 2^32 over the golden ratio, as int32
+def _token_bits(vocab_size: int, device: torch.device) -> torch.Tensor:
+    token = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device)
+    return _mix(token * -1640531527)  # 2^32 divided by the golden ratio, as int32
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Mix 32 bits, in place, so that each depends on all: fmix32 of MurmurHash3."""
-    x ^= (x >> 16) & 0xFFFF  # the shift of int32 copies the sign
+    """Mix 32 bits in place, so that each bit depends on all bits: fmix32 of MurmurHash3."""
+    x ^= (x >> 16) & 0xFFFF  # the mask clears the copies of the sign that a shift of int32 makes
     x *= -2048144789  # 0x85EBCA6B
     x ^= (x >> 13) & 0x7FFFF
     x *= -1028477387  # 0xC2B2AE35
