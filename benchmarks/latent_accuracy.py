@@ -19,7 +19,7 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration.divergence import UNQUANTIZED, Scores, compare_caches
 from hf_fp8kv.card.caches import RoundedCache, Rounding, round_to_bfloat16
-from hf_fp8kv.card.measure import summarize
+from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
 from hf_fp8kv.utils.environment import describe_run
@@ -141,7 +141,7 @@ def measure_latent_accuracy(
                 "model": name,
                 "cache": cache,
                 "bytes_per_token": sizes[cache] or _bytes_per_token(caches[cache]),
-                **summarize(by_text),
+                **summarize_scores(by_text),
             }
             for cache, by_text in scores.items()
         ]

@@ -16,7 +16,7 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.rope_rotation import RopeRotation
 from hf_fp8kv.card.caches import CONTENDERS, Contender
-from hf_fp8kv.card.measure import summarize
+from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.card.predictions import read_states, score_text
 from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
@@ -70,7 +70,7 @@ def measure_outliers(
         "settings": {"model": name, "factor": factor, "heads": heads, "texts": list(_KINDS),
                      "position": _POSITION, "scored": _SCORED},
         "rows": [
-            {"cache": row.title, **summarize([text[_POSITION, name] for text in scores]),
+            {"cache": row.title, **summarize_scores([text[_POSITION, name] for text in scores]),
              "k_rotated": sum(plan.k.rotated for plan in plans[name].values())}
             for name, row in rows.items()
         ],

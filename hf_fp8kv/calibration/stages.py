@@ -1,4 +1,4 @@
-"""The stages of a calibration, each of which reads windows and merges tensors by layer."""
+"""The stages of a calibration. Each stage reads windows and merges tensors by layer."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from .rope import FAR_COUNT, FarPositions, Partners
 
 # Number of windows on which scales are tried.
 SAMPLE_WINDOWS = 8
-# Minimum number of tokens of a piece of a window that is read at a far position.
+# Minimum number of tokens of the part of a window that is read at a far position.
 _MIN_FAR_TOKENS = 16
 
 
@@ -42,7 +42,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs of all stages: a model in eval mode, its layers that need scales, and a bar."""
+    """The inputs of all stages: a model in eval mode, the layers to scale, and a progress bar."""
 
     model: PreTrainedModel
     layers: frozenset[int]
@@ -50,7 +50,7 @@ class Job:
     bar: "tqdm[Any]"
     started: float = field(default_factory=time.monotonic)
 
-    def start(self, stage: str, tokens: int) -> None:
+    def start_stage(self, stage: str, tokens: int) -> None:
         """Restart the progress bar for a stage of `tokens` tokens."""
         self.bar.set_description(stage, refresh=False)
         self.bar.reset(tokens)
@@ -67,10 +67,10 @@ def fold_layers(
     merged: dict[int, TensorDict] = {}
 
     def on_layer(index: int, *states: Any) -> None:
-        new = measure(index, *states)
-        merged[index] = merge_tensors(merged[index], new) if index in merged else new
+        tensors = measure(index, *states)
+        merged[index] = merge_tensors(merged[index], tensors) if index in merged else tensors
 
-    job.start(name, sum(batch.tokens for batch in batches))
+    job.start_stage(name, sum(batch.tokens for batch in batches))
     for batch in batches:
         observer(job.model, batch, job.layers, on_layer)
         job.bar.update(batch.tokens)
@@ -81,7 +81,7 @@ def collect_ranges(
     job: Job, name: str, batches: Sequence[Batch], partners: Mapping[int, Partners],
     observer: Callable[..., None] = observe,
 ) -> dict[int, TensorDict]:  # fmt: skip
-    """Return the range of K and V of each layer. With queries, add the sums of `weigh_keys`.
+    """Return the ranges of K and V of each layer, and with queries the sums of `weigh_keys`.
 
     Raises:
         ConfigError: K or V has NaN or infinity, or a layer has no V.
@@ -92,8 +92,8 @@ def collect_ranges(
     ) -> TensorDict:
         if not v.shape[-1]:
             raise ConfigError(
-                f"layer {index}: expected keys and values, got latents without a RoPE part, which "
-                "hold no V. Use dynamic scales (scales=None), which work for every layer"
+                f"layer {index}: expected keys and values, got latents without a RoPE part, so "
+                "there is no V. Use dynamic scales (scales=None), which work for every layer"
             )
         statistics = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
@@ -122,7 +122,7 @@ def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
 
 
 def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return at most `SAMPLE_WINDOWS` windows of all lengths, evenly spaced in the list."""
+    """Return at most `SAMPLE_WINDOWS` windows, evenly spaced in a list sorted by length."""
     return list(windows[:: max(1, len(windows) // SAMPLE_WINDOWS)][:SAMPLE_WINDOWS])
 
 

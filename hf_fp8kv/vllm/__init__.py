@@ -11,7 +11,7 @@ import importlib.util
 import logging
 
 from .dtypes import DTYPES
-from .versions import failed_message, installed_version, is_supported, unsupported_message
+from .versions import failure_message, installed_version, is_supported, unsupported_message
 
 __all__ = ["DTYPES", "register"]
 
@@ -35,4 +35,4 @@ def register() -> None:
     try:
         register_dtypes()
     except Exception:  # vLLM can still serve its own dtypes
-        logger.exception("%s", failed_message(version))
+        logger.exception("%s", failure_message(version))

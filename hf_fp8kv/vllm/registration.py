@@ -61,9 +61,9 @@ def _extend_literal() -> None:
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     literal: Any = cache.CacheDType
-    missing = tuple(name for name in DTYPES if name not in literal.__args__)
-    if missing:
-        literal.__args__ += missing
+    missing_names = tuple(name for name in DTYPES if name not in literal.__args__)
+    if missing_names:
+        literal.__args__ += missing_names
         rebuild_dataclass(cache.CacheConfig, force=True)
     for name, dtype in DTYPES.items():
         STR_DTYPE_TO_TORCH_DTYPE[name] = dtype.torch_dtype

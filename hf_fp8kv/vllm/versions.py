@@ -31,7 +31,7 @@ def unsupported_message(version: str) -> str:
     )
 
 
-def failed_message(version: str) -> str:
+def failure_message(version: str) -> str:
     """Return a message about an error in the hooks of a supported version."""
     return (
         f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks are "

@@ -370,7 +370,7 @@ MUTANTS = (
     ),
     Mutant(
         "scales: no room for a dropped center", "scales/formats/base.py",
-        "k = k + (room if k.ndim else room.max())", "k = k + 0 * room.max()",
+        "k = k + (headroom if k.ndim else headroom.max())", "k = k + 0 * headroom.max()",
         "tests/scales/test_export.py",
     ),
     Mutant(

@@ -23,10 +23,10 @@ _LAYER_COUNTS = (
     "num_layers",
 )  # fmt: skip
 # Entries of models in which some layers have no attention, without a list of these layers.
-_HYBRID = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
-_HEADS = re.compile(r"heads$|^n_head|^multi_query_group_num$")
+_HYBRID_ENTRIES = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
+_HEAD_COUNT = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 # Entries of a config for the quantization of weights and cache.
-_BLOCKS = ("quantization_config", "compression_config", "quantization")
+_QUANTIZATION_ENTRIES = ("quantization_config", "compression_config", "quantization")
 # Entries for a KV cache in a quantization config, and in config.json.
 _CACHE_ENTRIES = (
     "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype",
@@ -34,10 +34,10 @@ _CACHE_ENTRIES = (
 )  # fmt: skip
 TGI_ENTRY = "kv_cache_torch_dtype"
 _TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
-_STATIC = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
-_FNUZ = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
-_DYNAMIC = ("dynamic", "fp8_per_token_head")
-_UNQUANTIZED = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
+_STATIC_NAMES = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
+_FNUZ_NAMES = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
+_DYNAMIC_NAMES = ("dynamic", "fp8_per_token_head")
+_UNQUANTIZED_NAMES = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
 _BEFORE_ROPE = (
     "Quark measured the scales of K before RoPE, and before the norm of K if the model has one "
     "(kv_cache_post_rope). K may not fit them, or they may be far too large. Export with "
@@ -104,41 +104,42 @@ def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and len(types) == count:
         return [i for i in owners if "attention" in str(types[i]) and "linear" not in str(types[i])]
-    return None if any(name in text for name in _HYBRID) else owners
+    return None if any(name in text for name in _HYBRID_ENTRIES) else owners
 
 
 def head_counts(config: Mapping[str, object]) -> set[int]:
     """Return all numbers of heads in a `config.json`."""
     text = text_config(config)
-    return {n for name, n in text.items() if _HEADS.search(name) and isinstance(n, int)}
+    return {n for name, n in text.items() if _HEAD_COUNT.search(name) and isinstance(n, int)}
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return the declaration of KV scales in a config and in ModelOpt's second config."""
     owners = [*nested_configs(config)]
-    parts: list[Declaration] = []
+    declarations: list[Declaration] = []
     dialect = ""
-    for entry in _BLOCKS:
+    for entry in _QUANTIZATION_ENTRIES:
         for path, owner in owners:
             if block := as_mapping(owner.get(entry)):
                 tool = find_dialect(entry, block) or "autofp8"
                 dialect = dialect or tool
-                parts += [replace(d, dialect=tool) for d in _parse_block(path + entry, block)]
+                parsed = _parse_block(path + entry, block)
+                declarations += [replace(d, dialect=tool) for d in parsed]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
         second = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
-        parts += [replace(d, dialect="modelopt") for d in second]
+        declarations += [replace(d, dialect="modelopt") for d in second]
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
         for path, owner in owners:
             parsed = _parse_entry(path + entry, owner.get(entry))
-            parts += [replace(d, dialect=dialect) for d in parsed]
+            declarations += [replace(d, dialect=dialect) for d in parsed]
     kinds = ("refused", "static", "dynamic")
-    best = next(
-        (d for kind in kinds for d in parts if d.kind == kind), Declaration(dialect=dialect)
+    strongest = next(
+        (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
     )
-    rotations = tuple(rotation for d in parts for rotation in d.rotations)
-    return replace(best, fnuz=any(d.fnuz for d in parts), rotations=rotations)
+    rotations = tuple(rotation for d in declarations for rotation in d.rotations)
+    return replace(strongest, fnuz=any(d.fnuz for d in declarations), rotations=rotations)
 
 
 def declared_kv_scales(config: object) -> str | None:
@@ -186,10 +187,10 @@ def _parse_entry(where: str, value: object) -> Iterator[Declaration]:
         word = str(value).lower().removeprefix("torch.")
     if scheme := as_mapping(value):
         yield _parse_scheme(where, scheme)
-    elif value is not None and value != {} and word not in _UNQUANTIZED:
-        kind: Kind = "dynamic" if word in _DYNAMIC else "refused"
-        kind = "static" if word in (*_STATIC, *_FNUZ) else kind
-        yield Declaration(kind, f"{where} = {value!r}", fnuz=word in _FNUZ)
+    elif value is not None and value != {} and word not in _UNQUANTIZED_NAMES:
+        kind: Kind = "dynamic" if word in _DYNAMIC_NAMES else "refused"
+        kind = "static" if word in (*_STATIC_NAMES, *_FNUZ_NAMES) else kind
+        yield Declaration(kind, f"{where} = {value!r}", fnuz=word in _FNUZ_NAMES)
 
 
 def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
@@ -198,25 +199,25 @@ def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
         return getattr(value, "value", value)
 
     # Defaults are as in compressed-tensors.
-    bits, number, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
+    num_bits, number_type, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
     symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
-    fp8 = (bits, number) == (8, "float")
-    name = "" if fp8 else f" ({_name_format(bits, number, entry('group_size'))})"
+    is_fp8 = (num_bits, number_type) == (8, "float")
+    name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, entry('group_size'))})"
     description = (
-        f"{where}: {bits}-bit {number}{name}, "
+        f"{where}: {num_bits}-bit {number_type}{name}, "
         f"strategy {strategy or 'tensor'}, "
         f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
     )
-    if not fp8 or not symmetric or strategy not in (None, "tensor", "attn_head"):
+    if not is_fp8 or not symmetric or strategy not in (None, "tensor", "attn_head"):
         return Declaration("refused", description)
     return Declaration("dynamic" if dynamic else "static", description)
 
 
-def _name_format(bits: object, number: object, group_size: object) -> str:
+def _name_format(num_bits: object, number_type: object, group_size: object) -> str:
     """Return the usual name of a number format, such as "INT8", "NVFP4" or "MXFP4"."""
-    if (bits, number) == (4, "float") and group_size in (16, 32):
+    if (num_bits, number_type) == (4, "float") and group_size in (16, 32):
         return "NVFP4" if group_size == 16 else "MXFP4"
-    return f"{'FP' if number == 'float' else str(number).upper()}{bits}"
+    return f"{'FP' if number_type == 'float' else str(number_type).upper()}{num_bits}"
 
 
 def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
@@ -226,12 +227,12 @@ def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Decla
     locations = [place for place in locations if place.get("location") == "k_cache"]
     if not locations:
         return
-    kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
+    kind, size, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
     targets = [place.get("targets") for place in locations]
     names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
-    description = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
-    ignored = any(place.get("ignore") for place in locations)
-    if kind != "hadamard" or random or type(size) is not int or ignored or not names:
+    description = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
+    has_ignored = any(place.get("ignore") for place in locations)
+    if kind != "hadamard" or randomize or type(size) is not int or has_ignored or not names:
         yield Declaration("refused", description)
     else:
         yield Declaration("none", description, rotations=tuple((size, str(n)) for n in names))
@@ -250,37 +251,37 @@ def _parse_projections(where: str, group: object, block: Mapping[str, object]) -
         **as_mapping(block.get("kv_cache_quant_config")),
         **as_mapping(block.get("layer_quant_config")),
     }
-    dynamic = False
+    is_dynamic = False
     for pattern in map(str, patterns):
         # The entries are the pattern, or the matching layers.
         matches = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
         for entry in matches or [None]:
-            output = as_mapping(as_mapping(entry).get("output_tensors"))
-            dtype, scheme = output.get("dtype"), output.get("qscheme")
-            symmetric = output.get("symmetric") is not False
+            output_config = as_mapping(as_mapping(entry).get("output_tensors"))
+            dtype, scheme = output_config.get("dtype"), output_config.get("qscheme")
+            symmetric = output_config.get("symmetric") is not False
             if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not symmetric:
                 description = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
-                four_bits = "fp4" in (dtype, output.get("mx_element_dtype"))
-                size = output.get("group_size") or output.get("block_size")
-                description += f" ({_name_format(4, 'float', size)})" if four_bits else ""
+                is_fp4 = "fp4" in (dtype, output_config.get("mx_element_dtype"))
+                size = output_config.get("group_size") or output_config.get("block_size")
+                description += f" ({_name_format(4, 'float', size)})" if is_fp4 else ""
                 description += "" if symmetric else " (asymmetric)"
                 return Declaration("refused", description)
-            dynamic = dynamic or bool(output.get("is_dynamic"))
+            is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
-    kind: Kind = "dynamic" if dynamic else "static"
+    kind: Kind = "dynamic" if is_dynamic else "static"
     return Declaration(kind, f"{where} = {patterns!r}", remark=remark)
 
 
-def remove_declaration(origin: str, config: Config, second: Config | None, format: str) -> Config:
+def remove_declaration(origin: str, config: Config, modelopt: Config | None, format: str) -> Config:
     """Return a `config.json` without its entries about scales. Entries about weights stay.
 
     Entries that `format` will replace also stay. Raise ScaleError if an entry stays that would be
-    wrong with scales in this format, such as an entry in `second`, ModelOpt's config.
+    wrong with scales in this format, such as an entry in `modelopt`, ModelOpt's config.
     """
     config = copy.deepcopy(config)
-    stays = find_declaration(config, second).dialect == format
+    is_same_format = find_declaration(config, modelopt).dialect == format
     for _, owner in nested_configs(config):
-        for entry in _BLOCKS:
+        for entry in _QUANTIZATION_ENTRIES:
             block = owner.get(entry)
             if not isinstance(block, dict):
                 continue
@@ -289,25 +290,26 @@ def remove_declaration(origin: str, config: Config, second: Config | None, forma
                 if isinstance(group, dict) and _targets_projections(group):
                     group.pop("output_activations", None)
                     if not group.get("weights") and not group.get("input_activations"):
-                        _pop(groups, (name,))
-            if not stays:
-                _pop(block, _CACHE_ENTRIES)
-                _pop(block.get("quantization"), _CACHE_ENTRIES)
-                compressed = block.get("quant_method") == "compressed-tensors"
-                if compressed and not (groups or block.get("sparsity_config")):
-                    _pop(owner, (entry,))  # quantizes nothing
-        if not stays:
-            _pop(owner, _TOP_ENTRIES)
-    left = find_declaration(config, second)
-    if not stays and left.kind != "none":
+                        _pop_entries(groups, (name,))
+            if not is_same_format:
+                _pop_entries(block, _CACHE_ENTRIES)
+                _pop_entries(block.get("quantization"), _CACHE_ENTRIES)
+                is_compressed = block.get("quant_method") == "compressed-tensors"
+                if is_compressed and not (groups or block.get("sparsity_config")):
+                    _pop_entries(owner, (entry,))  # quantizes nothing
+        if not is_same_format:
+            _pop_entries(owner, _TOP_ENTRIES)
+    remaining = find_declaration(config, modelopt)
+    if not is_same_format and remaining.kind != "none":
         raise ScaleError(
             f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
-            f"{format!r}, got a declaration that stays: {left.description}. Choose {left.dialect}"
+            f"{format!r}, got a declaration that stays: {remaining.description}. Choose "
+            f"{remaining.dialect}"
         )
     return config
 
 
-def _pop(owner: object, entries: Collection[str]) -> None:
+def _pop_entries(owner: object, entries: Collection[str]) -> None:
     if isinstance(owner, dict):
         for entry in entries:
             owner.pop(entry, None)
