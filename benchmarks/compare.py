@@ -42,7 +42,7 @@ def compare_trees(
         new: As `old`, for the tree to compare with it.
         turns: Number of timed turns of each loop in each tree. One untimed turn comes first.
         backend: Backend of `FP8PagedCache`.
-        loops: Beginning of the names of the loops to run.
+        loops: Prefix of the names of the loops to run.
         progress: Function that is called with the number of the turn.
 
     Raises:
@@ -99,6 +99,6 @@ if __name__ == "__main__":
         "old": {"type": Path, "help": "The source tree to compare with."},
         "--new": {"type": Path, "help": "Default: the tree of this module."},
         "--backend": {"help": "Default: auto."},
-        "--loops": {"help": "Beginning of the names of the loops to run."},
+        "--loops": {"help": "Prefix of the names of the loops to run."},
     }
     main(__doc__, compare_trees, {**options, **TURNS})

@@ -75,7 +75,7 @@ def measure_rivals(
 ) -> Result:
     """Return rows of layers and of slopes.
 
-    A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V over the time), `of_read`
+    A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V per second), `of_read`
     (its share of the measured bandwidth), and `ratio`: the time over the time of `BASELINE`. A
     row of a slope has `us_per_token`, `tokens_per_s` at `LONG_CONTEXT` tokens, and `ratio` to
     `DynamicCache`.
@@ -157,11 +157,11 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
     mask = torch.ones((1, 1, chunk, tokens + chunk), dtype=torch.bool).tril(tokens)
 
     def attend_over_cache(
-        cache: Cache, attend: Callable[..., Any], seen: torch.Tensor | None
+        cache: Cache, attend: Callable[..., Any], mask: torch.Tensor | None
     ) -> torch.Tensor:
         for layer in range(LAYERS):
             keys, values = cache.update(key, value, layer)
-            output: torch.Tensor = attend(module, query, keys, values, seen, scaling=scaling)[0]
+            output: torch.Tensor = attend(module, query, keys, values, mask, scaling=scaling)[0]
         cache.crop(-chunk)
         return output.transpose(1, 2)
 
@@ -194,8 +194,8 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
         for layer in range(LAYERS):
             cache.update(history[0], history[1], layer)
         attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
-        seen = None if chunk == 1 or name in PAGED else mask
-        all_steps[name] = functools.partial(attend_over_cache, cache, attend, seen)
+        cache_mask = None if chunk == 1 or name in PAGED else mask
+        all_steps[name] = functools.partial(attend_over_cache, cache, attend, cache_mask)
     return all_steps
 
 

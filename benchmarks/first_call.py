@@ -1,7 +1,7 @@
 """Count torch operations and seconds of a model's first call, compared with `DynamicCache`.
 
 Every `generate()` has a first call, whose cache is empty. Operations inside this package's
-registered operations count, and views do not. The contenders alternate.
+registered operations are counted. Views are not. The contenders alternate.
 """
 
 import statistics
@@ -80,7 +80,7 @@ def measure_first_calls(
                 time_call(*contender)
             counts[cache] = operations.count
         seconds: dict[str, list[float]] = {cache: [] for cache in caches}
-        # Short calls get more turns, because a pause of the machine takes about as long.
+        # Short calls get more turns, because an interruption takes about the time of such a call.
         for _ in range(turns * max(1, 512 // tokens)):
             for cache, contender in caches.items():
                 seconds[cache].append(time_call(*contender))

@@ -9,7 +9,7 @@ them. Its launcher takes the arguments and returns. The times then exclude Trito
 the driver's call, and torch's queries of the current device and stream. Tensors and torch's
 allocator are on the CPU.
 
-A separate process measures, because Triton keeps the driver until its process ends.
+A separate process is measured, because Triton keeps the driver until its process ends.
 """
 
 import json
@@ -43,7 +43,7 @@ REPLACEMENTS: dict[str, tuple[str, object]] = {
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
     f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_unobserved", lambda _: False),
 }
-# Calls of layers in a turn. With few calls, at least one turn is undisturbed.
+# Number of calls of layers in a turn. Turns are short, so at least one turn is undisturbed.
 _CALLS_PER_TURN = 32
 
 
@@ -101,7 +101,7 @@ class Stack:
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
         queries, kv_heads, dim = heads
         self.modules = [AttentionLayer(queries // kv_heads, i).eval() for i in range(layers)]
-        # The strides are as after a projection and RoPE.
+        # The strides are the same as after a projection and RoPE.
         self.query = torch.randn(1, 1, queries, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(1, 1, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)

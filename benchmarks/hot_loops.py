@@ -24,17 +24,17 @@ class Loop:
     """A cache with stored tokens, and the timed calls."""
 
     cache: str  # PAGED or DYNAMIC
-    attends: bool  # attention follows the update
-    tokens: int = 64  # in the cache
-    # Query heads, key/value heads, head size: small sizes leave only the host's time.
+    attends: bool  # whether attention follows the update
+    tokens: int = 64  # number of tokens in the cache
+    # Query heads, key/value heads, head size. With small sizes, only the host takes time.
     heads: tuple[int, int, int] = (4, 2, 16)
     layers: int = 4
-    steps: int = 48  # of decoding, in a turn
+    steps: int = 48  # number of decode steps in a turn
     # Options of FP8PagedCache. The default format differs between versions.
     options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
     # Action before each step: "fork" the cache and decode in the fork, "crop" the last token, or
     # "prefill" an empty cache.
-    before: str = ""
+    action: str = ""
 
 
 _LONG_CONTEXT: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}
@@ -49,9 +49,9 @@ LOOPS = {
     "4k tokens, update + attention": Loop(PAGED, True, **_LONG_CONTEXT),
     "4k tokens, update + attention, static": Loop(PAGED, True, options=_STATIC, **_LONG_CONTEXT),
     "4k tokens, update + attention, e3m4": Loop(PAGED, True, options=_E3M4, **_LONG_CONTEXT),
-    "4k tokens, fork + update": Loop(PAGED, False, options=_E3M4, before="fork", **_LONG_CONTEXT),
-    "4k tokens, crop + update": Loop(PAGED, False, options=_E3M4, before="crop", **_LONG_CONTEXT),
-    "4k tokens, prefill": Loop(PAGED, False, options=_E3M4, before="prefill", **_LONG_CONTEXT),
+    "4k tokens, fork + update": Loop(PAGED, False, options=_E3M4, action="fork", **_LONG_CONTEXT),
+    "4k tokens, crop + update": Loop(PAGED, False, options=_E3M4, action="crop", **_LONG_CONTEXT),
+    "4k tokens, prefill": Loop(PAGED, False, options=_E3M4, action="prefill", **_LONG_CONTEXT),
 }
 
 
@@ -85,11 +85,11 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
         start = time.perf_counter()
         for _ in range(loop.steps):
             step_cache, states = cache, key
-            if loop.before == "fork":
+            if loop.action == "fork":
                 step_cache = cast(FP8PagedCache, cache).fork()
-            elif loop.before == "crop":
+            elif loop.action == "crop":
                 cache.crop(-1)
-            elif loop.before == "prefill":
+            elif loop.action == "prefill":
                 cache.reset()
                 states = history
             for layer, module in enumerate(modules):
@@ -97,7 +97,7 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
                 if loop.attends:
                     attend(module, query, keys, values, None, scaling=dim**-0.5)
         seconds = time.perf_counter() - start
-        if not loop.before:
+        if not loop.action:
             cache.crop(-loop.steps)
         return 1e6 * seconds / loop.steps / loop.layers
 

@@ -26,7 +26,7 @@ from .shared import MODEL, Result, main, with_model
 
 # Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
-_PROBE_TOKENS = 32  # tokens
+_PROBE_TOKENS = 32
 # Attributes of the attention modules that get outliers.
 _FIELDS = ("q_proj", "k_proj", "head_dim", "layer_idx")
 _TEXT_KINDS, _POSITION, _SCORED = ("code", "prose", "manual"), 768, 256

@@ -53,7 +53,7 @@ def measure_serving(
         page_size: Number of tokens of a page.
         turns: Number of measured turns of each load. One unmeasured turn comes first.
         dtype: Format of the FP8 pages.
-        batch_tokens: Number of tokens of a step. With a long prompt each server has its default.
+        batch_tokens: Number of tokens of a step. With a long prompt, each server has its default.
         progress: Function that is called with the name of the next measurement.
 
     Returns:
@@ -78,7 +78,7 @@ def measure_serving(
         }  # fmt: skip
         options = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
                   str(page_size)]  # fmt: skip
-        if not load.long_words:  # otherwise the server's default
+        if not load.long_words:  # with a long prompt, each server has its default
             options += ["--cb-max-batch-tokens", str(batch_tokens)]
         with contextlib.ExitStack() as stack:
             servers = {}
@@ -122,9 +122,9 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
         speed = _make_row(load, "throughput", name, server.throughput, "tokens/s")
         rows.append({**speed, "failed": server.failed})
         for measure, unit, values in (
-            ("first token", "ms", [1e3 * answer.first for answer in server.answers]),
+            ("first token", "ms", [1e3 * answer.first_time for answer in server.answers]),
             ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
-            ("whole answer", "s", [answer.last for answer in server.answers]),
+            ("whole answer", "s", [answer.last_time for answer in server.answers]),
         ):
             for percent in _PERCENTILES:
                 value = _percentile(values, percent)
@@ -132,12 +132,12 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
         if server.streams and server.long_prompts:
             gaps = [answer.gap for answer in server.streams]
             rows.append(_make_row(load, "largest gap of a stream", name, gaps, "s"))
-            first_times = [answer.first for answer in server.long_prompts]
+            first_times = [answer.first_time for answer in server.long_prompts]
             rows.append(_make_row(load, "first token of the long prompt", name, first_times, "s"))
         rows.append(_make_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
         if server.pages is not None:
-            used, total, size = server.pages
-            rows.append(_make_row(load, f"pages in use, of {total:.0f}", name, [used], "pages"))
+            count, total, size = server.pages
+            rows.append(_make_row(load, f"pages in use, of {total:.0f}", name, [count], "pages"))
             rows.append(_make_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
     for name in (OURS, PLAIN):
         pairs = zip(servers[name].throughput, servers[STOCK].throughput, strict=True)
@@ -158,8 +158,8 @@ def _make_row(
 
 def _percentile(values: Sequence[float], percent: int) -> float:
     """Return the smallest value that `percent` percent of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(-(-percent * len(ordered) // 100) - 1, 0)]
+    sorted_values = sorted(values)
+    return sorted_values[max(-(-percent * len(sorted_values) // 100) - 1, 0)]
 
 
 if __name__ == "__main__":

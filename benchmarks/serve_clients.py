@@ -31,27 +31,27 @@ class Load:
     """The requests of the clients, and the number of pages for them."""
 
     name: str
-    clients: int  # at the same time
-    requests: int  # of all clients in a turn
-    words: int  # of a prompt, about one token each
-    new_tokens: int  # of an answer, maximum
-    blocks: int  # pages of the stock server, whose bytes all servers get
-    long_words: int = 0  # of a long prompt next to a streamed answer
-    streamed: int = 300  # tokens of that answer
+    clients: int  # number of simultaneous clients
+    requests: int  # number of requests of all clients in a turn
+    words: int  # number of words of a prompt, about one token each
+    new_tokens: int  # maximum number of tokens of an answer
+    blocks: int  # number of pages of the stock server, whose bytes all servers get
+    long_words: int = 0  # number of words of a long prompt next to a streamed answer
+    streamed: int = 300  # number of tokens of the streamed answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times of an answer, in seconds since its request."""
+    """Times of an answer's first and last token, in seconds since its request."""
 
-    first: float
-    last: float
+    first_time: float
+    last_time: float
     tokens: int
-    gap: float = 0.0  # the longest time between two pieces
+    gap: float = 0.0  # longest time between two chunks
 
     @property
     def per_token(self) -> float:
-        return (self.last - self.first) / max(self.tokens - 1, 1)
+        return (self.last_time - self.first_time) / max(self.tokens - 1, 1)
 
 
 class Server:
@@ -71,7 +71,7 @@ class Server:
         self.pages: list[float] | None = None
 
     def run_load(self, load: Load, *, is_measured: bool, seed: int) -> None:
-        """Run the load once. `is_measured` means that the turn is measured."""
+        """Run the load once. `is_measured` means that its answers are kept."""
         is_done = threading.Event()
         watcher = threading.Thread(target=self._watch_usage, args=(is_done,))
         watcher.start()
@@ -142,7 +142,7 @@ class Server:
                 return None
         if not times or not tokens:
             return None
-        gaps = [after - before for before, after in pairwise(times)]
+        gaps = [b - a for a, b in pairwise(times)]
         return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
 
     def _watch_usage(self, is_done: threading.Event) -> None:

@@ -45,10 +45,10 @@ def split_topics(tokenizer: Any, count: int, length: int) -> tuple[list[torch.Te
     No text to calibrate on shares a paragraph with a scored topic.
     """
     paragraphs = {name: _find_paragraphs(text) for name, text in TOPICS.items()}
-    shortest = sorted(TOPICS.keys() - set(FIRST_TOPICS), key=lambda name: (len(TOPICS[name]), name))
+    topics = sorted(TOPICS.keys() - set(FIRST_TOPICS), key=lambda name: (len(TOPICS[name]), name))
     scored_texts: list[torch.Tensor] = []
     scored_parts: set[str] = set()
-    for name in (*FIRST_TOPICS, *shortest):
+    for name in (*FIRST_TOPICS, *topics):
         ids = tokenizer(TOPICS[name], truncation=True, max_length=length, return_tensors="pt")
         is_new = not paragraphs[name] & scored_parts
         if len(scored_texts) < count and is_new and ids.input_ids.shape[1] == length:

@@ -36,7 +36,7 @@ def main() -> None:
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     prompts = [tokenizer.apply_chat_template(chat, **options).input_ids for chat in chats]
     is_equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
-    num_shared = [*is_equal[:-1], False].index(False)  # leaves at least one token of each
+    num_shared = [*is_equal[:-1], False].index(False)  # leaves at least one token
     ask(prompts[0][:, :64], FP8PagedCache(model.config), tokens=2)  # warm up
 
     times = [time.perf_counter()]

@@ -107,8 +107,8 @@ def _make_planning_class(settings: ServingConfig | None, num_bytes: int) -> Any:
     """Return a cache class whose planner has `num_bytes` bytes of memory on every machine."""
 
     def fix_memory(make: Callable[..., Any]) -> Callable[..., Any]:
-        def make_handler(*args: Any, **planned: Any) -> Any:
-            handler = make(*args, **planned)
+        def make_handler(*args: Any, **options: Any) -> Any:
+            handler = make(*args, **options)
             handler.available_memory = num_bytes
             return handler
 

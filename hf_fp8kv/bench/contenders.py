@@ -58,7 +58,7 @@ class Setup:
         return random_states(self.heads[1], tokens, self.heads[2], self.device)
 
     def make_paged(self, name: str, layers: int = 1) -> FP8PagedCache:
-        """Return an empty cache of `PAGED`."""
+        """Return an empty cache with the options of `PAGED[name]`."""
         return FP8PagedCache(make_config(self.heads, layers), backend=self.backend, **PAGED[name])
 
     def fill(self, cache: _Cache, tokens: int, layer: int = 0) -> _Cache:
@@ -136,7 +136,7 @@ def attend_step(
 
 
 def make_steps(tokens: int, setup: Setup) -> dict[str, Step]:
-    """Return a decode step of each cache, with `tokens` stored.
+    """Return a decode step of each cache, which already holds `tokens` tokens.
 
     Raises:
         RuntimeError: A step does not compute attention.

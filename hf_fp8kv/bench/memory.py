@@ -70,11 +70,11 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     from rich.console import Group
 
     settings, heads = result["settings"], result["settings"]["heads"]
-    where = result["hardware"]["device"]
+    device = result["hardware"]["device"]
     bytes_table = build_rows_table(
         result["rows"],
         title=f"{heads[1]} key/value heads, head size {heads[2]}, bf16",
-        caption=f"bytes per token and layer, process growth with {_NUM_LAYERS} layers on {where}",
+        caption=f"bytes per token and layer, process growth with {_NUM_LAYERS} layers on {device}",
     )
     text_columns, number_columns = ("model", "cache"), ("KiB / token", "tokens", "x")
     capacity_table = build_table(

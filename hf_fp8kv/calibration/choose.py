@@ -1,7 +1,7 @@
 """Choose how each layer is stored: the scales of least cost, and the plan of least cost.
 
 A scale must be at least `amax / 448`, so that nothing saturates. The best scale within the octave
-above is searched. Candidates are tried on queries of a text, by
+above is searched. Candidates are compared by their costs for queries of a text:
 
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
@@ -36,9 +36,9 @@ from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_win
 # Maximum relative cost of a larger scale, and number of octaves that are tried.
 _HEADROOM_COST = 1.02
 _HEADROOM_OCTAVES = 3
-# Number of tokens whose squared errors decide on headroom. It only affects the smallest values.
+# Number of tokens whose squared errors set the headroom. It only affects the smallest values.
 _HEADROOM_TOKENS = 128
-# Added to the weight of a channel in its center, as a share of the largest weight of the head.
+# Term that is added to the weight of a channel, as a share of the largest weight of the head.
 _MIN_WEIGHT = 1e-6
 # The pairs of format and rotation that a measured plan may have.
 _FORMATS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
@@ -87,7 +87,7 @@ class Candidate:
 # The candidates of a layer by side. The first candidate of a side is the fallback.
 Sides = Mapping[str, Sequence[Candidate]]
 # A candidate, and the scale of least cost, in the unit of E4M3.
-Scaled = tuple[Candidate, torch.Tensor]
+ScaledSide = tuple[Candidate, torch.Tensor]
 
 
 def transform(x: torch.Tensor, center: torch.Tensor | None, *, rotated: bool) -> torch.Tensor:
@@ -159,7 +159,7 @@ def find_centers(
     the sums of `weigh_keys`. The first center is their weighted mean. It minimizes the cost as far
     as errors grow with the stored value. K at far positions may differ too much from it, so with
     `far_sums` there is a second center: the mean over all positions, in which K cancels if it
-    rotates a lot. Scales cover these positions. Without `near_sums`, the mean is of `ranges`.
+    rotates a lot. Scales cover these positions. Without `near_sums`, the center is the text's mean.
     """
     text_mean = ranges["k_sum"] / ranges["count"]
     if near_sums is None:
@@ -182,25 +182,25 @@ def make_candidate(
     side: str, plan: SidePlan, ranges: TensorDict, granularity: Granularity, margin: float,
     center: torch.Tensor | None = None,
 ) -> Candidate:  # fmt: skip
-    """Return a plan of a side with its smallest scales. A centered plan needs a `center`."""
+    """Return a candidate with the smallest scales of a plan. A centered plan needs a `center`."""
     prefix = f"{ROTATED}{side}" if plan.rotated else side
     # Divide on the CPU, because GPUs divide slightly differently.
-    high, low, reach = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
+    upper, lower, reach = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
         center = center.cpu()
-        stored_center = rotate(center) if plan.rotated else center
-        high, low, reach = high - stored_center, low - stored_center, reach + stored_center.abs()
-    amax = torch.maximum(high.abs(), low.abs()) * margin
+        shift = rotate(center) if plan.rotated else center
+        upper, lower, reach = upper - shift, lower - shift, reach + shift.abs()
+    amax = torch.maximum(upper.abs(), lower.abs()) * margin
     # Rotation mixes all pairs in each channel. Only far positions show the range of the mixture.
     reach = amax if plan.rotated else reach * margin
-    # The range of a channel says little about far positions. In a head, the fastest pairs have
-    # completed a turn.
+    # The range of a channel does not hold at far positions. The range of a head does, because its
+    # fastest pairs have completed a turn.
     amax = reach if granularity == "channel" else amax
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
     # Any scale can store zeros, so a range of zeros becomes the largest range, or 1.
-    largest = amax.max()
-    amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
+    max_amax = amax.max()
+    amax = torch.where(amax > 0, amax, torch.where(max_amax > 0, max_amax, 1.0))
     candidate = Candidate(side, plan, center, amax, reach, granularity)
     largest_code = candidate.fmt.max
     return replace(candidate, min_scale=amax / largest_code, far_scale=reach / largest_code)
@@ -245,20 +245,20 @@ def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
     scale = candidate.min_scale * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
         step[0].float() / SEARCH_STEPS
     )
-    chosen = scale
+    chosen_scale = scale
     for octave in range(1, _HEADROOM_OCTAVES + 1):
         larger = scale * 2.0**octave
         # Up to `far_scale`, and only if every smaller octave costs little as well.
-        is_next = (chosen < candidate.far_scale) & (chosen == larger / 2)
+        is_next = (chosen_scale < candidate.far_scale) & (chosen_scale == larger / 2)
         is_cheap = errors[octave] <= _HEADROOM_COST * errors[0]
-        chosen = torch.where(is_next & is_cheap, larger, chosen)
-    result = chosen / candidate.fmt.scale_from_e4m3
+        chosen_scale = torch.where(is_next & is_cheap, larger, chosen_scale)
+    result = chosen_scale / candidate.fmt.scale_from_e4m3
     return result.reshape(()) if candidate.granularity == "tensor" else result
 
 
 def make_scales(
     job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
-) -> dict[int, dict[str, list[Scaled]]]:
+) -> dict[int, dict[str, list[ScaledSide]]]:
     """Return the candidates of each layer with scales, which are tried on a sample of windows."""
 
     def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None) -> TensorDict:
@@ -280,9 +280,9 @@ def make_scales(
 
 def choose_scales(
     job: Job, windows: Sequence[torch.Tensor], positions: FarPositions,
-    scaled: Mapping[int, Mapping[str, Sequence[Scaled]]], source: str,
+    scaled: Mapping[int, Mapping[str, Sequence[ScaledSide]]], source: str,
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
-    """Return the scales of each layer for the first candidates, and for the best candidates."""
+    """Return the scales of each layer with the first candidates, and with the best candidates."""
 
     def cost(
         sides: str, index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
@@ -306,7 +306,7 @@ def choose_scales(
         costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
         picks = [pick_candidate([*zip(*costs, strict=True)], _MAX_COST) for costs in costs_by_side]
         for scales, (k, v) in ((first_scales, (0, 0)), (best_scales, picks)):
-            scales[index] = join_sides(job.options, source, layer["k"][k], layer["v"][v])
+            scales[index] = join_kv(job.options, source, layer["k"][k], layer["v"][v])
     return first_scales, best_scales
 
 
@@ -324,7 +324,7 @@ def pick_candidate(costs: Sequence[Sequence[float]], max_cost: float) -> int:
     return min(good_candidates, key=lambda number: sum(costs[number]), default=0)
 
 
-def join_sides(options: CalibrationOptions, source: str, k: Scaled, v: Scaled) -> LayerScales:
+def join_kv(options: CalibrationOptions, source: str, k: ScaledSide, v: ScaledSide) -> LayerScales:
     """Return the scales of a layer, with its plan if `calibrate` was called with a plan."""
     plan = None if options.plan is None else LayerPlan(k[0].plan, v[0].plan)
     return LayerScales(k[1], v[1], k[0].center, source, plan)

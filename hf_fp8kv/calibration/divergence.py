@@ -106,7 +106,7 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return the logits of a call, `[B, T, vocabulary]`. Unless `scored`, the last token suffices.
+    """Return the logits of a call, `[B, T, vocabulary]`. Unless `scored`, the last token is enough.
 
     `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Raise ConfigError if the
     model does not return logits of each token.

@@ -4,7 +4,7 @@ The model reads the same tokens at several positions, and the costs at all posit
 docs/architecture.md has the reasons ("A plan is chosen once for a model").
 
 In a layer, at most 60 torch operations compare all candidates for all positions and windows of one
-length. Each call of the model adds 11 for K, V and queries, and each weight 6 for its digest.
+length. Each model call adds 11 operations for K, V and queries, and each weight 6 for its digest.
 """
 
 import functools
@@ -45,7 +45,7 @@ _WINDOW_TOKENS, _FIRST_POSITIONS = 128, (0, 1024, 4096, 16384)
 # for Gaussian values, and by two thirds if two channels are 50 times larger.
 _MAX_COST = 0.5
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
-_ROTATED = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
+_ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
@@ -142,7 +142,7 @@ def _read_states(
             try:
                 observe_queries(
                     model, Batch((window,), start), layers,
-                    lambda index, *read, states=states_by_layer: states.update({index: read}),
+                    lambda index, *states, target=states_by_layer: target.update({index: states}),
                 )  # fmt: skip
             except ConfigError as error:
                 if start is None:
@@ -158,7 +158,7 @@ def _plan_layer(
     index: int, reads: Sequence[_LayerStates], *, may_change_k: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
     """Return K's center on the CPU, or None without a center, and a layer's plan of least cost."""
-    plans = [_FALLBACK, *_ROTATED]
+    plans = [_FALLBACK, *_ROTATED_PLANS]
     centered_plans = [replace(plan, centered=True) for plan in plans]
     k_plans = ([*plans] if latent else [*centered_plans, *plans]) if may_change_k else [_FALLBACK]
     v_plans = [] if latent else plans
@@ -166,7 +166,7 @@ def _plan_layer(
     formats = tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     center = torch.cat([k for k, *_ in reads]).mean(0, dtype=torch.float32)
     costs = []
-    for _, equal_reads in groupby(reads, lambda read: len(read[0])):
+    for _, equal_reads in groupby(reads, lambda states: len(states[0])):
         k, v, queries = zip(*equal_reads, strict=True)
         keys = _transform(torch.stack(k).float(), center, k_plans)
         values = keys[:0] if latent else _transform(torch.stack(v).float(), None, v_plans)

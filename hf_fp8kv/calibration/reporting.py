@@ -94,17 +94,17 @@ def _count_kv(
         fmt = FORMATS[plan.format]
     scale = getattr(scales, side)
     if scale is None:
-        scaled = stored_values / choose_scale(stored_values, fmt).float()[..., None]
+        scaled_values = stored_values / choose_scale(stored_values, fmt).float()[..., None]
     else:
         scale = scale.to(x.device)
-        scaled = stored_values / (scale * fmt.scale_from_e4m3)
+        scaled_values = stored_values / (scale * fmt.scale_from_e4m3)
     is_zero = stored_values == 0
     counts = [
         torch.tensor(x.numel(), device=x.device),
         # Up to this magnitude, values round to the largest code.
-        (scaled.abs() > fmt.max + fmt.max_step / 2).sum(),
+        (scaled_values.abs() > fmt.max + fmt.max_step / 2).sum(),
         (~is_zero).sum(),
-        ((round_to_format(scaled, fmt) == 0) & ~is_zero).sum(),
+        ((round_to_format(scaled_values, fmt) == 0) & ~is_zero).sum(),
     ]
     x, stored_values = x[sample], stored_values[sample]
     counts.append(x.square().sum(dtype=torch.float64))
@@ -153,9 +153,9 @@ def _score_quality(
         logger.warning("the predictions are not compared: %s", error)
         return ()
     if not scales.is_dynamic:
-        static, dynamic = (scores[cache].kl for cache in list(caches)[:2])
+        static_kl, dynamic_kl = (scores[cache].kl for cache in list(caches)[:2])
         storage = fmt if scales.plan is None else "the plan"
-        scoring.warn_if_worse(static, dynamic, storage, batches)
+        scoring.warn_if_worse(static_kl, dynamic_kl, storage, batches)
     rows = [scores[stage].summarize(stage) for stage in (UNQUANTIZED, *caches)]
     finite_rows = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
     if len(finite_rows) < len(rows):
@@ -189,7 +189,7 @@ def make_report(
         texts=texts,
         tokens=tokens,
         held_out_tokens=sum(map(len, windows)),
-        seconds=time.monotonic() - job.started,
+        seconds=time.monotonic() - job.start_time,
         date=utc_now(),
         versions=versions(),
         hardware=hardware() | {"device": str(model.device)},

@@ -23,14 +23,14 @@ from .observe import Batch, observe
 
 logger = logging.getLogger(__name__)
 
-# Fields of configs with the number of positions.
+# Config fields that hold the number of positions.
 _POSITION_FIELDS = (
     "max_position_embeddings", "n_positions", "max_target_positions",
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
-# Pairs are measured at position 0, and at half of this number or of the model's positions.
+# Pairs are measured at positions 0 and n / 2, where n is at most this number.
 _MEASURED_POSITIONS = 2048
-# The default of `max_position`, in windows.
+# The default of `max_position`, as a multiple of `max_length`.
 _DEFAULT_WINDOWS = 8
 FAR_COUNT = 8  # number of far positions
 # Far positions as fractions of the last position. Multiples of the golden ratio are spread
@@ -146,14 +146,14 @@ def measure_partners(
     }
 
 
-def match_channels(near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
+def match_channels(near_states: torch.Tensor, far_states: torch.Tensor) -> torch.Tensor:
     """Return each channel's partner, whose square changes by the opposite amount, or itself, `[D]`.
 
-    `near` and `far` are K or V of the same tokens at two positions, each `[N, H, D]`, float64.
+    The states are K or V of the same tokens at two positions, each `[N, H, D]`, float64.
     """
-    if not near.shape[-1]:  # latents without a RoPE part
+    if not near_states.shape[-1]:  # latents without a RoPE part
         return torch.arange(0, device="cpu")
-    near_squares, far_squares = (x.flatten(0, 1).square() for x in (near, far))
+    near_squares, far_squares = (x.flatten(0, 1).square() for x in (near_states, far_states))
     change = far_squares - near_squares
     energy = change.square().sum(0)
     rotates = energy > _MIN_CHANGE**2 * (near_squares.square() + far_squares.square()).sum(0)
@@ -167,7 +167,7 @@ def match_channels(near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
 
 
 def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
-    """Add the pairs that rotate too slowly to be measured, by the pattern of the measured pairs.
+    """Add the pairs that rotate too slowly to be measured, in the pattern of the measured pairs.
 
     Pairs are ordered by speed, the fastest first, so missing pairs follow the measured pairs.
     """
@@ -184,6 +184,6 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
         lower = torch.arange(first, min(first + step, size - step), device=partner.device)
     pattern = channel.clone()
     pattern[lower], pattern[lower + step] = lower + step, lower
-    measured = partner != channel
+    is_measured = partner != channel
     # Measured pairs of a different pattern get no further pairs.
-    return pattern if torch.equal(pattern[measured], partner[measured]) else partner
+    return pattern if torch.equal(pattern[is_measured], partner[is_measured]) else partner

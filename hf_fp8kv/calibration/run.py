@@ -115,11 +115,11 @@ def calibrate(
             )
             for index, layer_ranges in ranges.items()
         }  # fmt: skip
-        scaled = choose.make_scales(job, windows, candidates)
+        scaled_candidates = choose.make_scales(job, windows, candidates)
         source, digest = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
         fallback, best_scales = (
             KVScales(x, model_type=model.config.model_type, origin=source, weights_digest=digest)
-            for x in choose.choose_scales(job, windows, positions, scaled, source)
+            for x in choose.choose_scales(job, windows, positions, scaled_candidates, source)
         )
         scales, centers = scoring.check_plans(job, windows, fallback, best_scales, positions)
         windows, counts = corpus.held_out, (corpus.texts, corpus.tokens)

@@ -1,4 +1,4 @@
-"""Score scales by the model's predictions, and decide by the scores on centers and plans."""
+"""Score scales by the model's predictions, and choose centers and plans by these scores."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +31,7 @@ _MAX_LOGITS = 2**23
 
 
 def check_plans(
-    job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, chosen: KVScales,
+    job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, best_scales: KVScales,
     far: FarPositions,
 ) -> tuple[KVScales, str]:  # fmt: skip
     """Return the chosen scales if they help, otherwise the fallback, and the reason as text.
@@ -39,7 +39,7 @@ def check_plans(
     Centers and plans must improve the model's predictions in the windows and at far positions.
     """
     if isinstance(job.options.plan, Mapping):
-        return chosen, "The plan was given."
+        return best_scales, "The plan was given."
     subject, refusal = "Centers", "No centers:"
     if fallback.plan is not None:
         subject = "Measured plans"
@@ -49,7 +49,7 @@ def check_plans(
     note = f" Far positions: {far.skip_reason}." if far.skip_reason else ""
     if note and has_rope(job.model):
         note = f" RoPE rotates K with the position, and {far.skip_reason}: K is stored unchanged."
-    layers = chosen.layers
+    layers = best_scales.layers
     num_changed = sum(
         layer.k_center is not None or layer.plan != fallback.layers[index].plan
         for index, layer in layers.items()
@@ -58,12 +58,12 @@ def check_plans(
         return fallback, f"{refusal} no other candidate costs much less in any layer.{note}"
     change = f"{subject} in {num_changed} of {len(layers)} layers"
     if job.model.get_output_embeddings() is None:
-        return chosen, f"{change}, by the errors of attention: no logits to compare.{note}"
-    # About `_TRIAL_TOKENS` are in the second halves of these windows.
+        return best_scales, f"{change}, by the errors of attention: no logits to compare.{note}"
+    # The second halves of these windows, which are scored, have about `_TRIAL_TOKENS` tokens.
     trial_windows = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= MIN_TOKENS]
     if not trial_windows:
         return fallback, f"{refusal} the texts are too short to compare predictions.{note}"
-    scales_by_cache = {"without": fallback, "with": chosen}
+    scales_by_cache = {"without": fallback, "with": best_scales}
     caches = {name: make_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
     stages = {
         f"at positions up to {len(trial_windows[0])}": make_batches(trial_windows, 1),
@@ -85,7 +85,7 @@ def check_plans(
         deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * deviation:
             return fallback, f"{refusal} the gain is uncertain: {'; '.join(findings)}.{note}"
-    return chosen, f"{change}: {'; '.join(findings)}.{note}"
+    return best_scales, f"{change}: {'; '.join(findings)}.{note}"
 
 
 def make_factory(

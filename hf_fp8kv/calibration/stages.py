@@ -48,7 +48,7 @@ class Job:
     layers: frozenset[int]
     options: CalibrationOptions
     bar: "tqdm[Any]"
-    started: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
 
     def start_stage(self, stage: str, tokens: int) -> None:
         """Restart the progress bar for a stage of `tokens` tokens."""
@@ -64,17 +64,17 @@ def fold_layers(
 
     The observer runs the model: `observe`, or `observe_queries`, which also passes queries.
     """
-    merged: dict[int, TensorDict] = {}
+    totals: dict[int, TensorDict] = {}
 
     def on_layer(index: int, *states: Any) -> None:
         tensors = measure(index, *states)
-        merged[index] = merge_tensors(merged[index], tensors) if index in merged else tensors
+        totals[index] = merge_tensors(totals[index], tensors) if index in totals else tensors
 
     job.start_stage(name, sum(batch.tokens for batch in batches))
     for batch in batches:
         observer(job.model, batch, job.layers, on_layer)
         job.bar.update(batch.tokens)
-    return dict(sorted(merged.items()))
+    return dict(sorted(totals.items()))
 
 
 def collect_ranges(
@@ -127,6 +127,6 @@ def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def sample_far(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
-    """Return windows at far positions, in total not longer than the text unless it is short."""
+    """Return windows at far positions. Their total length exceeds only a short text's."""
     length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // FAR_COUNT)
     return positions.place([w[:length] for w in sample_windows(windows)], FAR_COUNT)

@@ -1,4 +1,4 @@
-"""Read the texts of a calibration, tokenize them, and split them into windows and two parts.
+"""Read the texts of a calibration, tokenize them, and split them into windows, in two parts.
 
 Both parts are the same for any order of the texts, as long as all of them are read.
 """
@@ -69,10 +69,10 @@ def read_model_corpus(
     max_length = min(max_length, find_max_positions(model))
     corpus = read_corpus(texts, tokenizer, max_length=max_length, **options)
     vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
-    if vocabulary is not None and largest >= vocabulary:
+    max_id = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
+    if vocabulary is not None and max_id >= vocabulary:
         rule = f"token ids below {vocabulary}, the vocabulary of the model"
-        raise _error("texts", rule, largest, "Use the tokenizer of the model")
+        raise _error("texts", rule, max_id, "Use the tokenizer of the model")
     return corpus
 
 
@@ -122,9 +122,9 @@ def read_corpus(
         hint = "Check the file, or that the iterator was not read before"
         raise _error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
     contents = _choose_held_out(windows_by_text, held_out)
-    ordered = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _to_bytes(w)))
+    sorted_windows = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _to_bytes(w)))
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for window in ordered:
+    for window in sorted_windows:
         parts[_to_bytes(window) in contents].append(window)
     return Corpus(tuple(parts[False]), tuple(parts[True]), len(windows_by_text))
 
@@ -178,9 +178,9 @@ class _Encoder:
             # Not verbose: a text may be longer than the model's context.
             ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
         except (TypeError, UnicodeError) as error:
-            invalid = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
+            text = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
             hint = "Replace its characters: text.encode('utf-8', 'replace').decode()"
-            raise _error(label, "text that UTF-8 can encode", ascii(invalid)[:120], hint) from error
+            raise _error(label, "text that UTF-8 can encode", ascii(text)[:120], hint) from error
         return list(ids)
 
     def _render(self, label: str, messages: Sequence[Any]) -> str:
@@ -222,7 +222,7 @@ def _error(name: str, rule: str, got: object, hint: str) -> ConfigError:
 
 
 def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of an item's name in errors and the item."""
+    """Yield pairs of a name for error messages and an item."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             hint = "Pass a path, a list of str, or one split of a dataset"
@@ -332,9 +332,9 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], target: 
 
     The windows have about `target` tokens, at most twice that number, and at most a quarter of all
     tokens. Texts are ordered by their longest window and then by a hash. In this order, each text
-    that still fits is held out with all its windows. Single windows of a longer text are held out.
-    A window that also occurs in a different text is not. If nothing fits, one window is held out,
-    unless all windows are equal.
+    that still fits is held out with all its windows. A longer text is held out window by
+    window. A window that also occurs in a different text is not held out. If nothing fits, one
+    window is held out, unless all windows are equal.
     """
     texts = [tuple(map(_to_bytes, windows)) for windows in windows_by_text if windows]
     token_counts = {content: len(content) // 4 * n for content, n in Counter(chain(*texts)).items()}
@@ -360,5 +360,5 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], target: 
 
 
 def _rank_windows(contents: Iterable[bytes]) -> tuple[int, bytes]:
-    ordered = sorted(contents)
-    return -max(map(len, ordered)), hashlib.sha256(b"".join(ordered)).digest()
+    sorted_contents = sorted(contents)
+    return -max(map(len, sorted_contents)), hashlib.sha256(b"".join(sorted_contents)).digest()

@@ -22,14 +22,14 @@ def run_task(
     The task is dropped if fewer than half of the answers are right under the unquantized cache.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         haystacks: The texts and questions of the task.
         contenders: The caches by name.
 
     Returns:
         `asked` and `right`, the numbers of answers and of right answers under the unquantized
-        cache, `dropped`, and `caches`. For each cache it has the numbers of right answers `lost`
-        and `won` against the unquantized cache. It is empty for a dropped task.
+        cache, `dropped`, and `caches`. `caches` has for each cache the numbers of right
+        answers `lost` and `won` against the unquantized cache. It is empty for a dropped task.
     """
     states = [read_states(model, haystack.ids.to(model.device)) for haystack in haystacks]
 

@@ -22,7 +22,7 @@ _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide 
 _FULL_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
-Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # of K and V
+Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> States:
 
 
 def round_to_q8_0(states: torch.Tensor, rotation_size: int | None = None) -> torch.Tensor:
-    """Return the states `[..., D]` rounded as llama.cpp's q8_0, in their own dtype.
+    """Return the states `[..., D]` rounded like llama.cpp's q8_0, in their own dtype.
 
     q8_0 is int8 with a float16 scale for each block of 32 values of a head. The last block is
     shorter if D is not a multiple of 32. If D is a multiple of 64, llama.cpp first applies a
@@ -81,7 +81,7 @@ def round_to_q8_0(states: torch.Tensor, rotation_size: int | None = None) -> tor
 
     Args:
         states: K or V.
-        rotation_size: Number of channels that are transformed together. None means as for K.
+        rotation_size: Number of channels that are rotated together. None means the number for K.
     """
     size = states.shape[-1]
     if not size % _ROTATION_SIZE:
@@ -97,8 +97,8 @@ def _round_blocks(states: torch.Tensor) -> torch.Tensor:
     scale = blocks.abs().amax(-1, keepdim=True) / _MAX_CODE
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
-    rounded: torch.Tensor = codes * scale.half().float()
-    return rounded.flatten(-2)[..., :size]
+    rounded_blocks: torch.Tensor = codes * scale.half().float()
+    return rounded_blocks.flatten(-2)[..., :size]
 
 
 def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:

@@ -35,7 +35,7 @@ def sample_answers(
     differ. The token that ends a text is not sampled.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         prompts: Tokens, `[B, P]`, int64, on the model's device.
         contender: The cache.
         tokens: Number of tokens of each answer.
@@ -87,11 +87,11 @@ def follow_answers(
 ) -> dict[str, torch.Tensor]:
     """Return the divergence at each token of answers, `[B, T]`, by name of the cache.
 
-    The prompt is one call, as in `generate`. The answer follows in chunks. Their tokens attend to
+    One call reads the prompt, as in `generate`. The answer follows in chunks. Its tokens attend to
     stored keys and values only, even within the chunk, so they read the bytes that decoding reads.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         prompts: Tokens, `[B, P]`, int64, on the model's device.
         answers: Tokens, `[B, T]`, int64.
         contenders: The caches by name.
@@ -181,9 +181,9 @@ def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, A
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile above the median of Student's distribution with some degrees of freedom.
+    """Return a quantile, above the median, of Student's distribution with `degrees` of freedom.
 
-    The density is integrated over the angle whose tangent is the value over sqrt(freedom).
+    The density is integrated over the angle whose tangent is the value over sqrt(degrees).
     """
     angle = torch.linspace(0, math.pi / 2, 1 << 16, dtype=torch.float64)
     integral = torch.cumulative_trapezoid(angle.cos() ** (degrees - 1), angle)
@@ -197,7 +197,7 @@ def run_freely(
     """Sample answers under a cache, and compare them with the unquantized answers.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         prompts: Tokens, `[B, P]`, int64, on the model's device.
         expected: The unquantized answers, `[B, T]`.
         contender: The cache.
@@ -207,7 +207,7 @@ def run_freely(
         and `kl_after`, the mean divergence of the predictions of the cache's tokens before that
         token, and from it on.
     """
-    unquantized, last_ids, kl = UNQUANTIZED.make(model), prompts, []
+    exact_cache, last_ids, kl = UNQUANTIZED.make(model), prompts, []
     rows, length = expected.shape
     chunk = _choose_chunk(model, rows)
     answers = sample_answers(model, prompts, contender, length)
@@ -215,8 +215,8 @@ def run_freely(
     while part := [*islice(answers, chunk)]:
         logits, ids = (torch.cat(x, 1) for x in zip(*part, strict=True))
         inputs = torch.cat((last_ids, ids[:, :-1]), 1)
-        exact = compute_logits(model, inputs, unquantized, {}, scored=True)[:, -len(part) :]
-        kl.append(compute_scores(exact, logits, ids).kl.view(rows, -1))
+        exact_logits = compute_logits(model, inputs, exact_cache, {}, scored=True)[:, -len(part) :]
+        kl.append(compute_scores(exact_logits, logits, ids).kl.view(rows, -1))
         sampled_ids, last_ids = torch.cat((sampled_ids, ids), 1), ids[:, -1:]
     is_different = (sampled_ids != expected).cpu().cumsum(1) > 0
     first_differences = [int(row.int().argmax()) if row.any() else None for row in is_different]

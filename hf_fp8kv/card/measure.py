@@ -43,9 +43,9 @@ from .texts import KINDS, read_texts
 ALL_KINDS = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
-_PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # tokens of a prompt, and answers that are followed together
-_TIMED_STEPS = 5  # timed steps
-_MIN_POSITIONS = 512  # positions that a model must have
+_PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # number of tokens of a prompt, and of answers in a group
+_TIMED_STEPS = 5  # number of timed steps
+_MIN_POSITIONS = 512  # minimum number of positions of a model
 # Tolerances of stored states: a gain, and the error with centers relative to no centers.
 _MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
 _SIGNIFICANCE = 0.05
@@ -168,7 +168,7 @@ def measure_card(
             f"positions, got {type(model).__name__} with {limit}"
         )
     size = size.fit(limit)
-    contenders, refused = choose_contenders(model, caches, scales)
+    contenders, refusals = choose_contenders(model, caches, scales)
     settings = {
         "model": name, "dtype": str(model.dtype).removeprefix("torch."), **asdict(size),
         "caches": list(contenders), "scales": scales,
@@ -191,7 +191,7 @@ def measure_card(
         **run, "settings": settings, "bf16_bytes_per_token": results["bytes"][UNQUANTIZED.title],
         "tasks": {task: {k: v for k, v in results[f"task: {task}"].items() if k != "caches"}
                   for task in card.haystacks},
-        "caches": entries, "refused": refused | card.refused,
+        "caches": entries, "refused": refusals | card.refusals,
     }  # fmt: skip
 
 
@@ -212,12 +212,12 @@ class _Card:
         self.first_text = next(iter(self.texts.values()))[0]
         self.sample_states = read_states(model, self.first_text[:, :_PROMPT_TOKENS])
         self.haystacks: dict[str, list[Haystack]] = {}
-        self.refused: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}
         for task in TASKS if size.asked else ():
             try:
                 self.haystacks[task] = write_haystacks(tokenizer, task, size.length, size.asked)
             except ConfigError as error:
-                self.refused[task] = str(error)
+                self.refusals[task] = str(error)
         per_kind = -(-size.answers // len(KINDS))
         prompts = [
             x for kind in KINDS for x in read_texts(tokenizer, kind, per_kind, _PROMPT_TOKENS)
@@ -369,19 +369,19 @@ def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> di
         `kl`, the largest of the mean divergences at each position and along the answers, `tier`,
         the key of `TIERS` for this divergence, and `findings`, sentences about defects.
     """
-    drift, stored, findings = cache["drift"], cache["stored"], []
+    drift, errors, findings = cache["drift"], cache["stored"], []
     kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL_KINDS))
-    if stored is not None:
+    if errors is not None:
         for side in "kv":
-            if abs(gain := stored[f"{side}_gain"]) > _MAX_GAIN:
+            if abs(gain := errors[f"{side}_gain"]) > _MAX_GAIN:
                 size = "large" if gain > 0 else "small"
                 findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {size}.")
-        if positions := stored["lost"]:
+        if positions := errors["lost"]:
             text = ", ".join(map(str, positions[:3])) + ", ..." * (len(positions) > 3)
             findings.append(f"{len(positions)} stored tokens are lost (at {text}).")
-        if stored["center"] > _MAX_CENTER_ERROR:
+        if errors["center"] > _MAX_CENTER_ERROR:
             findings.append(
-                f"The centers do not fit: the error of K is {stored['center']:.1f} times the error "
+                f"The centers do not fit: the error of K is {errors['center']:.1f} times the error "
                 "without centers."
             )
     if cache is not floor and floor is not None and (drift["low"] or 0) > 0:

@@ -49,11 +49,11 @@ def score_text(
 ) -> dict[tuple[int, str], Scores]:
     """Score the last `scored` tokens before each position under each cache.
 
-    One call scores them. It reads the stored states of all earlier tokens, which were one call on
+    One call scores them. It reads the stored states of all earlier tokens, which one call stored in
     an empty cache.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         ids: Tokens, `[1, N]`, int64, on the model's device. N is at least the last position.
         states: Keys and values of the text, by layer, with at least N - `scored` tokens.
         contenders: The caches by name.
@@ -100,16 +100,16 @@ def check_stored(
     # The last layers of some models store nothing, because they read an earlier layer.
     layers = zip(cache.layers, uncentered.layers, states, strict=False)
     for layer, uncentered_layer, sides in layers:
-        for side, handle, exact in zip("kv", (layer.keys, layer.values), sides, strict=True):
-            num_skipped = exact.shape[2] - handle.shape[2]  # tokens before the window of the layer
-            exact = exact[:, :, num_skipped:].float()
-            error, gain, by_token = _compare_states(handle, exact)
+        for side, handle, target in zip("kv", (layer.keys, layer.values), sides, strict=True):
+            num_skipped = target.shape[2] - handle.shape[2]  # tokens before the window of the layer
+            target = target[:, :, num_skipped:].float()
+            error, gain, by_token = _compare_side(handle, target)
             largest_errors[f"{side}_error"] = max(largest_errors[f"{side}_error"], error)
             largest_errors[f"{side}_gain"] = max(largest_errors[f"{side}_gain"], gain, key=abs)
             lost_positions.update(int(n) + num_skipped for n in (by_token > _LOST_ERROR).nonzero())
             if side == "k":
                 error_power += error**2
-                uncentered_power += _compare_states(uncentered_layer.keys, exact)[0] ** 2
+                uncentered_power += _compare_side(uncentered_layer.keys, target)[0] ** 2
     center = math.sqrt(error_power / max(uncentered_power, _TINY))
     return {**largest_errors, "center": center, "lost": sorted(lost_positions)}
 
@@ -131,12 +131,12 @@ def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCa
     return FP8PagedCache(model.config, scales=replace(scales, layers=layers))
 
 
-def _compare_states(handle: torch.Tensor, exact: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+def _compare_side(handle: torch.Tensor, target: torch.Tensor) -> tuple[float, float, torch.Tensor]:
     """Return the relative RMS error, the gain minus 1, and the relative error of each token."""
-    stored = densify(handle).float()
-    power = exact.square().sum().clamp(min=_TINY)
-    error = ((stored - exact).square().sum() / power).sqrt()
-    gain = (stored * exact).sum() / power - 1
-    distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (stored - exact, exact))
+    actual = densify(handle).float()
+    power = target.square().sum().clamp(min=_TINY)
+    error = ((actual - target).square().sum() / power).sqrt()
+    gain = (actual * target).sum() / power - 1
+    distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (actual - target, target))
     by_token = distance / norm.clamp(min=_TINY)
     return error.item(), gain.item(), by_token.cpu()

@@ -23,7 +23,7 @@ aria-label="{label}: {text}"><rect width="{width}" height="20" rx="3" fill="#555
 """
 _BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), strict=True))
 _CHARACTER_WIDTH = 7  # pixels
-# Colors that the color-blind can tell apart (Okabe and Ito).
+# Colors for color-blind readers (Okabe and Ito).
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
 _SMOOTHING = 4  # windows whose divergences are averaged for the picture
 
@@ -53,8 +53,8 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
         alignments, zip(*columns.values(), strict=True), caption=_describe_run(card),
         title=f"{settings['model']}, {settings['dtype']}",
     )  # fmt: skip
-    refused = [f"{name}: not measured. {reason}" for name, reason in card["refused"].items()]
-    return Group(table, *(state_verdict(card, name) for name in card["caches"]), *refused)
+    refusals = [f"{name}: not measured. {reason}" for name, reason in card["refused"].items()]
+    return Group(table, *(state_verdict(card, name) for name in card["caches"]), *refusals)
 
 
 def format_markdown(card: Mapping[str, Any]) -> str:
@@ -141,9 +141,9 @@ def _format_kl(mean: float, error: float | None = None) -> str:
     return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
 
 
-def _format_first(free: Mapping[str, Any]) -> str:
-    """Return the positions of the first differences of some answers."""
-    return ", ".join("none" if first is None else f"{first}" for first in free["first"][:4])
+def _format_first(free_run: Mapping[str, Any]) -> str:
+    """Return the positions of the first differences of at most four answers."""
+    return ", ".join("none" if first is None else f"{first}" for first in free_run["first"][:4])
 
 
 def _format_answers(tasks: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Four tasks that a cache can fail, for models of any size.
 
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
-a unique key is found with any cache. Nothing is generated. A question begins sentences, and an
-answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
+a unique key is found with any cache. Nothing is generated. Questions are beginnings of sentences.
+An answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
 The question continues with the right answer, whatever the model's answer is.
 """
 
@@ -34,7 +34,7 @@ _DIGITS = 5
 _TOKENS_PER_SENTENCE = 100  # tokens of a haystack for each hidden sentence
 _MAX_HIDDEN = 40  # maximum number of hidden sentences in a haystack
 _GROUP_SIZE, _MAX_GROUPS = 4, 3  # keys that differ in one digit, and such groups in a haystack
-_CHAIN_LINKS = 3  # links of a chain
+_CHAIN_LINKS = 3  # number of links of a chain
 _LIST_PREFIX = "A list of words:"
 _COMMON_PREFIX = "\n\nThe most frequent words in the list above are:"
 _NUM_WORDS = 40  # number of different words in a list
@@ -142,11 +142,11 @@ class Writer:
         answers: list[tuple[Step, ...]] = []
         for part in parts:
             ids += self.encode(part.text)
-            right = self.encode(part.answer)
-            wrong = [self.encode(candidate) for candidate in part.wrong_answers]
+            answer = self.encode(part.answer)
+            candidates = [self.encode(candidate) for candidate in part.wrong_answers]
             steps = []
-            for n, token in enumerate(right):
-                tokens = {x[n] for x in wrong if x[:n] == right[:n] and x[n:]} - {token}
+            for n, token in enumerate(answer):
+                tokens = {x[n] for x in candidates if x[:n] == answer[:n] and x[n:]} - {token}
                 if tokens:
                     steps.append(Step(len(ids) + n - 1, token, tuple(sorted(tokens))))
             if not steps:
@@ -155,7 +155,7 @@ class Writer:
                     f"{', '.join(map(repr, part.wrong_answers))}, got the same tokens"
                 )
             answers.append(tuple(steps))
-            ids += right
+            ids += answer
         return Question(torch.tensor([ids[:-1]]), tuple(answers))
 
     def _start(self) -> list[int]:
@@ -165,7 +165,7 @@ class Writer:
 
 
 def _read_sentences(seed: int) -> Iterable[str]:
-    """Yield sentences of prose without end. The seed determines the first sentence."""
+    """Yield an endless sequence of sentences. The seed determines the first sentence."""
     paragraphs = list(islice(read_prose(), 200))
     first = 37 * seed % len(paragraphs)
     for paragraph in cycle(paragraphs[first:] + paragraphs[:first]):

@@ -2,9 +2,9 @@
 
 Nothing is downloaded. Code is the source of the standard library. Manual pages are `pydoc_data`.
 Prose is the running text in the library's docstrings, which is technical English. Tool JSON
-describes the library's functions as the tools of a model. A chat asks about one function after the
-other, in the model's chat template, and the answers are docstrings. The same version of Python and
-the same tokenizer give the same texts. No paragraph occurs twice in a kind.
+describes the library's functions as the tools of a model. A chat asks about functions one by one,
+in the model's chat template, and the answers are docstrings. The same version of Python and the
+same tokenizer give the same texts. No paragraph occurs twice in a kind.
 """
 
 import ast
@@ -31,7 +31,7 @@ _MIN_PARAGRAPH_LENGTH, _MIN_LETTER_SHARE = 200, 0.97
 # Number of characters that are tokenized first for each requested token.
 _CHARACTERS_PER_TOKEN = 3
 _EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
-# JSON types of arguments by their default. All others are strings.
+# JSON types of arguments by the type of their default. All further types are strings.
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
 _QUESTIONS = ("What does {} do?", "And {}?", "How do I use {}?", "Explain {}, please.")
 

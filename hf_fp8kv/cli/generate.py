@@ -162,12 +162,12 @@ def run_cache(
     )  # fmt: skip
 
 
-def compare_tokens(dense: Run, paged: Run) -> dict[str, int | None]:
+def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
     """Return the number of equal tokens, the number of positions, and the first difference.
 
     Positions count from 0, up to the longer answer. A token without a counterpart differs.
     """
-    matches = [a == b for a, b in zip_longest(dense.token_ids, paged.token_ids)]
+    matches = [a == b for a, b in zip_longest(dense_run.token_ids, paged_run.token_ids)]
     first = None if all(matches) else matches.index(False)
     return {"equal": sum(matches), "of": len(matches), "first_difference": first}
 
@@ -176,11 +176,11 @@ def make_comparison(
     name: str, prompt: str, runs: Sequence[Run], memory: int
 ) -> list[RenderableType]:
     """Return the prompt and a table with a column for each run."""
-    dense, paged = runs
-    tokens = compare_tokens(dense, paged)
+    dense_run, paged_run = runs
+    tokens = compare_tokens(dense_run, paged_run)
     index = tokens["first_difference"]
     difference = "" if index is None else f", first difference at token {index + 1}"
-    ratio = f" ({paged.bytes_per_token / dense.bytes_per_token:.2f} x)"
+    ratio = f" ({paged_run.bytes_per_token / dense_run.bytes_per_token:.2f} x)"
     sizes = [format_size(run.bytes_per_token) for run in runs]
     rows: dict[str, Sequence[str]] = {
         "answer": [run.text for run in runs],

@@ -178,7 +178,7 @@ def serve(
         "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
-    # Made before the model is loaded, since it may be invalid.
+    # Check these options before the model is loaded.
     batching = batching_config(**{name: x for name, x in settings.items() if x is not None})
     template_text = None if chat_template is None else chat_template.read_text("utf-8")
     thinking_kwargs = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
@@ -186,7 +186,7 @@ def serve(
     name = model or str(demo_model_path())
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
-    # The format of the server's lines.
+    # Lines look like the server's own lines.
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
     with handle_log(handler), closing(listen(host, port)) as listener:
         lm, processor = load_model(

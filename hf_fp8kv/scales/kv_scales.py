@@ -366,8 +366,8 @@ def resolve(
 ) -> KVScales | float | None:
     """Return the scales for the argument `scales` of a cache. Raise ScaleError if it is invalid.
 
-    None means dynamic scales, and a number a constant scale for every layer. A string or path is a
-    file, a folder or a repository of the Hub. `options` are keywords of `from_pretrained`.
+    None means dynamic scales, and a number means a constant scale for every layer. A string or path
+    is a file, a folder or a repository of the Hub. `options` are keywords of `from_pretrained`.
     """
     if scales is None or isinstance(scales, KVScales):
         return scales

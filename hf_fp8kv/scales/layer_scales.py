@@ -19,7 +19,7 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# The reciprocal, and the largest code times the scale, fit into fp32 within this range.
+# In this range, the reciprocal and the largest code times the scale are finite in fp32.
 _LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
 # Remedy in messages for a layer that a plan or scales do not have.
 KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
@@ -66,19 +66,19 @@ def check_tensor(tensor: object, label: str, *, is_center: bool = False) -> torc
             "Convert it"
         )
     values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-    expected_shapes, rule, valid = "[heads, D]", "finite numbers", values.isfinite()
+    expected_shapes, rule, is_valid = "[heads, D]", "finite numbers", values.isfinite()
     if not is_center:
         values = values.reshape(()) if values.numel() == 1 else values
         expected_shapes = "[], [heads, 1], [heads, D] or [1, D]"
         rule += " above 0 (from 2^-100 to 2^100)"
-        valid = (values >= _LOWEST) & (values <= _HIGHEST)
+        is_valid = (values >= _LOWEST) & (values <= _HIGHEST)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
             f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}. Reshape it"
         )
-    if not valid.all():
+    if not is_valid.all():
         raise ScaleError(
-            f"{label}: expected {rule}, got {values[~valid][0].item()!r}. Calibrate again, or "
+            f"{label}: expected {rule}, got {values[~is_valid][0].item()!r}. Calibrate again, or "
             "use dynamic scales (scales=None)"
         )
     return values

@@ -1,4 +1,4 @@
-"""Read scales from a file or a checkpoint, by the KV cache that its configs declare."""
+"""Read scales from a file or a checkpoint, according to the KV cache that its configs declare."""
 
 import logging
 import os

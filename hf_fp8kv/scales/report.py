@@ -48,7 +48,7 @@ class QualityRow:
     kl: float  # mean KL divergence of the next token's distribution, in nats
     kl_max: float  # largest KL divergence of a token
     top1: float  # share of tokens with the same most likely next token
-    perplexity: float  # of the text
+    perplexity: float  # perplexity of the text
     tokens: int  # number of scored tokens
 
 
@@ -59,11 +59,11 @@ class CalibrationReport:
     model: str  # name of the model
     dtype: str  # format of the cache for shares and quality, or "plan" if layers differ
     granularity: str  # tensor, head, channel or token, joined by "/" if layers differ
-    margin: float  # factor of the scales
+    margin: float  # factor by which scales were enlarged
     texts: int  # number of texts of the calibration
-    tokens: int  # number of their tokens
+    tokens: int  # number of tokens in these texts
     held_out_tokens: int  # number of tokens for shares and errors, which were not calibrated on
-    seconds: float  # duration
+    seconds: float  # duration of the run
     date: str  # ISO 8601
     versions: dict[str, str]  # package -> version
     hardware: dict[str, object]
@@ -77,8 +77,8 @@ class CalibrationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values. Raise ScaleError if `from_dict` would refuse it."""
-        ordered = replace(self, layers=dict(sorted(self.layers.items())))
-        data: dict[str, Any] = json.loads(json.dumps(asdict(ordered)))
+        report = replace(self, layers=dict(sorted(self.layers.items())))
+        data: dict[str, Any] = json.loads(json.dumps(asdict(report)))
         self.from_dict(data, "the report of a calibration")
         return data
 

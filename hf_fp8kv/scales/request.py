@@ -81,12 +81,12 @@ class Request:
         result = {index: layer for index, layer in layers.items() if index <= last_layer}
         if later_layers := format_list(index for index in layers if index > last_layer):
             logger.info("%s: excluded the layers %s, past the last layer", origin, later_layers)
-        missing = format_list(index for index in expected if index not in result)
-        if not result or (missing and self.strict):
+        gaps = format_list(index for index in expected if index not in result)
+        if not result or (gaps and self.strict):
             raise ScaleError(
                 f"{origin}: expected scales for {len(expected)} layers, got {len(result)} without "
-                f"layers {missing}. Use this model's scales, or pass strict=False (--lenient)"
+                f"layers {gaps}. Use this model's scales, or pass strict=False (--lenient)"
             )
-        if missing:
-            logger.warning("%s: layers without scales: %s", origin, missing)
+        if gaps:
+            logger.warning("%s: layers without scales: %s", origin, gaps)
         return result

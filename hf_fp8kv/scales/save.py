@@ -90,8 +90,8 @@ def open_base(
     """Return the checkpoint that gets the scales, without its old scales, or None.
 
     Raises:
-        ScaleError: The `new_files` with scales cannot be written to `target`. Or the checkpoint
-            is incomplete, has scales without `overwrite`, or has scales that cannot be replaced.
+        ScaleError: The `new_files` with scales cannot be written to `target`, or the checkpoint is
+            incomplete, has scales without `overwrite`, or has scales that cannot be replaced.
     """
     source, has_model = checkpoint or target, True
     target_path = target.resolve()  # because ".." may follow a missing folder
@@ -194,9 +194,9 @@ def _change_weights(
     removed_names = set(checkpoint.removed_tensors)
     if INDEX_FILE in files and only_file.is_file():
         # After an interrupted call, both are the same file, or the second has no scales.
-        kept = {*read_header(only_file)[0]}.difference(removed_names) if removed_names else None
+        weights = {*read_header(only_file)[0]}.difference(removed_names) if removed_names else None
         has_two = first_file.is_file() and not only_file.samefile(first_file)
-        if has_two and {*read_header(first_file)[0]} != kept:
+        if has_two and {*read_header(first_file)[0]} != weights:
             raise ScaleError(
                 f"{source}: expected the weights in {ONLY_FILE} or {FIRST_FILE}, got two files. "
                 "Delete one"
@@ -212,7 +212,7 @@ def _change_weights(
     for path in source.glob("*.safetensors.index.json") if removed_names else ():
         weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed_names}
         changes[path.name] = make_index(path, weight_map)
-    # An index among `files` is written later, after the files in it.
+    # An index among `files` is written later, after the files that it lists.
     return {name: content for name, content in changes.items() if name not in files}
 
 
@@ -252,7 +252,7 @@ def _write_copy(
 def _verify_files(
     source: Path, target: Path, files: Mapping[str, _Content], scales: ScaleData, tp_size: int
 ) -> None:
-    """Check the files before they are in place, because an old config entry may change scales."""
+    """Read the files before they are in place, because an old config entry may change scales."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for config in ("config.json", HF_QUANT_CONFIG):

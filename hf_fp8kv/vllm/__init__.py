@@ -1,4 +1,4 @@
-"""Plugin for FP8 pages in vLLM, which the entry point `vllm.general_plugins` loads per process.
+"""Plugin for FP8 pages in vLLM. The entry point `vllm.general_plugins` loads it in each process.
 
 vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 
@@ -22,7 +22,7 @@ def register() -> None:
     """Register the dtypes of `DTYPES` and their attention in vLLM. Further calls change nothing.
 
     Nothing is registered, and no error is raised, if vLLM is missing or its version was never
-    tested. After an error in a plugin, vLLM would not start, even with its own dtypes.
+    tested, because after an error in a plugin vLLM would not start, even with its own dtypes.
     """
     if importlib.util.find_spec("vllm") is None:
         return

@@ -20,7 +20,7 @@ from .specs import add_scale_bytes
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
     """The attention backend CPU_ATTN."""
 
-    # One call writes and reads a step. vLLM's own attention on CPUs is called in the same way.
+    # One call writes and reads a step, as in vLLM's own attention on CPUs.
     forward_includes_kv_cache_update: bool = False
 
     @classmethod
@@ -66,11 +66,11 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         return self._base_class is PagedImpl
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        """Store keys and values, if they are in vLLM's pages."""
+        """Store keys and values, if this layer uses vLLM's pages."""
         self._base_class.do_kv_cache_update(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Write the attention to `output`, as `PagedImpl.forward`."""
+        """Write the attention to `output`, like `PagedImpl.forward`."""
         result: torch.Tensor = self._base_class.forward(self, *args, **kwargs)
         return result
 

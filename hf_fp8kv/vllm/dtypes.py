@@ -22,7 +22,7 @@ class CacheDType:
     """A value of `--kv-cache-dtype`.
 
     Attributes:
-        name: The name.
+        name: The value itself.
         format: Format of K and V, a key of `FORMATS`. None means the format of the scales, or the
             default.
         dynamic: Whether each token and head has dynamic scales.

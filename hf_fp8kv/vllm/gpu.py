@@ -2,7 +2,7 @@
 
     vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4 --attention-backend HF_FP8KV
 
-This has never run on a GPU, because vLLM on a GPU was not available. Our tests compile and
+This code has never run on a GPU, because no GPU with vLLM was available. Our tests compile and
 interpret its kernels, and run the remaining code on a CPU. CUDA graphs capture pure decode steps as
 a whole, and otherwise only the model without attention (vLLM's FULL_AND_PIECEWISE), because the
 host groups prompts of similar length.

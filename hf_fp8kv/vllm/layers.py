@@ -90,7 +90,7 @@ def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()
 
 
 class BoundLayer:
-    """The storage of one layer, and its pages in vLLM's pool when they exist."""
+    """The storage of one layer, and its pages in vLLM's pool once they exist."""
 
     def __init__(
         self, model: ModelStorage, index: int, heads: int, dim: int, dtype: torch.dtype,
@@ -102,18 +102,18 @@ class BoundLayer:
                 f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
                 f"{model.backend!r}. Omit the backend"
             )
-        self._dynamic = model.dtype.dynamic
+        self._is_dynamic = model.dtype.dynamic
         self._storage: LayerStorage = model.layer_storage(index, heads, dim, device)
         self._backend = choose_backend(model.backend, device)
         self._sizes = heads, dim, dtype
         self._pool: tuple[torch.Tensor, StoredLayer] | None = None
 
     def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
-        """Return the layer with its pages, made once for its part of vLLM's pool."""
+        """Return the layer with its pages. They are viewed once for each tensor of vLLM's pool."""
         if self._pool is None or self._pool[0] is not kv_cache:
             heads, dim, dtype = self._sizes
             slots = kv_cache.shape[2]
-            layout = EnginePages(heads, dim, slots, self._storage.plan, dtype, self._dynamic)
+            layout = EnginePages(heads, dim, slots, self._storage.plan, dtype, self._is_dynamic)
             pages = view_pages(kv_cache, layout)
             self._pool = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
         return self._pool[1]

@@ -54,7 +54,7 @@ def _extend_literal() -> None:
 
     The list is a `Literal`, whose members vLLM reads when it parses the command line and selects an
     attention backend. Pydantic has copied them into the validator of a config, which is therefore
-    rebuilt. Since 0.33 vLLM has `register_kv_cache_dtype`.
+    rebuilt. Since 0.33, vLLM has `register_kv_cache_dtype`.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache

@@ -129,7 +129,7 @@ def test_a_load_is_summarized_by_turns_and_percentiles():
     for name, factor in zip(serve.SERVERS, (1.0, 2.0, 1.5), strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
         times = [n / factor for n in range(1, 101)]
-        server.answers = [Answer(first=time, last=3 * time, tokens=3) for time in times]
+        server.answers = [Answer(first_time=time, last_time=3 * time, tokens=3) for time in times]
         server.throughput = [10 * factor, 12 * factor, 14 * factor]
     servers[serve.OURS].pages, servers[serve.STOCK].failed = [5, 15, 2**21], 1
     summary = serve.summarize_load(SMALL_LOAD, servers)

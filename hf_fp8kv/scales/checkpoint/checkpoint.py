@@ -22,12 +22,12 @@ from .tensor_names import LIKELY_SCALE
 
 INDEX_FILE = "model.safetensors.index.json"
 # A checkpoint with a second file needs an index. The first file is then renamed, because readers
-# would not read an index next to the only file.
+# ignore an index next to a file with the name `ONLY_FILE`.
 ONLY_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
 # The files of formats with separate scales, in the order in which they are read.
 OWN_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
 # Folder of `OWN_FILE` next to weights. Servers load every safetensors file next to weights as
-# further weights, but no file in a folder.
+# further weights, but not files in a folder.
 OWN_FOLDER = "kv_scales"
 # The file of formats whose scales are tensors of the checkpoint.
 SCALES_FILE = "model-kv-scales.safetensors"
@@ -57,7 +57,7 @@ class LocalFolder:
         return None if path is None else read_header(path)[0]
 
     def list_files(self, suffix: str) -> list[str]:
-        """Return the names with this suffix. For a repository there are none."""
+        """Return the names of files with this suffix. A repository lists none."""
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))
 
 

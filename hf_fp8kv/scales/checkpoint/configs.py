@@ -22,7 +22,7 @@ _LAYER_COUNTS = (
     "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
     "num_layers",
 )  # fmt: skip
-# Entries of models in which some layers have no attention, without a list of these layers.
+# Entries of models in which some layers have no attention. They do not list these layers.
 _HYBRID_ENTRIES = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
 _HEAD_COUNT = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 # Entries of a config for the quantization of weights and cache.
@@ -57,7 +57,7 @@ class Declaration:
     description: str = "nothing about a KV cache"  # the entry and its value, for messages
     dialect: str = ""  # format of the tensor names
     fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
-    remark: str = ""  # an oddity of the scales, in words
+    remark: str = ""  # a sentence about an oddity of the scales
     # Rotations before the scales of K: sizes of their blocks, and modules.
     rotations: tuple[tuple[int, str], ...] = ()
 
@@ -72,7 +72,7 @@ def as_mapping(value: object) -> Mapping[str, object]:
 
 
 def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield path and entries of a config, and of each nested config for text."""
+    """Yield the path and the entries of a config, and of each nested text config."""
     entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     yield path, entries
     for name in _TEXT_CONFIGS:
@@ -99,8 +99,8 @@ def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int
             count = value
     if not 0 < count < 1_000_000:
         return None
-    shared = text.get("num_kv_shared_layers")
-    owners = range(count - shared if isinstance(shared, int) else count)
+    num_shared = text.get("num_kv_shared_layers")
+    owners = range(count - num_shared if isinstance(num_shared, int) else count)
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and len(types) == count:
         return [i for i in owners if "attention" in str(types[i]) and "linear" not in str(types[i])]
@@ -123,8 +123,8 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
             if block := as_mapping(owner.get(entry)):
                 tool = find_dialect(entry, block) or "autofp8"
                 dialect = dialect or tool
-                parsed = _parse_block(path + entry, block)
-                declarations += [replace(d, dialect=tool) for d in parsed]
+                parts = _parse_block(path + entry, block)
+                declarations += [replace(d, dialect=tool) for d in parts]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
         second = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
@@ -132,8 +132,8 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
         for path, owner in owners:
-            parsed = _parse_entry(path + entry, owner.get(entry))
-            declarations += [replace(d, dialect=dialect) for d in parsed]
+            parts = _parse_entry(path + entry, owner.get(entry))
+            declarations += [replace(d, dialect=dialect) for d in parts]
     kinds = ("refused", "static", "dynamic")
     strongest = next(
         (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
@@ -144,8 +144,8 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
 
 def declared_kv_scales(config: object) -> str | None:
     """Describe the static FP8 KV scales that a config or its dict declares, or return None."""
-    declared = find_declaration(config)
-    return declared.description if declared.kind == "static" else None
+    declaration = find_declaration(config)
+    return declaration.description if declaration.kind == "static" else None
 
 
 def find_dialect(entry: str, block: Mapping[str, object]) -> str:
@@ -161,56 +161,56 @@ def find_dialect(entry: str, block: Mapping[str, object]) -> str:
     return "trtllm" if entry == "quantization" else ""
 
 
-def _parse_block(where: str, block: Mapping[str, object]) -> Iterator[Declaration]:
+def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaration]:
     inner = as_mapping(block.get("quantization"))
     for entry in _CACHE_ENTRIES:
         for path, owner in (("quantization.", inner), ("", block)):
-            yield from _parse_entry(f"{where}.{path}{entry}", owner.get(entry))
+            yield from _parse_entry(f"{label}.{path}{entry}", owner.get(entry))
     transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
     for name, scheme in transforms.items():
-        yield from _parse_transform(f"{where}.transform_config.{name}", as_mapping(scheme))
+        yield from _parse_transform(f"{label}.transform_config.{name}", as_mapping(scheme))
     for name, group in as_mapping(block.get("config_groups")).items():
         if _targets_projections(group):  # older tools declared their outputs as the cache
-            place = f"{where}.config_groups.{name}.output_activations (kv_cache)"
+            place = f"{label}.config_groups.{name}.output_activations (kv_cache)"
             yield from _parse_entry(place, as_mapping(group).get("output_activations"))
     # Quark's mode "fp8" writes this list as well, but declares the cache as AutoFP8 does.
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
-        yield _parse_projections(f"{where}.export.kv_cache_group", projections, block)
+        yield _parse_projections(f"{label}.export.kv_cache_group", projections, block)
 
 
-def _parse_entry(where: str, value: object) -> Iterator[Declaration]:
+def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
     """Yield the declaration of an entry, a scheme or its name, if it declares anything."""
     value = getattr(value, "value", value)
     word = None
     if isinstance(value, str | torch.dtype):
         word = str(value).lower().removeprefix("torch.")
     if scheme := as_mapping(value):
-        yield _parse_scheme(where, scheme)
+        yield _parse_scheme(label, scheme)
     elif value is not None and value != {} and word not in _UNQUANTIZED_NAMES:
         kind: Kind = "dynamic" if word in _DYNAMIC_NAMES else "refused"
         kind = "static" if word in (*_STATIC_NAMES, *_FNUZ_NAMES) else kind
-        yield Declaration(kind, f"{where} = {value!r}", fnuz=word in _FNUZ_NAMES)
+        yield Declaration(kind, f"{label} = {value!r}", fnuz=word in _FNUZ_NAMES)
 
 
-def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
+def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
     def entry(name: str, default: object = None) -> object:
         value = scheme.get(name, default)
         return getattr(value, "value", value)
 
     # Defaults are as in compressed-tensors.
     num_bits, number_type, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
-    symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
+    is_symmetric, is_dynamic = entry("symmetric", True), entry("dynamic", False)
     is_fp8 = (num_bits, number_type) == (8, "float")
     name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, entry('group_size'))})"
     description = (
-        f"{where}: {num_bits}-bit {number_type}{name}, "
+        f"{label}: {num_bits}-bit {number_type}{name}, "
         f"strategy {strategy or 'tensor'}, "
-        f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
+        f"{'symmetric' if is_symmetric else 'asymmetric'}, {'dynamic' if is_dynamic else 'static'}"
     )
-    if not is_fp8 or not symmetric or strategy not in (None, "tensor", "attn_head"):
+    if not is_fp8 or not is_symmetric or strategy not in (None, "tensor", "attn_head"):
         return Declaration("refused", description)
-    return Declaration("dynamic" if dynamic else "static", description)
+    return Declaration("dynamic" if is_dynamic else "static", description)
 
 
 def _name_format(num_bits: object, number_type: object, group_size: object) -> str:
@@ -220,7 +220,7 @@ def _name_format(num_bits: object, number_type: object, group_size: object) -> s
     return f"{'FP' if number_type == 'float' else str(number_type).upper()}{num_bits}"
 
 
-def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
+def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
     """Yield the rotation of K before its scales (R3 of SpinQuant), if the scheme has one."""
     locations = scheme.get("apply")
     locations = [as_mapping(place) for place in locations] if isinstance(locations, list) else []
@@ -230,7 +230,7 @@ def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Decla
     kind, size, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
     targets = [place.get("targets") for place in locations]
     names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
-    description = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
+    description = f"{label}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
     has_ignored = any(place.get("ignore") for place in locations)
     if kind != "hadamard" or randomize or type(size) is not int or has_ignored or not names:
         yield Declaration("refused", description)
@@ -244,7 +244,7 @@ def _targets_projections(group: object) -> bool:
     return any("k_proj" in target or "v_proj" in target for target in targets)
 
 
-def _parse_projections(where: str, group: object, block: Mapping[str, object]) -> Declaration:
+def _parse_projections(label: str, group: object, block: Mapping[str, object]) -> Declaration:
     """Return the declaration in Quark's list of projections, whose outputs are the cache."""
     patterns = group if isinstance(group, list) else [group]
     entries = {
@@ -260,7 +260,7 @@ def _parse_projections(where: str, group: object, block: Mapping[str, object]) -
             dtype, scheme = output_config.get("dtype"), output_config.get("qscheme")
             symmetric = output_config.get("symmetric") is not False
             if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not symmetric:
-                description = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
+                description = f"{label}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
                 is_fp4 = "fp4" in (dtype, output_config.get("mx_element_dtype"))
                 size = output_config.get("group_size") or output_config.get("block_size")
                 description += f" ({_name_format(4, 'float', size)})" if is_fp4 else ""
@@ -269,7 +269,7 @@ def _parse_projections(where: str, group: object, block: Mapping[str, object]) -
             is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
     kind: Kind = "dynamic" if is_dynamic else "static"
-    return Declaration(kind, f"{where} = {patterns!r}", remark=remark)
+    return Declaration(kind, f"{label} = {patterns!r}", remark=remark)
 
 
 def remove_declaration(origin: str, config: Config, modelopt: Config | None, format: str) -> Config:

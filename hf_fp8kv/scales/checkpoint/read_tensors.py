@@ -205,12 +205,12 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     by_layer: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:
         for side in tensor.side:
-            prior = by_layer[tensor.layer].setdefault((tensor.priority, side), tensor)
+            entry = by_layer[tensor.layer].setdefault((tensor.priority, side), tensor)
             # It is unknown which of two names is right.
-            if prior is not tensor and not torch.equal(values[tensor.name], values[prior.name]):
+            if entry is not tensor and not torch.equal(values[tensor.name], values[entry.name]):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
-                    f"{tensor.layer}, got {prior.name} and {tensor.name}, which differ. Delete one"
+                    f"{tensor.layer}, got {entry.name} and {tensor.name}, which differ. Delete one"
                 )
     oddities: dict[str, list[int]] = defaultdict(list)
     layers = {}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .configs import Declaration
 
-# A tensor belongs to the language model if every part of its path is in this list. Encoders of
+# A tensor belongs to the language model if every part of its path is listed here. Encoders of
 # images or audio have the same layer numbers, and encoders and draft heads do not use the cache.
 LAYER = (
     r"(?:(?:(?:model|language_model|llm|thinker|transformer|decoder|text_model|gpt_neox|backbone)\.)*"
@@ -34,15 +34,15 @@ class ScaleTensor(NamedTuple):
 class TensorName:
     """A tool's name for the tensor of a scale, below the attention module."""
 
-    name: str  # `{side}` stands for k or v. A name without it is for K and V
+    name: str  # `{side}` stands for k or v. A name without it is for K and V.
     # If two names match in a layer, the lower number is used: 0 for a name in the attention module,
     # 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of K and V together, 5 and 6 of
     # TensorRT-LLM, 7 of the output of one projection for Q, K and V.
     priority: int
-    # The first format, unless the config declares one of the following formats. If the first is
-    # empty, the config must declare a format.
+    # The first format applies unless the config declares one of the following formats. If the
+    # first format is empty, the config must declare a format.
     formats: tuple[str, ...]
-    # Tensors that are not scales have the name as well, so the config must declare FP8 scales.
+    # Some tensors that are not scales also have this name, so the config must declare FP8 scales.
     needs_declaration: bool = False
 
     @cached_property

@@ -42,8 +42,8 @@ class ScaleFormat:
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "tensor"  # the finest granularity of the format
     holds_centers: ClassVar[bool] = False
-    holds_both_sides: ClassVar[bool] = True  # K and V have separate scales
-    holds_ranks: ClassVar[bool] = False  # scales for each rank of a tensor-parallel model
+    holds_both_sides: ClassVar[bool] = True  # whether K and V have separate scales
+    holds_ranks: ClassVar[bool] = False  # whether tensor-parallel ranks have separate scales
 
     def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
@@ -62,9 +62,9 @@ class ScaleFormat:
 class TensorFormat(ScaleFormat):
     """Scales as tensors of a checkpoint, which its config declares."""
 
-    quant_method: ClassVar[str] = ""  # of the quantization config that declares the scales
-    tensor_name: ClassVar[str] = "{side}_scale"  # below the attention module
-    shape: ClassVar[tuple[int, ...]] = ()  # of a single number
+    quant_method: ClassVar[str] = ""  # method in the config that declares the scales
+    tensor_name: ClassVar[str] = "{side}_scale"  # relative to the attention module
+    shape: ClassVar[tuple[int, ...]] = ()  # shape of the tensor of a single scale
     is_indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint has the scales
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class TensorFormat(ScaleFormat):
         if checkpoint is not None and (weights or checkpoint.config):
             config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt))
             index_path = checkpoint.folder.path(INDEX_FILE)
-        else:  # the entries that the scales alone can fill in
+        else:  # add the entries that follow from the scales
             if sorted(scales.layers) == list(range(len(scales.layers))):
                 config["num_hidden_layers"] = len(scales.layers)
             heads = {len(k) for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
@@ -125,7 +125,7 @@ class TensorFormat(ScaleFormat):
         return {"config.json": to_json(config)}
 
     def quantization_block(self, config: Config, new_entries: Config) -> Config:
-        """Return the quantization config of the weights. Raise ScaleError for a different tool's.
+        """Return the quantization config of the weights. A different tool's raises ScaleError.
 
         If it has none, add `new_entries` with the tool's `quant_method`, for the cache only.
         """
@@ -158,9 +158,9 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         is_stale = scales.report is not None and scales.report.scales_digest != scales.digest
         return scales, ["its report is about different scales, so it will not be read"] * is_stale
     plans = (scales.plan or {}).items()
-    rotated = format_list(index for index, plan in plans if plan.k.rotated or plan.v.rotated)
-    if rotated or scales.is_dynamic:
-        kind = f"rotated values in layers {rotated}" if rotated else "each token"
+    rotated_layers = format_list(index for index, plan in plans if plan.k.rotated or plan.v.rotated)
+    if rotated_layers or scales.is_dynamic:
+        kind = f"rotated values in layers {rotated_layers}" if rotated_layers else "each token"
         raise ScaleError(
             f"format {format.name!r}: expected scales of unchanged K and V, got scales for {kind} "
             f"({scales.origin}). Readers of the format cannot store these. Save as 'hf_fp8kv', or "

@@ -31,7 +31,7 @@ class HfFp8kv(ScaleFormat):
     """The format of this package, which holds every granularity and the centers exactly.
 
     A folder with its file is never read as a checkpoint. The report of the calibration is a second
-    file. Next to weights both are in a separate folder.
+    file. Next to weights, both are in a separate folder.
     """
 
     name = "hf_fp8kv"
