@@ -398,6 +398,6 @@ def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> di
 
 
 def _sign_test(num_lost: int, num_won: int) -> float:
-    """Return the probability of at least `lost` losses if losses and wins are equally likely."""
+    """Return the probability of `num_lost` losses or more if losses and wins are equally likely."""
     trials = num_lost + num_won
     return float(sum(math.comb(trials, n) for n in range(num_lost, trials + 1)) / 2**trials)
