@@ -29,7 +29,7 @@ _TOLERANCE = 0.01
 _PROBE_TOKENS = 32
 # Attributes of the attention modules that get outliers.
 _FIELDS = ("q_proj", "k_proj", "head_dim", "layer_idx")
-_TEXT_KINDS, _POSITION, _SCORED = ("code", "prose", "manual"), 768, 256
+_TEXT_KINDS, _POSITION, _SCORED_TOKENS = ("code", "prose", "manual"), 768, 256
 _PLANS = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
 
 
@@ -62,13 +62,13 @@ def measure_outliers(
             ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
             states = read_states(model, ids)
             scores.append(
-                score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED)
+                score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED_TOKENS)
             )
         plans = {name: cache.make(model).plan for name, cache in caches.items()}
     return {
         **run,
         "settings": {"model": name, "factor": factor, "heads": heads, "texts": list(_TEXT_KINDS),
-                     "position": _POSITION, "scored": _SCORED},
+                     "position": _POSITION, "scored": _SCORED_TOKENS},
         "rows": [
             {"cache": cache.title, **summarize_scores([text[_POSITION, name] for text in scores]),
              "k_rotated": sum(plan.k.rotated for plan in plans[name].values())}

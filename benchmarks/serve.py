@@ -120,7 +120,7 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
     rows = []
     for name, server in servers.items():
         speed = _make_row(load, "throughput", name, server.throughput, "tokens/s")
-        rows.append({**speed, "failed": server.failed})
+        rows.append({**speed, "failed": server.num_failed})
         for measure, unit, values in (
             ("first token", "ms", [1e3 * answer.first_time for answer in server.answers]),
             ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),

@@ -66,14 +66,14 @@ class Server:
         self.long_prompts: list[Answer] = []
         self.streams: list[Answer] = []
         # Requests without an answer, and the peak of the process in bytes.
-        self.failed, self.peak = 0, 0
+        self.num_failed, self.peak = 0, 0
         # Peak of pages in use, all pages, their bytes. None if the server has no such metrics.
         self.pages: list[float] | None = None
 
     def run_load(self, load: Load, *, is_measured: bool, seed: int) -> None:
         """Run the load once. `is_measured` means that its answers are kept."""
-        is_done = threading.Event()
-        watcher = threading.Thread(target=self._watch_usage, args=(is_done,))
+        stop_event = threading.Event()
+        watcher = threading.Thread(target=self._watch_usage, args=(stop_event,))
         watcher.start()
         start = time.perf_counter()
         base = 1000 * seed
@@ -92,7 +92,7 @@ class Server:
                 extra_replies = [request.result() for request in extra_requests]
         finally:
             seconds = time.perf_counter() - start
-            is_done.set()
+            stop_event.set()
             watcher.join()
         answers = [answer for answer in replies if answer is not None]
         if not answers:
@@ -100,10 +100,10 @@ class Server:
                 f"the server of {self.model} answers no request. Start it in a terminal to see why"
             )
         if is_measured:
-            self.failed += len(replies) - len(answers)
+            self.num_failed += len(replies) - len(answers)
             self.answers += answers
             self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
-            self.failed += extra_replies.count(None)
+            self.num_failed += extra_replies.count(None)
             answer_lists = (self.streams, self.long_prompts)
             for reply, measured_answers in zip(extra_replies, answer_lists, strict=False):
                 if reply is not None:
@@ -145,14 +145,14 @@ class Server:
         gaps = [b - a for a, b in pairwise(times)]
         return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
 
-    def _watch_usage(self, is_done: threading.Event) -> None:
+    def _watch_usage(self, stop_event: threading.Event) -> None:
         """Observe memory and pages until the turn is over."""
         import psutil
 
         process = psutil.Process(self.process.pid)
         is_over = False
         while not is_over:
-            is_over = is_done.wait(0.2)
+            is_over = stop_event.wait(0.2)
             with contextlib.suppress(psutil.Error):
                 self.peak = max(self.peak, process.memory_info().rss)
             metrics = self._read_metrics()

@@ -168,8 +168,8 @@ def _plan_layer(
     costs = []
     for _, equal_reads in groupby(reads, lambda states: len(states[0])):
         k, v, queries = zip(*equal_reads, strict=True)
-        keys = _transform(torch.stack(k).float(), center, k_plans)
-        values = keys[:0] if latent else _transform(torch.stack(v).float(), None, v_plans)
+        keys = _transform_states(torch.stack(k).float(), center, k_plans)
+        values = keys[:0] if latent else _transform_states(torch.stack(v).float(), None, v_plans)
         if keys.shape[1:] == values.shape[1:]:
             errors = dynamic_errors(torch.cat([keys, values]), formats)
             k_errors, v_errors = errors[:num_k_plans], errors[num_k_plans:]
@@ -178,7 +178,7 @@ def _plan_layer(
             v_errors = dynamic_errors(values, formats[num_k_plans:])
         q, weights = (torch.stack([getattr(x, n) for x in queries]) for n in ("q", "weights"))
         # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
-        q = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
+        q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])
         sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
         side_costs = sample.cost("k", k_errors, "head"), sample.cost("v", v_errors, "head")
         costs.append(torch.cat(side_costs).sum((1, 3)))
@@ -190,16 +190,16 @@ def _plan_layer(
     return (center.cpu() if plan.k.centered else None), plan
 
 
-def _transform(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
+def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
     """Return the values of K or V, `x`, that each plan scales: `[plans, R, N, Hkv, D]`."""
     if len(plans) == 1:
         return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])
-    variants = torch.cat([variants, variants @ _hadamard(x.shape[-1], x.device)])
+    variants = torch.cat([variants, variants @ _make_hadamard(x.shape[-1], x.device)])
     return variants[[plan.centered + len(variants) // 2 * plan.rotated for plan in plans]]
 
 
 @functools.cache
-def _hadamard(dim: int, device: torch.device) -> Tensor:
+def _make_hadamard(dim: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return rotate(torch.eye(dim, device=device))

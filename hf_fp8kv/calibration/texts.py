@@ -168,7 +168,7 @@ class _Encoder:
             hint = "Pass tokenizer=AutoTokenizer.from_pretrained(...)"
             raise _error(label, "token ids without a tokenizer", "text", hint)
         # A chat template contains the special tokens.
-        text = self._render(label, item) if chat else item
+        text = self._render_chat(label, item) if chat else item
         (ids,) = self.tokenize(label, [text], special=not chat)
         return torch.tensor(ids, dtype=torch.int32, device="cpu")
 
@@ -183,7 +183,7 @@ class _Encoder:
             raise _error(label, "text that UTF-8 can encode", ascii(text)[:120], hint) from error
         return list(ids)
 
-    def _render(self, label: str, messages: Sequence[Any]) -> str:
+    def _render_chat(self, label: str, messages: Sequence[Any]) -> str:
         if self._chat_template is False:
             hint = "Omit chat_template, or pass texts"
             raise _error(label, "a text with chat_template=False", "a list of messages", hint)

@@ -62,7 +62,7 @@ def _speed_up_few_rows(model: PreTrainedModel) -> Iterator[None]:
     """
     layers = [x for x in model.modules() if type(x) is torch.nn.Linear and x.weight.is_cpu]
     for layer in layers:
-        layer.forward = partial(_multiply, layer)  # type: ignore[method-assign]
+        layer.forward = partial(_apply_linear, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def _speed_up_few_rows(model: PreTrainedModel) -> Iterator[None]:
             del layer.forward
 
 
-def _multiply(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+def _apply_linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     rows = states.numel() // states.shape[-1]
     if rows > _FEW_ROWS:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)

@@ -183,7 +183,7 @@ def measure_card(
             bar.set_description(part)
             results[part] = saved_parts.get(part, compute)
             bar.update()
-    entries = {cache: card.describe(cache) for cache in contenders}
+    entries = {cache: card.describe_cache(cache) for cache in contenders}
     for entry in entries.values():
         entry["verdict"] = judge_cache(entry, entries.get(FLOOR))
         entry["tokens"] = int(memory_gib * 2**30 / entry["bytes_per_token"])
@@ -306,7 +306,7 @@ class _Card:
             for name, durations in seconds.items()
         }
 
-    def describe(self, name: str) -> dict[str, Any]:
+    def describe_cache(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache."""
         groups = [group for part, group in self.results.items() if part.startswith("drift:")]
         windows, floor = (

@@ -22,7 +22,7 @@ from .caches import UNQUANTIZED, Contender, States
 
 # A stored token whose error is larger than this share of its norm is lost.
 _LOST_ERROR = 0.5
-_TINY = 1e-30
+_EPSILON = 1e-30
 
 
 def read_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
@@ -110,7 +110,7 @@ def check_stored(
             if side == "k":
                 error_power += error**2
                 uncentered_power += _compare_side(uncentered_layer.keys, target)[0] ** 2
-    center = math.sqrt(error_power / max(uncentered_power, _TINY))
+    center = math.sqrt(error_power / max(uncentered_power, _EPSILON))
     return {**largest_errors, "center": center, "lost": sorted(lost_positions)}
 
 
@@ -134,9 +134,9 @@ def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCa
 def _compare_side(handle: torch.Tensor, target: torch.Tensor) -> tuple[float, float, torch.Tensor]:
     """Return the relative RMS error, the gain minus 1, and the relative error of each token."""
     actual = densify(handle).float()
-    power = target.square().sum().clamp(min=_TINY)
+    power = target.square().sum().clamp(min=_EPSILON)
     error = ((actual - target).square().sum() / power).sqrt()
     gain = (actual * target).sum() / power - 1
     distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (actual - target, target))
-    by_token = distance / norm.clamp(min=_TINY)
+    by_token = distance / norm.clamp(min=_EPSILON)
     return error.item(), gain.item(), by_token.cpu()

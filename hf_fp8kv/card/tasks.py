@@ -111,9 +111,9 @@ class Writer:
         """Return different numbers of five digits."""
         return [str(n) for n in self.random.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)]
 
-    def hide(self, sentences: Sequence[str]) -> torch.Tensor:
+    def hide_sentences(self, sentences: Sequence[str]) -> torch.Tensor:
         """Return the tokens of prose that contains the sentences in this order, `[1, N]`."""
-        start, lines = self._start(), [self.encode(f"{sentence}\n") for sentence in sentences]
+        start, lines = self._start_ids(), [self.encode(f"{sentence}\n") for sentence in sentences]
         tokens_left = self.length - len(start) - sum(map(len, lines))
         prose: list[list[int]] = []
         for sentence in _read_sentences(self._seed):
@@ -130,7 +130,7 @@ class Writer:
 
     def join(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, `[1, N]`, truncated to the length of a haystack."""
-        return torch.tensor([(self._start() + self.encode(text))[: self.length]])
+        return torch.tensor([(self._start_ids() + self.encode(text))[: self.length]])
 
     def ask(self, *parts: Part) -> Question:
         """Return a question.
@@ -158,7 +158,7 @@ class Writer:
             ids += answer
         return Question(torch.tensor([ids[:-1]]), tuple(answers))
 
-    def _start(self) -> list[int]:
+    def _start_ids(self) -> list[int]:
         """Return the tokens that the tokenizer adds before a text: <bos>, or nothing."""
         bos = self._tokenizer.bos_token_id
         return [bos] if self._tokenizer("a")["input_ids"][0] == bos else []
@@ -185,7 +185,7 @@ def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
     ]
     numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))
     order = writer.random.sample(keys, len(keys))
-    ids = writer.hide([f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in order])
+    ids = writer.hide_sentences([f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in order])
     return Haystack(ids, tuple(writer.ask(_ask_number(key, numbers)) for key in keys))
 
 
@@ -214,7 +214,7 @@ def write_chains(writer: Writer, num_hidden: int) -> Haystack:
             for word, target in pairwise(chain[::-1])
         ]  # fmt: skip
         questions.append(writer.ask(*parts, _ask_number(chain[0], number_of)))
-    return Haystack(writer.hide(sentences), tuple(questions))
+    return Haystack(writer.hide_sentences(sentences), tuple(questions))
 
 
 def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:

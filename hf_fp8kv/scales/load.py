@@ -85,9 +85,9 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
 def read_folder(folder: Folder, request: Request) -> ScaleData:
     """Return the scales of a folder, from a file of hf_fp8kv, from tensors, or from JSON."""
     for prefix in (f"{OWN_FOLDER}/", ""):
-        path = folder.path(prefix + OWN_FILE)
+        path = folder.find_file(prefix + OWN_FILE)
         if path is not None:
-            folder.path(prefix + REPORT_FILE)  # fetches the report next to the scales
+            folder.find_file(prefix + REPORT_FILE)  # fetches the report next to the scales
             return read_file(path, request)
     checkpoint = read_configs(folder)
     indexed_files = find_indexed_tensors(folder)
@@ -96,7 +96,7 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     # Files of a repository are not listed, so its config must declare TensorRT-LLM's format.
     while not indexed_files and not shards and checkpoint.declaration.dialect == "trtllm":
         name = f"rank{len(rank_files)}.safetensors"
-        if folder.header(name) is None:
+        if folder.list_tensors(name) is None:
             break
         rank_files[len(rank_files)] = name
     if rank_files:
@@ -104,15 +104,15 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     files = indexed_files or find_shard_tensors(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # The index of a copy for TGI does not have the scales, even with quantized weights.
-        files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)
+        files |= dict.fromkeys(folder.list_tensors(SCALES_FILE) or (), SCALES_FILE)
     checkpoint = replace(checkpoint, files=files)
     if match_tensors(files, checkpoint.declaration)[0]:
-        if request.strict and folder.path("config.json") is None:
+        if request.strict and folder.find_file("config.json") is None:
             raise ScaleError(
                 f"{folder.origin}: expected a config.json next to the checkpoint, found none. It "
                 "declares the format of the scales. Add it, or pass strict=False (--lenient)"
             )
-    elif (path := folder.path(JSON_FILE)) is not None:
+    elif (path := folder.find_file(JSON_FILE)) is not None:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
         return parse_json(path, read_json(path), request, checkpoint.config)
     return read_tensors(checkpoint, request)
@@ -137,7 +137,7 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
                 )
 
     def read_rank(rank: int) -> ScaleData:
-        tensors = dict.fromkeys(checkpoint.folder.header(files[rank]) or (), files[rank])
+        tensors = dict.fromkeys(checkpoint.folder.list_tensors(files[rank]) or (), files[rank])
         return read_tensors(replace(checkpoint, files=tensors), request)
 
     return request.merge_ranks(checkpoint.origin, len(files), read_rank)

@@ -112,7 +112,7 @@ def open_base(
             "working folder. A copy of a checkpoint never replaces files. Choose a different folder"
         )
     folder = LocalFolder(source)
-    if has_model and folder.path("config.json") is None:
+    if has_model and folder.find_file("config.json") is None:
         raise ScaleError(
             f"{source}: expected a folder with a checkpoint and its config.json, got none. Fetch "
             "a repository of the Hub first, with huggingface_hub.snapshot_download"
@@ -127,7 +127,7 @@ def open_base(
     if not has_model and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # written with scales only
     files = find_indexed_tensors(folder) or find_shard_tensors(folder)
-    files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)  # not in every index
+    files |= dict.fromkeys(folder.list_tensors(SCALES_FILE) or (), SCALES_FILE)  # if not indexed
     if has_model and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
     old_scales = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]

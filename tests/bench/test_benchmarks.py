@@ -131,7 +131,7 @@ def test_a_load_is_summarized_by_turns_and_percentiles():
         times = [n / factor for n in range(1, 101)]
         server.answers = [Answer(first_time=time, last_time=3 * time, tokens=3) for time in times]
         server.throughput = [10 * factor, 12 * factor, 14 * factor]
-    servers[serve.OURS].pages, servers[serve.STOCK].failed = [5, 15, 2**21], 1
+    servers[serve.OURS].pages, servers[serve.STOCK].num_failed = [5, 15, 2**21], 1
     summary = serve.summarize_load(SMALL_LOAD, servers)
     rows = {(row["measure"], row["server"]): row for row in summary}
     assert rows["first token, p50", serve.STOCK]["value"] == 50_000

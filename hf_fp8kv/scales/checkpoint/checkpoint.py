@@ -46,14 +46,14 @@ class LocalFolder:
         """Name in messages."""
         return str(self.target or self.root)
 
-    def path(self, name: str) -> Path | None:
+    def find_file(self, name: str) -> Path | None:
         """Return a file, fetched if it is remote, or None if there is none."""
         path = self.root / name
         return path if path.is_file() else None
 
-    def header(self, name: str) -> list[str] | None:
+    def list_tensors(self, name: str) -> list[str] | None:
         """Return the tensor names of a safetensors file, or None if there is no such file."""
-        path = self.path(name)
+        path = self.find_file(name)
         return None if path is None else read_header(path)[0]
 
     def list_files(self, suffix: str) -> list[str]:
@@ -109,7 +109,7 @@ class HubFolder:
     def origin(self) -> str:
         return f"{self.repo} ({self.failure})" if self.failure else self.repo
 
-    def path(self, name: str) -> Path | None:
+    def find_file(self, name: str) -> Path | None:
         if name not in self.paths:
             self.paths[name] = None
             with self._ignore_missing():
@@ -121,7 +121,7 @@ class HubFolder:
                 self.paths[name] = Path(path)
         return self.paths[name]
 
-    def header(self, name: str) -> list[str] | None:
+    def list_tensors(self, name: str) -> list[str] | None:
         file = f"{self.subfolder}/{name}" if self.subfolder else name
         with self._ignore_missing():
             cached = try_to_load_from_cache(self.repo, file, self.cache_dir, self.revision)
@@ -173,7 +173,7 @@ class Checkpoint:
 
 def read_configs(folder: Folder) -> Checkpoint:
     """Return a checkpoint with its configs, and without tensors."""
-    path, modelopt_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
+    path, modelopt_path = folder.find_file("config.json"), folder.find_file(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
     modelopt = None if modelopt_path is None else read_json(modelopt_path, unique=False)
     return Checkpoint(folder, config, modelopt, {})
@@ -184,11 +184,11 @@ def find_indexed_tensors(folder: Folder) -> dict[str, str]:
 
     transformers also prefers these to `find_shard_tensors`.
     """
-    names = folder.header(ONLY_FILE)
+    names = folder.list_tensors(ONLY_FILE)
     if names is not None:
         return dict.fromkeys(names, ONLY_FILE)
     for index in (INDEX_FILE, *folder.list_files(".safetensors.index.json")):
-        path = folder.path(index)
+        path = folder.find_file(index)
         if path is not None:
             return read_weight_map(path)
     return {}
@@ -201,7 +201,7 @@ def find_shard_tensors(folder: Folder) -> dict[str, str]:
     # "consolidated" files are a copy of the weights in a different layout.
     weight_shards = [name for name in shards if not name.startswith("consolidated")]
     for shard in weight_shards or shards:
-        for name in folder.header(shard) or ():
+        for name in folder.list_tensors(shard) or ():
             if name in files and LIKELY_SCALE.search(name):
                 raise ScaleError(
                     f"{folder.origin}: expected {name} in one file, got it in {files[name]} and "

@@ -95,7 +95,7 @@ def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, tor
         groups[checkpoint.files[name]].append(name)
     tensors: dict[str, torch.Tensor] = {}
     for file_name, group in groups.items():
-        path = checkpoint.folder.path(file_name)
+        path = checkpoint.folder.find_file(file_name)
         if path is None:
             raise ScaleError(
                 f"{checkpoint.origin}: expected the file {file_name}, which has scales according "

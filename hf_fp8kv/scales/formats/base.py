@@ -84,7 +84,7 @@ class TensorFormat(ScaleFormat):
         modelopt, index_path = None, None
         if checkpoint is not None and (weights or checkpoint.config):
             config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt))
-            index_path = checkpoint.folder.path(INDEX_FILE)
+            index_path = checkpoint.folder.find_file(INDEX_FILE)
         else:  # add the entries that follow from the scales
             if sorted(scales.layers) == list(range(len(scales.layers))):
                 config["num_hidden_layers"] = len(scales.layers)

@@ -128,14 +128,14 @@ class Quark(TensorFormat):
         export |= {"kv_cache_group": list(names), "min_kv_scale": 0.0}
         defaults = _UNQUANTIZED | dict(as_mapping(block.get("global_quant_config")))
         projections = {
-            name: {**defaults, **(layers.get(name) or {}), "output_tensors": _OUTPUT}
+            name: {**defaults, **(layers.get(name) or {}), "output_tensors": _OUTPUT_CONFIG}
             for name in names
         }
         block["layer_quant_config"] = layers | projections
         block["kv_cache_quant_config"] = projections
 
 
-_OUTPUT = {
+_OUTPUT_CONFIG = {
     "dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True,
     "ch_axis": None, "group_size": None, "observer_cls": "PerTensorMinMaxObserver",
     "round_method": "half_even", "scale_type": "float",
