@@ -142,12 +142,12 @@ def _list_plans(
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
     fallback, pairs = SidePlan(options.fmt.name), _FORMATS if options.plan == "measured" else ()
-    uncentered = [SidePlan(*pair) for pair in pairs]
-    k = [fallback, *(plan for plan in uncentered if not (may_rotate and plan.rotated))]
+    uncentered_plans = [SidePlan(*pair) for pair in pairs]
+    k = [fallback, *(plan for plan in uncentered_plans if not (may_rotate and plan.rotated))]
     if options.center and not may_rotate:
         k += [SidePlan(*pair, True) for pair in pairs or [(fallback.format, False)]]
-    latent = options.latent and options.plan is not None
-    return {"k": k, "v": [SidePlan(AUTO)] if latent else [fallback, *uncentered]}
+    is_latent = options.latent and options.plan is not None
+    return {"k": k, "v": [SidePlan(AUTO)] if is_latent else [fallback, *uncentered_plans]}
 
 
 def find_centers(
@@ -247,11 +247,11 @@ def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
     )
     chosen_scale = scale
     for octave in range(1, _HEADROOM_OCTAVES + 1):
-        larger = scale * 2.0**octave
+        larger_scale = scale * 2.0**octave
         # Up to `far_scale`, and only if every smaller octave costs little as well.
-        is_next = (chosen_scale < candidate.far_scale) & (chosen_scale == larger / 2)
+        is_next = (chosen_scale < candidate.far_scale) & (chosen_scale == larger_scale / 2)
         is_cheap = errors[octave] <= _HEADROOM_COST * errors[0]
-        chosen_scale = torch.where(is_next & is_cheap, larger, chosen_scale)
+        chosen_scale = torch.where(is_next & is_cheap, larger_scale, chosen_scale)
     result = chosen_scale / candidate.fmt.scale_from_e4m3
     return result.reshape(()) if candidate.granularity == "tensor" else result
 
@@ -259,7 +259,7 @@ def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
 def make_scales(
     job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
 ) -> dict[int, dict[str, list[ScaledSide]]]:
-    """Return the candidates of each layer with scales, which are tried on a sample of windows."""
+    """Return the candidates of each layer with the scales of least cost on a sample of windows."""
 
     def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None) -> TensorDict:
         return {
@@ -280,7 +280,7 @@ def make_scales(
 
 def choose_scales(
     job: Job, windows: Sequence[torch.Tensor], positions: FarPositions,
-    scaled: Mapping[int, Mapping[str, Sequence[ScaledSide]]], source: str,
+    candidates: Mapping[int, Mapping[str, Sequence[ScaledSide]]], source: str,
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
     """Return the scales of each layer with the first candidates, and with the best candidates."""
 
@@ -292,16 +292,16 @@ def choose_scales(
                 [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in pairs]
             )
             for side, x in (("k", k), ("v", v))
-            if side in sides and len(pairs := scaled[index][side]) > 1
+            if side in sides and len(pairs := candidates[index][side]) > 1
         }
 
     stages, near_batches = [], make_batches(sample_windows(windows), 1)
     far_batches = sample_far(windows, positions)
     for name, sides, batches in (("plans", "kv", near_batches), ("far plans", "k", far_batches)):
-        has_choice = any(len(layer[side]) > 1 for layer in scaled.values() for side in sides)
+        has_choice = any(len(layer[side]) > 1 for layer in candidates.values() for side in sides)
         stages.append(fold_layers(job, name, batches if has_choice else [], partial(cost, sides)))
     first_scales, best_scales = dict[int, LayerScales](), dict[int, LayerScales]()
-    for index, layer in scaled.items():
+    for index, layer in candidates.items():
         sums = [stage[index] for stage in stages if index in stage]
         costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
         picks = [pick_candidate([*zip(*costs, strict=True)], _MAX_COST) for costs in costs_by_side]

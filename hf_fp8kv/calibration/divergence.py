@@ -118,7 +118,7 @@ def compute_logits(
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
-            f"{type(model).__name__}. Its predictions cannot be compared"
+            f"{type(model).__name__}, whose predictions cannot be compared"
         )
     return logits
 

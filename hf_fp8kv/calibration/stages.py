@@ -110,7 +110,7 @@ def collect_ranges(
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
     """Return sums of K `[N, Hkv, Dk]` for `find_centers`, each `[Hkv, Dk]`, float64 on the CPU.
 
-    In `weighted_sum` the weight of each value is the expected cost of its squared error, if errors
+    In `weighted_sum`, each value is weighted by the expected cost of its squared error, if errors
     are independent. `weight_sum` is the sum of the weights. Without queries all weights are equal.
     """
     weights = torch.ones_like(k, dtype=torch.float32)

@@ -19,7 +19,7 @@ FLOOR, CHECKPOINT = "bf16", "checkpoint"
 # Number of values that share a scale in llama.cpp's q8_0, and its largest code.
 _BLOCK_SIZE, _MAX_CODE = 32, 127
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
-_FULL_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
+_CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
 Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
@@ -85,15 +85,15 @@ def round_to_q8_0(states: torch.Tensor, rotation_size: int | None = None) -> tor
     """
     size = states.shape[-1]
     if not size % _ROTATION_SIZE:
-        rotated_parts = states.unflatten(-1, (-1, rotation_size or size))
-        return rotate(_round_blocks(rotate(rotated_parts))).view_as(states).to(states.dtype)
+        groups = states.unflatten(-1, (-1, rotation_size or size))
+        return rotate(_round_blocks(rotate(groups))).view_as(states).to(states.dtype)
     return _round_blocks(states).to(states.dtype)
 
 
 def _round_blocks(states: torch.Tensor) -> torch.Tensor:
     size = states.shape[-1]
-    padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
-    blocks = padded.unflatten(-1, (-1, _BLOCK_SIZE))
+    padded_states = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
+    blocks = padded_states.unflatten(-1, (-1, _BLOCK_SIZE))
     scale = blocks.abs().amax(-1, keepdim=True) / _MAX_CODE
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
@@ -184,11 +184,11 @@ def measure_bytes(contender: Contender, model: PreTrainedModel, states: list[Sta
         states: Keys and values of each layer with any number of tokens.
     """
     full_states = [
-        (keys.new_ones((*keys.shape[:2], _FULL_TOKENS, keys.shape[3]), dtype=torch.bfloat16),
-         values.new_ones((*values.shape[:2], _FULL_TOKENS, values.shape[3]), dtype=torch.bfloat16))
+        (keys.new_ones((*keys.shape[:2], _CACHE_TOKENS, keys.shape[3]), dtype=torch.bfloat16),
+         values.new_ones((*values.shape[:2], _CACHE_TOKENS, values.shape[3]), dtype=torch.bfloat16))
         for keys, values in states
     ]  # fmt: skip
     cache = contender.fill(model, full_states)
     is_paged = isinstance(cache, FP8PagedCache)
     size = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
-    return size * (contender.bits or 16) / 16 / _FULL_TOKENS
+    return size * (contender.bits or 16) / 16 / _CACHE_TOKENS

@@ -196,9 +196,9 @@ def _ask_number(key: str, numbers: dict[str, str]) -> Part:
 
 def write_chains(writer: Writer, num_hidden: int) -> Haystack:
     """Return a haystack of chains of words, in which the last word stands for a number."""
-    count = max(num_hidden // _CHAIN_LINKS, 2)
-    words, numbers = writer.draw_words(count * _CHAIN_LINKS), writer.draw_numbers(count)
-    chains = [words[n::count] for n in range(count)]
+    num_chains = max(num_hidden // _CHAIN_LINKS, 2)
+    words, numbers = writer.draw_words(num_chains * _CHAIN_LINKS), writer.draw_numbers(num_chains)
+    chains = [words[n::num_chains] for n in range(num_chains)]
     number_of = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
     # A word is defined before the words that stand for it, as in programs.
     sentences = [f"{_NUMBER_TEXT.format(word)} {number}." for word, number in number_of.items()]
