@@ -71,13 +71,13 @@ class Reader:
         self.evictions = 0  # number of requests that engines evicted
         self.enable()
         self.texts = torch.randint(3, VOCABULARY, (sequences, tokens)).to(model.device)
-        self.windowed = any(layer.is_sliding for layer in self.cache().layers)
+        self.windowed = any(layer.is_sliding for layer in self.make_cache().layers)
         self.logits, self.pages = self.read(self.texts[:1], [self.tokens])
 
     def enable(self, **keywords: Any) -> None:
         enable(self.model, deterministic=True, page_size=PAGE_SIZE, **keywords)
 
-    def cache(self, **keywords: Any) -> FP8PagedCache:
+    def make_cache(self, **keywords: Any) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE_SIZE, **keywords)
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class Reader:
         self, ids: Tensor, chunks: list[int], cache: Any = None, row: int = 0
     ) -> tuple[Tensor, list[Tensor]]:
         """Return logits `[T, V]`, and the keys and values of all layers, of a row of texts."""
-        cache = self.cache() if cache is None else cache
+        cache = self.make_cache() if cache is None else cache
         logits = [
             self.model(part, **with_cache(self.model, cache)).logits[row]
             for part in ids.split(chunks, 1)
@@ -103,7 +103,7 @@ class Reader:
         return chunks
 
     def compare(self, result: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
-        """Return the number of compared values, and the numbers that differ in logits and pages."""
+        """Return the number of compared values, and of wrong ones in logits and in pages."""
         logits, pages = result
         pairs = [
             # A window holds fewer tokens if the last calls were shorter.
@@ -127,7 +127,7 @@ class Reader:
     def fork(self) -> tuple[int, int, int]:
         """Continue a fork, after a different text continued the cache."""
         start = self.rng.randint(1, self.tokens - 1)
-        cache = self.cache()
+        cache = self.make_cache()
         self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
         branch = cache.fork()
         self.read(self.texts[1:2, :50], self.draw_chunks(50), cache)
@@ -137,7 +137,7 @@ class Reader:
     def recompute(self) -> tuple[int, int, int]:
         """Remove the last tokens, and recompute them."""
         num_removed = self.rng.randint(1, 60)
-        cache = self.cache()
+        cache = self.make_cache()
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
         self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
         cache.crop(-num_removed)
@@ -148,14 +148,14 @@ class Reader:
 
     def preallocated(self) -> tuple[int, int, int]:
         """Read the text with a cache of fixed size."""
-        cache = self.cache(max_cache_len=self.tokens + self.rng.randint(0, 100))
+        cache = self.make_cache(max_cache_len=self.tokens + self.rng.randint(0, 100))
         logits, pages = self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
         return self.compare((logits, [] if self.windowed else [x[:, : self.tokens] for x in pages]))
 
     def restart(self) -> tuple[int, int, int]:
         """Continue a cache that was saved to a file."""
         start = self.rng.randint(1, self.tokens - 1)
-        cache = self.cache()
+        cache = self.make_cache()
         self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = cache.save(f"{folder}/cache.safetensors")
@@ -208,8 +208,8 @@ class Reader:
             ) as manager,
         ):
             requests = [
-                manager.add_request(ids, max_new_tokens=ANSWER_TOKENS, streaming=not place)
-                for place, ids in enumerate(neighbors)
+                manager.add_request(ids, max_new_tokens=ANSWER_TOKENS, streaming=number == 0)
+                for number, ids in enumerate(neighbors)
             ]
             streamed_request = requests[0] if requests else None
             request = manager.add_request(own_ids, max_new_tokens=ANSWER_TOKENS)
@@ -318,7 +318,7 @@ def measure_reproducibility(
     full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
     names = [full_names[name] for name in (models.split(",") if models else full_names)]
     cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
-    per_case = combinations // max(1, len(cases))
+    num_per_case = combinations // max(1, len(cases))
     for index, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build_model(name, dtype, device)
@@ -327,8 +327,8 @@ def measure_reproducibility(
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
         if not reader.windowed:
             kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
-        # The demo model takes far longer, so it gets half of them, and each kind at least once.
-        total = per_case // 2 if name == DEMO else per_case
+        # The demo model takes far longer, so it gets half the number, and each kind at least once.
+        total = num_per_case // 2 if name == DEMO else num_per_case
         counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, total - len(kinds) - 1)))
         for kind, count in [*counts.items(), (Reader.decode, 1)]:
             progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind.__name__}")

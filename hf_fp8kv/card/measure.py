@@ -36,7 +36,7 @@ from .drift import (
     run_freely,
     sample_answers,
 )  # fmt: skip
-from .predictions import check_stored, read_states, score_text
+from .predictions import compare_states, read_states, score_text
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
 
@@ -157,11 +157,11 @@ def measure_card(
     run = describe_run("card", device=str(model.device))
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None) or max(size.positions)
-    kinds = {type(layer) for layer in UNQUANTIZED.make(model).layers}
+    layer_classes = {type(layer) for layer in UNQUANTIZED.make(model).layers}
     if (
         model.config.is_encoder_decoder
         or limit < _MIN_POSITIONS
-        or kinds - {DynamicLayer, DynamicSlidingWindowLayer}
+        or layer_classes - {DynamicLayer, DynamicSlidingWindowLayer}
     ):
         raise ConfigError(
             f"model: expected a decoder of attention layers with at least {_MIN_POSITIONS} "
@@ -218,9 +218,9 @@ class _Card:
                 self.haystacks[task] = write_haystacks(tokenizer, task, size.length, size.asked)
             except ConfigError as error:
                 self.refusals[task] = str(error)
-        per_kind = -(-size.answers // len(KINDS))
+        num_per_kind = -(-size.answers // len(KINDS))
         prompts = [
-            x for kind in KINDS for x in read_texts(tokenizer, kind, per_kind, _PROMPT_TOKENS)
+            x for kind in KINDS for x in read_texts(tokenizer, kind, num_per_kind, _PROMPT_TOKENS)
         ]
         self.prompts = torch.cat(prompts)[: size.answers].to(model.device)
 
@@ -231,7 +231,7 @@ class _Card:
         for number in range(size.texts):
             for kind in KINDS:
                 parts[f"text: {kind} {number + 1}"] = partial(self._score_text, kind, number)
-        parts["stored states"] = self._check_stored
+        parts["stored states"] = self._compare_states
         parts["answers"] = self._write_answers
         for start in range(0, size.answers, _GROUP_SIZE):
             parts[f"drift: answers from {start + 1}"] = partial(self._follow_answers, start)
@@ -264,8 +264,8 @@ class _Card:
             for (position, name), text_scores in scores.items()
         }
 
-    def _check_stored(self) -> dict[str, Any]:
-        return {n: check_stored(c, self.model, self.states) for n, c in self.contenders.items()}
+    def _compare_states(self) -> dict[str, Any]:
+        return {n: compare_states(c, self.model, self.states) for n, c in self.contenders.items()}
 
     def _write_answers(self) -> list[list[int]]:
         # Pages in the model's dtype store the bits of DynamicCache, and copy no history.
@@ -342,9 +342,9 @@ class _Card:
             for kind in (ALL_KINDS, *KINDS):
                 texts = [
                     Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
-                    for part, by_cache in self.results.items()
+                    for part, part_scores in self.results.items()
                     if part.startswith("text:" if kind == ALL_KINDS else f"text: {kind} ")
-                    for fields in [by_cache[f"{position} {name}"]]
+                    for fields in [part_scores[f"{position} {name}"]]
                 ]
                 rows.append({"position": position, "kind": kind, **summarize_scores(texts)})
         return rows

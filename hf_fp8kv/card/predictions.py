@@ -73,7 +73,7 @@ def score_text(
     return scores
 
 
-def check_stored(
+def compare_states(
     contender: Contender, model: PreTrainedModel, states: list[States]
 ) -> dict[str, Any] | None:
     """Compare the states that pages store with the exact states.
@@ -103,15 +103,15 @@ def check_stored(
         for side, handle, target in zip("kv", (layer.keys, layer.values), sides, strict=True):
             num_skipped = target.shape[2] - handle.shape[2]  # tokens before the window of the layer
             target = target[:, :, num_skipped:].float()
-            error, gain, by_token = _compare_side(handle, target)
+            error, gain, errors = _compare_side(handle, target)
             largest_errors[f"{side}_error"] = max(largest_errors[f"{side}_error"], error)
             largest_errors[f"{side}_gain"] = max(largest_errors[f"{side}_gain"], gain, key=abs)
-            lost_positions.update(int(n) + num_skipped for n in (by_token > _LOST_ERROR).nonzero())
+            lost_positions.update(int(n) + num_skipped for n in (errors > _LOST_ERROR).nonzero())
             if side == "k":
                 error_power += error**2
                 uncentered_power += _compare_side(uncentered_layer.keys, target)[0] ** 2
-    center = math.sqrt(error_power / max(uncentered_power, _EPSILON))
-    return {**largest_errors, "center": center, "lost": sorted(lost_positions)}
+    center_error = math.sqrt(error_power / max(uncentered_power, _EPSILON))
+    return {**largest_errors, "center": center_error, "lost": sorted(lost_positions)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:
@@ -138,5 +138,5 @@ def _compare_side(handle: torch.Tensor, target: torch.Tensor) -> tuple[float, fl
     error = ((actual - target).square().sum() / power).sqrt()
     gain = (actual * target).sum() / power - 1
     distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (actual - target, target))
-    by_token = distance / norm.clamp(min=_EPSILON)
-    return error.item(), gain.item(), by_token.cpu()
+    errors = distance / norm.clamp(min=_EPSILON)
+    return error.item(), gain.item(), errors.cpu()

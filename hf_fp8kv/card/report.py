@@ -128,7 +128,7 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
             _format_kl(rows[-1]["kl_p99"]), _format_kl(rows[-1]["kl_max"]),
             *(f"{row['top1']:.1%}" for row in rows), _format_kl(drift["kl"]),
             *slopes,
-            *map(_format_first, [cache["free"]] * bool(settings["free"])),
+            *map(_format_differences, [cache["free"]] * bool(settings["free"])),
             *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
             *(f"{step['ratio']:.2f}" if step else "" for step in steps),
         ]  # fmt: skip
@@ -141,7 +141,7 @@ def _format_kl(mean: float, error: float | None = None) -> str:
     return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
 
 
-def _format_first(free_run: Mapping[str, Any]) -> str:
+def _format_differences(free_run: Mapping[str, Any]) -> str:
     """Return the positions of the first differences of at most four answers."""
     return ", ".join("none" if first is None else f"{first}" for first in free_run["first"][:4])
 

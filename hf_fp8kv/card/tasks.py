@@ -167,8 +167,8 @@ class Writer:
 def _read_sentences(seed: int) -> Iterable[str]:
     """Yield an endless sequence of sentences. The seed determines the first sentence."""
     paragraphs = list(islice(read_prose(), 200))
-    first = 37 * seed % len(paragraphs)
-    for paragraph in cycle(paragraphs[first:] + paragraphs[:first]):
+    start = 37 * seed % len(paragraphs)
+    for paragraph in cycle(paragraphs[start:] + paragraphs[:start]):
         yield from re.split(r"(?<=\.) ", paragraph.strip())
 
 
@@ -225,8 +225,8 @@ def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:
     stream = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
     text = _LIST_PREFIX + "".join(f" {word}," for word in islice(stream, writer.length))
     questions = []
-    for first in range(_NUM_COMMON):
-        answers = (*words[first:_NUM_COMMON], *words[:first])
+    for start in range(_NUM_COMMON):
+        answers = (*words[start:_NUM_COMMON], *words[:start])
         parts = [
             Part(head, f" {word}", [f" {x}" for x in writer.random.sample(rare_words, _NUM_WRONG)])
             for head, word in zip((_COMMON_PREFIX, *"," * (_NUM_COMMON - 1)), answers, strict=True)

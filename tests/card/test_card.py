@@ -33,7 +33,7 @@ from hf_fp8kv.card.drift import (
     student_quantile,
 )  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge_cache
-from hf_fp8kv.card.predictions import States, check_stored, read_states, score_text
+from hf_fp8kv.card.predictions import States, compare_states, read_states, score_text
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
 from hf_fp8kv.errors import ConfigError
@@ -212,7 +212,7 @@ def _wrongly_centered_cache(model) -> FP8PagedCache:
 def _findings(contender: Contender, model: Any, states: list[States]) -> list[str]:
     row = {"kind": measure.ALL_KINDS, "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    stored = check_stored(contender, model, states)
+    stored = compare_states(contender, model, states)
     cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": {}}
     return judge_cache(cache, None)["findings"]
 
