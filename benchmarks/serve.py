@@ -92,7 +92,7 @@ def measure_serving(
                     progress(f"{load.name}: turn {turn} of {turns}, {server}")
                     servers[server].run_load(load, is_measured=turn > 0, seed=turn)
             rows += summarize_load(load, servers)
-            stock_mib = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
+            stock_mib = load.blocks * _count_page_bytes(name, page_size, "auto") / 2**20
             rows.append(_make_row(load, "bytes of all pages", STOCK, [stock_mib], "MiB"))
     settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
                 "dtype": dtype, "batch_tokens": batch_tokens,
@@ -102,10 +102,11 @@ def measure_serving(
 
 def count_equal_pages(name: str, blocks: int, page_size: int, dtype: str) -> int:
     """Return the number of our pages with the bytes of `blocks` pages of the stock server."""
-    return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
+    stock_bytes = blocks * _count_page_bytes(name, page_size, "auto")
+    return stock_bytes // _count_page_bytes(name, page_size, dtype)
 
 
-def _page_bytes(name: str, page_size: int, dtype: str) -> int:
+def _count_page_bytes(name: str, page_size: int, dtype: str) -> int:
     """Return the bytes of a page of all layers, with its dynamic scales."""
     from transformers import AutoConfig
 
@@ -119,8 +120,8 @@ def _page_bytes(name: str, page_size: int, dtype: str) -> int:
 def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
     rows = []
     for name, server in servers.items():
-        speed = _make_row(load, "throughput", name, server.throughput, "tokens/s")
-        rows.append({**speed, "failed": server.num_failed})
+        row = _make_row(load, "throughput", name, server.throughput, "tokens/s")
+        rows.append({**row, "failed": server.num_failed})
         for measure, unit, values in (
             ("first token", "ms", [1e3 * answer.first_time for answer in server.answers]),
             ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
@@ -136,9 +137,9 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
             rows.append(_make_row(load, "first token of the long prompt", name, first_times, "s"))
         rows.append(_make_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
         if server.pages is not None:
-            count, total, size = server.pages
-            rows.append(_make_row(load, f"pages in use, of {total:.0f}", name, [count], "pages"))
-            rows.append(_make_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
+            num_used, total, num_bytes = server.pages
+            rows.append(_make_row(load, f"pages in use, of {total:.0f}", name, [num_used], "pages"))
+            rows.append(_make_row(load, "bytes of all pages", name, [num_bytes / 2**20], "MiB"))
     for name in (OURS, PLAIN):
         pairs = zip(servers[name].throughput, servers[STOCK].throughput, strict=True)
         ratios = [ours / stock for ours, stock in pairs]

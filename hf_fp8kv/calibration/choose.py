@@ -185,25 +185,25 @@ def make_candidate(
     """Return a candidate with the smallest scales of a plan. A centered plan needs a `center`."""
     prefix = f"{ROTATED}{side}" if plan.rotated else side
     # Divide on the CPU, because GPUs divide slightly differently.
-    upper, lower, reach = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
+    upper, lower, far_amax = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
         center = center.cpu()
         shift = rotate(center) if plan.rotated else center
-        upper, lower, reach = upper - shift, lower - shift, reach + shift.abs()
+        upper, lower, far_amax = upper - shift, lower - shift, far_amax + shift.abs()
     amax = torch.maximum(upper.abs(), lower.abs()) * margin
     # Rotation mixes all pairs in each channel. Only far positions show the range of the mixture.
-    reach = amax if plan.rotated else reach * margin
+    far_amax = amax if plan.rotated else far_amax * margin
     # The range of a channel does not hold at far positions. The range of a head does, because its
-    # fastest pairs have completed a turn.
-    amax = reach if granularity == "channel" else amax
+    # fastest pairs have completed a rotation.
+    amax = far_amax if granularity == "channel" else amax
     if axes := _AXES[granularity]:
-        amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
+        amax, far_amax = amax.amax(axes, keepdim=True), far_amax.amax(axes, keepdim=True)
     # Any scale can store zeros, so a range of zeros becomes the largest range, or 1.
     max_amax = amax.max()
     amax = torch.where(amax > 0, amax, torch.where(max_amax > 0, max_amax, 1.0))
-    candidate = Candidate(side, plan, center, amax, reach, granularity)
+    candidate = Candidate(side, plan, center, amax, far_amax, granularity)
     largest_code = candidate.fmt.max
-    return replace(candidate, min_scale=amax / largest_code, far_scale=reach / largest_code)
+    return replace(candidate, min_scale=amax / largest_code, far_scale=far_amax / largest_code)
 
 
 # The axes of `[Hkv, D]` that share a scale.
@@ -271,8 +271,8 @@ def make_scales(
     sums = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), cost)
     return {
         index: {
-            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(options)]
-            for side, options in sides.items()
+            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(choices)]
+            for side, choices in sides.items()
         }
         for index, sides in candidates.items()
     }

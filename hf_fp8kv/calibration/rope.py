@@ -37,8 +37,7 @@ FAR_COUNT = 8  # number of far positions
 # evenly without a period, so no pair rotates by the same angle between all adjacent positions.
 _GOLDEN = (5**0.5 - 1) / 2
 _FRACTIONS = [n * _GOLDEN % 1 / (FAR_COUNT * _GOLDEN % 1) for n in range(FAR_COUNT, 0, -1)]
-# Number of tokens on which pairs are measured.
-TOKENS = 128
+TOKENS = 128  # number of tokens on which pairs are measured
 # Minimum relative change (RMS) of the squares of a rotated channel. 16-bit rounding through many
 # layers changes the squares by about one hundredth.
 _MIN_CHANGE = 0.1
@@ -125,10 +124,10 @@ def measure_partners(
     num_positions = min(find_max_positions(model), _MEASURED_POSITIONS)
     ids = window[: min(TOKENS, max(num_positions // 4, 2))]
 
-    def record_states(first: int) -> dict[int, list[torch.Tensor]]:
+    def record_states(position: int) -> dict[int, list[torch.Tensor]]:
         states: dict[int, list[torch.Tensor]] = {}
         observe(
-            model, Batch((ids,), first), layers,
+            model, Batch((ids,), position), layers,
             lambda index, *pair: states.update({index: [x.double().cpu() for x in pair]}),
         )  # fmt: skip
         return states
@@ -176,12 +175,12 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
     if not len(distances):
         return partner
     step = int(distances.mode().values)
-    first = int(channel[partner != channel].min())
+    start = int(channel[partner != channel].min())
     size = len(partner)
     if step == 1:  # neighbors, up to the last channel
-        lower = torch.arange(first, size - 1, 2, device=partner.device)
+        lower = torch.arange(start, size - 1, 2, device=partner.device)
     else:  # two halves of a block of 2 * step channels
-        lower = torch.arange(first, min(first + step, size - step), device=partner.device)
+        lower = torch.arange(start, min(start + step, size - step), device=partner.device)
     pattern = channel.clone()
     pattern[lower], pattern[lower + step] = lower + step, lower
     is_measured = partner != channel

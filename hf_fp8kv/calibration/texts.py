@@ -72,7 +72,7 @@ def read_model_corpus(
     max_id = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
     if vocabulary is not None and max_id >= vocabulary:
         rule = f"token ids below {vocabulary}, the vocabulary of the model"
-        raise _error("texts", rule, max_id, "Use the tokenizer of the model")
+        raise _make_error("texts", rule, max_id, "Use the tokenizer of the model")
     return corpus
 
 
@@ -120,7 +120,7 @@ def read_corpus(
         num_short = len(windows_by_text)
         got = f"{num_short} of one token" if num_short else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
-        raise _error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
+        raise _make_error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
     contents = _choose_held_out(windows_by_text, held_out)
     sorted_windows = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _to_bytes(w)))
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
@@ -138,10 +138,10 @@ class _Encoder:
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             hint = "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
             kind = type(tokenizer).__name__
-            raise _error("tokenizer", "a tokenizer of transformers", kind, hint)
+            raise _make_error("tokenizer", "a tokenizer of transformers", kind, hint)
         if chat_template not in (None, True, False):
             hint = "Set the text of a template as tokenizer.chat_template"
-            raise _error("chat_template", "None, True or False", chat_template, hint)
+            raise _make_error("chat_template", "None, True or False", chat_template, hint)
         self._tokenizer: Any = tokenizer
         self._text_column, self._chat_template = text_column, chat_template
 
@@ -154,22 +154,22 @@ class _Encoder:
                 rule = f"a column {' or '.join(map(repr, names))}"
                 got = f"the columns {format_list(map(repr, item), 20)}"
                 hint = "Name the column with text_column, and pass a conversation as a list"
-                raise _error(label, rule, got, hint)
+                raise _make_error(label, rule, got, hint)
             label, item = f"{label}, column {column!r}", item[column]
         is_blank = isinstance(item, str) and not item.strip()
         if is_blank or (isinstance(item, list | tuple) and not item):
             return None
         if isinstance(item, str) and self._chat_template:
             item = [{"role": "user", "content": item}]
-        chat = isinstance(item, list | tuple) and isinstance(item[0], Mapping)
-        if not chat and not isinstance(item, str):
+        is_chat = isinstance(item, list | tuple) and isinstance(item[0], Mapping)
+        if not is_chat and not isinstance(item, str):
             return self._check_ids(label, item)
         if self._tokenizer is None:
             hint = "Pass tokenizer=AutoTokenizer.from_pretrained(...)"
-            raise _error(label, "token ids without a tokenizer", "text", hint)
+            raise _make_error(label, "token ids without a tokenizer", "text", hint)
         # A chat template contains the special tokens.
-        text = self._render_chat(label, item) if chat else item
-        (ids,) = self.tokenize(label, [text], special=not chat)
+        text = self._render_chat(label, item) if is_chat else item
+        (ids,) = self.tokenize(label, [text], special=not is_chat)
         return torch.tensor(ids, dtype=torch.int32, device="cpu")
 
     def tokenize(self, label: str, texts: list[str], *, special: bool) -> list[list[int]]:
@@ -180,26 +180,27 @@ class _Encoder:
         except (TypeError, UnicodeError) as error:
             text = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
             hint = "Replace its characters: text.encode('utf-8', 'replace').decode()"
-            raise _error(label, "text that UTF-8 can encode", ascii(text)[:120], hint) from error
+            got = ascii(text)[:120]
+            raise _make_error(label, "text that UTF-8 can encode", got, hint) from error
         return list(ids)
 
     def _render_chat(self, label: str, messages: Sequence[Any]) -> str:
         if self._chat_template is False:
             hint = "Omit chat_template, or pass texts"
-            raise _error(label, "a text with chat_template=False", "a list of messages", hint)
+            raise _make_error(label, "a text with chat_template=False", "a list of messages", hint)
         for message in messages:
             # Templates ignore messages with other keys.
             if not (isinstance(message, Mapping) and message.keys() >= {"role", "content"}):
                 rule = "messages {'role': ..., 'content': ...}"
                 hint = "Rename its keys, or pass each text as one item"
-                raise _error(label, rule, format_value(message), hint)
+                raise _make_error(label, rule, format_value(message), hint)
         try:
             return str(self._tokenizer.apply_chat_template([*messages], tokenize=False))
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             rule = "a conversation that fits the tokenizer's chat template"
             got = f"{type(error).__name__}: {error}"
             hint = "Change or leave out the messages, or set tokenizer.chat_template"
-            raise _error(label, rule, got, hint) from error
+            raise _make_error(label, rule, got, hint) from error
 
     def _check_ids(self, label: str, item: Any) -> torch.Tensor:
         try:
@@ -209,15 +210,15 @@ class _Encoder:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             rule = "a text, a list of messages, or token ids as integers [N]"
             hint = "Pass the text, or the ids, of each text as one item, and leave out other items"
-            raise _error(label, rule, format_value(item), hint)
+            raise _make_error(label, rule, format_value(item), hint)
         limit = 2**31 if self._tokenizer is None else len(self._tokenizer)
         if invalid_ids := ids[(ids < 0) | (ids >= limit)].tolist():
             hint = "Tokenize with the model's tokenizer"
-            raise _error(label, f"token ids from 0 to {limit - 1}", invalid_ids[0], hint)
+            raise _make_error(label, f"token ids from 0 to {limit - 1}", invalid_ids[0], hint)
         return torch.tensor(ids.tolist(), dtype=torch.int32, device="cpu")
 
 
-def _error(name: str, rule: str, got: object, hint: str) -> ConfigError:
+def _make_error(name: str, rule: str, got: object, hint: str) -> ConfigError:
     return ConfigError(f"{name}: expected {rule}, got {got}. {hint}")
 
 
@@ -226,14 +227,14 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             hint = "Pass a path, a list of str, or one split of a dataset"
-            raise _error("texts", "a file or a list of texts", format_value(texts), hint)
+            raise _make_error("texts", "a file or a list of texts", format_value(texts), hint)
         yield from ((f"texts[{number}]", item) for number, item in enumerate(texts))
         return
     path = Path(os.fsdecode(texts))
     # A file or a pipe. Path would raise an error for a long name.
     if os.path.isdir(path) or not os.path.exists(path):
         hint = "Pass [text] for one text, or the path of an existing file"
-        raise _error("texts", "a file or a list of texts", format_value(str(path)), hint)
+        raise _make_error("texts", "a file or a list of texts", format_value(str(path)), hint)
     if path.suffix.lower() == ".jsonl":
         for number, line in enumerate(_read_lines(path), 1):
             if not line.strip():
@@ -244,14 +245,14 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
             except (ValueError, RecursionError) as error:
                 hint = "Write each text as one line of JSON, or name the file .txt"
                 got = f"{type(error).__name__}: {error}"
-                raise _error(label, "one JSON value", got, hint) from error
+                raise _make_error(label, "one JSON value", got, hint) from error
             yield label, value
     elif path.suffix.lower() == ".txt":
-        yield from ((str(path), piece) for piece in _read_text_file(path, encoder, max_length))
+        yield from ((str(path), text) for text in _read_text_file(path, encoder, max_length))
     else:
         rule = "a .txt file, or a .jsonl file with a JSON value in each line"
         hint = "Rename it, or pass its texts as a list or a dataset"
-        raise _error(str(path), rule, path.suffix or "no suffix", hint)
+        raise _make_error(str(path), rule, path.suffix or "no suffix", hint)
 
 
 def _read_lines(path: Path, max_characters: int = -1) -> Iterator[str]:
@@ -260,7 +261,7 @@ def _read_lines(path: Path, max_characters: int = -1) -> Iterator[str]:
         with path.open(encoding="utf-8-sig") as file:
             yield from iter(lambda: file.readline(max_characters), "")
     except (OSError, UnicodeDecodeError) as error:
-        raise _error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
+        raise _make_error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
 
 
 def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:
@@ -269,8 +270,8 @@ def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[
     A text ends at a paragraph's end if it is then at least half full. Otherwise it ends at a
     line's end, or else after a space. Only white space around texts is lost.
     """
-    special = encoder.encode(str(path), "a")
-    max_tokens = max(max_length - (0 if special is None else len(special)), 1)
+    sample_ids = encoder.encode(str(path), "a")
+    max_tokens = max(max_length - (0 if sample_ids is None else len(sample_ids)), 1)
     max_characters = max(max_length // _LINES_PER_WINDOW, _MIN_LINE_LENGTH)
     line_parts = _cut_lines(_read_lines(path, _CHARACTERS_PER_READ), max_characters)
     buffer: list[tuple[str, int]] = []

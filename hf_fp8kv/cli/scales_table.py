@@ -78,7 +78,7 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
     if scales.is_dynamic:
         return
     layers = {index: layer.static for index, layer in scales.layers.items()}
-    if all(bool((side == 1).all()) for pair in layers.values() for side in pair):
+    if all(bool((scale == 1).all()) for pair in layers.values() for scale in pair):
         yield (
             "every scale is exactly 1.0, which tools write without calibration. Calibrate, or use "
             "dynamic scales (scales=None)"
@@ -88,8 +88,8 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
             "K and V have the same scale in every layer, which wastes range on the smaller side. "
             "Calibrate separate scales for K and V"
         )
-    for side, name in enumerate("KV"):
-        largest_scales = {index: float(pair[side].max()) for index, pair in layers.items()}
+    for n, name in enumerate("KV"):
+        largest_scales = {index: float(pair[n].max()) for index, pair in layers.items()}
         median = statistics.median(largest_scales.values())
         if outliers := [i for i, x in largest_scales.items() if x > _OUTLIER_FACTOR * median]:
             yield (
@@ -126,10 +126,10 @@ def make_tables(
         tables[-1].append(name)
     left_columns = ("stored", "source")
     for names in tables:
-        sides: dict[str, Any] = {n: "left" if n in left_columns else "right" for n in names}
+        alignments: dict[str, Any] = {n: "left" if n in left_columns else "right" for n in names}
         table_rows = zip(*(columns[name] for name in names), strict=True)
         padding = (0, 1, 0, int(len(tables) == 1))
-        parts.append(build_table(sides, table_rows, padding=padding))
+        parts.append(build_table(alignments, table_rows, padding=padding))
     parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
     if report is not None:
         parts += format_quality(report)
@@ -171,10 +171,10 @@ def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[d
     amax, origin = (f"{_E4M3_MAX:g} x scale", "scale") if report is None else ("amax", "text")
     has_fractions = report is not None and report.held_out_tokens > 0
     for index, layer in describe_layers(scales, report).items():
-        for position, side in enumerate("kv"):
+        for n, side in enumerate("kv"):
             values = layer[side] or {}
             center = "centered" if layer["centered"] and side == "k" else ""
-            plan = center if layer["plan"] is None else layer["plan"][position]
+            plan = center if layer["plan"] is None else layer["plan"][n]
             limits = dict.fromkeys(values[end] for end in ("min", "max") if end in values)
             row = {"layer": index, "stored": f"{side.upper()} {plan}".rstrip()}
             row["scale"] = " .. ".join(map(format_number, limits))
@@ -182,7 +182,7 @@ def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[d
             for fraction in ("saturated", "underflow") if has_fractions else ():
                 row[fraction] = f"{100 * values[fraction]:.3g} %" if fraction in values else ""
             # The names of the tensors without the file.
-            row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-position]
+            row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-n]
             yield row
 
 

@@ -76,14 +76,14 @@ def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, Mappin
     entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     yield path, entries
     for name in _TEXT_CONFIGS:
-        if (inner := entries.get(name)) is not None:
-            yield from nested_configs(inner, f"{path}{name}.")
+        if (nested_config := entries.get(name)) is not None:
+            yield from nested_configs(nested_config, f"{path}{name}.")
 
 
 def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the innermost config of the language model."""
-    inner = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
-    return config if inner is None else text_config(inner)
+    nested_config = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
+    return config if nested_config is None else text_config(nested_config)
 
 
 def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
@@ -127,8 +127,8 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
                 declarations += [replace(d, dialect=tool) for d in parts]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
-        second = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
-        declarations += [replace(d, dialect="modelopt") for d in second]
+        parts = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
+        declarations += [replace(d, dialect="modelopt") for d in parts]
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
         for path, owner in owners:
@@ -162,17 +162,17 @@ def find_dialect(entry: str, block: Mapping[str, object]) -> str:
 
 
 def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaration]:
-    inner = as_mapping(block.get("quantization"))
+    nested_block = as_mapping(block.get("quantization"))
     for entry in _CACHE_ENTRIES:
-        for path, owner in (("quantization.", inner), ("", block)):
+        for path, owner in (("quantization.", nested_block), ("", block)):
             yield from _parse_entry(f"{label}.{path}{entry}", owner.get(entry))
     transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
     for name, scheme in transforms.items():
         yield from _parse_transform(f"{label}.transform_config.{name}", as_mapping(scheme))
     for name, group in as_mapping(block.get("config_groups")).items():
         if _targets_projections(group):  # older tools declared their outputs as the cache
-            place = f"{label}.config_groups.{name}.output_activations (kv_cache)"
-            yield from _parse_entry(place, as_mapping(group).get("output_activations"))
+            group_label = f"{label}.config_groups.{name}.output_activations (kv_cache)"
+            yield from _parse_entry(group_label, as_mapping(group).get("output_activations"))
     # Quark's mode "fp8" writes this list as well, but declares the cache as AutoFP8 does.
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
@@ -194,15 +194,15 @@ def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
 
 
 def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
-    def entry(name: str, default: object = None) -> object:
+    def get(name: str, default: object = None) -> object:
         value = scheme.get(name, default)
         return getattr(value, "value", value)
 
     # Defaults are as in compressed-tensors.
-    num_bits, number_type, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
-    is_symmetric, is_dynamic = entry("symmetric", True), entry("dynamic", False)
+    num_bits, number_type, strategy = get("num_bits", 8), get("type", "int"), get("strategy")
+    is_symmetric, is_dynamic = get("symmetric", True), get("dynamic", False)
     is_fp8 = (num_bits, number_type) == (8, "float")
-    name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, entry('group_size'))})"
+    name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, get('group_size'))})"
     description = (
         f"{label}: {num_bits}-bit {number_type}{name}, "
         f"strategy {strategy or 'tensor'}, "
@@ -223,15 +223,15 @@ def _name_format(num_bits: object, number_type: object, group_size: object) -> s
 def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
     """Yield the rotation of K before its scales (R3 of SpinQuant), if the scheme has one."""
     locations = scheme.get("apply")
-    locations = [as_mapping(place) for place in locations] if isinstance(locations, list) else []
-    locations = [place for place in locations if place.get("location") == "k_cache"]
+    locations = [as_mapping(x) for x in locations] if isinstance(locations, list) else []
+    locations = [x for x in locations if x.get("location") == "k_cache"]
     if not locations:
         return
     kind, size, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
-    targets = [place.get("targets") for place in locations]
+    targets = [x.get("targets") for x in locations]
     names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
     description = f"{label}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
-    has_ignored = any(place.get("ignore") for place in locations)
+    has_ignored = any(x.get("ignore") for x in locations)
     if kind != "hadamard" or randomize or type(size) is not int or has_ignored or not names:
         yield Declaration("refused", description)
     else:
@@ -258,13 +258,13 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
         for entry in matches or [None]:
             output_config = as_mapping(as_mapping(entry).get("output_tensors"))
             dtype, scheme = output_config.get("dtype"), output_config.get("qscheme")
-            symmetric = output_config.get("symmetric") is not False
-            if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not symmetric:
+            is_symmetric = output_config.get("symmetric") is not False
+            if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not is_symmetric:
                 description = f"{label}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
                 is_fp4 = "fp4" in (dtype, output_config.get("mx_element_dtype"))
                 size = output_config.get("group_size") or output_config.get("block_size")
                 description += f" ({_name_format(4, 'float', size)})" if is_fp4 else ""
-                description += "" if symmetric else " (asymmetric)"
+                description += "" if is_symmetric else " (asymmetric)"
                 return Declaration("refused", description)
             is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE

@@ -202,10 +202,10 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
         name: _reshape_scale(checkpoint, name, tensor) * unit
         for name, tensor in _load_tensors(checkpoint, (s.name for s in scale_tensors)).items()
     }
-    by_layer: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
+    layer_tensors: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:
         for side in tensor.side:
-            entry = by_layer[tensor.layer].setdefault((tensor.priority, side), tensor)
+            entry = layer_tensors[tensor.layer].setdefault((tensor.priority, side), tensor)
             # It is unknown which of two names is right.
             if entry is not tensor and not torch.equal(values[tensor.name], values[entry.name]):
                 raise ScaleError(
@@ -214,7 +214,7 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
                 )
     oddities: dict[str, list[int]] = defaultdict(list)
     layers = {}
-    for index, tensors in by_layer.items():
+    for index, tensors in layer_tensors.items():
         best_tensors = {side: tensor for (_, side), tensor in reversed(tensors.items())}
         pairs = (p for p, _ in tensors if (p, "k") in tensors and (p, "v") in tensors)
         if (complete_priority := next(pairs, None)) is not None:
