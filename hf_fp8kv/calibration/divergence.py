@@ -149,11 +149,11 @@ def _compare_logits(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
     p = expected.softmax(-1)
-    # A token whose expected logit is -inf adds nothing here. `gained` has its probability.
+    # A token whose expected logit is -inf adds nothing here. `new_p` has its probability.
     change = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * change).sum(-1, keepdim=True)
-    gained = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
-    kl = torch.where(p > 0, p * (change - mean).expm1(), gained).sum(-1).log1p().clamp(min=0)
+    new_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
+    kl = torch.where(p > 0, p * (change - mean).expm1(), new_p).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
     return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1)
 

@@ -52,7 +52,7 @@ class _ObservedCache(DynamicCache):
         self, config: Any, layers: frozenset[int], on_states: OnStates, valid: Any
     ) -> None:
         super().__init__(config=config)
-        self._observed, self._on_states, self._valid = layers, on_states, valid
+        self._observed_layers, self._on_states, self._valid = layers, on_states, valid
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
@@ -64,13 +64,13 @@ class _ObservedCache(DynamicCache):
             rows = states.detach().transpose(1, 2)
             return rows.flatten(0, 1) if self._valid is None else rows[self._valid.to(rows.device)]
 
-        if layer_idx in self._observed:
+        if layer_idx in self._observed_layers:
             self._on_states(layer_idx, remove_padding(key_states), remove_padding(value_states))
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
 
-def not_finite(layer: int, states: str) -> ConfigError:
+def nan_error(layer: int, states: str) -> ConfigError:
     """Return the error for NaN or infinity in K or V of a layer."""
     return ConfigError(
         f"layer {layer}: expected finite {states}, got NaN or infinity. Load the model in bfloat16 "

@@ -30,7 +30,7 @@ from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
 from .choose import pick_candidate
-from .observe import Batch, not_finite, paged_layers
+from .observe import Batch, nan_error, paged_layers
 from .queries import Queries, observe_queries
 from .rope import find_max_positions, has_rope
 from .stages import sample_windows
@@ -96,9 +96,9 @@ def choose_plan(
     layer_scales = {}
     for index in sorted(layers):
         center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if latent else _FALLBACK)
-        reads = [states.pop(index) for states in states_by_call if index in states]
-        if reads and all(queries is not None for *_, queries in reads):
-            center, plan = _plan_layer(index, reads, may_change_k=may_change_k, latent=latent)
+        all_states = [states.pop(index) for states in states_by_call if index in states]
+        if all_states and all(queries is not None for *_, queries in all_states):
+            center, plan = _plan_layer(index, all_states, may_change_k=may_change_k, latent=latent)
         layer_scales[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
         layer_scales, model_type=model.config.model_type, origin=source,
@@ -133,8 +133,8 @@ def _read_states(
     """Return the states of layers for each window and position, and the number of positions."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
-        last = find_max_positions(model) - max(map(len, windows))
-        positions += [position for position in _FIRST_POSITIONS[1:] if position <= last]
+        max_start = find_max_positions(model) - max(map(len, windows))
+        positions += [position for position in _FIRST_POSITIONS[1:] if position <= max_start]
     states_by_call: list[dict[int, _LayerStates]] = []
     for window in windows:
         for start in positions:
@@ -155,7 +155,7 @@ def _read_states(
 
 
 def _plan_layer(
-    index: int, reads: Sequence[_LayerStates], *, may_change_k: bool, latent: bool
+    index: int, all_states: Sequence[_LayerStates], *, may_change_k: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
     """Return K's center on the CPU, or None without a center, and a layer's plan of least cost."""
     plans = [_FALLBACK, *_ROTATED_PLANS]
@@ -164,10 +164,10 @@ def _plan_layer(
     v_plans = [] if latent else plans
     num_k_plans = len(k_plans)
     formats = tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
-    center = torch.cat([k for k, *_ in reads]).mean(0, dtype=torch.float32)
+    center = torch.cat([k for k, *_ in all_states]).mean(0, dtype=torch.float32)
     costs = []
-    for _, equal_reads in groupby(reads, lambda states: len(states[0])):
-        k, v, queries = zip(*equal_reads, strict=True)
+    for _, equal_states in groupby(all_states, lambda states: len(states[0])):
+        k, v, queries = zip(*equal_states, strict=True)
         keys = _transform_states(torch.stack(k).float(), center, k_plans)
         values = keys[:0] if latent else _transform_states(torch.stack(v).float(), None, v_plans)
         if keys.shape[1:] == values.shape[1:]:
@@ -184,7 +184,7 @@ def _plan_layer(
         costs.append(torch.cat(side_costs).sum((1, 3)))
     sums = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*sums))):
-        raise not_finite(index, "K and V")
+        raise nan_error(index, "K and V")
     v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[num_k_plans:], _MAX_COST)]
     plan = LayerPlan(k_plans[pick_candidate(sums[:num_k_plans], _MAX_COST)], v_plan)
     return (center.cpu() if plan.k.centered else None), plan

@@ -22,7 +22,7 @@ from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
 from .divergence import UNQUANTIZED
-from .observe import Batch, TensorDict, make_batches, not_finite, observe
+from .observe import Batch, TensorDict, make_batches, nan_error, observe
 from .rope import FarPositions
 from .stages import Job, fold_layers
 
@@ -65,7 +65,7 @@ def measure_statistics(
         ]
         counts = torch.stack(rows).cpu()
         if not torch.isfinite(counts).all():
-            raise not_finite(index, "K and V of the text held out")
+            raise nan_error(index, "K and V of the text held out")
         return {"counts": counts}
 
     sums = fold_layers(job, "statistics", batches, measure, observe)
@@ -179,8 +179,8 @@ def make_report(
     model, options = job.model, job.options
     statistics = measure_statistics(job, make_batches(windows, 1), scales, ranges)
     rows = _score_quality(job, "quality", make_batches(scored_windows, 1), scales)
-    far = positions.place(scoring.first_windows(scored_windows, _FAR_TOKENS))
-    far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
+    batches = positions.place(scoring.first_windows(scored_windows, _FAR_TOKENS))
+    far_rows = _score_quality(job, "far quality", batches, scales) if batches and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
         dtype=options.fmt.name if scales.plan is None else "plan",

@@ -30,8 +30,7 @@ _POSITION_FIELDS = (
 )  # fmt: skip
 # Pairs are measured at positions 0 and n / 2, where n is at most this number.
 _MEASURED_POSITIONS = 2048
-# The default of `max_position`, as a multiple of `max_length`.
-_DEFAULT_WINDOWS = 8
+_DEFAULT_WINDOWS = 8  # default of `max_position`, as a multiple of `max_length`
 FAR_COUNT = 8  # number of far positions
 # Far positions as fractions of the last position. Multiples of the golden ratio are spread
 # evenly without a period, so no pair rotates by the same angle between all adjacent positions.

@@ -32,7 +32,7 @@ _MAX_LOGITS = 2**23
 
 def check_plans(
     job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, best_scales: KVScales,
-    far: FarPositions,
+    positions: FarPositions,
 ) -> tuple[KVScales, str]:  # fmt: skip
     """Return the chosen scales if they help, otherwise the fallback, and the reason as text.
 
@@ -46,9 +46,10 @@ def check_plans(
         refusal = f"Measured plans: {summarize_plan(fallback.plan)}, because"
     elif not job.options.center:
         return fallback, "Centers of K were not requested."
-    note = f" Far positions: {far.skip_reason}." if far.skip_reason else ""
-    if note and has_rope(job.model):
-        note = f" RoPE rotates K with the position, and {far.skip_reason}: K is stored unchanged."
+    reason = positions.skip_reason
+    note = f" Far positions: {reason}." if reason else ""
+    if reason and has_rope(job.model):
+        note = f" RoPE rotates K with the position, and {reason}: K is stored unchanged."
     layers = best_scales.layers
     num_changed = sum(
         layer.k_center is not None or layer.plan != fallback.layers[index].plan
@@ -67,7 +68,7 @@ def check_plans(
     caches = {name: make_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
     stages = {
         f"at positions up to {len(trial_windows[0])}": make_batches(trial_windows, 1),
-        f"at far positions up to {far.last_position}": far.place(trial_windows),
+        f"at far positions up to {positions.last_position}": positions.place(trial_windows),
     }
     findings = []
     for location, batches in stages.items():

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..formats import Format, LayerPlan
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
-from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, not_finite, observe
+from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, nan_error, observe
 from .queries import Queries, observe_queries
 from .rope import FAR_COUNT, FarPositions, Partners
 
@@ -98,10 +98,10 @@ def collect_ranges(
         statistics = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
             if not torch.isfinite(statistics[f"{side}_pair"]).all():
-                raise not_finite(index, side.upper())
+                raise nan_error(index, side.upper())
         if job.options.plan is not None:
-            rotated = measure_range(rotate(k), rotate(v), None, None)
-            statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
+            rotated_ranges = measure_range(rotate(k), rotate(v), None, None)
+            statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated_ranges.items()}
         return statistics | (weigh_keys(k, *queries) if queries else {})
 
     return fold_layers(job, name, batches, measure, observer)

@@ -19,8 +19,8 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# In this range, the reciprocal and the largest code times the scale are finite in fp32.
-_LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
+# From MIN_SCALE to this scale, the reciprocal and 448 times the scale are finite in fp32.
+_MAX_SCALE = 1 / MIN_SCALE
 # Remedy in messages for a layer that a plan or scales do not have.
 KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -44,7 +44,7 @@ def check_constant(value: object, label: str) -> float:
     """Return a number as a float. Raise ScaleError unless it is a valid scale."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compare before converting, because an integer may be too large for a float.
-    if is_number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
+    if is_number and MIN_SCALE <= value <= _MAX_SCALE:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
         f"{label}: expected a finite number above 0 (from 2^-100 to 2^100), got "
@@ -71,7 +71,7 @@ def check_tensor(tensor: object, label: str, *, is_center: bool = False) -> torc
         values = values.reshape(()) if values.numel() == 1 else values
         expected_shapes = "[], [heads, 1], [heads, D] or [1, D]"
         rule += " above 0 (from 2^-100 to 2^100)"
-        is_valid = (values >= _LOWEST) & (values <= _HIGHEST)
+        is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
             f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}. Reshape it"

@@ -360,8 +360,8 @@ MUTANTS = (
     ),
     Mutant(
         "scales: NaN is accepted", "scales/layer_scales.py",
-        "is_valid = (values >= _LOWEST) & (values <= _HIGHEST)",
-        "is_valid = ~((values < _LOWEST) | (values > _HIGHEST))", "tests/scales/test_scales.py",
+        "is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)",
+        "is_valid = ~((values < MIN_SCALE) | (values > _MAX_SCALE))", "tests/scales/test_scales.py",
     ),
     Mutant(
         "scales: one side stands for both", "scales/formats/base.py",
