@@ -23,12 +23,12 @@ from hf_fp8kv.utils.environment import describe_run
 from . import hot_loops
 from .shared import TURNS, Options, Result, main
 
-NEW = Path(__file__).parents[1]
+THIS_TREE = Path(__file__).parents[1]
 
 
 def compare_trees(
     old: Path,
-    new: Path = NEW,
+    new: Path = THIS_TREE,
     *,
     turns: int = 30,
     backend: str = "auto",
@@ -42,7 +42,7 @@ def compare_trees(
         new: As `old`, for the tree to compare with it.
         turns: Number of timed turns of each loop in each tree. One untimed turn comes first.
         backend: Backend of `FP8PagedCache`.
-        loops: Beginning of the names of the loops to run.
+        loops: Prefix of the names of the loops to run.
         progress: Function that is called with the number of the turn.
 
     Raises:
@@ -66,20 +66,20 @@ def compare_trees(
             progress(f"turn {turn} of {turns}")
             for name in names:
                 shuffle(order)
-                times = {tree: _measure(processes[tree], name) for tree in order}
+                times = {tree: _measure_turn(processes[tree], name) for tree in order}
                 if turn:
                     pairs[name].append((times[0], times[1]))
     rows = []
-    for name, measured in pairs.items():
-        ratio, low, high = quartiles([after / before for before, after in measured])
-        before, after = (quartiles(values)[0] for values in zip(*measured, strict=True))
-        row = {"loop": name, "old": before, "new": after, "ratio": ratio, "low": low, "high": high}
+    for name, turn_times in pairs.items():
+        ratio, low, high = quartiles([new_us / old_us for old_us, new_us in turn_times])
+        old_us, new_us = (quartiles(values)[0] for values in zip(*turn_times, strict=True))
+        row = {"loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high}
         rows.append(row)
     settings = {"old": str(old), "new": str(new), "turns": turns, "backend": backend}
     return {**run, "settings": settings, "rows": rows}
 
 
-def _measure(process: "subprocess.Popen[str]", name: str) -> float:
+def _measure_turn(process: "subprocess.Popen[str]", name: str) -> float:
     """Return the microseconds per layer and step of one turn of a loop."""
     assert process.stdin is not None
     process.stdin.write(name + "\n")
@@ -99,6 +99,6 @@ if __name__ == "__main__":
         "old": {"type": Path, "help": "The source tree to compare with."},
         "--new": {"type": Path, "help": "Default: the tree of this module."},
         "--backend": {"help": "Default: auto."},
-        "--loops": {"help": "Beginning of the names of the loops to run."},
+        "--loops": {"help": "Prefix of the names of the loops to run."},
     }
     main(__doc__, compare_trees, {**options, **TURNS})

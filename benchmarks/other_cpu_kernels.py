@@ -22,7 +22,7 @@ def make_other_steps(
 
     Args:
         query: Queries of the new tokens, `[B, Hq, T, D]`, bfloat16.
-        states: Their keys and values, `[2, B, Hkv, T, D]`, bfloat16.
+        states: Keys and values of the new tokens, `[2, B, Hkv, T, D]`, bfloat16.
         history: Keys and values of the stored tokens, `[2, B, Hkv, N, D]`, bfloat16.
     """
     steps: dict[str, Attend] = {}
@@ -35,8 +35,8 @@ def make_other_steps(
     return steps
 
 
-def _by_token(states: torch.Tensor) -> torch.Tensor:
-    """Return `[B, H, T, D]` as `[B * T, H, D]`."""
+def _flatten(states: torch.Tensor) -> torch.Tensor:
+    """Return states `[B, H, T, D]` as `[B * T, H, D]`."""
     return states.transpose(1, 2).flatten(0, 1).contiguous()
 
 
@@ -47,24 +47,24 @@ def _make_vllm_step(
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    batch, q_heads, new, dim = query.shape
-    kv_heads, stored = history.shape[2:4]
+    batch, q_heads, num_new, dim = query.shape
+    kv_heads, num_past = history.shape[2:4]
     isa = _get_attn_isa(query.dtype, _VLLM_PAGE, dim, dtype)
-    pages = -(-(stored + new) // _VLLM_PAGE)
+    num_pages = -(-(num_past + num_new) // _VLLM_PAGE)
     memory = torch.zeros(
-        batch * pages, kv_heads, 2 * _VLLM_PAGE, dim,
+        batch * num_pages, kv_heads, 2 * _VLLM_PAGE, dim,
         dtype=query.dtype if dtype == "auto" else torch.uint8,
     )  # fmt: skip
     k_pages, v_pages = memory.chunk(2, dim=2)
-    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
-    firsts = torch.arange(batch)[:, None] * pages * _VLLM_PAGE
+    tables = torch.arange(batch * num_pages, dtype=torch.int32).view(batch, num_pages)
+    offsets = torch.arange(batch)[:, None] * num_pages * _VLLM_PAGE
 
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         ops.cpu_attn_reshape_and_cache(keys, values, k_pages, v_pages, slots, isa, 1.0, 1.0, dtype)
 
-    write(_by_token(history[0]), _by_token(history[1]), (firsts + torch.arange(stored)).flatten())
-    lengths = torch.full((batch,), stored + new, dtype=torch.int32)
-    starts = torch.arange(batch + 1, dtype=torch.int32) * new
+    write(_flatten(history[0]), _flatten(history[1]), (offsets + torch.arange(num_past)).flatten())
+    lengths = torch.full((batch,), num_past + num_new, dtype=torch.int32)
+    starts = torch.arange(batch + 1, dtype=torch.int32) * num_new
     plan = ops.cpu_attn_get_scheduler_metadata(
         batch,
         q_heads,
@@ -80,8 +80,8 @@ def _make_vllm_step(
         None,
         dtype,
     )
-    slots = (firsts + stored + torch.arange(new)).flatten()
-    queries, keys, values = map(_by_token, (query, *states))
+    slots = (offsets + num_past + torch.arange(num_new)).flatten()
+    queries, keys, values = map(_flatten, (query, *states))
     output = torch.empty_like(queries)
 
     def step() -> torch.Tensor:
@@ -90,7 +90,7 @@ def _make_vllm_step(
             queries, k_pages, v_pages, output, starts, lengths, dim**-0.5, True, None, -1, tables,
             0.0, plan, None, None, 1.0, 1.0, dtype,
         )  # fmt: skip
-        return output.view(batch, new, q_heads, dim).transpose(1, 2)
+        return output.view(batch, num_new, q_heads, dim).transpose(1, 2)
 
     return step
 
@@ -110,8 +110,8 @@ def _make_openvino_step(
     from openvino import opset13
     from openvino.op import Parameter, _PagedAttentionExtension
 
-    batch, q_heads, new, dim = query.shape
-    kv_heads, stored = history.shape[2:4]
+    batch, q_heads, num_new, dim = query.shape
+    kv_heads, num_past = history.shape[2:4]
     float32, int32 = openvino.Type.f32, openvino.Type.i32
 
     def constant(value: object, dtype: torch.dtype = torch.int32) -> openvino.Node:
@@ -123,7 +123,7 @@ def _make_openvino_step(
               for _ in "kv"]  # fmt: skip
     # Stored tokens, first rows of sequences, pages, first pages of sequences, largest length.
     lists = [Parameter(int32, openvino.PartialShape([-1])) for _ in range(4)]
-    longest = Parameter(int32, openvino.PartialShape([]))
+    max_len = Parameter(int32, openvino.PartialShape([]))
     floats = torch.float32
     options = [  # all off: windows, ALiBi, scores, rotation, sparse attention, sinks, eviction
         constant([]), constant([]), constant([[]]), constant([[]], floats), constant([], floats),
@@ -132,7 +132,7 @@ def _make_openvino_step(
     ]  # fmt: skip
     inputs = [
         *tokens, *caches, *lists, constant(dim**-0.5, floats), constant(0), constant([], floats),
-        longest, *options,
+        max_len, *options,
     ]  # fmt: skip
     attention = _PagedAttentionExtension([node.output(0) for node in inputs])
     for side in "kv":
@@ -140,28 +140,28 @@ def _make_openvino_step(
         attention.get_rt_info()[f"num_{side}_heads"] = kv_heads
     for name, node in zip(("key_cache.0", "value_cache.0"), caches, strict=True):
         node.output(0).set_names({name})
-    model = openvino.Model([attention.output(0)], [*tokens, *caches, *lists, longest], "attention")
+    model = openvino.Model([attention.output(0)], [*tokens, *caches, *lists, max_len], "attention")
     settings = {
         "KV_CACHE_PRECISION": "u8", "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
     }  # fmt: skip
-    compiled = openvino.Core().compile_model(model, "CPU", settings)
+    network = openvino.Core().compile_model(model, "CPU", settings)
     shapes = [
-        [n.get_length() for n in list(port.partial_shape)[1:]] for port in compiled.inputs[3:5]
+        [n.get_length() for n in list(port.partial_shape)[1:]] for port in network.inputs[3:5]
     ]
-    page = shapes[1][1]
-    pages = -(-(stored + new) // page)
-    memory = [openvino.Tensor(port.element_type, openvino.Shape([batch * pages, *shape]))
-              for port, shape in zip(compiled.inputs[3:5], shapes, strict=True)]  # fmt: skip
+    page_size = shapes[1][1]
+    num_pages = -(-(num_past + num_new) // page_size)
+    memory = [openvino.Tensor(port.element_type, openvino.Shape([batch * num_pages, *shape]))
+              for port, shape in zip(network.inputs[3:5], shapes, strict=True)]  # fmt: skip
     for tensor in memory:
         tensor.data[:] = 0  # scales in unused memory could otherwise be infinite or NaN
-    request = compiled.create_infer_request()
+    request = network.create_infer_request()
 
     def set_inputs(values: list[torch.Tensor], past: list[int], rows: list[int],
-                   numbers: list[int], firsts: list[int], length: int) -> None:  # fmt: skip
+                   pages: list[int], first_pages: list[int], length: int) -> None:  # fmt: skip
         tensors = [
-            *(_by_token(x).flatten(1).float() for x in values),
-            *(torch.tensor(x, dtype=torch.int32) for x in (past, rows, numbers, firsts, length)),
+            *(_flatten(x).flatten(1).float() for x in values),
+            *(torch.tensor(x, dtype=torch.int32) for x in (past, rows, pages, first_pages, length)),
         ]
         for index, value in zip((0, 1, 2, 5, 6, 7, 8, 9), tensors, strict=True):
             request.set_input_tensor(index, openvino.Tensor(value.numpy()))
@@ -169,22 +169,22 @@ def _make_openvino_step(
             request.set_input_tensor(index, tensor)
 
     # Store each page of the history as a sequence that attends only to itself.
-    parts = [min(page, stored - start) for start in range(0, stored, page)] * batch
+    parts = [min(page_size, num_past - start) for start in range(0, num_past, page_size)] * batch
     rows = torch.tensor([0, *parts]).cumsum(0).tolist()
-    numbers = [b * pages + n for b in range(batch) for n in range(-(-stored // page))]
-    unused = query.new_zeros(batch, q_heads, stored, dim)
+    pages = [b * num_pages + n for b in range(batch) for n in range(-(-num_past // page_size))]
+    zeros = query.new_zeros(batch, q_heads, num_past, dim)
     set_inputs(
-        [unused, *history], [0] * len(parts), rows, numbers, list(range(len(parts) + 1)), page
+        [zeros, *history], [0] * len(parts), rows, pages, [*range(len(parts) + 1)], page_size
     )
     request.infer()
     set_inputs(
-        [query, *states], [stored] * batch, [b * new for b in range(batch + 1)],
-        list(range(batch * pages)), [b * pages for b in range(batch + 1)], stored + new,
+        [query, *states], [num_past] * batch, [b * num_new for b in range(batch + 1)],
+        [*range(batch * num_pages)], [b * num_pages for b in range(batch + 1)], num_past + num_new,
     )  # fmt: skip
 
     def step() -> torch.Tensor:
         request.infer()
         output = torch.from_numpy(request.get_output_tensor(0).data)
-        return output.view(batch, new, q_heads, dim).transpose(1, 2)
+        return output.view(batch, num_new, q_heads, dim).transpose(1, 2)
 
     return step

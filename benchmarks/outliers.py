@@ -16,7 +16,7 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.rope_rotation import RopeRotation
 from hf_fp8kv.card.caches import CONTENDERS, Contender
-from hf_fp8kv.card.measure import summarize
+from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.card.predictions import read_states, score_text
 from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
@@ -26,11 +26,11 @@ from .shared import MODEL, Result, main, with_model
 
 # Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
-_PROBE = 32  # tokens
+_PROBE_TOKENS = 32
 # Attributes of the attention modules that get outliers.
-_NEEDED = ("q_proj", "k_proj", "head_dim", "layer_idx")
-_KINDS, _POSITION, _SCORED = ("code", "prose", "manual"), 768, 256
-_ROTATED = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
+_FIELDS = ("q_proj", "k_proj", "head_dim", "layer_idx")
+_TEXT_KINDS, _POSITION, _SCORED_TOKENS = ("code", "prose", "manual"), 768, 256
+_PLANS = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
 
 
 def measure_outliers(
@@ -46,39 +46,39 @@ def measure_outliers(
 
     Args:
         model: The model, in float32.
-        tokenizer: Its tokenizer.
-        name: Its name in the result.
+        tokenizer: The model's tokenizer.
+        name: The model's name in the result.
         factor: Factor by which planted outliers multiply K.
         heads: Every `heads`-th head gets outliers. 1 means every head.
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
-    rotated = Contender(str(_ROTATED), lambda model: FP8PagedCache(model.config, plan=_ROTATED))
-    rows = {name: CONTENDERS[name] for name in ("default", "adaptive", "fp8")} | {"e2m5": rotated}
+    e2m5 = Contender(str(_PLANS), lambda model: FP8PagedCache(model.config, plan=_PLANS))
+    caches = {name: CONTENDERS[name] for name in ("default", "adaptive", "fp8")} | {"e2m5": e2m5}
     scores = []
     with planted_outliers(model, factor, heads), paged_attention(model):
-        for kind in _KINDS:
+        for kind in _TEXT_KINDS:
             progress(kind)
             ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
             states = read_states(model, ids)
             scores.append(
-                score_text(model, ids, states, rows, positions=[_POSITION], scored=_SCORED)
+                score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED_TOKENS)
             )
-        plans = {name: row.make(model).plan for name, row in rows.items()}
+        plans = {name: cache.make(model).plan for name, cache in caches.items()}
     return {
         **run,
-        "settings": {"model": name, "factor": factor, "heads": heads, "texts": list(_KINDS),
-                     "position": _POSITION, "scored": _SCORED},
+        "settings": {"model": name, "factor": factor, "heads": heads, "texts": list(_TEXT_KINDS),
+                     "position": _POSITION, "scored": _SCORED_TOKENS},
         "rows": [
-            {"cache": row.title, **summarize([text[_POSITION, name] for text in scores]),
+            {"cache": cache.title, **summarize_scores([text[_POSITION, name] for text in scores]),
              "k_rotated": sum(plan.k.rotated for plan in plans[name].values())}
-            for name, row in rows.items()
+            for name, cache in caches.items()
         ],
     }  # fmt: skip
 
 
 @contextmanager
-def planted_outliers(model: PreTrainedModel, factor: float, every: int = 1) -> Iterator[None]:
+def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1) -> Iterator[None]:
     """Multiply K by `factor` in two pairs of channels of each head, and divide Q by it.
 
     The pairs differ between layers, fast and slow. The weights are restored afterwards.
@@ -86,19 +86,19 @@ def planted_outliers(model: PreTrainedModel, factor: float, every: int = 1) -> I
     Args:
         model: The model, in float32, because both products round.
         factor: Factor of the keys.
-        every: Every `every`-th head gets outliers. The first head depends on the layer.
+        head_stride: Every `head_stride`-th head gets outliers. The first head depends on the layer.
 
     Raises:
         ConfigError: The model has no `q_proj` and `k_proj` that RoPE follows directly.
     """
-    modules: list[Any] = [m for m in model.modules() if all(hasattr(m, name) for name in _NEEDED)]
+    modules: list[Any] = [m for m in model.modules() if all(hasattr(m, name) for name in _FIELDS)]
     weights = [w for m in modules for p in (m.q_proj, m.k_proj) for w in p.parameters()]
     originals = [weight.detach().clone() for weight in weights]
-    before = _compute_logits(model)
+    logits_before = _compute_logits(model)
     try:
-        planted = sum(_plant(model, module, factor, every) for module in modules)
-        change = (_compute_logits(model) - before).std() / before.std()
-        if not planted or not change < _TOLERANCE:
+        num_planted = sum(_plant_outliers(model, module, factor, head_stride) for module in modules)
+        change = (_compute_logits(model) - logits_before).std() / logits_before.std()
+        if not num_planted or not change < _TOLERANCE:
             raise ConfigError(
                 "model: expected q_proj and k_proj that RoPE follows directly, got "
                 f"{type(model).__name__}"
@@ -111,35 +111,35 @@ def planted_outliers(model: PreTrainedModel, factor: float, every: int = 1) -> I
 
 
 def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
-    ids = torch.arange(_PROBE, device=model.device)[None]
+    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None]
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
 
-def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> int:
+def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_stride: int) -> int:
     """Plant outliers in one attention module, and return the number of planted channels."""
     config, layer = model.config.get_text_config(decoder=True), module.layer_idx
     rope, dim = RopeRotation.from_config(config)(layer), module.head_dim
     pairs = int(dim * rope.rotary_fraction) // 2
     if not pairs:
         return 0
-    planted = 0
+    num_planted = 0
     heads = module.k_proj.out_features // dim
-    group = module.q_proj.out_features // dim // heads
-    for head in range(layer % min(every, heads), heads, every):
-        # The outliers of all layers together have every frequency of RoPE.
+    queries_per_head = module.q_proj.out_features // dim // heads
+    for head in range(layer % min(head_stride, heads), heads, head_stride):
+        # Together, the outliers of all layers have every frequency of RoPE.
         for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
             channels = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + pairs)
-            planted += len(channels)
+            num_planted += len(channels)
             for channel in channels:
-                _scale(module.k_proj, head * dim + channel, factor)
-                for query in range(head * group, (head + 1) * group):
-                    _scale(module.q_proj, query * dim + channel, 1 / factor)
-    return planted
+                _scale_row(module.k_proj, head * dim + channel, factor)
+                for query in range(head * queries_per_head, (head + 1) * queries_per_head):
+                    _scale_row(module.q_proj, query * dim + channel, 1 / factor)
+    return num_planted
 
 
-def _scale(projection: torch.nn.Linear, row: int, factor: float) -> None:
+def _scale_row(projection: torch.nn.Linear, row: int, factor: float) -> None:
     with torch.no_grad():
         for weight in projection.parameters():
             weight[row] *= factor

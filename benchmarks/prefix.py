@@ -50,38 +50,39 @@ def measure_prefix(
         RuntimeError: A process failed.
     """
     run, name = describe_run("prefix"), model or str(demo_model_path())
+    environment = make_environment()
     answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORES}
 
-    def ask(question: str, store: Path | None) -> dict[str, Any]:
+    def measure_answer(question: str, store: Path | None) -> dict[str, Any]:
         task = {
             "model": name,
             "tokens": tokens,
             "question": question,
             "store": store and str(store),
         }
-        answer: dict[str, Any] = run_process("benchmarks.prefix:_measure", task, make_environment())
+        answer: dict[str, Any] = run_process("benchmarks.prefix:_write_answer", task, environment)
         return answer
 
     with tempfile.TemporaryDirectory() as folder:
-        full = Path(folder) / "full"
-        ask("What is this text about?", full)
+        full_store = Path(folder) / "full"
+        measure_answer("What is this text about?", full_store)
         for number in range(rounds):
-            stores = {"none": None, "empty": Path(folder) / f"empty-{number}", "full": full}
+            stores = {"none": None, "empty": Path(folder) / f"empty-{number}", "full": full_store}
             turn = number % len(STORES)
             for kind in STORES[turn:] + STORES[:turn]:
                 progress(f"round {number + 1} of {rounds}, store: {kind}")
                 question = f"In {number + 2} words, what is said of lists?"
-                answers[kind].append(ask(question, stores[kind]))
-        sizes = [file.stat().st_size for file in full.glob("*.safetensors")]
+                answers[kind].append(measure_answer(question, stores[kind]))
+        sizes = [file.stat().st_size for file in full_store.glob("*.safetensors")]
     rows = []
-    for kind, timed in answers.items():
-        median, low, high = quartiles([answer["seconds"] for answer in timed])
+    for kind, kind_answers in answers.items():
+        median, low, high = quartiles([answer["seconds"] for answer in kind_answers])
         rows.append(
             {
-                "store": kind, "seconds": [answer["seconds"] for answer in timed],
+                "store": kind, "seconds": [answer["seconds"] for answer in kind_answers],
                 "median": median, "low": low, "high": high,
-                "found": min(answer["found"] for answer in timed),
-                "enable": quartiles([answer["enable"] for answer in timed])[0],
+                "found": min(answer["found"] for answer in kind_answers),
+                "enable": quartiles([answer["enable"] for answer in kind_answers])[0],
             }
         )  # fmt: skip
     difference = max(
@@ -95,8 +96,8 @@ def measure_prefix(
     }  # fmt: skip
 
 
-def _measure(task: dict[str, Any]) -> None:
-    """Write the time of the first answer."""
+def _write_answer(task: dict[str, Any]) -> None:
+    """Write the times and the logits of the first answer to stdout, as JSON."""
     import pydoc_data.topics
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,13 +116,13 @@ def _measure(task: dict[str, Any]) -> None:
     store = None if task["store"] is None else PrefixStore(task["store"])
     enable(model, prefill="stored", prefix_store=store)
     load_backend(choose_backend("auto", model.device))
-    enabled = time.perf_counter()
+    enable_end = time.perf_counter()
     generated = model.generate(
         ids, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     answer = {
-        "seconds": time.perf_counter() - enabled,
-        "enable": enabled - start,
+        "seconds": time.perf_counter() - enable_end,
+        "enable": enable_end - start,
         "found": 0 if store is None else store.usage().tokens_found,
         "logits": generated.logits[0][0].tolist(),
     }

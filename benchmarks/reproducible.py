@@ -33,15 +33,15 @@ from hf_fp8kv.utils.environment import describe_run
 from .shared import Result, main
 
 Tensor = torch.Tensor
-_OFFLOAD = OffloadingManager.offload_requests
-PAGE, VOCABULARY = 64, 200
-BLOCK, ANSWER = 32, 24  # tokens of a block and of an answer in an engine
+_STOCK_OFFLOAD = OffloadingManager.offload_requests
+PAGE_SIZE, VOCABULARY = 64, 200
+BLOCK_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a block and of an answer in an engine
 # Maximum number of tokens and of sequences. Attention adds spans of 512 tokens.
-SIZES, SIZES_OF_DEMO = (600, 16), (512, 3)
+SIZES, DEMO_SIZES = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
 POSITIONS = 512
-_SMALL: dict[str, Any] = {
+_SMALL_CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
@@ -68,41 +68,42 @@ class Reader:
     ) -> None:
         self.model: Any = model
         self.rng, self.tokens, self.sequences = rng, tokens, sequences
-        self.evicted = 0  # requests of engines
+        self.evictions = 0  # number of requests that engines evicted
         self.enable()
         self.texts = torch.randint(3, VOCABULARY, (sequences, tokens)).to(model.device)
-        self.windows = any(layer.is_sliding for layer in self.cache().layers)
+        self.windowed = any(layer.is_sliding for layer in self.make_cache().layers)
         self.logits, self.pages = self.read(self.texts[:1], [self.tokens])
 
     def enable(self, **keywords: Any) -> None:
-        enable(self.model, deterministic=True, page_size=PAGE, **keywords)
+        enable(self.model, deterministic=True, page_size=PAGE_SIZE, **keywords)
 
-    def cache(self, **keywords: Any) -> FP8PagedCache:
-        return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE, **keywords)
+    def make_cache(self, **keywords: Any) -> FP8PagedCache:
+        return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE_SIZE, **keywords)
 
     @torch.no_grad()
     def read(
         self, ids: Tensor, chunks: list[int], cache: Any = None, row: int = 0
     ) -> tuple[Tensor, list[Tensor]]:
         """Return logits `[T, V]`, and the keys and values of all layers, of a row of texts."""
-        cache = self.cache() if cache is None else cache
-        outs = [
+        cache = self.make_cache() if cache is None else cache
+        logits = [
             self.model(part, **with_cache(self.model, cache)).logits[row]
             for part in ids.split(chunks, 1)
         ]
-        sides = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-        return torch.cat(outs), [side.dense()[row] for side in sides]
+        states = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        return torch.cat(logits), [state.dense()[row] for state in states]
 
     def draw_chunks(self, tokens: int) -> list[int]:
         chunks: list[int] = []
-        largest = self.rng.choice([1, 8, 63, 64, 65, 200, 512])
-        while (left := tokens - sum(chunks)) > 0:
-            # Single tokens take the longest, so there are at most 40 chunks before the rest.
-            chunks.append(min(left, self.rng.randint(1, largest)) if len(chunks) < 40 else left)
+        max_size = self.rng.choice([1, 8, 63, 64, 65, 200, 512])
+        while sum(chunks) < tokens:
+            # Single tokens take the longest, so there are at most 40 chunks before the last chunk.
+            size = self.rng.randint(1, max_size) if len(chunks) < 40 else tokens
+            chunks.append(min(size, tokens - sum(chunks)))
         return chunks
 
     def compare(self, result: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
-        """Return the number of compared values, and the numbers that differ in logits and pages."""
+        """Return the number of compared values, and of wrong ones in logits and in pages."""
         logits, pages = result
         pairs = [
             # A window holds fewer tokens if the last calls were shorter.
@@ -110,9 +111,9 @@ class Reader:
             for page, expected in zip(pages, self.pages[: len(pages)], strict=True)
             if (n := min(page.shape[1], expected.shape[1]))
         ]
-        in_logits = int((logits != self.logits[start:]).sum())
-        in_pages = sum(int((page != expected).sum()) for page, expected in pairs)
-        return logits.numel() + sum(page.numel() for page, _ in pairs), in_logits, in_pages
+        wrong_logits = int((logits != self.logits[start:]).sum())
+        wrong_pages = sum(int((page != expected).sum()) for page, expected in pairs)
+        return logits.numel() + sum(page.numel() for page, _ in pairs), wrong_logits, wrong_pages
 
     # -- combinations ------------------------------------------------------------------------
 
@@ -126,58 +127,58 @@ class Reader:
     def fork(self) -> tuple[int, int, int]:
         """Continue a fork, after a different text continued the cache."""
         start = self.rng.randint(1, self.tokens - 1)
-        cache = self.cache()
+        cache = self.make_cache()
         self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
-        forked = cache.fork()
+        branch = cache.fork()
         self.read(self.texts[1:2, :50], self.draw_chunks(50), cache)
-        rest = self.texts[:1, start:]
-        return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), forked), start)
+        tail = self.texts[:1, start:]
+        return self.compare(self.read(tail, self.draw_chunks(self.tokens - start), branch), start)
 
     def recompute(self) -> tuple[int, int, int]:
         """Remove the last tokens, and recompute them."""
-        removed = self.rng.randint(1, 60)
-        cache = self.cache()
+        num_removed = self.rng.randint(1, 60)
+        cache = self.make_cache()
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
         self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
-        cache.crop(-removed)
-        rest = self.texts[:1, self.tokens - removed :]
+        cache.crop(-num_removed)
+        tail = self.texts[:1, self.tokens - num_removed :]
         return self.compare(
-            self.read(rest, self.draw_chunks(removed), cache), self.tokens - removed
+            self.read(tail, self.draw_chunks(num_removed), cache), self.tokens - num_removed
         )
 
     def preallocated(self) -> tuple[int, int, int]:
         """Read the text with a cache of fixed size."""
-        cache = self.cache(max_cache_len=self.tokens + self.rng.randint(0, 100))
+        cache = self.make_cache(max_cache_len=self.tokens + self.rng.randint(0, 100))
         logits, pages = self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
-        return self.compare((logits, [] if self.windows else [x[:, : self.tokens] for x in pages]))
+        return self.compare((logits, [] if self.windowed else [x[:, : self.tokens] for x in pages]))
 
     def restart(self) -> tuple[int, int, int]:
         """Continue a cache that was saved to a file."""
         start = self.rng.randint(1, self.tokens - 1)
-        cache = self.cache()
+        cache = self.make_cache()
         self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = cache.save(f"{folder}/cache.safetensors")
-            loaded = FP8PagedCache.load(path)
-        rest = self.texts[:1, start:]
-        return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), loaded), start)
+            copy = FP8PagedCache.load(path)
+        tail = self.texts[:1, start:]
+        return self.compare(self.read(tail, self.draw_chunks(self.tokens - start), copy), start)
 
     def prefix(self) -> tuple[int, int, int]:
         """Generate with a prefix store, first without and then with stored pages."""
-        compared = differing = 0
+        num_compared = num_different = 0
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for length in sorted(self.rng.sample(range(PAGE, self.tokens), 3)):
+            for length in sorted(self.rng.sample(range(PAGE_SIZE, self.tokens), 3)):
                 store = PrefixStore(folder)
                 self.enable(prefix_store=store)
-                out = self.model.generate(
+                output = self.model.generate(
                     self.texts[:1, :length], max_new_tokens=1, output_logits=True,
                     return_dict_in_generate=True,
                 )  # fmt: skip
-                compared += out.logits[0].numel()
-                differing += int((out.logits[0][0] != self.logits[length - 1]).sum())
+                num_compared += output.logits[0].numel()
+                num_different += int((output.logits[0][0] != self.logits[length - 1]).sum())
                 store.flush()
         self.enable()
-        return compared, differing, 0
+        return num_compared, num_different, 0
 
     def engine(self) -> tuple[int, int, int]:
         """Answer in an engine that evicts, recomputes and cancels decoding requests."""
@@ -185,20 +186,20 @@ class Reader:
         neighbors = [
             self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, count)
         ]
-        own = self.texts[0, :length].tolist()
-        largest = -(-(max(map(len, [own, *neighbors])) + ANSWER) // BLOCK)
+        own_ids = self.texts[0, :length].tolist()
+        max_blocks = -(-(max(map(len, [own_ids, *neighbors])) + ANSWER_TOKENS) // BLOCK_SIZE)
 
         def offload(manager: OffloadingManager) -> bool:
-            before = len(manager.scheduler.waiting_requests)
-            done: bool = _OFFLOAD(manager)
-            self.evicted += len(manager.scheduler.waiting_requests) - before
-            return done
+            waiting_before = len(manager.scheduler.waiting_requests)
+            has_offloaded: bool = _STOCK_OFFLOAD(manager)
+            self.evictions += len(manager.scheduler.waiting_requests) - waiting_before
+            return has_offloaded
 
         serving.enable(self.model, deterministic=True)
-        config = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1)
+        config = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=-1)
         batching = ContinuousBatchingConfig(
             return_logprobs=True, max_batch_tokens=self.rng.choice([64, 100, 256]),
-            page_size=BLOCK, num_blocks=largest + self.rng.randint(1, 12),
+            page_size=BLOCK_SIZE, num_blocks=max_blocks + self.rng.randint(1, 12),
         )  # fmt: skip
         with (
             patch.object(OffloadingManager, "offload_requests", offload),
@@ -207,41 +208,41 @@ class Reader:
             ) as manager,
         ):
             requests = [
-                manager.add_request(ids, max_new_tokens=ANSWER, streaming=not place)
-                for place, ids in enumerate(neighbors)
+                manager.add_request(ids, max_new_tokens=ANSWER_TOKENS, streaming=number == 0)
+                for number, ids in enumerate(neighbors)
             ]
-            streamed = requests[0] if requests else None
-            request = manager.add_request(own, max_new_tokens=ANSWER)
+            streamed_request = requests[0] if requests else None
+            request = manager.add_request(own_ids, max_new_tokens=ANSWER_TOKENS)
             answer: Any = None
             while (answer is None or answer.request_id != request) and manager.is_running():
                 answer = manager.get_result(timeout=1)
-                if answer is not None and answer.request_id == streamed:
-                    manager.cancel_request(streamed)
+                if answer is not None and answer.request_id == streamed_request:
+                    manager.cancel_request(streamed_request)
         serving.disable(self.model)
         self.enable()
         tokens = answer.generated_tokens
-        ids = torch.tensor([own + tokens], device=self.texts.device)
+        ids = torch.tensor([own_ids + tokens], device=self.texts.device)
         logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
         rows = logits[length - 1 :].float().softmax(-1)
-        wanted = rows.gather(1, ids[0, length:, None]).log()[:, 0].tolist()
-        return ANSWER, sum(x != y for x, y in zip(answer.logprobs, wanted, strict=True)), 0
+        expected = rows.gather(1, ids[0, length:, None]).log()[:, 0].tolist()
+        return ANSWER_TOKENS, sum(x != y for x, y in zip(answer.logprobs, expected, strict=True)), 0
 
     @torch.no_grad()
     def decode(self) -> tuple[int, int, int]:
         """Compare log-probabilities of prefill and decode at each position."""
         ids = self.texts[:1, :POSITIONS]
         logits, _ = self.read(ids, [1] * POSITIONS)
-        decoded, expected = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
-        return decoded.numel(), int((decoded != expected).sum()), 0
+        actual, expected = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
+        return actual.numel(), int((actual != expected).sum()), 0
 
 
-def build(name: str, dtype: str, device: str) -> PreTrainedModel:
+def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the demo model, or a small model with random weights."""
     if name == DEMO:
-        loaded: PreTrainedModel = load_model(None, device, dtype)[0]
-        return loaded
+        demo_model: PreTrainedModel = load_model(None, device, dtype)[0]
+        return demo_model
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**_SMALL, **MODELS[name]})
+    config = AutoConfig.for_model(name, **{**_SMALL_CONFIG, **MODELS[name]})
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return model.to(device).eval()  # type: ignore[no-any-return]
 
@@ -249,9 +250,9 @@ def build(name: str, dtype: str, device: str) -> PreTrainedModel:
 @torch.no_grad()
 def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]]:
     """Return the seconds of calls of the demo model with and without determinism, and ratios."""
-    model: Any = build(DEMO, dtype, device)
+    model: Any = build_model(DEMO, dtype, device)
     # torch.cpu.synchronize has the same signature and does nothing.
-    wait = torch.cuda.synchronize if model.device.type == "cuda" else torch.cpu.synchronize
+    synchronize = torch.cuda.synchronize if model.device.type == "cuda" else torch.cpu.synchronize
     ids = torch.randint(3, VOCABULARY, (8, 512), device=device)
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
@@ -281,19 +282,19 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
             cache = FP8PagedCache(model.config, prefill="stored")
             if "decode" in name:
                 model(ids[: 8 if "8" in name else 1, :256], **with_cache(model, cache))
-            wait()
-            began = time.perf_counter()
+            synchronize()
+            start = time.perf_counter()
             call(cache)
-            wait()
+            synchronize()
             if turn > 1:  # the first turns warm up
-                seconds[name][deterministic].append(time.perf_counter() - began)
+                seconds[name][deterministic].append(time.perf_counter() - start)
     return [
         {
-            "call": name, "dtype": dtype, "seconds": round(statistics.median(stock), 4),
-            "deterministic": round(statistics.median(ours), 4),
-            "ratio": round(statistics.median(map(operator.truediv, ours, stock)), 2),
+            "call": name, "dtype": dtype, "seconds": round(statistics.median(stock_seconds), 4),
+            "deterministic": round(statistics.median(our_seconds), 4),
+            "ratio": round(statistics.median(map(operator.truediv, our_seconds, stock_seconds)), 2),
         }
-        for name, (stock, ours) in seconds.items()
+        for name, (stock_seconds, our_seconds) in seconds.items()
     ]  # fmt: skip
 
 
@@ -317,28 +318,28 @@ def measure_reproducibility(
     full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
     names = [full_names[name] for name in (models.split(",") if models else full_names)]
     cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
-    per_case = combinations // max(1, len(cases))
-    for place, (name, dtype) in enumerate(cases):
+    num_per_case = combinations // max(1, len(cases))
+    for index, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
-        model = build(name, dtype, device)
-        sizes = SIZES_OF_DEMO if name == DEMO else SIZES
+        model = build_model(name, dtype, device)
+        sizes = DEMO_SIZES if name == DEMO else SIZES
         reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
-        if not reader.windows:
+        if not reader.windowed:
             kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
         # The demo model takes far longer, so it gets half the number, and each kind at least once.
-        todo = per_case // 2 if name == DEMO else per_case
-        drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
-        for kind, count in [*drawn.items(), (Reader.decode, 1)]:
-            progress(f"{place / len(cases):.0%} {name}, {dtype}, {kind.__name__}")
-            began, reader.evicted = time.perf_counter(), 0
+        total = num_per_case // 2 if name == DEMO else num_per_case
+        counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, total - len(kinds) - 1)))
+        for kind, count in [*counts.items(), (Reader.decode, 1)]:
+            progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind.__name__}")
+            start, reader.evictions = time.perf_counter(), 0
             compared, logits, pages = map(
                 sum, zip(*(kind(reader) for _ in range(count)), strict=True)
             )
             rows.append({
                 "model": name, "dtype": dtype, "kind": kind.__name__, "combinations": count,
-                "compared": compared, "logits": logits, "pages": pages, "evicted": reader.evicted,
-                "seconds": round(time.perf_counter() - began, 1),
+                "compared": compared, "logits": logits, "pages": pages, "evicted": reader.evictions,
+                "seconds": round(time.perf_counter() - start, 1),
             })  # fmt: skip
         disable(model)
     settings = {"seed": seed, "threads": torch.get_num_threads(), "device": device}

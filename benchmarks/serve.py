@@ -53,7 +53,7 @@ def measure_serving(
         page_size: Number of tokens of a page.
         turns: Number of measured turns of each load. One unmeasured turn comes first.
         dtype: Format of the FP8 pages.
-        batch_tokens: Number of tokens of a step. With a long prompt each server has its default.
+        batch_tokens: Number of tokens of a step. With a long prompt, each server has its default.
         progress: Function that is called with the name of the next measurement.
 
     Returns:
@@ -67,86 +67,87 @@ def measure_serving(
     run, name = describe_run("serve"), model or str(demo_model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
-        ours = ["-m", "hf_fp8kv.cli", "serve", name, "--metrics-interval", "0"]
+        our_command = ["-m", "hf_fp8kv.cli", "serve", name, "--metrics-interval", "0"]
         commands = {
             STOCK: ["-m", "transformers.cli.transformers", "serve", name,
                     "--continuous-batching", "--attn-implementation", "sdpa",
                     "--cb-num-blocks", str(load.blocks)],
-            OURS: [*ours, "--kv-cache-dtype", dtype, "--cb-num-blocks",
-                   str(same_bytes(name, load.blocks, page_size, dtype))],
-            PLAIN: [*ours, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
+            OURS: [*our_command, "--kv-cache-dtype", dtype, "--cb-num-blocks",
+                   str(count_equal_pages(name, load.blocks, page_size, dtype))],
+            PLAIN: [*our_command, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
         }  # fmt: skip
-        common = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
+        options = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
                   str(page_size)]  # fmt: skip
-        if not load.long_words:  # otherwise the server's default
-            common += ["--cb-max-batch-tokens", str(batch_tokens)]
+        if not load.long_words:  # with a long prompt, each server has its default
+            options += ["--cb-max-batch-tokens", str(batch_tokens)]
         with contextlib.ExitStack() as stack:
             servers = {}
             for server, command in commands.items():
                 progress(f"{load.name}: starting {server}")
-                servers[server] = stack.enter_context(run_server([*command, *common], name))
+                servers[server] = stack.enter_context(run_server([*command, *options], name))
             for turn in range(turns + 1):
                 order = list(servers)
                 random.Random(turn).shuffle(order)
                 for server in order:
                     progress(f"{load.name}: turn {turn} of {turns}, {server}")
-                    servers[server].take(load, counts=turn > 0, seed=turn)
-            rows += summarize(load, servers)
-            stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
-            rows.append(_row(load, "bytes of all pages", STOCK, [stock], "MiB"))
+                    servers[server].run_load(load, is_measured=turn > 0, seed=turn)
+            rows += summarize_load(load, servers)
+            stock_mib = load.blocks * _count_page_bytes(name, page_size, "auto") / 2**20
+            rows.append(_make_row(load, "bytes of all pages", STOCK, [stock_mib], "MiB"))
     settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
                 "dtype": dtype, "batch_tokens": batch_tokens,
                 "loads": [vars(load) for load in loads]}  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
 
 
-def same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
+def count_equal_pages(name: str, blocks: int, page_size: int, dtype: str) -> int:
     """Return the number of our pages with the bytes of `blocks` pages of the stock server."""
-    return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
+    stock_bytes = blocks * _count_page_bytes(name, page_size, "auto")
+    return stock_bytes // _count_page_bytes(name, page_size, dtype)
 
 
-def _page_bytes(name: str, page_size: int, dtype: str) -> int:
+def _count_page_bytes(name: str, page_size: int, dtype: str) -> int:
     """Return the bytes of a page of all layers, with its dynamic scales."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name).get_text_config()
     heads, dim = kv_shape(config)
-    plain = parse_dtype(dtype, "dtype") == AUTO
-    token = dim * (4 if "32" in str(config.dtype) else 2) if plain else dim + 2
-    return int(2 * config.num_hidden_layers * heads * page_size * token)
+    is_unquantized = parse_dtype(dtype, "dtype") == AUTO
+    token_bytes = dim * (4 if "32" in str(config.dtype) else 2) if is_unquantized else dim + 2
+    return int(2 * config.num_hidden_layers * heads * page_size * token_bytes)
 
 
-def summarize(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
+def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
     rows = []
     for name, server in servers.items():
-        speed = _row(load, "throughput", name, server.throughput, "tokens/s")
-        rows.append({**speed, "failed": server.failed})
+        row = _make_row(load, "throughput", name, server.throughput, "tokens/s")
+        rows.append({**row, "failed": server.num_failed})
         for measure, unit, values in (
-            ("first token", "ms", [1e3 * answer.first for answer in server.answers]),
+            ("first token", "ms", [1e3 * answer.first_time for answer in server.answers]),
             ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
-            ("whole answer", "s", [answer.last for answer in server.answers]),
+            ("whole answer", "s", [answer.last_time for answer in server.answers]),
         ):
-            for share in _PERCENTILES:
-                value = _percentile(values, share)
-                rows.append(_row(load, f"{measure}, p{share}", name, [value], unit))
+            for percent in _PERCENTILES:
+                value = _percentile(values, percent)
+                rows.append(_make_row(load, f"{measure}, p{percent}", name, [value], unit))
         if server.streams and server.long_prompts:
             gaps = [answer.gap for answer in server.streams]
-            rows.append(_row(load, "largest gap of a stream", name, gaps, "s"))
-            firsts = [answer.first for answer in server.long_prompts]
-            rows.append(_row(load, "first token of the long prompt", name, firsts, "s"))
-        rows.append(_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
+            rows.append(_make_row(load, "largest gap of a stream", name, gaps, "s"))
+            first_times = [answer.first_time for answer in server.long_prompts]
+            rows.append(_make_row(load, "first token of the long prompt", name, first_times, "s"))
+        rows.append(_make_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
         if server.pages is not None:
-            used, total, size = server.pages
-            rows.append(_row(load, f"pages in use, of {total:.0f}", name, [used], "pages"))
-            rows.append(_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
+            num_used, total, num_bytes = server.pages
+            rows.append(_make_row(load, f"pages in use, of {total:.0f}", name, [num_used], "pages"))
+            rows.append(_make_row(load, "bytes of all pages", name, [num_bytes / 2**20], "MiB"))
     for name in (OURS, PLAIN):
         pairs = zip(servers[name].throughput, servers[STOCK].throughput, strict=True)
         ratios = [ours / stock for ours, stock in pairs]
-        rows.append({**_row(load, "throughput ratio", name, ratios, "×"), "against": STOCK})
+        rows.append({**_make_row(load, "throughput ratio", name, ratios, "×"), "against": STOCK})
     return rows
 
 
-def _row(
+def _make_row(
     load: Load, measure: str, server: str, values: Sequence[float], unit: str
 ) -> dict[str, Any]:
     value, low, high = quartiles(values)
@@ -156,10 +157,10 @@ def _row(
     }  # fmt: skip
 
 
-def _percentile(values: Sequence[float], share: int) -> float:
-    """Return the smallest value that `share` percent of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(-(-share * len(ordered) // 100) - 1, 0)]
+def _percentile(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that `percent` percent of the values do not exceed."""
+    sorted_values = sorted(values)
+    return sorted_values[max(-(-percent * len(sorted_values) // 100) - 1, 0)]
 
 
 if __name__ == "__main__":

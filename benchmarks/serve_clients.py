@@ -19,7 +19,7 @@ from hf_fp8kv.errors import ConfigError
 
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
 # Seconds from a streamed answer to a long prompt, and from the long prompt to other requests.
-_AHEAD = 1.0
+_DELAY_SECONDS = 1.0
 _WORDS = [
     "page", "slot", "table", "length", "scale", "token", "layer", "head",
     "sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose",
@@ -31,27 +31,27 @@ class Load:
     """The requests of the clients, and the number of pages for them."""
 
     name: str
-    clients: int  # at the same time
-    requests: int  # of all clients in a turn
-    words: int  # of a prompt, about one token each
-    new_tokens: int  # of an answer, maximum
-    blocks: int  # pages of the stock server, whose bytes all servers get
-    long_words: int = 0  # of a long prompt next to a streamed answer
-    streamed: int = 300  # tokens of that answer
+    clients: int  # number of simultaneous clients
+    requests: int  # number of requests of all clients in a turn
+    words: int  # number of words of a prompt, about one token each
+    new_tokens: int  # maximum number of tokens of an answer
+    blocks: int  # number of pages of the stock server, whose bytes all servers get
+    long_words: int = 0  # number of words of a long prompt next to a streamed answer
+    streamed: int = 300  # number of tokens of the streamed answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times of an answer, in seconds since its request."""
+    """Times of an answer's first and last token, in seconds since its request."""
 
-    first: float
-    last: float
+    first_time: float
+    last_time: float
     tokens: int
-    gap: float = 0.0  # the longest time between two pieces
+    gap: float = 0.0  # longest time between two chunks
 
     @property
     def per_token(self) -> float:
-        return (self.last - self.first) / max(self.tokens - 1, 1)
+        return (self.last_time - self.first_time) / max(self.tokens - 1, 1)
 
 
 class Server:
@@ -66,53 +66,54 @@ class Server:
         self.long_prompts: list[Answer] = []
         self.streams: list[Answer] = []
         # Requests without an answer, and the peak of the process in bytes.
-        self.failed, self.peak = 0, 0
+        self.num_failed, self.peak = 0, 0
         # Peak of pages in use, all pages, their bytes. None if the server has no such metrics.
         self.pages: list[float] | None = None
 
-    def take(self, load: Load, *, counts: bool, seed: int) -> None:
-        """Run the load once. `counts` means that the turn is measured."""
-        done = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(done,))
-        watch.start()
-        began = time.perf_counter()
-        first = 1000 * seed
+    def run_load(self, load: Load, *, is_measured: bool, seed: int) -> None:
+        """Run the load once. `is_measured` means that its answers are kept."""
+        stop_event = threading.Event()
+        watcher = threading.Thread(target=self._watch_usage, args=(stop_event,))
+        watcher.start()
+        start = time.perf_counter()
+        base = 1000 * seed
         try:
             with ThreadPoolExecutor(2) as extra_pool, ThreadPoolExecutor(load.clients) as pool:
                 extra_requests = []
                 if load.long_words:
-                    streamed = replace(load, new_tokens=load.streamed)
-                    long = replace(load, words=load.long_words, new_tokens=2)
-                    for number, extra in enumerate((streamed, long), first + load.requests):
-                        extra_requests.append(extra_pool.submit(self._ask, extra, number))
-                        time.sleep(_AHEAD)
-                requests = [pool.submit(self._ask, load, first + n) for n in range(load.requests)]
+                    stream_load = replace(load, new_tokens=load.streamed)
+                    long_load = replace(load, words=load.long_words, new_tokens=2)
+                    for number, extra in enumerate((stream_load, long_load), base + load.requests):
+                        extra_requests.append(extra_pool.submit(self._fetch_answer, extra, number))
+                        time.sleep(_DELAY_SECONDS)
+                numbers = range(base, base + load.requests)
+                requests = [pool.submit(self._fetch_answer, load, number) for number in numbers]
                 replies = [request.result() for request in requests]
                 extra_replies = [request.result() for request in extra_requests]
         finally:
-            seconds = time.perf_counter() - began
-            done.set()
-            watch.join()
+            seconds = time.perf_counter() - start
+            stop_event.set()
+            watcher.join()
         answers = [answer for answer in replies if answer is not None]
         if not answers:
             raise ConfigError(
                 f"the server of {self.model} answers no request. Start it in a terminal to see why"
             )
-        if counts:
-            self.failed += len(replies) - len(answers)
+        if is_measured:
+            self.num_failed += len(replies) - len(answers)
             self.answers += answers
             self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
-            self.failed += extra_replies.count(None)
-            kinds = (self.streams, self.long_prompts)
-            for reply, kind in zip(extra_replies, kinds, strict=False):
+            self.num_failed += extra_replies.count(None)
+            answer_lists = (self.streams, self.long_prompts)
+            for reply, measured_answers in zip(extra_replies, answer_lists, strict=False):
                 if reply is not None:
-                    kind.append(reply)
+                    measured_answers.append(reply)
 
-    def _ask(self, load: Load, number: int) -> Answer | None:
+    def _fetch_answer(self, load: Load, number: int) -> Answer | None:
         """Send one request and read its streamed answer."""
         words = random.Random(number).choices(_WORDS, k=load.words)
         text = f"{number}: {' '.join(words)}. Tell me more."
-        body = {
+        request_body = {
             "model": self.model,
             "stream": True,
             "temperature": 0,
@@ -121,11 +122,11 @@ class Server:
         }
         times: list[float] = []
         tokens = 0
-        began = time.perf_counter()
+        start = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_SECONDS)
         with contextlib.closing(connection):
             try:
-                connection.request("POST", "/v1/chat/completions", json.dumps(body),
+                connection.request("POST", "/v1/chat/completions", json.dumps(request_body),
                                    {"content-type": "application/json"})  # fmt: skip
                 for line in connection.getresponse():
                     if not line.startswith(b"data: {"):
@@ -133,33 +134,33 @@ class Server:
                     chunk = json.loads(line[6:])
                     choice = chunk["choices"][0]
                     # An answer may consist only of its end.
-                    ends = choice.get("finish_reason") is not None and not times
-                    if choice["delta"].get("content") or ends:
-                        times.append(time.perf_counter() - began)
+                    is_end = choice.get("finish_reason") is not None and not times
+                    if choice["delta"].get("content") or is_end:
+                        times.append(time.perf_counter() - start)
                     tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
             except (OSError, http.client.HTTPException, ValueError, LookupError):
                 return None
         if not times or not tokens:
             return None
-        gaps = [after - before for before, after in pairwise(times)]
+        gaps = [b - a for a, b in pairwise(times)]
         return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
 
-    def _watch(self, done: threading.Event) -> None:
+    def _watch_usage(self, stop_event: threading.Event) -> None:
         """Observe memory and pages until the turn is over."""
         import psutil
 
         process = psutil.Process(self.process.pid)
-        over = False
-        while not over:
-            over = done.wait(0.2)
+        is_over = False
+        while not is_over:
+            is_over = stop_event.wait(0.2)
             with contextlib.suppress(psutil.Error):
                 self.peak = max(self.peak, process.memory_info().rss)
-            numbers = self._numbers()
-            if "pages_used" in numbers:
-                used = max(numbers["pages_used"], self.pages[0] if self.pages else 0)
-                self.pages = [used, numbers["pages_total"], numbers["bytes_total"]]
+            metrics = self._read_metrics()
+            if "pages_used" in metrics:
+                pages_used = max(metrics["pages_used"], self.pages[0] if self.pages else 0)
+                self.pages = [pages_used, metrics["pages_total"], metrics["bytes_total"]]
 
-    def _numbers(self) -> dict[str, float]:
+    def _read_metrics(self) -> dict[str, float]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         with contextlib.closing(connection), contextlib.suppress(OSError):
             connection.request("GET", "/metrics")
@@ -185,7 +186,7 @@ def run_server(arguments: list[str], model: str) -> Iterator[Server]:
     port: list[int] = []
     ready = threading.Event()
 
-    def read() -> None:
+    def read_log() -> None:
         for line in process.stdout or ():
             if ready.is_set():
                 continue
@@ -196,7 +197,7 @@ def run_server(arguments: list[str], model: str) -> Iterator[Server]:
                 ready.set()
         ready.set()
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read_log)
     reader.start()
     try:
         if not ready.wait(_START_SECONDS) or not port:

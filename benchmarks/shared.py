@@ -39,7 +39,7 @@ def read_options(doc: str | None, options: Options) -> tuple[dict[str, Any], str
     values = vars(parser.parse_args())
     path: str | None = values.pop("json")
     if path is not None and not Path(path).parent.is_dir():
-        parser.error(f"--json: expected a file in a folder that exists, got {path!r}")
+        parser.error(f"--json: expected a file in an existing folder, got {path!r}")
     return {name: value for name, value in values.items() if value is not None}, path
 
 
@@ -70,8 +70,8 @@ def with_model(measure: Callable[..., Result]) -> Callable[..., Result]:
     """Return `measure` with the options of `MODEL` instead of a loaded model, in float32."""
 
     def run(model: str | None = None, device: str = "auto", **values: Any) -> Result:
-        loaded, tokenizer = load_model(model, parse_device(device), "float32")
-        return measure(loaded, tokenizer, name=model or DEMO, **values)
+        lm, tokenizer = load_model(model, parse_device(device), "float32")
+        return measure(lm, tokenizer, name=model or DEMO, **values)
 
     return run
 
@@ -96,25 +96,25 @@ def format_rows(result: Result) -> "RenderableType":
 def make_environment() -> dict[str, str]:
     """Return the environment of a process that compiles kernels."""
     # Triton's variables (interpreter, debugger, dumps) are for other runs, except its cache.
-    others = {name for name in os.environ if name.startswith("TRITON_")}
-    others -= {"TRITON_CACHE_DIR", "TRITON_HOME"}
-    variables = {name: value for name, value in os.environ.items() if name not in others}
+    excluded_names = {name for name in os.environ if name.startswith("TRITON_")}
+    excluded_names -= {"TRITON_CACHE_DIR", "TRITON_HOME"}
+    variables = {name: value for name, value in os.environ.items() if name not in excluded_names}
     # The new process must find the package where this process found it.
     return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def run_process(call: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+def run_process(target: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
     """Call `module:function` in a separate process, and return the last JSON that it writes.
 
     Raises:
         RuntimeError: The process failed.
     """
-    module, _, function = call.partition(":")
+    module, _, function = target.partition(":")
     script = (
         f"import json, sys; from {module} import {function}; {function}(json.loads(sys.argv[1]))"
     )
     command = [sys.executable, "-c", script, json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a process ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if process.returncode:
+        raise RuntimeError(f"a process ended with {process.returncode}: {process.stderr[-2000:]}")
+    return json.loads(process.stdout.splitlines()[-1])

@@ -22,10 +22,10 @@ from .shared import Result, main
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
 # The first topics to score. If more are needed, the shortest other topics follow.
-TEXTS = ("objects", "execmodel", "import", "customization")
+FIRST_TOPICS = ("objects", "execmodel", "import", "customization")
 # Topics that share a paragraph of at least this number of characters count as the same text.
-_PARAGRAPH = 80
-BASE = "auto"
+_MIN_PARAGRAPH = 80
+BASE_DTYPE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
 )  # fmt: skip
@@ -45,21 +45,22 @@ def split_topics(tokenizer: Any, count: int, length: int) -> tuple[list[torch.Te
     No text to calibrate on shares a paragraph with a scored topic.
     """
     paragraphs = {name: _find_paragraphs(text) for name, text in TOPICS.items()}
-    shortest = sorted(TOPICS.keys() - set(TEXTS), key=lambda name: (len(TOPICS[name]), name))
-    scored: list[torch.Tensor] = []
-    used: set[str] = set()
-    for name in (*TEXTS, *shortest):
+    topics = sorted(TOPICS.keys() - set(FIRST_TOPICS), key=lambda name: (len(TOPICS[name]), name))
+    scored_texts: list[torch.Tensor] = []
+    scored_parts: set[str] = set()
+    for name in (*FIRST_TOPICS, *topics):
         ids = tokenizer(TOPICS[name], truncation=True, max_length=length, return_tensors="pt")
-        if len(scored) < count and not paragraphs[name] & used and ids.input_ids.shape[1] == length:
-            scored.append(ids.input_ids)
-            used |= paragraphs[name]
-    others = [TOPICS[name] for name in sorted(TOPICS) if not paragraphs[name] & used]
-    return scored, others
+        is_new = not paragraphs[name] & scored_parts
+        if len(scored_texts) < count and is_new and ids.input_ids.shape[1] == length:
+            scored_texts.append(ids.input_ids)
+            scored_parts |= paragraphs[name]
+    corpus = [TOPICS[name] for name in sorted(TOPICS) if not paragraphs[name] & scored_parts]
+    return scored_texts, corpus
 
 
 def _find_paragraphs(text: str) -> set[str]:
     parts = (" ".join(part.split()) for part in text.split("\n\n"))
-    return {part for part in parts if len(part) >= _PARAGRAPH}
+    return {part for part in parts if len(part) >= _MIN_PARAGRAPH}
 
 
 def make_scales(
@@ -86,36 +87,36 @@ def make_scales(
     return [*rows, ("hf_fp8kv", "chosen plan", checkpoint, {"plan": path})]
 
 
-def predict(folder: str, texts: Sequence[list[int]], dtype: str, stored: dict[str, str]) -> Any:
+def predict(folder: str, texts: Sequence[list[int]], dtype: str, options: dict[str, str]) -> Any:
     """Return the log-probabilities at each token of each text, `[tokens, vocabulary]`."""
     from vllm import LLM, SamplingParams
 
-    config = {"hf_fp8kv": stored}
+    config = {"hf_fp8kv": options}
     length = max(map(len, texts))
     llm = LLM(
         folder, kv_cache_dtype=dtype, additional_config=config, dtype="bfloat16", max_num_seqs=1,
         max_model_len=length + 1, max_num_batched_tokens=length + 1, enforce_eager=True,
         kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False,
     )  # fmt: skip
-    recorded: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
 
-    def record(model: Any) -> None:
-        compute = model.compute_logits
+    def record_logits(model: Any) -> None:
+        stock_compute_logits = model.compute_logits
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
-            logits = compute(*args, **kwargs)
+            logits = stock_compute_logits(*args, **kwargs)
             if len(logits) > 1:  # the prompt, not the next token
-                recorded.append(logits.float().log_softmax(-1))
+                logprobs.append(logits.float().log_softmax(-1))
             return logits
 
         model.compute_logits = compute_logits
 
-    llm.apply_model(record)
+    llm.apply_model(record_logits)
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
-    assert [len(x) for x in recorded] == [len(text) - 1 for text in texts]
-    return torch.cat(recorded)
+    assert [len(x) for x in logprobs] == [len(text) - 1 for text in texts]
+    return torch.cat(logprobs)
 
 
 def measure_vllm(
@@ -145,25 +146,25 @@ def measure_vllm(
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     checkpoint = str(demo_model_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    scored, others = split_topics(tokenizer, 4, tokens)
-    texts = [ids[0].tolist() for ids in scored]
+    scored_texts, corpus = split_topics(tokenizer, 4, tokens)
+    texts = [ids[0].tolist() for ids in scored_texts]
     rows = []
-    with tempfile.TemporaryDirectory() as made:
-        planned: list[tuple[str, str, str, dict[str, str]]]
-        planned = [(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
+    with tempfile.TemporaryDirectory() as temporary:
+        variants: list[tuple[str, str, str, dict[str, str]]]
+        variants = [(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
         if calibrated:  # before vLLM, which changes classes of transformers
-            planned += make_scales(checkpoint, others, tokenizer, calibrated, Path(made))
-        progress(BASE)
-        base = predict(checkpoint, texts, BASE, {})
-        for dtype, name, folder, stored in planned:
+            variants += make_scales(checkpoint, corpus, tokenizer, calibrated, Path(temporary))
+        progress(BASE_DTYPE)
+        expected = predict(checkpoint, texts, BASE_DTYPE, {})
+        for dtype, name, folder, options in variants:
             progress(f"{dtype}, {name}")
-            other = predict(folder, texts, dtype, stored)
-            kl = (base.exp() * (base - other)).sum(-1)
-            same = (base.argmax(-1) == other.argmax(-1)).float().mean()
+            actual = predict(folder, texts, dtype, options)
+            kl = (expected.exp() * (expected - actual)).sum(-1)
+            top1 = (expected.argmax(-1) == actual.argmax(-1)).float().mean()
             rows.append(
                 {
                     "dtype": dtype, "scales": name, "kl": float(kl.mean()),
-                    "kl_error": float(kl.std() / len(kl) ** 0.5), "top1": float(same),
+                    "kl_error": float(kl.std() / len(kl) ** 0.5), "top1": float(top1),
                 }
             )  # fmt: skip
     settings = {"dtypes": list(dtypes), "tokens": tokens, "calibrated": calibrated}

@@ -41,10 +41,10 @@ def main() -> None:
     # This format has one scale for both K and V, so a warning reports the reduction.
     scales.save_pretrained(out / "json", format="vllm-json")
     scales.save_pretrained(out / "copy", format="compressed-tensors", checkpoint=folder)
-    for part in ("json", "copy"):
-        read = KVScales.from_pretrained(out / part)
-        k, v = read.layers[0].k.item(), read.layers[0].v.item()
-        print(f"{out / part}: {read.format}, layer 0: K {k:.4f}, V {v:.4f}")
+    for name in ("json", "copy"):
+        loaded_scales = KVScales.from_pretrained(out / name)
+        k, v = loaded_scales.layers[0].k.item(), loaded_scales.layers[0].v.item()
+        print(f"{out / name}: {loaded_scales.format}, layer 0: K {k:.4f}, V {v:.4f}")
     inputs = tokenizer("London is the capital of", return_tensors="pt")
     cache = FP8PagedCache(model.config, scales=out / "copy")
     answer = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)

@@ -1,4 +1,4 @@
-"""Chat with one cache, which gets the whole conversation at each turn and computes new tokens only.
+"""Chat with one cache, which gets the whole conversation in each turn and computes only new tokens.
 
     python examples/chat.py
     python examples/chat.py --model path/or/hub-id --questions "Who are you?" "Why?"

@@ -39,21 +39,21 @@ def main() -> None:
         inputs = {"input_ids": torch.randint(10, 1000, (1, 500))}
     kwargs = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
 
-    default = model.generate(**inputs, **kwargs)
+    default_output = model.generate(**inputs, **kwargs)
     # The second cache takes no config, because every cross-attention stores the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
-    stored = model.generate(**inputs, **kwargs, past_key_values=EncoderDecoderCache(*caches))
-    tokens = default.sequences
+    paged_output = model.generate(**inputs, **kwargs, past_key_values=EncoderDecoderCache(*caches))
+    tokens = default_output.sequences
     print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} different ones")
-    print(f"the same tokens with dtype='model': {torch.equal(tokens, stored.sequences)}")
+    print(f"the same tokens with dtype='model': {torch.equal(tokens, paged_output.sequences)}")
     enable(model)  # from now on each call creates such a pair, in FP8
-    small = model.generate(**inputs, **kwargs).past_key_values
-    for part in ("self_attention_cache", "cross_attention_cache"):
-        layers = getattr(default.past_key_values, part).layers
-        before = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-        size = getattr(small, part).memory_footprint()
-        share = f"{size.used_bytes:,} in FP8 ({size.used_bytes / before:.3f} of it)"
-        print(f"{part}: {before:,} bytes in {str(model.dtype)[6:]}, {share}")
+    fp8_caches = model.generate(**inputs, **kwargs).past_key_values
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        layers = getattr(default_output.past_key_values, name).layers
+        dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        size = getattr(fp8_caches, name).memory_footprint()
+        description = f"{size.used_bytes:,} in FP8 ({size.used_bytes / dense_bytes:.3f} of it)"
+        print(f"{name}: {dense_bytes:,} bytes in {str(model.dtype)[6:]}, {description}")
 
 
 if __name__ == "__main__":

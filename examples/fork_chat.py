@@ -32,25 +32,25 @@ def main() -> None:
         return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     start = [{"role": "system", "content": pydoc_data.topics.topics["typesseq"][: args.characters]}]
-    chats = [[*start, {"role": "user", "content": question}] for question in args.questions]
+    chats = [[*start, {"role": "user", "content": x}] for x in args.questions]
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     prompts = [tokenizer.apply_chat_template(chat, **options).input_ids for chat in chats]
-    equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
-    shared = [*equal[:-1], False].index(False)  # at least one token is left for each question
+    is_equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
+    num_shared = [*is_equal[:-1], False].index(False)  # leaves at least one token
     ask(prompts[0][:, :64], FP8PagedCache(model.config), tokens=2)  # warm up
 
     times = [time.perf_counter()]
     cache = FP8PagedCache(model.config, prefill="stored")
-    model(prompts[0][:, :shared], past_key_values=cache, logits_to_keep=1)
-    print(f"shared: {shared} tokens in {cache.budget.num_held} pages")
+    model(prompts[0][:, :num_shared], past_key_values=cache, logits_to_keep=1)
+    print(f"shared: {num_shared} tokens in {cache.budget.num_held} pages")
     forks = [cache.fork() for _ in prompts]
     answers = [ask(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]
     times.append(time.perf_counter())
     caches = [FP8PagedCache(model.config, prefill="stored") for _ in prompts]
-    separate = [ask(ids, x) for ids, x in zip(prompts, caches, strict=True)]
+    separate_answers = [ask(ids, x) for ids, x in zip(prompts, caches, strict=True)]
     times.append(time.perf_counter())
     print(*map("{} {!r}".format, args.questions, answers), sep="\n")
-    print(f"the same answers without forks: {answers == separate}")
+    print(f"the same answers without forks: {answers == separate_answers}")
     separate_pages = sum(x.budget.num_held for x in caches)
     print(f"pages with forks: {cache.budget.num_held}; apart: {separate_pages}")
     print(f"seconds with forks: {times[1] - times[0]:.1f}; apart: {times[2] - times[1]:.1f}")

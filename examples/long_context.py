@@ -4,8 +4,8 @@
     python examples/long_context.py --max-pages 200     # enough for the whole document
 
 The model reads the document in chunks, so that attention never processes all of it at once. The
-error leaves the cache unchanged, so this script continues with the part that was read, less the
-room that the final question and its answer need.
+error leaves the cache unchanged, so this script continues with the part that was read, without the
+tokens whose pages the final question and its answer need.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     document = tokenizer(pydoc_data.topics.topics["string-methods"], return_tensors="pt").input_ids
-    asked = tokenizer(
+    question = tokenizer(
         "\n\nThe text above describes", return_tensors="pt", add_special_tokens=False
     ).input_ids
     cache = FP8PagedCache(model.config, max_pages=args.max_pages, page_size=64)
@@ -39,13 +39,13 @@ def main() -> None:
             model(chunk.to(model.device), past_key_values=cache, logits_to_keep=1)
     except OutOfPagesError as error:
         print(f"out of pages: a chunk needs {error.needed}, {error.available} are left")
-    read = cache.get_seq_length()
-    room = max(args.max_pages * 64 - asked.shape[1] - NEW_TOKENS, 0)
-    if read > room:
-        cache.crop(room - read)  # removes the last tokens and their pages
-    read = min(read, room)
-    print(f"read {read} of {document.shape[1]} tokens")
-    ids = torch.cat([document[:, :read], asked], dim=1).to(model.device)
+    num_read = cache.get_seq_length()
+    max_read = max(args.max_pages * 64 - question.shape[1] - NEW_TOKENS, 0)
+    if num_read > max_read:
+        cache.crop(max_read - num_read)  # removes the last tokens and their pages
+    num_read = min(num_read, max_read)
+    print(f"read {num_read} of {document.shape[1]} tokens")
+    ids = torch.cat([document[:, :num_read], question], dim=1).to(model.device)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     output = model.generate(ids, past_key_values=cache, **options)
     print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")

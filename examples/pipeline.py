@@ -4,7 +4,7 @@
     python examples/pipeline.py --model path/or/hub-id --dtype fp8
 
 The prompts differ in length, so the batch is padded on the left. `disable` restores the model. The
-last line prints the cache that it then uses.
+last line prints the cache that the model then uses.
 """
 
 import argparse
@@ -35,19 +35,19 @@ def main() -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     model.generation_config.max_length = None  # avoids a warning about the checkpoint's value
 
-    def cache_in_use() -> str:
+    def describe_cache() -> str:
         inputs = tokenizer(PROMPTS[0], return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
         return f"{type(output.past_key_values).__name__} under {model.config._attn_implementation}"
 
     enable(model, dtype=args.dtype)
-    print(f"after enable: {cache_in_use()}")
-    writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    print(f"after enable: {describe_cache()}")
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     options = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    for answer in writer(PROMPTS, batch_size=len(PROMPTS), **options):
+    for answer in generator(PROMPTS, batch_size=len(PROMPTS), **options):
         print(f"  {answer[0]['generated_text']!r}")
     disable(model)
-    print(f"after disable: {cache_in_use()}")
+    print(f"after disable: {describe_cache()}")
 
 
 if __name__ == "__main__":

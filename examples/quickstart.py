@@ -28,30 +28,31 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32  # 16 bits are slow on many CPUs
     tokenizer = AutoTokenizer.from_pretrained(name)
-    # Line 1: attention that reads 8-bit pages. With any other cache it is ordinary attention.
+    # Line 1: attention that reads 8-bit pages. With other caches it is ordinary attention.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="fp8_paged")
     text = pydoc_data.topics.topics["typesseq"]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.prompt_tokens].to(device)
     model.to(device)
-    dynamic = DynamicCache(config=model.config)
+    dynamic_cache = DynamicCache(config=model.config)
     # Line 2: the cache.
-    paged = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
+    paged_cache = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
     count = args.new_tokens  # a fixed number, because times and bytes are compared
     options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
     logits, answers = [], []
-    for cache in (dynamic, paged):
+    for cache in (dynamic_cache, paged_cache):
         with torch.no_grad():
             model(ids[:, :-64], past_key_values=cache)
             logits.append(model(ids[:, -64:], past_key_values=cache).logits.log_softmax(-1))
-        began, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
+        start, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
         answer = model.generate(prompt, past_key_values=cache, **options)[0, ids.shape[1] :]
-        speed = count / (time.perf_counter() - began)
+        speed = count / (time.perf_counter() - start)
         answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: ")
         answers[-1] += repr(tokenizer.decode(answer))
-    in_16_bits = sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in dynamic.layers)
-    size, kl = paged.memory_footprint(), (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
-    print(f"tokens held: {size.tokens}\nin 16 bits: {in_16_bits:,} bytes")
-    print(f"8-bit pages: {size.used_bytes:,} bytes, {size.used_bytes / in_16_bits:.3f} of it")
+    dense_bytes = sum(2 * (x.keys.numel() + x.values.numel()) for x in dynamic_cache.layers)
+    size = paged_cache.memory_footprint()
+    kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
+    print(f"tokens held: {size.tokens}\nin 16 bits: {dense_bytes:,} bytes")
+    print(f"8-bit pages: {size.used_bytes:,} bytes, {size.used_bytes / dense_bytes:.3f} of it")
     print(f"mean KL divergence of the predictions: {kl:.1e}", *answers, sep="\n")
 
 

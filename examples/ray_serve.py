@@ -20,7 +20,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 FACT = "Fact {} of {} is kept in a separate page, number {}, and a page has many slots. "
 
 
-def replicas(name: str) -> serve.Application:
+def make_replicas(name: str) -> serve.Application:
     def build() -> object:  # in each replica
         model = serving.enable(AutoModelForCausalLM.from_pretrained(name))
         batching = ContinuousBatchingConfig(num_blocks=256, page_size=64, max_batch_tokens=256)
@@ -30,7 +30,7 @@ def replicas(name: str) -> serve.Application:
     return serve.deployment(serve.ingress(build)(), num_replicas=2, **options).bind()
 
 
-def talk(client: OpenAI, header: bool, number: int) -> tuple[int, int]:
+def run_conversation(client: OpenAI, header: bool, number: int) -> tuple[int, int]:
     session = f"conversation {number}, header {header}"
     name, messages, cached, tokens = client.models.list().data[0].id, [], 0, 0
     facts = "".join(FACT.format(n, session, n * 7) for n in range(8))
@@ -45,13 +45,13 @@ def talk(client: OpenAI, header: bool, number: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    serve.run(replicas(sys.argv[1] if len(sys.argv) > 1 else str(demo_model_path())))
+    serve.run(make_replicas(sys.argv[1] if len(sys.argv) > 1 else str(demo_model_path())))
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     for header in (False, True):
-        began, pool = time.perf_counter(), ThreadPoolExecutor(4)
-        used = pool.map(talk, [client] * 8, [header] * 8, range(8))
-        cached, tokens = map(sum, zip(*used, strict=True))
-        print(f"header {header}: {cached / tokens:.0%} cached, {time.perf_counter() - began:.1f} s")
+        start, pool = time.perf_counter(), ThreadPoolExecutor(4)
+        counts = pool.map(run_conversation, [client] * 8, [header] * 8, range(8))
+        cached, tokens = map(sum, zip(*counts, strict=True))
+        print(f"header {header}: {cached / tokens:.0%} cached, {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Train the demo model by GRPO with TRL. The trainer replays the 8-bit pages of the rollouts.
+"""Train the demo model with GRPO in TRL. The trainer attends to the 8-bit pages of the rollouts.
 
     python examples/rl.py
 
-`make rl` installs TRL. `--chunk` is the number of tokens in a step of the engine.
+`make rl` installs TRL. `--chunk` is the maximum number of tokens in a step of the engine.
 """
 
 import argparse
@@ -17,57 +17,57 @@ from trl import GRPOConfig, GRPOTrainer
 from hf_fp8kv import demo_model_path, enable, serving
 
 
-def vowels(completions: list[str], **_: object) -> list[float]:
+def vowel_share(completions: list[str], **_: object) -> list[float]:
     return [sum(x in "aeiou" for x in text) / max(len(text), 1) for text in completions]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    cases = ["ours", "ours, no replay", "fp8, scale 1.0", "16-bit cache"]
-    parser.add_argument("--case", choices=cases, default="ours")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    cases: dict[str, dict[str, Any]] = {"ours": {}, "ours, no replay": {}, "16-bit cache": {}}
+    cases["fp8, scale 1.0"] = {"dtype": "fp8_e4m3", "scales": 1.0}
+    parser.add_argument("--case", choices=list(cases), default="ours")
     for name, value in ("steps", 20), ("seed", 0), ("chunk", 256):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    engine = {"return_logprobs": True, "num_blocks": 64, "max_batch_tokens": args.chunk}
+    engine_options = {"return_logprobs": True, "num_blocks": 64, "max_batch_tokens": args.chunk}
     dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)
     if args.case != "16-bit cache":
-        fp8: Any = {"dtype": "fp8_e4m3", "scales": 1.0} if args.case == "fp8, scale 1.0" else {}
-        serving.enable(model, deterministic=args.case == "ours", **fp8)
+        serving.enable(model, deterministic=args.case == "ours", **cases[args.case])
     if args.case == "ours":
         enable(model, training="stored", deterministic=True)
-    # Log-probabilities by the tokens of each answer, because TRL drops the engine's.
     rollouts: dict[tuple[int, ...], list[float]] = {}
-    ratios, generate_batch = [], model.generate_batch
+    ratios, stock_generate_batch = [], model.generate_batch
 
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        answers = generate_batch(*args, **kwargs)
+    def generate_batch(*args: Any, **kwargs: Any) -> Any:
+        """Generate answers, and store the engine's log-probabilities, which TRL discards."""
+        answers = stock_generate_batch(*args, **kwargs)
         rollouts.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
         return answers
 
-    def score(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        """Score without TRL's fused LM head, which sums in a different order than the model."""
         if not fused_lm_head:
-            return forward(*args, **kwargs)
+            return run_model(*args, **kwargs)
         labels = kwargs.pop("labels")[:, 1:]
-        log = forward(*args, use_cache=False, **kwargs).logits[:, :-1].float().log_softmax(-1)
-        log_probs = log.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
-        for row, in_trainer in zip(labels, log_probs.detach(), strict=True):
-            in_rollout = rollouts[tuple(row[row != -100].tolist())]
-            ratios.append((in_trainer[row != -100] - torch.tensor(in_rollout)).exp())
-        return SimpleNamespace(log_probs=log_probs, entropy=-(log.exp() * log).sum(-1))
+        logps = run_model(*args, use_cache=False, **kwargs).logits[:, :-1].float().log_softmax(-1)
+        log_probs = logps.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        for row, trainer_logps in zip(labels, log_probs.detach(), strict=True):
+            rollout_logps = rollouts[tuple(row[row != -100].tolist())]
+            ratios.append((trainer_logps[row != -100] - torch.tensor(rollout_logps)).exp())
+        return SimpleNamespace(log_probs=log_probs, entropy=-(logps.exp() * logps).sum(-1))
 
-    model.generate_batch = generate
+    model.generate_batch = generate_batch
     config = GRPOConfig(
         output_dir="build/rl", max_steps=args.steps, seed=args.seed, learning_rate=1e-5,
         per_device_train_batch_size=4, num_generations=4, max_completion_length=12, use_cpu=True,
         gradient_checkpointing=False, bf16=False, report_to="none", logging_steps=1,
         disable_tqdm=True, use_transformers_continuous_batching=True,
-        transformers_continuous_batching_config=engine,
+        transformers_continuous_batching_config=engine_options,
     )  # fmt: skip
     prompts = Dataset.from_dict({"prompt": ["The sea is", "I like to eat", "Once upon a time"]})
-    trainer = GRPOTrainer(model, vowels, config, train_dataset=prompts)
-    # TRL's own product with the head's weights adds in a different order.
-    forward, model.forward = model.forward, score
+    trainer = GRPOTrainer(model, vowel_share, config, train_dataset=prompts)
+    run_model, model.forward = model.forward, forward
     trainer.train()
     ratio = torch.cat(ratios)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

@@ -19,7 +19,7 @@ WORDS = ["sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose"]
 
 
 @contextlib.contextmanager
-def server(model: str | None) -> Iterator[str]:
+def run_server(model: str | None) -> Iterator[str]:
     command = [sys.executable, "-m", "hf_fp8kv.cli", "serve", *([model] if model else []),
                "--port", "0", "--cb-num-blocks", "64", "--cb-block-size", "64"]  # fmt: skip
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--model", help="Model of a started server. Default: the demo model.")
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
-    with contextlib.nullcontext(args.url) if args.url else server(args.model) as url:
+    with contextlib.nullcontext(args.url) if args.url else run_server(args.model) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         name = client.models.list().data[0].id
 

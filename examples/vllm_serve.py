@@ -46,9 +46,9 @@ def main() -> None:
     for text, ids, answer in zip(PROMPTS, prompts, answers, strict=True):
         cache = FP8PagedCache(model.config, scales=scales, prefill="stored")
         options = {"max_new_tokens": args.new_tokens, "do_sample": False}
-        here = model.generate(torch.tensor([ids]), past_key_values=cache, **options)
-        same = here[0, len(ids) :].tolist() == list(answer.outputs[0].token_ids)
-        print(f"{text!r}: {answer.outputs[0].text!r}, {'the same' if same else 'other'} tokens")
+        output = model.generate(torch.tensor([ids]), past_key_values=cache, **options)
+        is_equal = output[0, len(ids) :].tolist() == list(answer.outputs[0].token_ids)
+        print(f"{text!r}: {answer.outputs[0].text!r}, {'the same' if is_equal else 'other'} tokens")
 
 
 if __name__ == "__main__":

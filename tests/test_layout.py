@@ -30,10 +30,10 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1896, "bench": 808, "cache": 3075, "calibration": 2299, "card": 1753, "cli": 1662,
+    "attention": 1896, "bench": 809, "cache": 3075, "calibration": 2303, "card": 1747, "cli": 1662,
     "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 626, "ops": 6539,
-    "paging": 1631, "prefix": 1136, "scales": 2892, "server": 3771, "serving": 1762, "utils": 498,
-    "vllm": 1001,
+    "paging": 1631, "prefix": 1136, "scales": 2898, "server": 3771, "serving": 1762, "utils": 498,
+    "vllm": 996,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Calculate the tokens for which transformers' engine has room, with FP8 and bf16 pages.
+"""Calculate the number of tokens that fit in transformers' engine, with FP8 and bf16 pages.
 
 The planner gets the memory of a GPU as a number. It needs no GPU and allocates nothing, because the
 pages are on torch's "meta" device.
@@ -37,17 +37,17 @@ MODELS: dict[str, dict[str, Any]] = {
     for name, values in _SHAPES.items()
 }
 
-# Attention of transformers' engine: flash makes fewer copies of keys and values than sdpa.
-STOCK = {"bf16, flash": "flash_attention_2", "bf16, sdpa": "sdpa"}
-OURS: dict[str, dict[str, Any]] = {
+# Attention of transformers' engine. flash makes fewer copies of keys and values than sdpa.
+STOCK_ATTENTION = {"bf16, flash": "flash_attention_2", "bf16, sdpa": "sdpa"}
+FP8_OPTIONS: dict[str, dict[str, Any]] = {
     "fp8, static scales": {"scales": 1.0},
     "fp8, dynamic scales": {},
     "K 16 bit, V fp8": {"scales": 1.0, "key_dtype": "auto"},
 }
 GIB = 2**30
-PERCENT = 0.9  # share of the free memory, the engine's default on a GPU
+PERCENT = 0.9  # share of the free memory that pages may use, the engine's default on a GPU
 PAGE = 256
-# Limits of a step: the engine reserves memory for its activations.
+# Limits of a step, for whose activations the engine reserves memory.
 BATCH_TOKENS, REQUESTS = 8192, 256
 
 
@@ -79,17 +79,17 @@ def planned_tokens(
     Raises:
         ConfigError: The memory does not suffice for a single step.
     """
-    cache = _planning_class(settings, int(memory * PERCENT))
+    cache = _make_planning_class(settings, int(memory * PERCENT))
     config._attn_implementation_internal = attention
-    batching = ContinuousBatchingConfig(
+    batching_config = ContinuousBatchingConfig(
         page_size=PAGE, max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS,
         max_blocks_per_request=0, max_memory_percent=PERCENT, use_async_batching=False,
         use_cuda_graph=False,
     )  # fmt: skip
     try:
-        planned = cache(
+        planned_cache = cache(
             config=config,
-            continuous_batching_config=batching,
+            continuous_batching_config=batching_config,
             device=torch.device("meta"),
             distributed_helper=_SingleProcess(),
             dtype=torch.bfloat16,
@@ -100,24 +100,24 @@ def planned_tokens(
             f"memory: expected room for a step of {BATCH_TOKENS} tokens and for pages, got "
             f"{memory / GIB:.3g} GiB: {error}"
         ) from error
-    return int(planned.num_blocks) * PAGE
+    return int(planned_cache.num_blocks) * PAGE
 
 
-def _planning_class(settings: ServingConfig | None, available: int) -> Any:
-    """Return a cache class whose planner has `available` bytes on every machine."""
+def _make_planning_class(settings: ServingConfig | None, num_bytes: int) -> Any:
+    """Return a cache class whose planner has `num_bytes` bytes of memory on every machine."""
 
     def fix_memory(make: Callable[..., Any]) -> Callable[..., Any]:
-        def make_handler(*args: Any, **planned: Any) -> Any:
-            handler = make(*args, **planned)
-            handler.available_memory = available
+        def make_handler(*args: Any, **options: Any) -> Any:
+            handler = make(*args, **options)
+            handler.available_memory = num_bytes
             return handler
 
         return make_handler
 
     if settings is not None:
-        ours = make_cache_class(settings)
-        make = fix_memory(ours.make_memory_handler)
-        return type("PlanningCache", (ours,), {"make_memory_handler": make})
+        paged_class = make_cache_class(settings)
+        make = fix_memory(paged_class.make_memory_handler)
+        return type("PlanningCache", (paged_class,), {"make_memory_handler": make})
     engine, make = stock.PagedAttentionCache, fix_memory(stock.PagedAttentionMemoryHandler)
     init = rebind_globals(engine.__init__, PagedAttentionMemoryHandler=make)
     return type("PlanningCache", (engine,), {"__init__": init})
@@ -143,23 +143,23 @@ def plan_capacity(
         text = config.get_text_config()
         heads, dim = kv_shape(text)
         token_bytes = 4.0 * heads * dim * text.num_hidden_layers
-        planned = {
+        sizes_by_cache = {
             cache: (token_bytes, planned_tokens(text, memory, None, attention=attention))
-            for cache, attention in STOCK.items()
+            for cache, attention in STOCK_ATTENTION.items()
         }
-        _, stock_tokens = planned["bf16, flash"]
-        for cache, keywords in OURS.items():
-            settings = ServingConfig.parse(backend="torch", **keywords)
-            pages = EngineCache()
-            pages.prepare(settings, text, PAGE, torch.bfloat16, "cpu")
-            token_bytes = pages.page_layout.bytes_per_page / PAGE * text.num_hidden_layers
-            planned[cache] = token_bytes, planned_tokens(text, memory, settings)
+        _, stock_tokens = sizes_by_cache["bf16, flash"]
+        for cache, options in FP8_OPTIONS.items():
+            settings = ServingConfig.parse(backend="torch", **options)
+            layout = EngineCache()
+            layout.prepare(settings, text, PAGE, torch.bfloat16, "cpu")
+            token_bytes = layout.page_layout.bytes_per_page / PAGE * text.num_hidden_layers
+            sizes_by_cache[cache] = token_bytes, planned_tokens(text, memory, settings)
         rows += [
             {
                 "model": model, "cache": cache, "bytes_per_token": size, "tokens": tokens,
                 "ratio": tokens / stock_tokens,
             }
-            for cache, (size, tokens) in planned.items()
+            for cache, (size, tokens) in sizes_by_cache.items()
         ]  # fmt: skip
     return rows
 

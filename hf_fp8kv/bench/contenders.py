@@ -50,6 +50,7 @@ class Setup:
         return AttentionLayer(self.heads[0] // self.heads[1])
 
     def queries(self, tokens: int) -> torch.Tensor:
+        """Return random queries, `[1, Hq, tokens, D]`, bfloat16."""
         return random_states(self.heads[0], tokens, self.heads[2], self.device)
 
     def states(self, tokens: int) -> torch.Tensor:
@@ -57,7 +58,7 @@ class Setup:
         return random_states(self.heads[1], tokens, self.heads[2], self.device)
 
     def make_paged(self, name: str, layers: int = 1) -> FP8PagedCache:
-        """Return an empty cache of `PAGED`."""
+        """Return an empty cache with the options of `PAGED[name]`."""
         return FP8PagedCache(make_config(self.heads, layers), backend=self.backend, **PAGED[name])
 
     def fill(self, cache: _Cache, tokens: int, layer: int = 0) -> _Cache:
@@ -106,17 +107,17 @@ def take_turns(
     for turn in range(turns + 1):
         for name in order:
             wait()
-            began = time.perf_counter()
+            start = time.perf_counter()
             steps[name]()
             wait()
             if turn:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - start)
         shuffle(order)
     return seconds
 
 
 def ratios(seconds: Mapping[str, list[float]], name: str, other: str) -> list[float]:
-    """Return the time of a step relative to another step within each turn."""
+    """Return the time of a step divided by the time of step `other`, for each turn."""
     return [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
 
 
@@ -129,13 +130,13 @@ def attend_step(
     attention: Attention,
     layer: int = 0,
 ) -> torch.Tensor:
-    """Store one token, `[1, Hkv, 1, D]`, and return the attention over all, `[1, 1, Hq, D]`."""
+    """Store a token, `[1, Hkv, 1, D]`, and return the attention of a query, `[1, 1, Hq, D]`."""
     keys, values = cache.update(key, value, layer)
     return attention(module, query, keys, values, None, scaling=query.shape[3] ** -0.5)[0]
 
 
 def make_steps(tokens: int, setup: Setup) -> dict[str, Step]:
-    """Return a decode step of each cache, with `tokens` stored.
+    """Return a decode step of each cache, which already holds `tokens` tokens.
 
     Raises:
         RuntimeError: A step does not compute attention.
@@ -147,31 +148,31 @@ def make_steps(tokens: int, setup: Setup) -> dict[str, Step]:
     for name in PAGED:
         cache = setup.fill(setup.make_paged(name), tokens)
         step = functools.partial(attend, cache, fp8_paged_attention)
-        _check(step(), module, query, cache, name)
+        _check_output(step(), module, query, cache, name)
         steps[name] = step
-    dynamic = setup.fill(DynamicCache(), tokens)
-    steps[DYNAMIC] = functools.partial(attend, dynamic, sdpa_attention_forward)
+    dynamic_cache = setup.fill(DynamicCache(), tokens)
+    steps[DYNAMIC] = functools.partial(attend, dynamic_cache, sdpa_attention_forward)
     quantized = setup.fill(QuantizedCache(backend="fp8", config=make_config(setup.heads)), tokens)
     steps[QUANTIZED] = functools.partial(attend, quantized, sdpa_attention_forward)
-    steps[FOLDED] = _make_folded(tokens, setup, query, key, value)
+    steps[FOLDED] = _make_folded_step(tokens, setup, query, key, value)
     return steps
 
 
-def _make_folded(
+def _make_folded_step(
     tokens: int, setup: Setup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Step:
     """Return torch's fastest step in bfloat16, which folds the query heads of a KV head."""
-    stored = [setup.states(tokens) for _ in range(2)]
-    folded = query.view(1, setup.heads[1], -1, setup.heads[2])
+    states = [setup.states(tokens) for _ in range(2)]
+    folded_query = query.view(1, setup.heads[1], -1, setup.heads[2])
 
     def step() -> torch.Tensor:
-        stored[:] = torch.cat([stored[0], key], 2), torch.cat([stored[1], value], 2)
-        return torch.nn.functional.scaled_dot_product_attention(folded, stored[0], stored[1])
+        states[:] = torch.cat([states[0], key], 2), torch.cat([states[1], value], 2)
+        return torch.nn.functional.scaled_dot_product_attention(folded_query, states[0], states[1])
 
     return step
 
 
-def _check(
+def _check_output(
     output: torch.Tensor, module: torch.nn.Module, query: torch.Tensor, cache: Cache, name: str
 ) -> None:
     """Raise RuntimeError unless a step computes attention."""

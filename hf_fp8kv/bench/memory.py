@@ -21,7 +21,7 @@ from .reporting import build_rows_table, build_table, make_row
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_LAYERS = 8  # number of layers of the cache in a separate process
+_NUM_LAYERS = 8  # number of layers of the cache in a separate process
 
 
 def measure_memory(
@@ -70,15 +70,15 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     from rich.console import Group
 
     settings, heads = result["settings"], result["settings"]["heads"]
-    where = result["hardware"]["device"]
+    device = result["hardware"]["device"]
     bytes_table = build_rows_table(
         result["rows"],
         title=f"{heads[1]} key/value heads, head size {heads[2]}, bf16",
-        caption=f"bytes per token and layer, growth of a process with {_LAYERS} layers on {where}",
+        caption=f"bytes per token and layer, process growth with {_NUM_LAYERS} layers on {device}",
     )
-    left, right = ("model", "cache"), ("KiB / token", "tokens", "x")
+    text_columns, number_columns = ("model", "cache"), ("KiB / token", "tokens", "x")
     capacity_table = build_table(
-        {**dict.fromkeys(left, "left"), **dict.fromkeys(right, "right")},
+        {**dict.fromkeys(text_columns, "left"), **dict.fromkeys(number_columns, "right")},
         (
             (
                 row["model"], row["cache"], f"{row['bytes_per_token'] / 1024:.1f}",
@@ -118,7 +118,7 @@ def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
     rows, growth = [], {}
     for name in ("DynamicCache", E4M3):
         task = json.dumps({"name": name, "tokens": tokens, "setup": vars(setup)})
-        script = f"import sys; from {__name__} import _grow; _grow(sys.argv[1])"
+        script = f"import sys; from {__name__} import _report_growth; _report_growth(sys.argv[1])"
         run = subprocess.run(
             [sys.executable, "-c", script, task],
             env=make_environment(),
@@ -143,7 +143,7 @@ def make_environment() -> dict[str, str]:
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def _grow(task: str) -> None:
+def _report_growth(task: str) -> None:
     """Write the bytes by which this process grows while it fills a cache and runs a step."""
     options = json.loads(task)
     setup = Setup(tuple(options["setup"].pop("heads")), **options["setup"])
@@ -154,18 +154,18 @@ def _grow(task: str) -> None:
         cache: Cache = DynamicCache()
         attention: Attention = sdpa_attention_forward
         if options["name"] in PAGED:
-            cache = setup.make_paged(options["name"], _LAYERS)
+            cache = setup.make_paged(options["name"], _NUM_LAYERS)
             attention = fp8_paged_attention
-        for layer in range(_LAYERS):
+        for layer in range(_NUM_LAYERS):
             setup.fill(cache, tokens, layer)
             attend_step(module, query, key, key, cache, attention, layer)
         return cache
 
     with torch.inference_mode():
         fill_and_attend(64)  # loads code and starts threads before the measurement
-        before = _allocated_bytes(setup.device)
+        bytes_before = _allocated_bytes(setup.device)
         cache = fill_and_attend(options["tokens"])
-        sys.stdout.write(f"{_allocated_bytes(setup.device) - before}\n")
+        sys.stdout.write(f"{_allocated_bytes(setup.device) - bytes_before}\n")
         del cache
 
 

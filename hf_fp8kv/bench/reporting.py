@@ -73,16 +73,16 @@ def build_table(
 
     table = Table(**options)
     for name, side in columns.items():
-        right = side == "right"
-        overflow: Literal["ellipsis", "fold"] = "ellipsis" if right else "fold"
-        table.add_column(name, justify=side, no_wrap=right, overflow=overflow)
-    previous: str | None = None
-    for first, *cells in rows:
-        repeated = grouped and first == previous
-        if grouped and not repeated and previous is not None:
+        is_number = side == "right"
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if is_number else "fold"
+        table.add_column(name, justify=side, no_wrap=is_number, overflow=overflow)
+    previous_cell: str | None = None
+    for first_cell, *cells in rows:
+        is_repeated = grouped and first_cell == previous_cell
+        if grouped and not is_repeated and previous_cell is not None:
             table.add_section()
-        table.add_row(*map(Text, ("" if repeated else first, *cells)))
-        previous = first
+        table.add_row(*map(Text, ("" if is_repeated else first_cell, *cells)))
+        previous_cell = first_cell
     return table
 
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 # Number of tokens in a chunk of a prompt.
 CHUNK = 256
-# The default cache centers K. The cache with the format's name does not.
-_DEFAULT, _PLAIN = "FP8PagedCache default", "FP8PagedCache e3m4"
-_FIRST: dict[str, dict[str, Any]] = {_DEFAULT: {}, _PLAIN: {"dtype": "fp8_e3m4"}}
+# The default cache centers K. The same format given by name does not center K.
+_CENTERED, _UNCENTERED = "FP8PagedCache default", "FP8PagedCache e3m4"
+_FIRST_CALLS: dict[str, dict[str, Any]] = {_CENTERED: {}, _UNCENTERED: {"dtype": "fp8_e3m4"}}
 
 
 def measure_speed(
@@ -72,11 +72,11 @@ def measure_speed(
         for tokens in context:
             report(f"decode steps at {tokens} tokens")
             seconds = take_turns(make_steps(tokens, setup), turns, setup.device)
-            rows += _time_rows("decode step", seconds, tokens)
+            rows += _list_times("decode step", seconds, tokens)
             rows += [
-                _ratio_row("decode step", seconds, name, other, tokens)
+                _make_ratio_row("decode step", seconds, name, baseline, tokens)
                 for name in PAGED
-                for other in (DYNAMIC, QUANTIZED, FOLDED)
+                for baseline in (DYNAMIC, QUANTIZED, FOLDED)
             ]
         for tokens in first:
             report(f"first call with {tokens} tokens")
@@ -95,11 +95,11 @@ def measure_speed(
 def format_table(result: dict[str, Any]) -> "RenderableType":
     """Return the result of `measure_speed` as a table for a terminal."""
     hardware, heads = result["hardware"], result["settings"]["heads"]
-    where = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
+    device = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
     return build_rows_table(
         result["rows"],
         title=f"{heads[0]} query heads, {heads[1]} key/value heads, head size {heads[2]}, batch 1",
-        caption=f"{where}, {hardware['threads']} threads, medians and quartiles of "
+        caption=f"{device}, {hardware['threads']} threads, medians and quartiles of "
         f"{result['settings']['turns']} turns, {result['date']}",
     )
 
@@ -111,15 +111,15 @@ def _measure_first_call(setup: Setup, tokens: int, turns: int) -> list[dict[str,
     query, key, value = setup.queries(tokens), setup.states(tokens), setup.states(tokens)
     attend = functools.partial(attend_step, setup.module, query, key, value)
 
-    def call(options: Mapping[str, Any]) -> None:
+    def run_call(options: Mapping[str, Any]) -> None:
         attend(FP8PagedCache(config, backend=setup.backend, **options), fp8_paged_attention)
 
     steps: dict[str, Step] = {
-        name: functools.partial(call, options) for name, options in _FIRST.items()
+        name: functools.partial(run_call, options) for name, options in _FIRST_CALLS.items()
     }
     seconds = take_turns(steps, turns, setup.device)
-    rows = _time_rows("first call", seconds, tokens)
-    return [*rows, _ratio_row("first call", seconds, _DEFAULT, _PLAIN, tokens)]
+    rows = _list_times("first call", seconds, tokens)
+    return [*rows, _make_ratio_row("first call", seconds, _CENTERED, _UNCENTERED, tokens)]
 
 
 def _measure_chunk(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]]:
@@ -127,33 +127,33 @@ def _measure_chunk(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]
     module, query = setup.module, setup.queries(CHUNK)
     key, value = setup.states(CHUNK), setup.states(CHUNK)
 
-    def call(cache: Cache, attend: Callable[..., object], mask: torch.Tensor | None) -> None:
+    def run_chunk(cache: Cache, attend: Callable[..., object], mask: torch.Tensor | None) -> None:
         keys, values = cache.update(key, value, 0)
         attend(module, query, keys, values, mask, scaling=setup.heads[2] ** -0.5)
         cache.crop(-CHUNK)
 
-    paged = setup.fill(setup.make_paged(E4M3), tokens)
+    paged_cache = setup.fill(setup.make_paged(E4M3), tokens)
     dynamic = setup.fill(DynamicCache(), tokens)
     # transformers makes this mask for sdpa. fp8_paged needs no mask.
     mask = torch.ones((1, 1, CHUNK, tokens + CHUNK), dtype=torch.bool, device=setup.device)
     steps: dict[str, Step] = {
-        E4M3: functools.partial(call, paged, fp8_paged_attention, None),
-        DYNAMIC: functools.partial(call, dynamic, sdpa_attention_forward, mask.tril(tokens)),
+        E4M3: functools.partial(run_chunk, paged_cache, fp8_paged_attention, None),
+        DYNAMIC: functools.partial(run_chunk, dynamic, sdpa_attention_forward, mask.tril(tokens)),
     }
     seconds = take_turns(steps, turns, setup.device)
     measure = f"{CHUNK} tokens more"
-    rows = _time_rows(measure, seconds, tokens)
-    return [*rows, _ratio_row(measure, seconds, E4M3, DYNAMIC, tokens)]
+    rows = _list_times(measure, seconds, tokens)
+    return [*rows, _make_ratio_row(measure, seconds, E4M3, DYNAMIC, tokens)]
 
 
-def _ratio_row(
-    measure: str, seconds: dict[str, list[float]], name: str, other: str, tokens: int
+def _make_ratio_row(
+    measure: str, seconds: dict[str, list[float]], name: str, baseline: str, tokens: int
 ) -> dict[str, Any]:
-    values = ratios(seconds, name, other)
-    return make_row(f"{measure}, ratio", name, values, "×", context=tokens, against=other)
+    values = ratios(seconds, name, baseline)
+    return make_row(f"{measure}, ratio", name, values, "×", context=tokens, against=baseline)
 
 
-def _time_rows(measure: str, seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:
+def _list_times(measure: str, seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:
     return [
         make_row(measure, name, [1e3 * x for x in durations], "ms", context=tokens)
         for name, durations in seconds.items()

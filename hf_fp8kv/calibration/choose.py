@@ -1,7 +1,7 @@
 """Choose how each layer is stored: the scales of least cost, and the plan of least cost.
 
 A scale must be at least `amax / 448`, so that nothing saturates. The best scale within the octave
-above is searched. Candidates are tried on queries of a text, by
+above is searched. Candidates are compared by their costs for queries of a text:
 
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
@@ -10,8 +10,8 @@ for K is twice the KL divergence of the weights, to second order. docs/architect
 reasons.
 
 Headroom is added next. A scale that is larger by whole octaves is used if it costs almost nothing,
-up to the norm of the pairs that RoPE rotates. K can reach that norm at positions that the text did
-not have. A scale per channel always covers it.
+up to the norm of the pairs that RoPE rotates. K can reach this norm at positions beyond the text.
+A scale per channel always covers it.
 
 Plans are tried at the positions of the windows and at far positions, with a static scale for each.
 All candidates take the same bytes, and the first candidate is the fallback. Finally, the model's
@@ -34,13 +34,14 @@ from .rope import FAR_COUNT, FarPositions, Partners
 from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
 
 # Maximum relative cost of a larger scale, and number of octaves that are tried.
-_ROOM_COST = 1.02
-_ROOM_OCTAVES = 3
-# Number of tokens whose squared errors decide on headroom. It only affects the smallest values.
-_ROOM_TOKENS = 128
-# Added to the weight of a channel in its center, as a share of the largest weight of the head.
+_HEADROOM_COST = 1.02
+_HEADROOM_OCTAVES = 3
+# Number of tokens whose squared errors set the headroom. It only affects the smallest values.
+_HEADROOM_TOKENS = 128
+# Term that is added to the weight of a channel, as a share of the largest weight of the head.
 _MIN_WEIGHT = 1e-6
-_KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
+# The pairs of format and rotation that a measured plan may have.
+_FORMATS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
 # Maximum cost of a preferred candidate, relative to the first candidate.
 _MAX_COST = 0.95
 
@@ -52,8 +53,8 @@ class Candidate:
     side: str
     plan: SidePlan
     center: torch.Tensor | None  # [Hkv, Dk], subtracted from K
-    first: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
-    reach: torch.Tensor  # as `first`, but it also covers K at far positions
+    min_scale: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
+    far_scale: torch.Tensor  # as `min_scale`, but it also covers K at far positions
     granularity: Granularity = "head"
 
     @property
@@ -86,7 +87,7 @@ class Candidate:
 # The candidates of a layer by side. The first candidate of a side is the fallback.
 Sides = Mapping[str, Sequence[Candidate]]
 # A candidate, and the scale of least cost, in the unit of E4M3.
-Scaled = tuple[Candidate, torch.Tensor]
+ScaledSide = tuple[Candidate, torch.Tensor]
 
 
 def transform(x: torch.Tensor, center: torch.Tensor | None, *, rotated: bool) -> torch.Tensor:
@@ -100,8 +101,8 @@ def list_candidates(
     ranges: TensorDict,
     partners: Partners,
     options: CalibrationOptions,
-    near: TensorDict | None,
-    far: TensorDict | None,
+    near_sums: TensorDict | None,
+    far_sums: TensorDict | None,
     *,
     may_rotate: bool,
 ) -> dict[str, list[Candidate]]:
@@ -112,24 +113,24 @@ def list_candidates(
         partners: The channels that RoPE rotates together.
         options: With an explicit plan, candidates differ by their centers only. Without a plan,
             they differ by whether they have a center.
-        near: Ranges and sums of a sample of windows, as in `find_centers`.
-        far: As `near`, at far positions.
+        near_sums: Ranges and sums of a sample of windows, as in `find_centers`.
+        far_sums: As `near_sums`, at far positions.
         may_rotate: Whether RoPE may rotate K at positions that cannot be observed. K then has no
             center and no rotation.
     """
-    centers, covered = find_centers(ranges, near, far)
+    centers, covered_ranges = find_centers(ranges, near_sums, far_sums)
     candidates: dict[str, list[Candidate]] = {"k": [], "v": []}
     for side, plans in _list_plans(index, options, may_rotate=may_rotate).items():
         for plan in plans:
             # Only centers and plans depend on far positions. Scales for other servers do not.
-            seen = covered if plan.centered or options.plan is not None else ranges
+            side_ranges = covered_ranges if plan.centered or options.plan is not None else ranges
             # Rotated channels are alike, so a head has one scale. If the channels that
             # RoPE rotates together are unknown, their ranges do not bound K at far positions.
-            kind, unknown = options.granularity, side == "k" and partners.k is None
-            if kind == "channel" and (plan.rotated or unknown):
-                kind = "head"
+            granularity, lacks_partners = options.granularity, side == "k" and partners.k is None
+            if granularity == "channel" and (plan.rotated or lacks_partners):
+                granularity = "head"
             candidates[side] += [
-                make_candidate(side, plan, seen, kind, options.margin, center)
+                make_candidate(side, plan, side_ranges, granularity, options.margin, center)
                 for center in (centers if plan.centered else [None])
             ]
     return candidates
@@ -140,39 +141,39 @@ def _list_plans(
 ) -> dict[str, list[SidePlan]]:
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
-    fallback, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
-    plain = [SidePlan(*kind) for kind in kinds]
-    k = [fallback, *(plan for plan in plain if not (may_rotate and plan.rotated))]
+    fallback, pairs = SidePlan(options.fmt.name), _FORMATS if options.plan == "measured" else ()
+    uncentered_plans = [SidePlan(*pair) for pair in pairs]
+    k = [fallback, *(plan for plan in uncentered_plans if not (may_rotate and plan.rotated))]
     if options.center and not may_rotate:
-        k += [SidePlan(*kind, True) for kind in kinds or [(fallback.format, False)]]
-    latent = options.latent and options.plan is not None
-    return {"k": k, "v": [SidePlan(AUTO)] if latent else [fallback, *plain]}
+        k += [SidePlan(*pair, True) for pair in pairs or [(fallback.format, False)]]
+    is_latent = options.latent and options.plan is not None
+    return {"k": k, "v": [SidePlan(AUTO)] if is_latent else [fallback, *uncentered_plans]}
 
 
 def find_centers(
-    ranges: TensorDict, near: TensorDict | None, far: TensorDict | None
+    ranges: TensorDict, near_sums: TensorDict | None, far_sums: TensorDict | None
 ) -> tuple[list[torch.Tensor], TensorDict]:
     """Return the centers of a layer's K to try, `[Hkv, Dk]`, float32, and the ranges to cover.
 
-    `near` and `far` are the ranges of a sample of windows at near and far positions, with the sums
-    of `weigh_keys`. The first center is their weighted mean. It minimizes the cost as far as errors
-    grow with the stored value. K at distant positions may differ too much for it, so with `far`
-    there is a second center: the mean over all positions, in which K cancels if it rotates a lot.
-    Scales cover K at these positions. Without `near`, the center is the mean of `ranges`.
+    `near_sums` and `far_sums` are the ranges of a sample of windows at near and far positions, with
+    the sums of `weigh_keys`. The first center is their weighted mean. It minimizes the cost as far
+    as errors grow with the stored value. K at far positions may differ too much from it, so with
+    `far_sums` there is a second center: the mean over all positions, in which K cancels if it
+    rotates a lot. Scales cover these positions. Without `near_sums`, the center is the text's mean.
     """
     text_mean = ranges["k_sum"] / ranges["count"]
-    if near is None:
+    if near_sums is None:
         return [text_mean.float()], ranges
-    sample = near if far is None else merge_tensors(near, far)
+    sample = near_sums if far_sums is None else merge_tensors(near_sums, far_sums)
     # Weighted by `weigh_keys`, or the plain mean if the weights are almost zero.
-    weights, weighted = sample["weight_sum"], sample["weighted_sum"]
-    plain = (sample["k_sum"] / sample["count"]).to(weights)
-    least = _MIN_WEIGHT * weights.amax(-1, keepdim=True)
-    mean = (weighted + least * plain) / (weights + least)
-    centers = [torch.where(weights + least > 0, mean, plain)]
-    if far is not None:
+    weights, weighted_sum = sample["weight_sum"], sample["weighted_sum"]
+    plain_mean = (sample["k_sum"] / sample["count"]).to(weights)
+    min_weight = _MIN_WEIGHT * weights.amax(-1, keepdim=True)
+    weighted_mean = (weighted_sum + min_weight * plain_mean) / (weights + min_weight)
+    centers = [torch.where(weights + min_weight > 0, weighted_mean, plain_mean)]
+    if far_sums is not None:
         # The far windows represent `FAR_COUNT` positions, and the text one more.
-        far_sum = FAR_COUNT * (far["k_sum"] / far["count"]).to(text_mean)
+        far_sum = FAR_COUNT * (far_sums["k_sum"] / far_sums["count"]).to(text_mean)
         centers.append((text_mean + far_sum) / (1 + FAR_COUNT))
     return [center.float() for center in centers], merge_tensors(ranges, sample)
 
@@ -181,27 +182,28 @@ def make_candidate(
     side: str, plan: SidePlan, ranges: TensorDict, granularity: Granularity, margin: float,
     center: torch.Tensor | None = None,
 ) -> Candidate:  # fmt: skip
-    """Return a plan of a side with its smallest scales. A centered plan needs a `center`."""
+    """Return a candidate with the smallest scales of a plan. A centered plan needs a `center`."""
     prefix = f"{ROTATED}{side}" if plan.rotated else side
     # Divide on the CPU, because GPUs divide slightly differently.
-    high, low, reach = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
+    upper, lower, far_amax = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
         center = center.cpu()
-        middle = rotate(center) if plan.rotated else center
-        high, low, reach = high - middle, low - middle, reach + middle.abs()
-    amax = torch.maximum(high.abs(), low.abs()) * margin
-    # Every rotated channel has a part of all pairs. Only far positions show how these turn.
-    reach = amax if plan.rotated else reach * margin
-    # The range of a channel says little about far positions. In a head, the fastest pairs have
-    # turned completely.
-    amax = reach if granularity == "channel" else amax
+        shift = rotate(center) if plan.rotated else center
+        upper, lower, far_amax = upper - shift, lower - shift, far_amax + shift.abs()
+    amax = torch.maximum(upper.abs(), lower.abs()) * margin
+    # Rotation mixes all pairs in each channel. Only far positions show the range of the mixture.
+    far_amax = amax if plan.rotated else far_amax * margin
+    # The range of a channel does not hold at far positions. The range of a head does, because its
+    # fastest pairs have completed a rotation.
+    amax = far_amax if granularity == "channel" else amax
     if axes := _AXES[granularity]:
-        amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
+        amax, far_amax = amax.amax(axes, keepdim=True), far_amax.amax(axes, keepdim=True)
     # Any scale can store zeros, so a range of zeros becomes the largest range, or 1.
-    largest = amax.max()
-    amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
-    candidate = Candidate(side, plan, center, amax, reach, granularity)
-    return replace(candidate, first=amax / candidate.fmt.max, reach=reach / candidate.fmt.max)
+    max_amax = amax.max()
+    amax = torch.where(amax > 0, amax, torch.where(max_amax > 0, max_amax, 1.0))
+    candidate = Candidate(side, plan, center, amax, far_amax, granularity)
+    largest_code = candidate.fmt.max
+    return replace(candidate, min_scale=amax / largest_code, far_scale=far_amax / largest_code)
 
 
 # The axes of `[Hkv, D]` that share a scale.
@@ -211,53 +213,53 @@ _AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "ch
 def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
     """Return the costs of all scales on K or V of a text, `x` `[N, Hkv, D]`. Costs are additive.
 
-    The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU. First are the costs of the
-    scales of an octave, or zeros without queries. The squared errors under these scales follow, and
-    the squared errors under scales that are larger by whole octaves.
+    The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU. Row 0 has the costs of the
+    scales of an octave, or zeros without queries. Row `1 + n` has the squared errors under scales
+    that are larger by `n` octaves.
     """
     x, queries = candidate.transform(x, queries)
-    kind, fmt = candidate.granularity, candidate.fmt
-    axes = _AXES[kind]
-    sample = x[:: -(-len(x) // _ROOM_TOKENS)]
+    granularity, fmt = candidate.granularity, candidate.fmt
+    axes = _AXES[granularity]
+    sample = x[:: -(-len(x) // _HEADROOM_TOKENS)]
     costs = []
     for step in range(SEARCH_STEPS):
-        scale = candidate.first.to(x.device) * 2.0 ** (step / SEARCH_STEPS)
-        rooms = []
-        for octave in range(_ROOM_OCTAVES + 1):
+        scale = candidate.min_scale.to(x.device) * 2.0 ** (step / SEARCH_STEPS)
+        errors = []
+        for octave in range(_HEADROOM_OCTAVES + 1):
             error = rounding_error(sample, scale * 2.0**octave, fmt)
             squares = error.square().sum(0, dtype=torch.float64)
-            rooms.append(squares.sum(axes, keepdim=True) if axes else squares)
-        cost = torch.zeros_like(rooms[0])
+            errors.append(squares.sum(axes, keepdim=True) if axes else squares)
+        cost = torch.zeros_like(errors[0])
         if queries is not None:
-            cost = queries.cost(candidate.side, rounding_error(x, scale, fmt), kind)
-            cost = (cost.sum(0, keepdim=True) if kind == "tensor" else cost).double()
-        costs.append(torch.stack([cost, *rooms]))
+            cost = queries.cost(candidate.side, rounding_error(x, scale, fmt), granularity)
+            cost = (cost.sum(0, keepdim=True) if granularity == "tensor" else cost).double()
+        costs.append(torch.stack([cost, *errors]))
     return torch.stack(costs, 1).cpu()
 
 
 def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
     """Return the scale of least cost, in the unit of E4M3, or the smallest without queries."""
-    first, reach = candidate.first, candidate.reach
-    cost, room = costs[0], costs[1:]
+    cost, errors = costs[0], costs[1:]
     step = cost.argmin(0, keepdim=True)  # the first if several are equal
-    rooms = room.gather(1, step[None].expand(len(room), *step.shape))[:, 0]
-    scale = first * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
+    errors = errors.gather(1, step[None].expand(len(errors), *step.shape))[:, 0]
+    scale = candidate.min_scale * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
         step[0].float() / SEARCH_STEPS
     )
-    chosen = scale
-    for octave in range(1, _ROOM_OCTAVES + 1):
-        larger = scale * 2.0**octave
-        # Up to `reach`, and only if every smaller octave is good as well.
-        good = (chosen < reach) & (chosen == larger / 2) & (rooms[octave] <= _ROOM_COST * rooms[0])
-        chosen = torch.where(good, larger, chosen)
-    result = chosen / candidate.fmt.scale_from_e4m3
+    chosen_scale = scale
+    for octave in range(1, _HEADROOM_OCTAVES + 1):
+        larger_scale = scale * 2.0**octave
+        # Up to `far_scale`, and only if every smaller octave costs little as well.
+        is_next = (chosen_scale < candidate.far_scale) & (chosen_scale == larger_scale / 2)
+        is_cheap = errors[octave] <= _HEADROOM_COST * errors[0]
+        chosen_scale = torch.where(is_next & is_cheap, larger_scale, chosen_scale)
+    result = chosen_scale / candidate.fmt.scale_from_e4m3
     return result.reshape(()) if candidate.granularity == "tensor" else result
 
 
 def make_scales(
     job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
-) -> dict[int, dict[str, list[Scaled]]]:
-    """Return the candidates of each layer with scales, which are tried on a sample of windows."""
+) -> dict[int, dict[str, list[ScaledSide]]]:
+    """Return the candidates of each layer with the scales of least cost on a sample of windows."""
 
     def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None) -> TensorDict:
         return {
@@ -269,8 +271,8 @@ def make_scales(
     sums = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), cost)
     return {
         index: {
-            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(options)]
-            for side, options in sides.items()
+            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(choices)]
+            for side, choices in sides.items()
         }
         for index, sides in candidates.items()
     }
@@ -278,9 +280,9 @@ def make_scales(
 
 def choose_scales(
     job: Job, windows: Sequence[torch.Tensor], positions: FarPositions,
-    scaled: Mapping[int, Mapping[str, Sequence[Scaled]]], source: str,
+    candidates: Mapping[int, Mapping[str, Sequence[ScaledSide]]], source: str,
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
-    """Return the scales of each layer for the first candidates, and for the best candidates."""
+    """Return the scales of each layer with the first candidates, and with the best candidates."""
 
     def cost(
         sides: str, index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
@@ -290,39 +292,39 @@ def choose_scales(
                 [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in pairs]
             )
             for side, x in (("k", k), ("v", v))
-            if side in sides and len(pairs := scaled[index][side]) > 1
+            if side in sides and len(pairs := candidates[index][side]) > 1
         }
 
-    stages, near = [], make_batches(sample_windows(windows), 1)
-    far = sample_far(windows, positions)
-    for name, sides, batches in (("plans", "kv", near), ("far plans", "k", far)):
-        several = any(len(layer[side]) > 1 for layer in scaled.values() for side in sides)
-        stages.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))
-    first, best = {}, {}
-    for index, layer in scaled.items():
+    stages, near_batches = [], make_batches(sample_windows(windows), 1)
+    far_batches = sample_far(windows, positions)
+    for name, sides, batches in (("plans", "kv", near_batches), ("far plans", "k", far_batches)):
+        has_choice = any(len(layer[side]) > 1 for layer in candidates.values() for side in sides)
+        stages.append(fold_layers(job, name, batches if has_choice else [], partial(cost, sides)))
+    first_scales, best_scales = dict[int, LayerScales](), dict[int, LayerScales]()
+    for index, layer in candidates.items():
         sums = [stage[index] for stage in stages if index in stage]
         costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
-        k, v = (pick_candidate([*zip(*costs, strict=True)], _MAX_COST) for costs in costs_by_side)
-        first[index] = join_sides(job.options, source, layer["k"][0], layer["v"][0])
-        best[index] = join_sides(job.options, source, layer["k"][k], layer["v"][v])
-    return first, best
+        picks = [pick_candidate([*zip(*costs, strict=True)], _MAX_COST) for costs in costs_by_side]
+        for scales, (k, v) in ((first_scales, (0, 0)), (best_scales, picks)):
+            scales[index] = join_kv(job.options, source, layer["k"][k], layer["v"][v])
+    return first_scales, best_scales
 
 
-def pick_candidate(costs: Sequence[Sequence[float]], most: float) -> int:
+def pick_candidate(costs: Sequence[Sequence[float]], max_cost: float) -> int:
     """Return the index of the candidate of least cost. It is 0 if no candidate is good.
 
     `costs` is `[candidates][parts]`. A part is a head, or near or far positions. In each part the
-    cost of a good candidate is at most `most` times the cost of the first candidate.
+    cost of a good candidate is at most `max_cost` times the cost of the first candidate.
     """
-    good = [
+    good_candidates = [
         number
         for number, parts in enumerate(costs)
-        if all(cost <= most * first for cost, first in zip(parts, costs[0], strict=True))
+        if all(cost <= max_cost * fallback for cost, fallback in zip(parts, costs[0], strict=True))
     ]
-    return min(good, key=lambda number: sum(costs[number]), default=0)
+    return min(good_candidates, key=lambda number: sum(costs[number]), default=0)
 
 
-def join_sides(options: CalibrationOptions, source: str, k: Scaled, v: Scaled) -> LayerScales:
+def join_kv(options: CalibrationOptions, source: str, k: ScaledSide, v: ScaledSide) -> LayerScales:
     """Return the scales of a layer, with its plan if `calibrate` was called with a plan."""
     plan = None if options.plan is None else LayerPlan(k[0].plan, v[0].plan)
     return LayerScales(k[1], v[1], k[0].center, source, plan)

@@ -1,4 +1,4 @@
-"""Measure the divergence of a model's predictions under a cache from an unquantized cache's."""
+"""Measure how far a model's predictions with a cache diverge from those without quantization."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -52,16 +52,16 @@ def compare_caches(
 ) -> dict[str, Scores]:
     """Score a text under several caches against `DynamicCache`.
 
-    The first `prefill` tokens are read in one call on an empty cache. Each later call scores
-    `chunk` tokens and reads the stored tokens. Each chunk is scored under all caches before the
-    next chunk, so that only its logits are in memory.
+    Each chunk is scored under all caches before the next chunk, so only its logits are in memory.
 
     Args:
-        model: The model, in the attention to measure. An encoder-decoder reads the whole text in
-            its encoder.
+        model: The model, with the attention implementation to measure. The encoder of an
+            encoder-decoder reads the whole text.
         ids: Text, `[B, N]`, int64, on the model's device. N is above `prefill`.
         caches: Functions that make an empty cache (of the decoder's own attention), by name. The
             scores have the same names, and `UNQUANTIZED` for `DynamicCache`.
+        prefill: Number of tokens that are read in one call on an empty cache, and not scored.
+        chunk: Number of tokens that each later call scores. It reads all stored tokens.
         first_position: Position of the first token, for models that take `position_ids`. None means
             the model's first position.
         on_call: Function that is called with the number of tokens after each call of the model.
@@ -73,14 +73,14 @@ def compare_caches(
         raise ConfigError(
             f"ids: expected [B, N] with N > prefill={prefill}, got {tuple(ids.shape)}"
         )
-    filled: dict[str, Any] = {UNQUANTIZED: DynamicCache(config=model.config)}
-    filled |= {name: make() for name, make in caches.items()}
+    all_caches: dict[str, Any] = {UNQUANTIZED: DynamicCache(config=model.config)}
+    all_caches |= {name: make() for name, make in caches.items()}
     inputs: dict[str, Any] = {}
     if model.config.is_encoder_decoder:
         with torch.no_grad():
             inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids)
-        filled = {name: EncoderDecoderCache(c, DynamicCache()) for name, c in filled.items()}
-    scores: dict[str, list[Scores]] = {name: [] for name in filled}
+        all_caches = {n: EncoderDecoderCache(c, DynamicCache()) for n, c in all_caches.items()}
+    scores: dict[str, list[Scores]] = {name: [] for name in all_caches}
     shifted_ids = ids.roll(-1, dims=1)
     start = 0
     for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
@@ -89,7 +89,7 @@ def compare_caches(
             positions = torch.arange(start, stop, device=ids.device) + first_position
             inputs["position_ids"] = positions.expand(part.shape)
         expected: torch.Tensor | None = None
-        for name, cache in filled.items():
+        for name, cache in all_caches.items():
             logits = compute_logits(model, part, cache, inputs, scored=start > 0)
             if on_call is not None:
                 on_call(part.numel())
@@ -112,13 +112,13 @@ def compute_logits(
     model does not return logits of each token.
     """
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    options = with_cache(model, cache) | ({} if scored else last_logit_only(model))
+    options = with_cache(model, cache) | ({} if scored else last_logit_kwargs(model))
     with exact_states():  # for the unquantized cache as well
         logits: torch.Tensor = model(**{name: ids}, **inputs, **options).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
-            f"{type(model).__name__}. Its predictions cannot be compared"
+            f"{type(model).__name__}, whose predictions cannot be compared"
         )
     return logits
 
@@ -134,8 +134,8 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, next_ids: torch
         logits: Logits under the cache, of the same shape.
         next_ids: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
-    # Temporaries of few tokens stay in a CPU's caches, which takes a third of the time.
-    slices = map(_compare, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
+    # Temporaries of few tokens stay in a CPU's caches, which cuts the time to a third.
+    slices = map(_compare_logits, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
     kl, top1_match, logsumexp = (torch.cat(parts, 1) for parts in zip(*slices, strict=True))
     count = next_ids.shape[1]
     next_logits = logits[:, :count].gather(-1, next_ids[..., None].to(logits.device))[..., 0]
@@ -143,21 +143,21 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, next_ids: torch
     return Scores(*(x.flatten().double().cpu() for x in (kl, top1_match, nll)))
 
 
-def _compare(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return divergences, whether the argmax is the same, and the logsumexp of `logits`."""
+def _compare_logits(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the divergences, whether the argmax is equal, and the logsumexp of `logits`."""
     expected, logits = (
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
     p = expected.softmax(-1)
-    # A token whose expected logit is -inf adds nothing here. `gained` has its probability.
+    # A token whose expected logit is -inf adds nothing here. `new_p` has its probability.
     change = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * change).sum(-1, keepdim=True)
-    gained = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
-    kl = torch.where(p > 0, p * (change - mean).expm1(), gained).sum(-1).log1p().clamp(min=0)
+    new_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
+    kl = torch.where(p > 0, p * (change - mean).expm1(), new_p).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
     return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1)
 
 
-def last_logit_only(model: PreTrainedModel) -> dict[str, int]:
-    """Return the keyword that restricts logits to the last token, if the model has it."""
+def last_logit_kwargs(model: PreTrainedModel) -> dict[str, int]:
+    """Return the argument that restricts logits to the last token, if the model accepts it."""
     return {"logits_to_keep": 1} if accepts(type(model), "logits_to_keep") else {}

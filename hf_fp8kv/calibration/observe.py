@@ -12,9 +12,9 @@ from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import exact_states, warn_of_rounding
 from ..modeling.model_support import with_cache
 from ..modeling.tensor_parallel import tensor_parallel
-from .divergence import last_logit_only
+from .divergence import last_logit_kwargs
 
-# Called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
+# Function of a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
 OnStates = Callable[[int, torch.Tensor, torch.Tensor], None]
 TensorDict = dict[str, torch.Tensor]
 # Prefix of the names in a range of the rotated values.
@@ -52,25 +52,25 @@ class _ObservedCache(DynamicCache):
         self, config: Any, layers: frozenset[int], on_states: OnStates, valid: Any
     ) -> None:
         super().__init__(config=config)
-        self._observed, self._on_states, self._valid = layers, on_states, valid
+        self._observed_layers, self._on_states, self._valid = layers, on_states, valid
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        def without_padding(states: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] -> [N, H, D]
+        def remove_padding(states: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] -> [N, H, D]
             # Sums are float64, which mps does not have.
             states = states.cpu() if states.device.type == "mps" else states
             rows = states.detach().transpose(1, 2)
             return rows.flatten(0, 1) if self._valid is None else rows[self._valid.to(rows.device)]
 
-        if layer_idx in self._observed:
-            self._on_states(layer_idx, without_padding(key_states), without_padding(value_states))
+        if layer_idx in self._observed_layers:
+            self._on_states(layer_idx, remove_padding(key_states), remove_padding(value_states))
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
 
-def not_finite(layer: int, states: str) -> ConfigError:
+def nan_error(layer: int, states: str) -> ConfigError:
     """Return the error for NaN or infinity in K or V of a layer."""
     return ConfigError(
         f"layer {layer}: expected finite {states}, got NaN or infinity. Load the model in bfloat16 "
@@ -80,17 +80,17 @@ def not_finite(layer: int, states: str) -> ConfigError:
 
 def paged_layers(model: PreTrainedModel) -> frozenset[int]:
     """Return the layers that `FP8PagedCache` stores in 8 bits. Raise ConfigError if it has none."""
-    parts = tensor_parallel(model).size
+    num_parts = tensor_parallel(model).size
     if model.main_input_name != "input_ids":
         raise ConfigError(
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
             f"{model.main_input_name}. Use dynamic scales, which need no calibration"
         )
-    if parts > 1:
+    if num_parts > 1:
         raise ConfigError(
-            f"model: expected a model with all heads, got one of {parts} tensor-parallel parts. "
-            "Load it in one process (device_map='auto' spreads its layers), and use the scales "
-            "with any number of processes"
+            f"model: expected a model with all heads, got one of {num_parts} tensor-parallel "
+            "parts. Load it in one process (device_map='auto' spreads its layers), and use the "
+            "scales with any number of processes"
         )
     warn_of_rounding(model)
     # A constant scale avoids the message about scales that the checkpoint declares.
@@ -126,7 +126,7 @@ def observe(
         inputs["position_ids"] = positions.expand(ids.shape)
     try:
         with torch.no_grad(), exact_states():
-            model(**inputs, **with_cache(model, cache), **last_logit_only(model))
+            model(**inputs, **with_cache(model, cache), **last_logit_kwargs(model))
     except FP8KVError:
         raise
     except MODEL_ERRORS as error:

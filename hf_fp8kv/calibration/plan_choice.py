@@ -3,8 +3,8 @@
 The model reads the same tokens at several positions, and the costs at all positions are added.
 docs/architecture.md has the reasons ("A plan is chosen once for a model").
 
-In a layer all candidates, windows of one length and positions are compared in at most 60 torch
-operations. Each call of the model adds 11 for K, V and queries, and each weight 6 for its digest.
+In a layer, at most 60 torch operations compare all candidates for all positions and windows of one
+length. Each model call adds 11 operations for K, V and queries, and each weight 6 for its digest.
 """
 
 import functools
@@ -30,26 +30,26 @@ from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
 from .choose import pick_candidate
-from .observe import Batch, not_finite, paged_layers
+from .observe import Batch, nan_error, paged_layers
 from .queries import Queries, observe_queries
-from .rope import find_limit, has_rope
+from .rope import find_max_positions, has_rope
 from .stages import sample_windows
 from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens of a window, and its first positions, as far as the model has them.
-_TOKENS, _POSITIONS = 128, (0, 1024, 4096, 16384)
+# Number of tokens of a window, and its first positions, limited to the positions of the model.
+_WINDOW_TOKENS, _FIRST_POSITIONS = 128, (0, 1024, 4096, 16384)
 # Maximum cost of a format in each head, relative to the fallback. Costs are computed with the
 # smallest scales. A cache searches K's scales of least error. These reduce E3M4's cost by a quarter
 # for Gaussian values, and by two thirds if two channels are 50 times larger.
 _MAX_COST = 0.5
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
-_ROTATED = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
+_ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
-_Read = tuple[Tensor, Tensor, Queries | None]
+_LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 
 def choose_plan(
@@ -58,7 +58,7 @@ def choose_plan(
 ) -> StoragePlan:  # fmt: skip
     """Choose the storage plan of a model: the format, rotation and center of each layer.
 
-    The model reads some hundred tokens, or some thousand tokens of `texts`. The plan is for this
+    The model reads several hundred tokens, or several thousand of `texts`. The plan is for this
     model in any cache, engine or process. The same weights give the same plan on the same machine.
 
     Args:
@@ -73,35 +73,35 @@ def choose_plan(
     layers = paged_layers(model)
     if texts is None:
         vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1)
-        seed = torch.Generator("cpu").manual_seed(0)
-        room = min(_TOKENS, find_limit(model))
-        windows = [torch.randint(vocabulary, (room,), generator=seed, device="cpu")]
+        generator = torch.Generator("cpu").manual_seed(0)
+        length = min(_WINDOW_TOKENS, find_max_positions(model))
+        windows = [torch.randint(vocabulary, (length,), generator=generator, device="cpu")]
     else:
         corpus = read_model_corpus(
-            model, texts, tokenizer, max_tokens=2**18, max_length=_TOKENS, held_out=0,
+            model, texts, tokenizer, max_tokens=2**18, max_length=_WINDOW_TOKENS, held_out=0,
             text_column=text_column, chat_template=chat_template,
         )  # fmt: skip
         windows = sample_windows(corpus.windows)
     tokens = sum(map(len, windows))
-    if texts is not None and tokens < _TOKENS:
+    if texts is not None and tokens < _WINDOW_TOKENS:
         logger.warning(
             "texts: the plan is chosen on %d tokens, fewer than the %d random tokens that are read "
-            "without texts. Pass more texts, or None", tokens, _TOKENS,
+            "without texts. Pass more texts, or None", tokens, _WINDOW_TOKENS,
         )  # fmt: skip
     with eval_mode(model):
-        reads, positions = _read(model, layers, windows)
+        states_by_call, num_positions = _read_states(model, layers, windows)
     latent = caches_latents(model.config.get_text_config(decoder=True))
-    may_move = positions > 1 or not has_rope(model)
+    may_change_k = num_positions > 1 or not has_rope(model)
     source = f"chosen on {tokens} {'random tokens' if texts is None else 'tokens of text'}"
-    chosen = {}
+    layer_scales = {}
     for index in sorted(layers):
         center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if latent else _FALLBACK)
-        layer_reads = [layers_read.pop(index) for layers_read in reads if index in layers_read]
-        if layer_reads and all(queries is not None for *_, queries in layer_reads):
-            center, plan = _choose(index, layer_reads, may_move=may_move, latent=latent)
-        chosen[index] = LayerScales(None, None, center, source, plan)
+        all_states = [states.pop(index) for states in states_by_call if index in states]
+        if all_states and all(queries is not None for *_, queries in all_states):
+            center, plan = _plan_layer(index, all_states, may_change_k=may_change_k, latent=latent)
+        layer_scales[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
-        chosen, model_type=model.config.model_type, origin=source,
+        layer_scales, model_type=model.config.model_type, origin=source,
         weights_digest=digest_decoder(model),
     )  # fmt: skip
 
@@ -119,87 +119,87 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
         return dtype, parse_plan(plan)
     if plan is not None:
         raise ConfigError(
-            f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Leave one out"
+            f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Pass one of them"
         )
-    stored: StoragePlan | None = vars(model).get(_MODEL_PLAN)
-    if stored is None or stored.made_for(model) is False:
-        stored = vars(model)[_MODEL_PLAN] = choose_plan(model)
-    return None, stored
+    model_plan: StoragePlan | None = vars(model).get(_MODEL_PLAN)
+    if model_plan is None or model_plan.made_for(model) is False:
+        model_plan = vars(model)[_MODEL_PLAN] = choose_plan(model)
+    return None, model_plan
 
 
-def _read(
+def _read_states(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
-) -> tuple[list[dict[int, _Read]], int]:
-    """Return K, V and queries of layers for each window and position, and the positions' number."""
+) -> tuple[list[dict[int, _LayerStates]], int]:
+    """Return the states of layers for each window and position, and the number of positions."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
-        last = find_limit(model) - max(map(len, windows))
-        positions += [first for first in _POSITIONS[1:] if first <= last]
-    reads: list[dict[int, _Read]] = []
+        max_start = find_max_positions(model) - max(map(len, windows))
+        positions += [position for position in _FIRST_POSITIONS[1:] if position <= max_start]
+    states_by_call: list[dict[int, _LayerStates]] = []
     for window in windows:
-        for first in positions:
-            layers_read: dict[int, _Read] = {}
+        for start in positions:
+            states_by_layer: dict[int, _LayerStates] = {}
             try:
                 observe_queries(
-                    model, Batch((window,), first), layers,
-                    lambda index, *read, states=layers_read: states.update({index: read}),
+                    model, Batch((window,), start), layers,
+                    lambda index, *states, target=states_by_layer: target.update({index: states}),
                 )  # fmt: skip
             except ConfigError as error:
-                if first is None:
+                if start is None:
                     raise
-                logger.warning("positions from %d are not tried: %s", first, error)
-                positions = positions[: positions.index(first)]
+                logger.warning("positions from %d are not tried: %s", start, error)
+                positions = positions[: positions.index(start)]
                 break
-            reads.append(layers_read)
-    return reads, len(positions)
+            states_by_call.append(states_by_layer)
+    return states_by_call, len(positions)
 
 
-def _choose(
-    index: int, reads: Sequence[_Read], *, may_move: bool, latent: bool
+def _plan_layer(
+    index: int, all_states: Sequence[_LayerStates], *, may_change_k: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
     """Return K's center on the CPU, or None without a center, and a layer's plan of least cost."""
-    plain = [_FALLBACK, *_ROTATED]
-    centered = [replace(plan, centered=True) for plan in plain]
-    k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_FALLBACK]
-    v_plans = [] if latent else plain
-    count, formats = len(k_plans), tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
-    center = torch.cat([k for k, *_ in reads]).mean(0, dtype=torch.float32)
+    plans = [_FALLBACK, *_ROTATED_PLANS]
+    centered_plans = [replace(plan, centered=True) for plan in plans]
+    k_plans = ([*plans] if latent else [*centered_plans, *plans]) if may_change_k else [_FALLBACK]
+    v_plans = [] if latent else plans
+    num_k_plans = len(k_plans)
+    formats = tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
+    center = torch.cat([k for k, *_ in all_states]).mean(0, dtype=torch.float32)
     costs = []
-    for _, equal_reads in groupby(reads, lambda read: len(read[0])):
-        k, v, queries = zip(*equal_reads, strict=True)
-        keys = _transform(torch.stack(k).float(), center, k_plans)
-        values = keys[:0] if latent else _transform(torch.stack(v).float(), None, v_plans)
+    for _, equal_states in groupby(all_states, lambda states: len(states[0])):
+        k, v, queries = zip(*equal_states, strict=True)
+        keys = _transform_states(torch.stack(k).float(), center, k_plans)
+        values = keys[:0] if latent else _transform_states(torch.stack(v).float(), None, v_plans)
         if keys.shape[1:] == values.shape[1:]:
             errors = dynamic_errors(torch.cat([keys, values]), formats)
-            k_errors, v_errors = errors[:count], errors[count:]
+            k_errors, v_errors = errors[:num_k_plans], errors[num_k_plans:]
         else:
-            k_errors = dynamic_errors(keys, formats[:count])
-            v_errors = dynamic_errors(values, formats[count:])
+            k_errors = dynamic_errors(keys, formats[:num_k_plans])
+            v_errors = dynamic_errors(values, formats[num_k_plans:])
         q, weights = (torch.stack([getattr(x, n) for x in queries]) for n in ("q", "weights"))
-        # Rotated queries and rotated errors have the same products, and rotation changes no cost
-        # of V.
-        q = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
+        # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
+        q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])
         sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
-        sides = sample.cost("k", k_errors, "head"), sample.cost("v", v_errors, "head")
-        costs.append(torch.cat(sides).sum((1, 3)))
+        side_costs = sample.cost("k", k_errors, "head"), sample.cost("v", v_errors, "head")
+        costs.append(torch.cat(side_costs).sum((1, 3)))
     sums = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*sums))):
-        raise not_finite(index, "K and V")
-    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[count:], _MAX_COST)]
-    plan = LayerPlan(k_plans[pick_candidate(sums[:count], _MAX_COST)], v_plan)
+        raise nan_error(index, "K and V")
+    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[num_k_plans:], _MAX_COST)]
+    plan = LayerPlan(k_plans[pick_candidate(sums[:num_k_plans], _MAX_COST)], v_plan)
     return (center.cpu() if plan.k.centered else None), plan
 
 
-def _transform(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
+def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
     """Return the values of K or V, `x`, that each plan scales: `[plans, R, N, Hkv, D]`."""
     if len(plans) == 1:
         return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])
-    variants = torch.cat([variants, variants @ _hadamard(x.shape[-1], x.device)])
+    variants = torch.cat([variants, variants @ _make_hadamard(x.shape[-1], x.device)])
     return variants[[plan.centered + len(variants) // 2 * plan.rotated for plan in plans]]
 
 
 @functools.cache
-def _hadamard(dim: int, device: torch.device) -> Tensor:
+def _make_hadamard(dim: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return rotate(torch.eye(dim, device=device))

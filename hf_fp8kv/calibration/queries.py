@@ -14,7 +14,7 @@ from ..scales.layer_scales import Granularity
 from .observe import Batch, observe
 
 # Maximum number of queries of a window.
-_QUERIES = 64
+_MAX_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -29,36 +29,36 @@ class Queries:
         cls, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, scaling: float,
         window: int | None,
     ) -> "Queries | None":  # fmt: skip
-        """Return queries with their attention weights, or None if `q` does not fit these keys.
+        """Return queries with their attention weights, or None if `q` does not fit the keys.
 
         MLA expands the cached latents, so its queries do not fit. `q` is `[Hq, Q, Dk]` and `k` is
-        `[N, Hkv, Dk]`. `positions`, `[Q]`, are the places of the queries among the keys. A query
+        `[N, Hkv, Dk]`. `positions`, `[Q]`, are the indices of the queries among the keys. A query
         attends to `window` tokens, including its own. None means all previous tokens.
         """
-        heads, dim = k.shape[1:]
-        if q.shape[0] % heads or q.shape[2] != dim:
+        num_heads, dim = k.shape[1:]
+        if q.shape[0] % num_heads or q.shape[2] != dim:
             return None
         q, tokens = q.float() * scaling, torch.arange(len(k), device=k.device)
-        hidden = tokens > positions[:, None]
+        is_masked = tokens > positions[:, None]
         if window is not None:
-            hidden |= tokens < first_visible(positions[:, None], window)
-        q = q.reshape(heads, -1, dim)
-        logits = (q @ k.float().permute(1, 2, 0)).view(heads, -1, *hidden.shape)
-        return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1).flatten(1, 2))
+            is_masked |= tokens < first_visible(positions[:, None], window)
+        q = q.reshape(num_heads, -1, dim)
+        logits = (q @ k.float().permute(1, 2, 0)).view(num_heads, -1, *is_masked.shape)
+        return cls(q, logits.masked_fill(is_masked, -torch.inf).softmax(-1).flatten(1, 2))
 
     def cost(self, side: str, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
         """Return the cost of errors of K or V, `[..., N, Hkv, D]`, as `[..., Hkv, D or 1]`.
 
-        Only "channel" has a cost for each channel. The number of operations does not depend on the
-        number of errors.
+        Only granularity "channel" gives a cost for each channel. The number of operations does not
+        depend on the number of errors.
         """
         error = error.transpose(-3, -2)
         if side == "v":
             outputs = (self.weights @ error).square().sum(-2)
             return outputs if granularity == "channel" else outputs.sum(-1, keepdim=True)
         if granularity == "channel":
-            mean, square = self.weights @ error, self.weights @ error.square()
-            return (self.q.square() * (square - mean.square())).sum(-2)
+            mean_error, mean_square = self.weights @ error, self.weights @ error.square()
+            return (self.q.square() * (mean_square - mean_error.square())).sum(-2)
         logits = self.q @ error.mT
         logits = logits - (self.weights * logits).sum(-1, keepdim=True)
         return (self.weights * logits.square()).sum((-2, -1))[..., None]
@@ -95,9 +95,9 @@ def _sample_queries(query: torch.Tensor, k: torch.Tensor, call: dict[str, Any]) 
     tokens = query.shape[2]
     if query.shape[0] != 1 or tokens != len(k):
         return None
-    positions = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens), device="cpu").long()
-    scaling = call.get("scaling")
-    window = call.get("sliding_window")
+    count = min(_MAX_QUERIES, tokens)
+    positions = torch.linspace(tokens // 4, tokens - 1, count, device="cpu").long()
+    scaling, window = call.get("scaling"), call.get("sliding_window")
     return Queries.from_states(
         query[0, :, positions.to(query.device)].to(k.device), k, positions.to(k.device),
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),

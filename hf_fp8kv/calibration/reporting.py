@@ -22,7 +22,7 @@ from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
 from .divergence import UNQUANTIZED
-from .observe import Batch, TensorDict, make_batches, not_finite, observe
+from .observe import Batch, TensorDict, make_batches, nan_error, observe
 from .rope import FarPositions
 from .stages import Job, fold_layers
 
@@ -45,27 +45,28 @@ def measure_statistics(
 ) -> dict[int, LayerStatistics]:
     """Return the statistics of every layer on a text. Raise ConfigError for NaN or infinity.
 
-    `ranges` belong to the texts of the calibration, for the layers that stored something.
+    `ranges` are the ranges on the calibration texts of each layer that stored something.
     """
     fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)
     formats = list(dict.fromkeys((*DISTINCT, fmt)))
-    every = max(1, -(-tokens // _ERROR_TOKENS))
-    read = Counter[int]()  # tokens of each layer, so that the sample continues across windows
+    stride = max(1, -(-tokens // _ERROR_TOKENS))
+    tokens_read = Counter[int]()  # by layer, so that the sample continues across windows
 
     def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
-        sample = slice(-read[index] % every, None, every)
-        read[index] += len(k)
+        sample = slice(-tokens_read[index] % stride, None, stride)
+        tokens_read[index] += len(k)
         layer = scales.for_layer(
             index, num_kv_heads=k.shape[1], k_head_dim=k.shape[2], v_head_dim=v.shape[2]
         )
         rows = [
-            _count(x.float(), layer, side, fmt, formats, sample) for side, x in (("k", k), ("v", v))
+            _count_kv(x.float(), layer, side, fmt, formats, sample)
+            for side, x in (("k", k), ("v", v))
         ]
-        counted = torch.stack(rows).cpu()
-        if not torch.isfinite(counted).all():
-            raise not_finite(index, "K and V of the text held out")
-        return {"counts": counted}
+        counts = torch.stack(rows).cpu()
+        if not torch.isfinite(counts).all():
+            raise nan_error(index, "K and V of the text held out")
+        return {"counts": counts}
 
     sums = fold_layers(job, "statistics", batches, measure, observe)
     results = {}
@@ -77,39 +78,39 @@ def measure_statistics(
     return results
 
 
-def _count(
+def _count_kv(
     x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format],
     sample: slice,
 ) -> torch.Tensor:  # fmt: skip
-    """Return a row of counts, float64, of `x` `[N, Hkv, D]`, float32.
+    """Return a row of counts, float64, for K or V of a layer, `x` `[N, Hkv, D]`, float32.
 
-    The row ends with an error for each format under static scales, if any, and under dynamic
-    scales. `fmt` is the format of a layer without a plan.
+    The row ends with the squared error in each format, under static scales, if any, and under
+    dynamic scales. `fmt` is the format of a layer without a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
-    center, choose = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
-    stored = transform(x, center, rotated=plan is not None and plan.rotated)
+    center, choose_scale = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
+    stored_values = transform(x, center, rotated=plan is not None and plan.rotated)
     if plan is not None and not plan.is_auto:
         fmt = FORMATS[plan.format]
     scale = getattr(scales, side)
     if scale is None:
-        scaled = stored / choose(stored, fmt).float()[..., None]
+        scaled_values = stored_values / choose_scale(stored_values, fmt).float()[..., None]
     else:
         scale = scale.to(x.device)
-        scaled = stored / (scale * fmt.scale_from_e4m3)
-    zero = stored == 0
+        scaled_values = stored_values / (scale * fmt.scale_from_e4m3)
+    is_zero = stored_values == 0
     counts = [
         torch.tensor(x.numel(), device=x.device),
         # Up to this magnitude, values round to the largest code.
-        (scaled.abs() > fmt.max + fmt.max_step / 2).sum(),
-        (~zero).sum(),
-        ((round_to_format(scaled, fmt) == 0) & ~zero).sum(),
+        (scaled_values.abs() > fmt.max + fmt.max_step / 2).sum(),
+        (~is_zero).sum(),
+        ((round_to_format(scaled_values, fmt) == 0) & ~is_zero).sum(),
     ]
-    x, stored = x[sample], stored[sample]
+    x, stored_values = x[sample], stored_values[sample]
     counts.append(x.square().sum(dtype=torch.float64))
     if scale is not None:
-        counts += [_squared_error(stored, scale * f.scale_from_e4m3, f) for f in formats]
-    counts += [_squared_error(x, choose(x, f).float()[..., None], f) for f in formats]
+        counts += [_squared_error(stored_values, scale * f.scale_from_e4m3, f) for f in formats]
+    counts += [_squared_error(x, choose_scale(x, f).float()[..., None], f) for f in formats]
     return torch.stack([count.double() for count in counts])
 
 
@@ -118,49 +119,49 @@ def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.T
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
-    numbers, saturated, not_zero, vanished, energy, *squares = row
-    names = [start + fmt.name for start in ("", DYNAMIC) for fmt in formats][-len(squares) :]
+    num_values, num_saturated, num_nonzero, num_vanished, energy, *squares = row
+    names = [prefix + fmt.name for prefix in ("", DYNAMIC) for fmt in formats][-len(squares) :]
     errors = [(x / energy) ** 0.5 if energy else 0.0 for x in squares]
-    fractions = saturated / max(numbers, 1.0), vanished / max(not_zero, 1.0)
+    fractions = num_saturated / max(num_values, 1.0), num_vanished / max(num_nonzero, 1.0)
     return SideStatistics(amax, *fractions, dict(zip(names, errors, strict=True)))
 
 
 def _score_quality(
-    job: Job, name: str, batches: list[Batch], scales: KVScales
+    job: Job, stage: str, batches: list[Batch], scales: KVScales
 ) -> tuple[QualityRow, ...]:
-    """Compare the model's predictions with each cache. Return no rows if that is not possible."""
-    batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
+    """Compare the predictions with each cache. Return no rows if the model cannot be compared."""
+    batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.MIN_TOKENS]
     if not batches or job.model.get_output_embeddings() is None:
         reason = "no text is long enough" if not batches else "the model has no logits"
         logger.info("%s: predictions are not compared: %s", type(job.model).__name__, reason)
         return ()
     fmt = job.options.fmt.name
-    by_cache: dict[str, KVScales | float | None] = {f"static {fmt}": scales}
+    scales_by_cache: dict[str, KVScales | float | None] = {f"static {fmt}": scales}
     if scales.plan is not None:
         layers = {i: replace(layer, k=None, v=None) for i, layer in scales.layers.items()}
         plan = StoragePlan(**{**vars(scales), "layers": layers, "report": None})
-        by_cache = {} if scales.is_dynamic else {"static, the plan": scales}
-        by_cache["dynamic, the plan"] = plan
-    by_cache |= {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
+        scales_by_cache = {} if scales.is_dynamic else {"static, the plan": scales}
+        scales_by_cache["dynamic, the plan"] = plan
+    scales_by_cache |= {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
     caches = {
-        cache: scoring.cache_factory(job, cache_scales, scales.layers)
-        for cache, cache_scales in by_cache.items()
+        cache: scoring.make_factory(job, cache_scales, scales.layers)
+        for cache, cache_scales in scales_by_cache.items()
     }
     try:
-        scores = scoring.score_caches(job, name, batches, caches)
+        scores = scoring.score_caches(job, stage, batches, caches)
     except ConfigError as error:
         logger.warning("the predictions are not compared: %s", error)
         return ()
     if not scales.is_dynamic:
-        static, dynamic = (scores[cache].kl for cache in list(caches)[:2])
-        stored = fmt if scales.plan is None else "the plan"
-        scoring.warn_if_worse(static, dynamic, stored, batches)
-    rows = [scores[name].summarize(name) for name in (UNQUANTIZED, *caches)]
-    finite = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
-    if len(finite) < len(rows):
-        lost = ", ".join(sorted(row.cache for row in rows if row not in finite))
-        logger.warning("the model returns logits that are not finite: %s not compared", lost)
-    return tuple(finite)
+        static_kl, dynamic_kl = (scores[cache].kl for cache in list(caches)[:2])
+        storage = fmt if scales.plan is None else "the plan"
+        scoring.warn_if_worse(static_kl, dynamic_kl, storage, batches)
+    rows = [scores[stage].summarize(stage) for stage in (UNQUANTIZED, *caches)]
+    finite_rows = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
+    if len(finite_rows) < len(rows):
+        cache_names = ", ".join(sorted(row.cache for row in rows if row not in finite_rows))
+        logger.warning("the model returns logits that are not finite: %s not compared", cache_names)
+    return tuple(finite_rows)
 
 
 def make_report(
@@ -169,17 +170,17 @@ def make_report(
     ranges: Mapping[int, TensorDict],
     centers: str,
     windows: Sequence[torch.Tensor],
-    scored: Sequence[torch.Tensor],
+    scored_windows: Sequence[torch.Tensor],
     positions: FarPositions,
     texts: int = 0,
     tokens: int = 0,
 ) -> CalibrationReport:
-    """Measure the scales on `windows`, and predictions on `scored` and at far positions."""
+    """Measure scales on `windows`, and predictions on `scored_windows` and at far positions."""
     model, options = job.model, job.options
     statistics = measure_statistics(job, make_batches(windows, 1), scales, ranges)
-    rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
-    far = positions.place(scoring.first_windows(scored, _FAR_TOKENS))
-    far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
+    rows = _score_quality(job, "quality", make_batches(scored_windows, 1), scales)
+    batches = positions.place(scoring.first_windows(scored_windows, _FAR_TOKENS))
+    far_rows = _score_quality(job, "far quality", batches, scales) if batches and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
         dtype=options.fmt.name if scales.plan is None else "plan",
@@ -188,7 +189,7 @@ def make_report(
         texts=texts,
         tokens=tokens,
         held_out_tokens=sum(map(len, windows)),
-        seconds=time.monotonic() - job.started,
+        seconds=time.monotonic() - job.start_time,
         date=utc_now(),
         versions=versions(),
         hardware=hardware() | {"device": str(model.device)},
@@ -197,5 +198,5 @@ def make_report(
         layers=statistics,
         quality=rows,
         far_quality=far_rows,
-        max_position=positions.last if far_rows else None,
+        max_position=positions.last_position if far_rows else None,
     )

@@ -1,4 +1,4 @@
-"""Find far positions for windows, and the pairs of channels of K that RoPE rotates together.
+"""Choose far positions for windows, and find the pairs of channels that RoPE rotates together.
 
 RoPE rotates K, and therefore the center of K, with the position. It rotates a pair of channels by
 an angle, which changes both channels, but not the norm of the pair. Models pair channels in
@@ -23,22 +23,20 @@ from .observe import Batch, observe
 
 logger = logging.getLogger(__name__)
 
-# Fields of configs with the number of positions.
+# Config fields that hold the number of positions.
 _POSITION_FIELDS = (
     "max_position_embeddings", "n_positions", "max_target_positions",
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
-# Pairs are measured at position 0, and at half of this or of the model's positions, if fewer.
+# Pairs are measured at positions 0 and n / 2, where n is at most this number.
 _MEASURED_POSITIONS = 2048
-# The default of `max_position`, in windows.
-_WINDOWS = 8
-# The positions of windows, as fractions of the last position. Multiples of the golden ratio are
-# spread evenly without a period, so no pair rotates by the same angle between all neighbors.
-FAR_COUNT = 8
+_DEFAULT_WINDOWS = 8  # default of `max_position`, as a multiple of `max_length`
+FAR_COUNT = 8  # number of far positions
+# Far positions as fractions of the last position. Multiples of the golden ratio are spread
+# evenly without a period, so no pair rotates by the same angle between all adjacent positions.
 _GOLDEN = (5**0.5 - 1) / 2
 _FRACTIONS = [n * _GOLDEN % 1 / (FAR_COUNT * _GOLDEN % 1) for n in range(FAR_COUNT, 0, -1)]
-# Number of tokens on which pairs are measured.
-TOKENS = 128
+TOKENS = 128  # number of tokens on which pairs are measured
 # Minimum relative change (RMS) of the squares of a rotated channel. 16-bit rounding through many
 # layers changes the squares by about one hundredth.
 _MIN_CHANGE = 0.1
@@ -48,9 +46,9 @@ _MAX_CORRELATION = -0.8
 
 @dataclass(frozen=True)
 class FarPositions:
-    """Positions beyond the windows, at which centers and scales are tried."""
+    """Positions beyond the windows, at which centers and scales are tested."""
 
-    last: int  # the farthest position
+    last_position: int  # the farthest position
     skip_reason: str = ""  # why the model cannot be run there, or ""
 
     def place(self, windows: Sequence[torch.Tensor], count: int = 0) -> list[Batch]:
@@ -58,9 +56,9 @@ class FarPositions:
 
         With a `count`, windows are repeated at different positions until there are `count` batches.
         """
-        shorter = [w for w in windows if len(w) < self.last and not self.skip_reason]
-        pairs = islice(zip(cycle(shorter), cycle(_FRACTIONS), strict=False), count or len(shorter))
-        return [Batch((w,), max(1, round(part * (self.last - len(w))))) for w, part in pairs]
+        windows = [w for w in windows if len(w) < self.last_position and not self.skip_reason]
+        pairs = islice(zip(cycle(windows), cycle(_FRACTIONS), strict=False), count or len(windows))
+        return [Batch((w,), max(1, round(x * (self.last_position - len(w))))) for w, x in pairs]
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -71,27 +69,27 @@ def check_count(name: str, value: object, minimum: int = 1) -> None:
         )
 
 
-def find_last(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:
-    """Return the last position at which centers and scales are tried.
+def resolve_limit(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:
+    """Return the last position at which centers and scales are tested.
 
     Raises:
         ConfigError: An argument is invalid, or the model has fewer positions than `max_position`.
     """
     check_count("max_length", max_length)
-    limit = find_limit(model)
+    limit = find_max_positions(model)
     if max_position is None:
-        return min(_WINDOWS * max_length, limit)
+        return min(_DEFAULT_WINDOWS * max_length, limit)
     check_count("max_position", max_position)
     if max_position > limit:
         raise ConfigError(
             f"max_position: expected at most {limit}, the positions of {type(model).__name__}, got "
-            f"{max_position}. Leave it out, or change the model's config"
+            f"{max_position}. Omit max_position, or change the model's config"
         )
     return max_position
 
 
-def find_limit(model: PreTrainedModel) -> int:
-    """Return the maximum position count of the config, or `sys.maxsize` if it has none."""
+def find_max_positions(model: PreTrainedModel) -> int:
+    """Return the maximum number of positions in the config, or `sys.maxsize` if it has none."""
     config = model.config.get_text_config(decoder=True)
     values = (config_field(config, name) for name in _POSITION_FIELDS)
     limits = (int(n) for n in values if isinstance(n, int | float) and n > 1)
@@ -119,71 +117,71 @@ def measure_partners(
     model: PreTrainedModel, window: torch.Tensor, layers: frozenset[int]
 ) -> dict[int, Partners]:
     """Measure the partners of every layer on the first `TOKENS` token ids of a window, `[T]`."""
-    unknown = dict.fromkeys(layers, Partners())
+    unknown_partners = dict.fromkeys(layers, Partners())
     if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
-        return unknown
-    positions = min(find_limit(model), _MEASURED_POSITIONS)
-    ids = window[: min(TOKENS, max(positions // 4, 2))]
+        return unknown_partners
+    num_positions = min(find_max_positions(model), _MEASURED_POSITIONS)
+    ids = window[: min(TOKENS, max(num_positions // 4, 2))]
 
-    def record(first: int) -> dict[int, list[torch.Tensor]]:
+    def record_states(position: int) -> dict[int, list[torch.Tensor]]:
         states: dict[int, list[torch.Tensor]] = {}
         observe(
-            model, Batch((ids,), first), layers,
+            model, Batch((ids,), position), layers,
             lambda index, *pair: states.update({index: [x.double().cpu() for x in pair]}),
         )  # fmt: skip
         return states
 
     try:
-        near, far = record(0), record(positions // 2)
+        near_states, far_states = record_states(0), record_states(num_positions // 2)
     except torch.OutOfMemoryError:
         raise
     except (ConfigError, RuntimeError) as error:  # raised by models that expect fixed positions
         logger.info("%s cannot be run at other positions: %s", type(model).__name__, error)
-        return unknown
-    return unknown | {
-        index: Partners(match_channels(k, far[index][0]), match_channels(v, far[index][1]))
-        for index, (k, v) in near.items()
+        return unknown_partners
+    return unknown_partners | {
+        index: Partners(*map(match_channels, states, far_states[index]))
+        for index, states in near_states.items()
     }
 
 
-def match_channels(near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
+def match_channels(near_states: torch.Tensor, far_states: torch.Tensor) -> torch.Tensor:
     """Return each channel's partner, whose square changes by the opposite amount, or itself, `[D]`.
 
-    `near` and `far` are K, or V, of the same tokens at two positions, `[N, H, D]`, float64.
+    The states are K or V of the same tokens at two positions, each `[N, H, D]`, float64.
     """
-    if not near.shape[-1]:  # latents without a RoPE part
+    if not near_states.shape[-1]:  # latents without a RoPE part
         return torch.arange(0, device="cpu")
-    before, after = (x.flatten(0, 1).square() for x in (near, far))
-    change = after - before
+    near_squares, far_squares = (x.flatten(0, 1).square() for x in (near_states, far_states))
+    change = far_squares - near_squares
     energy = change.square().sum(0)
-    rotates = energy > _MIN_CHANGE**2 * (before.square().sum(0) + after.square().sum(0))
+    rotates = energy > _MIN_CHANGE**2 * (near_squares.square() + far_squares.square()).sum(0)
     norm = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / norm).T @ (change / norm)
-    best = correlation.argmin(0)
-    channel = torch.arange(len(best), device=best.device)
-    is_pair = rotates & rotates[best] & (best[best] == channel)
-    is_pair &= correlation[best, channel] < _MAX_CORRELATION
-    return _complete_pattern(torch.where(is_pair, best, channel))
+    candidate = correlation.argmin(0)
+    channel = torch.arange(len(candidate), device=candidate.device)
+    is_pair = rotates & rotates[candidate] & (candidate[candidate] == channel)
+    is_pair &= correlation[candidate, channel] < _MAX_CORRELATION
+    return _complete_pattern(torch.where(is_pair, candidate, channel))
 
 
 def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
-    """Add the pairs that rotate too slowly to be measured, by the pattern of the measured pairs.
+    """Add the pairs that rotate too slowly to be measured, in the pattern of the measured pairs.
 
     Pairs are ordered by speed, the fastest first, so missing pairs follow the measured pairs.
     """
     channel = torch.arange(len(partner), device=partner.device)
-    distance = (partner - channel)[partner > channel]
-    if not len(distance):
+    distances = (partner - channel)[partner > channel]
+    if not len(distances):
         return partner
-    step = int(distance.mode().values)
-    first = int(channel[partner != channel].min())
+    step = int(distances.mode().values)
+    start = int(channel[partner != channel].min())
     size = len(partner)
     if step == 1:  # neighbors, up to the last channel
-        low = torch.arange(first, size - 1, 2, device=partner.device)
+        lower = torch.arange(start, size - 1, 2, device=partner.device)
     else:  # two halves of a block of 2 * step channels
-        low = torch.arange(first, min(first + step, size - step), device=partner.device)
+        lower = torch.arange(start, min(start + step, size - step), device=partner.device)
     pattern = channel.clone()
-    pattern[low], pattern[low + step] = low + step, low
-    measured = partner != channel
+    pattern[lower], pattern[lower + step] = lower + step, lower
+    is_measured = partner != channel
     # Measured pairs of a different pattern get no further pairs.
-    return pattern if torch.equal(pattern[measured], partner[measured]) else partner
+    return pattern if torch.equal(pattern[is_measured], partner[is_measured]) else partner

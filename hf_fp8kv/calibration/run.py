@@ -26,14 +26,14 @@ from . import choose, scoring, stages
 from .observe import TensorDict, make_batches, paged_layers
 from .queries import observe_queries
 from .reporting import make_report
-from .rope import FarPositions, Partners, check_count, find_last, has_rope, measure_partners
+from .rope import FarPositions, Partners, check_count, has_rope, measure_partners, resolve_limit
 from .stages import CalibrationOptions, Job
 from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
 # Number of tokens that `measure` scores.
-_SCORED = 4096
+_SCORED_TOKENS = 4096
 
 
 def calibrate(
@@ -58,71 +58,72 @@ def calibrate(
     """Calibrate static scales of a model on texts. `.report` of the result shows their quality.
 
     The model reads the texts, and K (after RoPE) and V are observed where they would be stored. A
-    scale covers the largest observed magnitude, see `calibration.choose`. The result does not
+    scale covers the largest observed magnitude (see `calibration.choose`). The result does not
     depend on the order of the texts, unless reading stops at `max_tokens`. Texts are checked before
     the model runs.
 
     Args:
         model: A language model, on any device or devices.
         texts: The path of a `.txt` or `.jsonl` file, or an iterable (a list, a `datasets` dataset)
-            of texts, conversations or token ids, see `read_corpus`.
+            of texts, conversations or token ids (see `read_corpus`).
         tokenizer: The tokenizer of the model. None loads it from the path of the model.
         granularity: One scale per layer and side ("tensor"), per KV head ("head"), or per head
-            and channel ("channel"). For dynamic scales see `choose_plan`.
-        center: Whether to try to subtract the mean of K. A layer keeps its center if it helps. Only
-            files in the format "hf_fp8kv" store it. Latents (MLA) only get a center by an explicit
+            and channel ("channel"). For dynamic scales, see `choose_plan`.
+        center: Whether to try subtracting the mean of K. A layer keeps the center if it helps. Only
+            files in the format "hf_fp8kv" store it. Latents (MLA) get one only from an explicit
             plan.
         dtype: The format for which scales are chosen. They can be used with any format. None means
             "fp8_e4m3".
-        plan: How each layer is stored, in 8 bits. "measured" chooses the format, rotation and
+        plan: The storage plan, in 8 bits. "measured" chooses the format, rotation and
             center of least cost. Any plan of a cache is accepted, and its centers are calibrated
             with the scales. The scales then only fit caches with this plan. Other servers cannot
             use them. None leaves the format to the cache, without rotation.
-        margin: Factor of the largest magnitude. 1.1 leaves a tenth of room for other texts.
+        margin: Factor of the largest magnitude. 1.1 leaves 10 % of headroom for other texts.
         max_tokens: Maximum number of tokens that are read.
         max_length: Maximum number of tokens in a window.
-        max_position: Last position at which centers are also tried. The report has a separate part
-            for far positions. Pass the longest context that you will use. None means
+        max_position: Last position at which centers are tested. The report lists far positions
+            separately. Pass the longest context that you will use. None means
             8 * max_length, or the number of positions of the model if that is less.
         batch_size: Number of windows in a call.
         text_column: The column of a row that has the text.
         chat_template: None renders conversations with the tokenizer's chat template. True also
             renders plain texts, as a user's turn. False refuses conversations.
-        held_out: Number of tokens that are only used for the report. 0 disables the quality report.
+        held_out: Number of tokens that are used only for the report. 0 disables the quality report.
         progress: Whether to show a progress bar with tokens per second on stderr.
 
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
     layers = paged_layers(model)
-    options = _options(model, granularity, center, dtype, margin, plan)
+    options = _make_options(model, granularity, center, dtype, margin, plan)
     check_count("batch_size", batch_size)
-    last = find_last(model, max_length, max_position)
+    max_position = resolve_limit(model, max_length, max_position)
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    reading = _read_windows(model, layers, options, progress, corpus.windows, batch_size, last)
+    windows = corpus.windows
+    reading = _read_windows(model, layers, options, progress, windows, batch_size, max_position)
     with reading as (job, ranges, partners, positions):
         _warn_of_missing_layers(job, ranges, partners)
-        positions, near, far = _collect_samples(job, corpus.windows, partners, positions)
+        positions, near_sums, far_sums = _collect_samples(job, windows, partners, positions)
         may_rotate = bool(positions.skip_reason) and has_rope(model)
         candidates = {
             index: choose.list_candidates(
-                index, layer_ranges, partners[index], options, near.get(index), far.get(index),
-                may_rotate=may_rotate,
+                index, layer_ranges, partners[index], options, near_sums.get(index),
+                far_sums.get(index), may_rotate=may_rotate,
             )
             for index, layer_ranges in ranges.items()
         }  # fmt: skip
-        scaled = choose.make_scales(job, corpus.windows, candidates)
+        scaled_candidates = choose.make_scales(job, windows, candidates)
         source, digest = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
-        fallback, best = (
+        fallback, best_scales = (
             KVScales(x, model_type=model.config.model_type, origin=source, weights_digest=digest)
-            for x in choose.choose_scales(job, corpus.windows, positions, scaled, source)
+            for x in choose.choose_scales(job, windows, positions, scaled_candidates, source)
         )
-        scales, centers = scoring.check_plans(job, corpus.windows, fallback, best, positions)
-        held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
-        report = make_report(job, scales, ranges, centers, held, held, positions, *counts)
+        scales, centers = scoring.check_plans(job, windows, fallback, best_scales, positions)
+        windows, counts = corpus.held_out, (corpus.texts, corpus.tokens)
+        report = make_report(job, scales, ranges, centers, windows, windows, positions, *counts)
     return replace(scales, report=report)
 
 
@@ -153,29 +154,29 @@ def measure(
         ScaleError: The scales belong to a different model.
     """
     layers = paged_layers(model)
-    options = _options(model, "head", False, dtype, 1.0, None)
-    last = find_last(model, max_length, max_position)
-    if not isinstance(resolved := resolve(scales), KVScales):
+    options = _make_options(model, "head", False, dtype, 1.0, None)
+    max_position = resolve_limit(model, max_length, max_position)
+    if not isinstance(loaded_scales := resolve(scales), KVScales):
         raise ConfigError(
             f"scales: expected KVScales, a path or a repository id, got {scales!r}. "
-            "KVScales.uniform(num_layers) has a constant for each layer"
+            "For a constant scale in each layer, pass KVScales.uniform(num_layers)"
         )
-    scales = resolved
-    warn_if_stale(model, scales)
-    cache_dtype = dtype if scales.plan is not None else options.fmt.name
+    warn_if_stale(model, loaded_scales)
+    cache_dtype = dtype if loaded_scales.plan is not None else options.fmt.name
     # Raises an error if the scales do not fit, for example if layers are missing.
-    FP8PagedCache(model.config, dtype=cache_dtype, **scoring.keyword(scales))
+    FP8PagedCache(model.config, dtype=cache_dtype, **scoring.scales_kwargs(loaded_scales))
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    windows, scored = corpus.windows, scoring.first_windows(corpus.windows, _SCORED)
-    with _read_windows(model, layers, options, progress, windows, 1, last) as (job, ranges, _, far):
+    windows, scored_windows = corpus.windows, scoring.first_windows(corpus.windows, _SCORED_TOKENS)
+    reading = _read_windows(model, layers, options, progress, windows, 1, max_position)
+    with reading as (job, ranges, _, positions):
         centers = "Centers were not tried, because the scales were given."
-        return make_report(job, scales, ranges, centers, windows, scored, far)
+        return make_report(job, loaded_scales, ranges, centers, windows, scored_windows, positions)
 
 
-def _options(
+def _make_options(
     model: PreTrainedModel, granularity: object, center: object, dtype: Any, margin: object,
     plan: Any,
 ) -> CalibrationOptions:  # fmt: skip
@@ -188,14 +189,14 @@ def _options(
     if plan is not None and dtype is not None:
         raise ConfigError(
             f"dtype: expected None with a plan, which has the format of each layer, got {dtype!r}. "
-            "Leave it out, or pass a plan such as LayerPlan.parse('fp8_e3m4', 'fp8_e3m4')"
+            "Omit dtype, or pass a plan such as LayerPlan.parse('fp8_e3m4', 'fp8_e3m4')"
         )
-    chosen: Any = plan
+    plans: Any = plan
     if plan is not None and plan != "measured":
-        chosen = FP8PagedCache(model.config, plan=plan, backend="torch").plan  # of each layer
-        if not center and any(layer.k.centered for layer in chosen.values()):
+        plans = FP8PagedCache(model.config, plan=plan, backend="torch").plan
+        if not center and any(layer.k.centered for layer in plans.values()):
             raise ConfigError(
-                "center: expected True for a plan with centers, got False. Leave it out"
+                "center: expected True for a plan with centers, got False. Omit center"
             )
     name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
     if name == AUTO:
@@ -208,51 +209,50 @@ def _options(
         )
     latent = caches_latents(model.config.get_text_config(decoder=True))
     center = center and not latent
-    return CalibrationOptions(granularity, FORMATS[name], float(margin), center, chosen, latent)  # type: ignore[arg-type]
+    return CalibrationOptions(granularity, FORMATS[name], float(margin), center, plans, latent)  # type: ignore[arg-type]
 
 
 def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners],
     positions: FarPositions,
 ) -> tuple[FarPositions, dict[int, TensorDict], dict[int, TensorDict]]:  # fmt: skip
-    """Return `positions`, updated if they fail, and near and far ranges for `find_centers`."""
+    """Return `positions`, updated if they fail, and the near and far sums of `find_centers`."""
     if not job.options.center and job.options.plan is None:
         return positions, {}, {}
     batches = make_batches(stages.sample_windows(windows), 1)
-    near = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
+    near_sums = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
     batches = stages.sample_far(windows, positions)
     try:
-        far = stages.collect_ranges(job, "far sample", batches, partners, observe_queries)
+        far_sums = stages.collect_ranges(job, "far sample", batches, partners, observe_queries)
     except ConfigError as error:
-        logger.warning("positions up to %d are not tried: %s", positions.last, error)
-        return replace(positions, skip_reason=f"the model cannot be run there: {error}"), near, {}
-    return positions, near, far
+        logger.warning("positions up to %d are not tried: %s", positions.last_position, error)
+        reason = f"the model cannot be run there: {error}"
+        return replace(positions, skip_reason=reason), near_sums, {}
+    return positions, near_sums, far_sums
 
 
 def _warn_of_missing_layers(
     job: Job, ranges: Mapping[int, TensorDict], partners: Mapping[int, Partners]
 ) -> None:
-    missing = sorted(job.layers - set(ranges))
-    if missing:
+    missing_layers = sorted(job.layers - set(ranges))
+    if missing_layers:
         logger.warning(
             "layers %s stored nothing while the model read the texts, and have no scales. A cache "
-            "with these scales needs skip_layers=%s",
-            format_list(missing),
-            missing,
-        )
-    unknown = sorted(index for index, layer in partners.items() if layer.k is None)
-    if unknown and job.options.granularity == "channel":
+            "with these scales needs skip_layers=%s", format_list(missing_layers), missing_layers,
+        )  # fmt: skip
+    unpaired_layers = sorted(index for index, layer in partners.items() if layer.k is None)
+    if unpaired_layers and job.options.granularity == "channel":
         logger.warning(
             "layers %s: K has a scale for each head, not for each channel, because the channels "
             "that are rotated together are unknown: the model takes no position_ids",
-            format_list(unknown),
+            format_list(unpaired_layers),
         )
 
 
 @contextmanager
 def _read_windows(
     model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool,
-    windows: Sequence[torch.Tensor], batch_size: int, last: int,
+    windows: Sequence[torch.Tensor], batch_size: int, max_position: int,
 ) -> Iterator[tuple[Job, dict[int, TensorDict], dict[int, Partners], FarPositions]]:  # fmt: skip
     """Yield the job, the ranges and partners of each layer, and the far positions, in eval mode."""
     with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
@@ -264,5 +264,5 @@ def _read_windows(
         )
         failure = f"{type(model).__name__} cannot be run at other positions: it {reason}"
         has_partners = any(layer.k is not None for layer in partners.values())
-        yield job, ranges, partners, FarPositions(last, "" if has_partners else failure)
+        yield job, ranges, partners, FarPositions(max_position, "" if has_partners else failure)
         bar.set_description("done")

@@ -1,4 +1,4 @@
-"""Score scales by the model's predictions, and decide by the scores on centers and plans."""
+"""Score scales by the model's predictions, and choose centers and plans by these scores."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,64 +13,65 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
 from .divergence import Scores, compare_caches
-from .observe import MODEL_ERRORS, Batch, input_device
+from .observe import MODEL_ERRORS, Batch, input_device, make_batches
 from .rope import FarPositions, has_rope
 from .stages import Job
 
 logger = logging.getLogger(__name__)
 
 # Minimum number of tokens of a window: two to read first, and two to score.
-SHORTEST = 4
+MIN_TOKENS = 4
 # Number of tokens that are scored to decide whether centers and plans help.
 _TRIAL_TOKENS = 1024
 # Minimum KL of static scales that gives a warning, relative to dynamic scales.
 _WARNING_RATIO = 1.5
 # Maximum number of tokens and of logits in a call that is scored.
-_CHUNK = 128
-_LOGITS = 2**23
+_MAX_CHUNK = 128
+_MAX_LOGITS = 2**23
 
 
 def check_plans(
-    job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, chosen: KVScales,
-    far: FarPositions,
+    job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, best_scales: KVScales,
+    positions: FarPositions,
 ) -> tuple[KVScales, str]:  # fmt: skip
-    """Return the chosen scales if they help, otherwise the fallback, and the reason in words.
+    """Return the chosen scales if they help, otherwise the fallback, and the reason as text.
 
     Centers and plans must improve the model's predictions in the windows and at far positions.
     """
     if isinstance(job.options.plan, Mapping):
-        return chosen, "The plan was given."
+        return best_scales, "The plan was given."
     subject, refusal = "Centers", "No centers:"
     if fallback.plan is not None:
         subject = "Measured plans"
         refusal = f"Measured plans: {summarize_plan(fallback.plan)}, because"
     elif not job.options.center:
         return fallback, "Centers of K were not requested."
-    note = f" Far positions: {far.skip_reason}." if far.skip_reason else ""
-    if note and has_rope(job.model):
-        note = f" RoPE rotates K with the position, and {far.skip_reason}: K is stored unchanged."
-    layers = chosen.layers
-    changed = sum(
+    reason = positions.skip_reason
+    note = f" Far positions: {reason}." if reason else ""
+    if reason and has_rope(job.model):
+        note = f" RoPE rotates K with the position, and {reason}: K is stored unchanged."
+    layers = best_scales.layers
+    num_changed = sum(
         layer.k_center is not None or layer.plan != fallback.layers[index].plan
         for index, layer in layers.items()
     )
-    if not changed:
+    if not num_changed:
         return fallback, f"{refusal} no other candidate costs much less in any layer.{note}"
-    change = f"{subject} in {changed} of {len(layers)} layers"
+    change = f"{subject} in {num_changed} of {len(layers)} layers"
     if job.model.get_output_embeddings() is None:
-        return chosen, f"{change}, by the errors of attention: no logits to compare.{note}"
-    # About `_TRIAL_TOKENS` are in the second halves of these windows.
-    trial = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
-    if not trial:
+        return best_scales, f"{change}, by the errors of attention: no logits to compare.{note}"
+    # The second halves of these windows, which are scored, have about `_TRIAL_TOKENS` tokens.
+    trial_windows = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= MIN_TOKENS]
+    if not trial_windows:
         return fallback, f"{refusal} the texts are too short to compare predictions.{note}"
-    scales_by_cache = {"without": fallback, "with": chosen}
-    caches = {name: cache_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
+    scales_by_cache = {"without": fallback, "with": best_scales}
+    caches = {name: make_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
     stages = {
-        f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
-        f"at far positions up to {far.last}": far.place(trial),
+        f"at positions up to {len(trial_windows[0])}": make_batches(trial_windows, 1),
+        f"at far positions up to {positions.last_position}": positions.place(trial_windows),
     }
     findings = []
-    for place, batches in stages.items():
+    for location, batches in stages.items():
         if not batches:
             continue
         stage = "predictions" if batches[0].start is None else "far predictions"
@@ -80,35 +81,35 @@ def check_plans(
             logger.warning("%s are not tried: %s", subject.lower(), error)
             return fallback, f"{refusal} the model's predictions could not be compared.{note}"
         gain = scores["without"].kl - scores["with"].kl
-        kl = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in caches]
-        findings.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
+        kl_texts = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in caches]
+        findings.append(f"KL {', '.join(kl_texts)}, on {len(gain)} tokens {location}")
         deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * deviation:
             return fallback, f"{refusal} the gain is uncertain: {'; '.join(findings)}.{note}"
-    return chosen, f"{change}: {'; '.join(findings)}.{note}"
+    return best_scales, f"{change}: {'; '.join(findings)}.{note}"
 
 
-def cache_factory(
-    job: Job, scales: KVScales | float | None, covered: Collection[int]
+def make_factory(
+    job: Job, scales: KVScales | float | None, layers: Collection[int]
 ) -> Callable[[], Any]:
-    """Return a function that makes caches. Layers that are not `covered` stay unquantized."""
-    skipped = sorted(job.layers.difference(covered))
-    planned = isinstance(scales, KVScales) and scales.plan is not None
-    dtype = None if planned else job.options.fmt.name
+    """Return a function that makes caches. Layers that are not in `layers` stay unquantized."""
+    skipped_layers = sorted(job.layers.difference(layers))
+    has_plan = isinstance(scales, KVScales) and scales.plan is not None
+    dtype = None if has_plan else job.options.fmt.name
     return lambda: FP8PagedCache(
-        job.model.config, dtype=dtype, skip_layers=skipped, **keyword(scales)
+        job.model.config, dtype=dtype, skip_layers=skipped_layers, **scales_kwargs(scales)
     )
 
 
-def keyword(scales: KVScales | float | None) -> dict[str, Any]:
-    """Return scales or a plan as a keyword argument of a cache."""
+def scales_kwargs(scales: KVScales | float | None) -> dict[str, Any]:
+    """Return the keyword argument of a cache for scales or a plan."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
 def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
     """Return the first windows that together have at least `tokens` tokens, or all windows."""
-    before = accumulate(map(len, windows), initial=0)
-    return [window for window, count in zip(windows, before, strict=False) if count < tokens]
+    tokens_before = accumulate(map(len, windows), initial=0)
+    return [window for window, count in zip(windows, tokens_before, strict=False) if count < tokens]
 
 
 def score_caches(
@@ -116,8 +117,8 @@ def score_caches(
 ) -> dict[str, Scores]:
     """Score the second half of each window under each cache, after a prefill on the first half."""
     vocabulary = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
-    chunk = max(8, min(_CHUNK, _LOGITS // vocabulary))
-    job.start(name, sum(batch.tokens for batch in batches) * (len(caches) + 1))
+    chunk = max(8, min(_MAX_CHUNK, _MAX_LOGITS // vocabulary))
+    job.start_stage(name, sum(batch.tokens for batch in batches) * (len(caches) + 1))
     scores = []
     for batch in batches:
         ids = batch.ids.to(input_device(job.model))
@@ -139,16 +140,16 @@ def score_caches(
 
 
 def warn_if_worse(
-    static: torch.Tensor, dynamic: torch.Tensor, fmt: str, batches: Sequence[Batch]
+    static_kl: torch.Tensor, dynamic_kl: torch.Tensor, fmt: str, batches: Sequence[Batch]
 ) -> None:
     """Warn if static scales are significantly worse than dynamic scales, by the KL of each token.
 
-    `fmt` is the format of both, or "the plan".
+    `fmt` is the format of both kinds of scales, or "the plan".
     """
-    excess = static - _WARNING_RATIO * dynamic
+    excess = static_kl - _WARNING_RATIO * dynamic_kl
     if len(excess) < 2 or not excess.mean() > 2 * excess.std() / len(excess) ** 0.5:
         return
-    last = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)
+    last_position = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)
     advice = "Use scales=None, which needs no calibration"
     if fmt not in FORMATS:
         advice = "Use choose_plan(model), which makes a plan without static scales"
@@ -157,6 +158,6 @@ def warn_if_worse(
     logger.warning(
         "at positions up to %d static scales in %s have %.1f times the KL of dynamic scales (%.1e, "
         "%.1e). %s",
-        last, fmt, (static.mean() / dynamic.mean()).item(), static.mean().item(),
-        dynamic.mean().item(), advice,
+        last_position, fmt, (static_kl.mean() / dynamic_kl.mean()).item(), static_kl.mean().item(),
+        dynamic_kl.mean().item(), advice,
     )  # fmt: skip

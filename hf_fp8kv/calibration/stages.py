@@ -1,4 +1,4 @@
-"""The stages of a calibration, each of which reads windows and merges tensors by layer."""
+"""The stages of a calibration. Each stage reads windows and merges tensors by layer."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,13 @@ from ..errors import ConfigError
 from ..formats import Format, LayerPlan
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
-from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, not_finite, observe
+from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, nan_error, observe
 from .queries import Queries, observe_queries
 from .rope import FAR_COUNT, FarPositions, Partners
 
 # Number of windows on which scales are tried.
 SAMPLE_WINDOWS = 8
-# Minimum number of tokens of a piece of a window that is read at a far position.
+# Minimum number of tokens of the part of a window that is read at a far position.
 _MIN_FAR_TOKENS = 16
 
 
@@ -42,15 +42,15 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs of all stages: a model in eval mode, its layers that need scales, and a bar."""
+    """The inputs of all stages: a model in eval mode, the layers to scale, and a progress bar."""
 
     model: PreTrainedModel
     layers: frozenset[int]
     options: CalibrationOptions
     bar: "tqdm[Any]"
-    started: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
 
-    def start(self, stage: str, tokens: int) -> None:
+    def start_stage(self, stage: str, tokens: int) -> None:
         """Restart the progress bar for a stage of `tokens` tokens."""
         self.bar.set_description(stage, refresh=False)
         self.bar.reset(tokens)
@@ -64,24 +64,24 @@ def fold_layers(
 
     The observer runs the model: `observe`, or `observe_queries`, which also passes queries.
     """
-    merged: dict[int, TensorDict] = {}
+    totals: dict[int, TensorDict] = {}
 
     def on_layer(index: int, *states: Any) -> None:
-        new = measure(index, *states)
-        merged[index] = merge_tensors(merged[index], new) if index in merged else new
+        tensors = measure(index, *states)
+        totals[index] = merge_tensors(totals[index], tensors) if index in totals else tensors
 
-    job.start(name, sum(batch.tokens for batch in batches))
+    job.start_stage(name, sum(batch.tokens for batch in batches))
     for batch in batches:
         observer(job.model, batch, job.layers, on_layer)
         job.bar.update(batch.tokens)
-    return dict(sorted(merged.items()))
+    return dict(sorted(totals.items()))
 
 
 def collect_ranges(
     job: Job, name: str, batches: Sequence[Batch], partners: Mapping[int, Partners],
     observer: Callable[..., None] = observe,
 ) -> dict[int, TensorDict]:  # fmt: skip
-    """Return the range of K and V of each layer. With queries, add the sums of `weigh_keys`.
+    """Return the ranges of K and V of each layer, and with queries the sums of `weigh_keys`.
 
     Raises:
         ConfigError: K or V has NaN or infinity, or a layer has no V.
@@ -92,16 +92,16 @@ def collect_ranges(
     ) -> TensorDict:
         if not v.shape[-1]:
             raise ConfigError(
-                f"layer {index}: expected keys and values, got latents without a RoPE part, which "
-                "hold no V. Use dynamic scales (scales=None), which work for every layer"
+                f"layer {index}: expected keys and values, got latents without a RoPE part, so "
+                "there is no V. Use dynamic scales (scales=None), which work for every layer"
             )
         statistics = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
             if not torch.isfinite(statistics[f"{side}_pair"]).all():
-                raise not_finite(index, side.upper())
+                raise nan_error(index, side.upper())
         if job.options.plan is not None:
-            rotated = measure_range(rotate(k), rotate(v), None, None)
-            statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
+            rotated_ranges = measure_range(rotate(k), rotate(v), None, None)
+            statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated_ranges.items()}
         return statistics | (weigh_keys(k, *queries) if queries else {})
 
     return fold_layers(job, name, batches, measure, observer)
@@ -110,7 +110,7 @@ def collect_ranges(
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
     """Return sums of K `[N, Hkv, Dk]` for `find_centers`, each `[Hkv, Dk]`, float64 on the CPU.
 
-    In `weighted_sum` the weight of each value is the expected cost of its squared error, if errors
+    In `weighted_sum`, each value is weighted by the expected cost of its squared error, if errors
     are independent. `weight_sum` is the sum of the weights. Without queries all weights are equal.
     """
     weights = torch.ones_like(k, dtype=torch.float32)
@@ -122,11 +122,11 @@ def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
 
 
 def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return at most `SAMPLE_WINDOWS` windows of all lengths, evenly spaced in the list."""
+    """Return at most `SAMPLE_WINDOWS` windows, evenly spaced in a list sorted by length."""
     return list(windows[:: max(1, len(windows) // SAMPLE_WINDOWS)][:SAMPLE_WINDOWS])
 
 
 def sample_far(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
-    """Return windows at far positions, in total not longer than the text unless it is short."""
+    """Return windows at far positions. Their total length exceeds only a short text's."""
     length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // FAR_COUNT)
     return positions.place([w[:length] for w in sample_windows(windows)], FAR_COUNT)

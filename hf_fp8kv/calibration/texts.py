@@ -1,4 +1,4 @@
-"""Read the texts of a calibration, tokenize them, and split them into windows and two parts.
+"""Read the texts of a calibration, tokenize them, and split them into windows, in two parts.
 
 Both parts are the same for any order of the texts, as long as all of them are read.
 """
@@ -21,17 +21,17 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..utils.text import format_list, format_value
-from .rope import check_count, find_limit
+from .rope import check_count, find_max_positions
 
 logger = logging.getLogger(__name__)
 
-# A window of one token has nothing to attend to.
+# A window of one token has no previous token to attend to.
 _MIN_TOKENS = 2
-# Lines of text files are cut at a space if they have more characters than a window has tokens
-# divided by 8, and more than 32, so that pieces fill their windows.
-_LINES_PER_WINDOW, _SHORTEST_LINE = 8, 32
+# A line of a text file is cut at a space if it has more than 32 characters, and more than 1/8 of
+# the number of tokens in a window. Short lines let texts fill their windows.
+_LINES_PER_WINDOW, _MIN_LINE_LENGTH = 8, 32
 # Number of lines that are tokenized in one call, and of characters that are read at once.
-_LINES, _CHARACTERS = 1024, 1 << 16
+_LINES_PER_CALL, _CHARACTERS_PER_READ = 1024, 1 << 16
 
 
 # Tensors have no truth value, so two corpora cannot be compared with `==`.
@@ -66,12 +66,13 @@ def read_model_corpus(
         except (OSError, ValueError, ImportError) as error:
             # Token ids need no tokenizer. Other texts raise an error without one.
             logger.info("no tokenizer in %s: %s", name, error)
-    corpus = read_corpus(texts, tokenizer, max_length=min(max_length, find_limit(model)), **options)
+    max_length = min(max_length, find_max_positions(model))
+    corpus = read_corpus(texts, tokenizer, max_length=max_length, **options)
     vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
-    if vocabulary is not None and largest >= vocabulary:
+    max_id = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
+    if vocabulary is not None and max_id >= vocabulary:
         rule = f"token ids below {vocabulary}, the vocabulary of the model"
-        raise _error("texts", rule, largest, "Use the tokenizer of the model")
+        raise _make_error("texts", rule, max_id, "Use the tokenizer of the model")
     return corpus
 
 
@@ -93,7 +94,7 @@ def read_corpus(
         tokenizer: A tokenizer of transformers, or None if all items are token ids.
         max_tokens: Maximum number of tokens in both parts. Reading stops there.
         max_length: Maximum number of tokens in a window.
-        held_out: Approximate number of tokens to hold out, see `_choose_held_out`.
+        held_out: Approximate number of tokens to hold out (see `_choose_held_out`).
         text_column, chat_template: As in `calibrate`.
 
     Raises:
@@ -104,32 +105,32 @@ def read_corpus(
     check_count("held_out", held_out, 0)
     encoder = _Encoder(tokenizer, text_column, chat_template)
     windows_by_text: list[list[torch.Tensor]] = []
-    left = max_tokens
-    for where, item in _list_items(texts, encoder, max_length):
-        ids = encoder.encode(where, item)
+    tokens_left = max_tokens
+    for label, item in _list_items(texts, encoder, max_length):
+        ids = encoder.encode(label, item)
         if ids is None:
             continue
         # A view would keep the complete text in memory.
-        windows = [w.clone() for w in ids[:left].split(max_length) if len(w) >= _MIN_TOKENS]
+        windows = [w.clone() for w in ids[:tokens_left].split(max_length) if len(w) >= _MIN_TOKENS]
         windows_by_text.append(windows)
-        left -= sum(map(len, windows))
-        if left < _MIN_TOKENS:
+        tokens_left -= sum(map(len, windows))
+        if tokens_left < _MIN_TOKENS:
             break
-    if left == max_tokens:
-        short = len(windows_by_text)
-        got = f"{short} of one token" if short else "none except blank texts"
+    if tokens_left == max_tokens:
+        num_short = len(windows_by_text)
+        got = f"{num_short} of one token" if num_short else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
-        raise _error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
+        raise _make_error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
     contents = _choose_held_out(windows_by_text, held_out)
-    ordered = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _content(w)))
-    read, held_windows = (
-        tuple(w for w in ordered if (_content(w) in contents) == out) for out in (False, True)
-    )
-    return Corpus(read, held_windows, len(windows_by_text))
+    sorted_windows = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _to_bytes(w)))
+    parts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for window in sorted_windows:
+        parts[_to_bytes(window) in contents].append(window)
+    return Corpus(tuple(parts[False]), tuple(parts[True]), len(windows_by_text))
 
 
 class _Encoder:
-    """Converter of items to token ids, with arguments of `read_corpus`."""
+    """Converter of items to token ids, with options of `read_corpus`."""
 
     def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
         from transformers import PreTrainedTokenizerBase
@@ -137,14 +138,14 @@ class _Encoder:
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             hint = "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
             kind = type(tokenizer).__name__
-            raise _error("tokenizer", "a tokenizer of transformers", kind, hint)
+            raise _make_error("tokenizer", "a tokenizer of transformers", kind, hint)
         if chat_template not in (None, True, False):
             hint = "Set the text of a template as tokenizer.chat_template"
-            raise _error("chat_template", "None, True or False", chat_template, hint)
+            raise _make_error("chat_template", "None, True or False", chat_template, hint)
         self._tokenizer: Any = tokenizer
         self._text_column, self._chat_template = text_column, chat_template
 
-    def encode(self, where: str, item: Any) -> torch.Tensor | None:
+    def encode(self, label: str, item: Any) -> torch.Tensor | None:
         """Return the token ids of an item, int32 `[N]` on the CPU, or None for a blank item."""
         if isinstance(item, Mapping):
             names = [self._text_column] + ["messages"] * (self._text_column == "text")
@@ -153,54 +154,55 @@ class _Encoder:
                 rule = f"a column {' or '.join(map(repr, names))}"
                 got = f"the columns {format_list(map(repr, item), 20)}"
                 hint = "Name the column with text_column, and pass a conversation as a list"
-                raise _error(where, rule, got, hint)
-            where, item = f"{where}, column {column!r}", item[column]
+                raise _make_error(label, rule, got, hint)
+            label, item = f"{label}, column {column!r}", item[column]
         is_blank = isinstance(item, str) and not item.strip()
         if is_blank or (isinstance(item, list | tuple) and not item):
             return None
         if isinstance(item, str) and self._chat_template:
             item = [{"role": "user", "content": item}]
-        chat = isinstance(item, list | tuple) and isinstance(item[0], Mapping)
-        if not chat and not isinstance(item, str):
-            return self._check_ids(where, item)
+        is_chat = isinstance(item, list | tuple) and isinstance(item[0], Mapping)
+        if not is_chat and not isinstance(item, str):
+            return self._check_ids(label, item)
         if self._tokenizer is None:
             hint = "Pass tokenizer=AutoTokenizer.from_pretrained(...)"
-            raise _error(where, "token ids without a tokenizer", "text", hint)
+            raise _make_error(label, "token ids without a tokenizer", "text", hint)
         # A chat template contains the special tokens.
-        text = self._render(where, item) if chat else item
-        (ids,) = self.tokenize(where, [text], special=not chat)
+        text = self._render_chat(label, item) if is_chat else item
+        (ids,) = self.tokenize(label, [text], special=not is_chat)
         return torch.tensor(ids, dtype=torch.int32, device="cpu")
 
-    def tokenize(self, where: str, texts: list[str], *, special: bool) -> list[list[int]]:
+    def tokenize(self, label: str, texts: list[str], *, special: bool) -> list[list[int]]:
         """Return the token ids of each text, with special tokens or without."""
         try:
             # Not verbose: a text may be longer than the model's context.
             ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
         except (TypeError, UnicodeError) as error:
-            wrong = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
+            text = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
             hint = "Replace its characters: text.encode('utf-8', 'replace').decode()"
-            raise _error(where, "text that UTF-8 can encode", ascii(wrong)[:120], hint) from error
+            got = ascii(text)[:120]
+            raise _make_error(label, "text that UTF-8 can encode", got, hint) from error
         return list(ids)
 
-    def _render(self, where: str, messages: Sequence[Any]) -> str:
+    def _render_chat(self, label: str, messages: Sequence[Any]) -> str:
         if self._chat_template is False:
-            hint = "Leave chat_template out, or pass texts"
-            raise _error(where, "a text with chat_template=False", "a list of messages", hint)
+            hint = "Omit chat_template, or pass texts"
+            raise _make_error(label, "a text with chat_template=False", "a list of messages", hint)
         for message in messages:
-            # Templates render nothing for other names.
+            # Templates ignore messages with other keys.
             if not (isinstance(message, Mapping) and message.keys() >= {"role", "content"}):
                 rule = "messages {'role': ..., 'content': ...}"
                 hint = "Rename its keys, or pass each text as one item"
-                raise _error(where, rule, format_value(message), hint)
+                raise _make_error(label, rule, format_value(message), hint)
         try:
             return str(self._tokenizer.apply_chat_template([*messages], tokenize=False))
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             rule = "a conversation that fits the tokenizer's chat template"
             got = f"{type(error).__name__}: {error}"
             hint = "Change or leave out the messages, or set tokenizer.chat_template"
-            raise _error(where, rule, got, hint) from error
+            raise _make_error(label, rule, got, hint) from error
 
-    def _check_ids(self, where: str, item: Any) -> torch.Tensor:
+    def _check_ids(self, label: str, item: Any) -> torch.Tensor:
         try:
             ids = np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
         except (TypeError, ValueError):  # lists of several lengths, bfloat16
@@ -208,156 +210,156 @@ class _Encoder:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             rule = "a text, a list of messages, or token ids as integers [N]"
             hint = "Pass the text, or the ids, of each text as one item, and leave out other items"
-            raise _error(where, rule, format_value(item), hint)
+            raise _make_error(label, rule, format_value(item), hint)
         limit = 2**31 if self._tokenizer is None else len(self._tokenizer)
-        if wrong := ids[(ids < 0) | (ids >= limit)].tolist():
+        if invalid_ids := ids[(ids < 0) | (ids >= limit)].tolist():
             hint = "Tokenize with the model's tokenizer"
-            raise _error(where, f"token ids from 0 to {limit - 1}", wrong[0], hint)
+            raise _make_error(label, f"token ids from 0 to {limit - 1}", invalid_ids[0], hint)
         return torch.tensor(ids.tolist(), dtype=torch.int32, device="cpu")
 
 
-def _error(name: str, rule: str, got: object, hint: str) -> ConfigError:
+def _make_error(name: str, rule: str, got: object, hint: str) -> ConfigError:
     return ConfigError(f"{name}: expected {rule}, got {got}. {hint}")
 
 
 def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of an item's name in errors and the item."""
+    """Yield pairs of a name for error messages and an item."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             hint = "Pass a path, a list of str, or one split of a dataset"
-            raise _error("texts", "a file or a list of texts", format_value(texts), hint)
+            raise _make_error("texts", "a file or a list of texts", format_value(texts), hint)
         yield from ((f"texts[{number}]", item) for number, item in enumerate(texts))
         return
     path = Path(os.fsdecode(texts))
     # A file or a pipe. Path would raise an error for a long name.
     if os.path.isdir(path) or not os.path.exists(path):
         hint = "Pass [text] for one text, or the path of an existing file"
-        raise _error("texts", "a file or a list of texts", format_value(str(path)), hint)
+        raise _make_error("texts", "a file or a list of texts", format_value(str(path)), hint)
     if path.suffix.lower() == ".jsonl":
         for number, line in enumerate(_read_lines(path), 1):
             if not line.strip():
                 continue
-            where = f"{path}, line {number}"
+            label = f"{path}, line {number}"
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 hint = "Write each text as one line of JSON, or name the file .txt"
                 got = f"{type(error).__name__}: {error}"
-                raise _error(where, "one JSON value", got, hint) from error
-            yield where, value
+                raise _make_error(label, "one JSON value", got, hint) from error
+            yield label, value
     elif path.suffix.lower() == ".txt":
-        yield from ((str(path), piece) for piece in _read_pieces(path, encoder, max_length))
+        yield from ((str(path), text) for text in _read_text_file(path, encoder, max_length))
     else:
         rule = "a .txt file, or a .jsonl file with a JSON value in each line"
         hint = "Rename it, or pass its texts as a list or a dataset"
-        raise _error(str(path), rule, path.suffix or "no suffix", hint)
+        raise _make_error(str(path), rule, path.suffix or "no suffix", hint)
 
 
-def _read_lines(path: Path, most: int = -1) -> Iterator[str]:
-    """Yield lines, in several parts if they have more than `most` characters."""
+def _read_lines(path: Path, max_characters: int = -1) -> Iterator[str]:
+    """Yield lines, in several parts if they have more than `max_characters` characters."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            yield from iter(lambda: file.readline(most), "")
+            yield from iter(lambda: file.readline(max_characters), "")
     except (OSError, UnicodeDecodeError) as error:
-        raise _error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
+        raise _make_error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
 
 
-def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:
+def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:
     """Yield a text file as consecutive texts, each of about a window.
 
-    A piece ends at a paragraph's end if it is then at least half full. Otherwise it ends at a
-    line's end, or else after a space. Only white space around pieces is lost.
+    A text ends at a paragraph's end if it is then at least half full. Otherwise it ends at a
+    line's end, or else after a space. Only white space around texts is lost.
     """
-    special = encoder.encode(str(path), "a")
-    room = max(max_length - (0 if special is None else len(special)), 1)
-    longest = max(max_length // _LINES_PER_WINDOW, _SHORTEST_LINE)
-    parts = _cut_lines(_read_lines(path, _CHARACTERS), longest)
-    pieces: list[tuple[str, int]] = []
-    size = 0
-    while batch := list(islice(parts, _LINES)):
-        words = [part for part in batch if not part.isspace()]
-        ids = iter(encoder.tokenize(str(path), words, special=False) if words else ())
+    sample_ids = encoder.encode(str(path), "a")
+    max_tokens = max(max_length - (0 if sample_ids is None else len(sample_ids)), 1)
+    max_characters = max(max_length // _LINES_PER_WINDOW, _MIN_LINE_LENGTH)
+    line_parts = _cut_lines(_read_lines(path, _CHARACTERS_PER_READ), max_characters)
+    buffer: list[tuple[str, int]] = []
+    buffer_tokens = 0
+    while batch := list(islice(line_parts, _LINES_PER_CALL)):
+        texts = [part for part in batch if not part.isspace()]
+        ids = iter(encoder.tokenize(str(path), texts, special=False) if texts else ())
         for part in batch:
             # A blank line counts as one token, so that a long run of blank lines is cut.
             tokens = 1 if part.isspace() else max(len(next(ids)), 1)
-            while pieces and size + tokens > room:
-                end = _find_end(pieces, size)
-                yield _join(pieces[:end])
-                pieces = pieces[end:]
-                size = sum(n for _, n in pieces)
-            pieces.append((part, tokens))
-            size += tokens
-    yield _join(pieces)
+            while buffer and buffer_tokens + tokens > max_tokens:
+                count = _find_end(buffer, buffer_tokens)
+                yield _join_parts(buffer[:count])
+                buffer = buffer[count:]
+                buffer_tokens = sum(n for _, n in buffer)
+            buffer.append((part, tokens))
+            buffer_tokens += tokens
+    yield _join_parts(buffer)
 
 
-def _cut_lines(lines: Iterable[str], longest: int) -> Iterator[str]:
-    """Yield parts of at most `longest` characters of each line, cut after a space if possible."""
-    rest = ""
+def _cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
+    """Yield each line in parts of limited length, which are cut after a space if possible."""
+    remainder = ""
     for line_part in lines:
-        line, start = rest + line_part, 0
-        while len(line) - start > longest:
-            end = line.rfind(" ", start, start + longest) + 1 or start + longest
+        line, start = remainder + line_part, 0
+        while len(line) - start > max_characters:
+            end = line.rfind(" ", start, start + max_characters) + 1 or start + max_characters
             yield line[start:end]
             start = end
-        rest = line[start:]
-        if rest.endswith("\n"):
-            yield rest
-            rest = ""
-    if rest:
-        yield rest
+        remainder = line[start:]
+        if remainder.endswith("\n"):
+            yield remainder
+            remainder = ""
+    if remainder:
+        yield remainder
 
 
-def _find_end(pieces: Sequence[tuple[str, int]], size: int) -> int:
-    """Return the number of parts up to the last paragraph or line that ends in the second half."""
-    totals = accumulate(tokens for _, tokens in pieces)
-    half = [n for n, total in enumerate(totals, 1) if 2 * total >= size]
+def _find_end(parts: Sequence[tuple[str, int]], num_tokens: int) -> int:
+    """Return the number of parts up to the last end of a paragraph or line in the second half."""
+    totals = accumulate(tokens for _, tokens in parts)
+    counts = [n for n, total in enumerate(totals, 1) if 2 * total >= num_tokens]
     for is_end in (str.isspace, lambda part: part.endswith("\n")):
-        if ends := [n for n in half if is_end(pieces[n - 1][0])]:
+        if ends := [n for n in counts if is_end(parts[n - 1][0])]:
             return ends[-1]
-    return len(pieces)
+    return len(parts)
 
 
-def _join(pieces: Sequence[tuple[str, int]]) -> str:
+def _join_parts(parts: Sequence[tuple[str, int]]) -> str:
     # The text includes the indent of its first line, but no line break before it.
-    return "".join(part for part, _ in pieces).strip("\n").rstrip()
+    return "".join(part for part, _ in parts).strip("\n").rstrip()
 
 
-def _content(window: torch.Tensor) -> bytes:
+def _to_bytes(window: torch.Tensor) -> bytes:
     return window.numpy().astype("<i4").tobytes()
 
 
-def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
+def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], target: int) -> set[bytes]:
     """Return the contents of the windows to hold out. All copies of a window are in one part.
 
-    These have about `wanted` tokens, at most twice that number, and at most a quarter of all
+    The windows have about `target` tokens, at most twice that number, and at most a quarter of all
     tokens. Texts are ordered by their longest window and then by a hash. In this order, each text
-    that still fits is held out with all its windows. If a text is too long, single windows are held
-    out. A window that also occurs in a different text stays. If nothing fits, one window is held
-    out, unless all windows are equal.
+    that still fits is held out with all its windows. A longer text is held out window by
+    window. A window that also occurs in a different text is not held out. If nothing fits, one
+    window is held out, unless all windows are equal.
     """
-    texts = [tuple(map(_content, windows)) for windows in windows_by_text if windows]
-    size = {content: len(content) // 4 * n for content, n in Counter(chain(*texts)).items()}
-    if not wanted or len(size) < 2:
+    texts = [tuple(map(_to_bytes, windows)) for windows in windows_by_text if windows]
+    token_counts = {content: len(content) // 4 * n for content, n in Counter(chain(*texts)).items()}
+    if not target or len(token_counts) < 2:
         return set()
-    distinct = set(texts)
-    owners = Counter(content for text in distinct for content in set(text))
-    groups = [unique for text in distinct if (unique := {c for c in text if owners[c] == 1})]
-    quarter = sum(size.values()) // 4
-    limit = min(2 * wanted, quarter)
-    chosen: set[bytes] = set()
-    tokens_out = 0
-    for group in sorted(groups, key=_rank):
-        fits = sum(size[c] for c in group) <= limit
-        for unit in [group] if fits else sorted(({c} for c in group), key=_rank):
-            tokens = sum(size[c] for c in unit)
-            if tokens_out < wanted and tokens_out + tokens <= limit:
-                chosen |= unit
-                tokens_out += tokens
-    # The first window of at most a quarter, or else the smallest window.
-    ranked = sorted(size, key=lambda c: _rank([c]))
-    return chosen or {min(ranked, key=lambda c: max(size[c], quarter))}
+    distinct_texts = set(texts)
+    text_counts = Counter(content for text in distinct_texts for content in set(text))
+    groups = [{c for c in text if text_counts[c] == 1} for text in distinct_texts]
+    quarter_tokens = sum(token_counts.values()) // 4
+    limit = min(2 * target, quarter_tokens)
+    held_out: set[bytes] = set()
+    held_out_tokens = 0
+    for group in sorted(filter(None, groups), key=_rank_windows):
+        group_fits = sum(token_counts[c] for c in group) <= limit
+        for unit in [group] if group_fits else sorted(({c} for c in group), key=_rank_windows):
+            tokens = sum(token_counts[c] for c in unit)
+            if held_out_tokens < target and held_out_tokens + tokens <= limit:
+                held_out |= unit
+                held_out_tokens += tokens
+    # The first window of at most a quarter of all tokens, or else the smallest window.
+    ranked = sorted(token_counts, key=lambda c: _rank_windows([c]))
+    return held_out or {min(ranked, key=lambda c: max(token_counts[c], quarter_tokens))}
 
 
-def _rank(contents: Iterable[bytes]) -> tuple[int, bytes]:
-    ordered = sorted(contents)
-    return -max(map(len, ordered)), hashlib.sha256(b"".join(ordered)).digest()
+def _rank_windows(contents: Iterable[bytes]) -> tuple[int, bytes]:
+    sorted_contents = sorted(contents)
+    return -max(map(len, sorted_contents)), hashlib.sha256(b"".join(sorted_contents)).digest()

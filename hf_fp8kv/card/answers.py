@@ -1,4 +1,4 @@
-"""Answer tasks under each cache, and count the right answers that it loses and wins."""
+"""Answer tasks under each cache, and count the right answers that each cache loses and wins."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,23 +22,23 @@ def run_task(
     The task is dropped if fewer than half of the answers are right under the unquantized cache.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         haystacks: The texts and questions of the task.
         contenders: The caches by name.
 
     Returns:
         `asked` and `right`, the numbers of answers and of right answers under the unquantized
-        cache, `dropped`, and `caches`. This has the numbers of right answers that each cache has
-        `lost` and `won` against the unquantized cache. It is empty for a dropped task.
+        cache, `dropped`, and `caches`. `caches` has for each cache the numbers of right
+        answers `lost` and `won` against the unquantized cache. It is empty for a dropped task.
     """
     states = [read_states(model, haystack.ids.to(model.device)) for haystack in haystacks]
 
     def answer_all(contender: Contender) -> list[bool]:
-        right = []
+        correct = []
         for haystack_states, haystack in zip(states, haystacks, strict=True):
             for question in haystack.questions:
-                right += _answer(model, question, contender.fill(model, haystack_states))
-        return right
+                correct += _answer(model, question, contender.fill(model, haystack_states))
+        return correct
 
     expected = answer_all(UNQUANTIZED)
     dropped = sum(expected) < _MIN_RIGHT * len(expected)
@@ -53,6 +53,6 @@ def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool
     """Return whether all tokens of each answer have higher logits than the wrong candidates."""
     logits = compute_logits(model, question.ids.to(model.device), cache, {}, scored=True)[0].cpu()
     return [
-        all(logits[s.index, s.right] > logits[s.index, list(s.wrong)].max() for s in steps)
+        all(logits[s.index, s.right_id] > logits[s.index, list(s.wrong_ids)].max() for s in steps)
         for steps in question.answers
     ]

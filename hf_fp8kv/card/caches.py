@@ -18,11 +18,11 @@ from ..scales.checkpoint.configs import declared_kv_scales
 FLOOR, CHECKPOINT = "bf16", "checkpoint"
 # Number of values that share a scale in llama.cpp's q8_0, and its largest code.
 _BLOCK_SIZE, _MAX_CODE = 32, 127
-_ROTATION = 64  # channels of V that q8_0 rotates together, and the divisor of rotated head sizes
-_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
+_ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
+_CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
-Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # of K and V
+Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class RoundedCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Store rounded states. On an empty cache, return the unrounded states."""
         is_first = not self.get_seq_length(layer_idx)
-        rounded = self._rounding(key_states, value_states)
-        keys, values = super().update(*rounded, layer_idx, *args, **kwargs)
+        rounded_states = self._rounding(key_states, value_states)
+        keys, values = super().update(*rounded_states, layer_idx, *args, **kwargs)
         return (key_states, value_states) if is_first else (keys, values)
 
 
@@ -71,8 +71,8 @@ def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> States:
     return keys.bfloat16().to(keys.dtype), values.bfloat16().to(values.dtype)
 
 
-def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Tensor:
-    """Return the states `[..., D]` rounded as llama.cpp's q8_0, in their own dtype.
+def round_to_q8_0(states: torch.Tensor, rotation_size: int | None = None) -> torch.Tensor:
+    """Return the states `[..., D]` rounded like llama.cpp's q8_0, in their own dtype.
 
     q8_0 is int8 with a float16 scale for each block of 32 values of a head. The last block is
     shorter if D is not a multiple of 32. If D is a multiple of 64, llama.cpp first applies a
@@ -81,24 +81,24 @@ def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Ten
 
     Args:
         states: K or V.
-        rotated: Number of channels that are transformed together. None means as for K.
+        rotation_size: Number of channels that are rotated together. None means the number for K.
     """
     size = states.shape[-1]
-    if not size % _ROTATION:
-        parts = states.unflatten(-1, (-1, rotated or size))
-        return rotate(_round_blocks(rotate(parts))).view_as(states).to(states.dtype)
+    if not size % _ROTATION_SIZE:
+        groups = states.unflatten(-1, (-1, rotation_size or size))
+        return rotate(_round_blocks(rotate(groups))).view_as(states).to(states.dtype)
     return _round_blocks(states).to(states.dtype)
 
 
 def _round_blocks(states: torch.Tensor) -> torch.Tensor:
     size = states.shape[-1]
-    padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
-    blocks = padded.unflatten(-1, (-1, _BLOCK_SIZE))
+    padded_states = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
+    blocks = padded_states.unflatten(-1, (-1, _BLOCK_SIZE))
     scale = blocks.abs().amax(-1, keepdim=True) / _MAX_CODE
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
-    rounded: torch.Tensor = codes * scale.half().float()
-    return rounded.flatten(-2)[..., :size]
+    rounded_blocks: torch.Tensor = codes * scale.half().float()
+    return rounded_blocks.flatten(-2)[..., :size]
 
 
 def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
@@ -121,7 +121,7 @@ CONTENDERS = {
     "q8_0": Contender(
         "q8_0 of llama.cpp (rounding only)",
         lambda model: RoundedCache(
-            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATION))
+            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATION_SIZE))
         ),
         8 + 16 / _BLOCK_SIZE,
     ),
@@ -133,7 +133,7 @@ CONTENDERS = {
         lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
     ),
 }  # fmt: skip
-STANDARD = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
+STANDARD_CACHES = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
 
 
 def choose_contenders(
@@ -150,10 +150,10 @@ def choose_contenders(
     Raises:
         ConfigError: A name is neither a cache nor a plan, or none of the caches can be measured.
     """
-    standard = [*STANDARD, *[CHECKPOINT] * bool(declared_kv_scales(model.config))]
-    chosen: dict[str, Contender] = {}
-    refused: dict[str, str] = {}
-    for name in names or standard:
+    default_names = [*STANDARD_CACHES, *[CHECKPOINT] * bool(declared_kv_scales(model.config))]
+    contenders: dict[str, Contender] = {}
+    refusals: dict[str, str] = {}
+    for name in names or default_names:
         contender = CONTENDERS.get(name) or Contender(f"FP8PagedCache, {name}", _paged(plan=name))
         try:
             contender.make(model)
@@ -163,16 +163,16 @@ def choose_contenders(
                     f"caches: expected some of {', '.join(CONTENDERS)}, or a plan such as 'int8 "
                     f"rotated', got {name!r}. {error}"
                 ) from error
-            refused[name] = " ".join(str(error).split())
+            refusals[name] = " ".join(str(error).split())
         else:
-            chosen[name] = contender
+            contenders[name] = contender
     if scales is not None:
-        extra = Contender(f"FP8PagedCache, scales of {scales}", _paged(scales=scales))
-        extra.make(model)
-        chosen["scales"] = extra
-    if not chosen:
-        raise ConfigError(f"caches: expected one to measure. {' '.join(refused.values())}")
-    return chosen, refused
+        scales_contender = Contender(f"FP8PagedCache, scales of {scales}", _paged(scales=scales))
+        scales_contender.make(model)
+        contenders["scales"] = scales_contender
+    if not contenders:
+        raise ConfigError(f"caches: expected one to measure. {' '.join(refusals.values())}")
+    return contenders, refusals
 
 
 def measure_bytes(contender: Contender, model: PreTrainedModel, states: list[States]) -> float:
@@ -183,12 +183,12 @@ def measure_bytes(contender: Contender, model: PreTrainedModel, states: list[Sta
         model: The model.
         states: Keys and values of each layer with any number of tokens.
     """
-    full = [
-        (keys.new_ones((*keys.shape[:2], _TOKENS, keys.shape[3]), dtype=torch.bfloat16),
-         values.new_ones((*values.shape[:2], _TOKENS, values.shape[3]), dtype=torch.bfloat16))
+    full_states = [
+        (keys.new_ones((*keys.shape[:2], _CACHE_TOKENS, keys.shape[3]), dtype=torch.bfloat16),
+         values.new_ones((*values.shape[:2], _CACHE_TOKENS, values.shape[3]), dtype=torch.bfloat16))
         for keys, values in states
     ]  # fmt: skip
-    cache = contender.fill(model, full)
+    cache = contender.fill(model, full_states)
     is_paged = isinstance(cache, FP8PagedCache)
     size = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
-    return size * (contender.bits or 16) / 16 / _TOKENS
+    return size * (contender.bits or 16) / 16 / _CACHE_TOKENS

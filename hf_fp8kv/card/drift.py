@@ -1,7 +1,7 @@
 """Measure the drift of the divergence along long answers, and answers sampled with each cache."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from .caches import UNQUANTIZED, Contender
 WINDOW = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
 _TEMPERATURE = 0.7
-_CHUNK, _LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
+_MAX_CHUNK, _MAX_LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
 _FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
 # A window whose divergence is this number of standard deviations above the trend is a jump.
 _JUMP_DEVIATIONS = 8.0
@@ -35,34 +35,34 @@ def sample_answers(
     differ. The token that ends a text is not sampled.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         prompts: Tokens, `[B, P]`, int64, on the model's device.
         contender: The cache.
         tokens: Number of tokens of each answer.
     """
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    excluded = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
+    end_ids = getattr(model.generation_config, "eos_token_id", None)
+    excluded_ids = torch.tensor([] if end_ids is None else end_ids, dtype=torch.long).flatten()
     cache, ids = contender.make(model), prompts
-    with _few_rows(model):
+    with _speed_up_few_rows(model):
         for position in range(tokens):
             logits = compute_logits(model, ids, cache, {}, scored=False)[:, -1:]
-            allowed = logits[:, -1].float().cpu().index_fill(1, excluded, -math.inf)
+            scores = logits[:, -1].float().cpu().index_fill(1, excluded_ids, -math.inf)
             generator = torch.Generator().manual_seed(position)
-            noise = torch.rand(allowed.shape, generator=generator).log().neg().log()
+            noise = torch.rand(scores.shape, generator=generator).log().neg().log()
             # Minus Gumbel noise: the largest sum is a sample of the softmax.
-            ids = (allowed / _TEMPERATURE - noise).argmax(-1, keepdim=True).to(prompts.device)
+            ids = (scores / _TEMPERATURE - noise).argmax(-1, keepdim=True).to(prompts.device)
             yield logits, ids
 
 
 @contextmanager
-def _few_rows(model: PreTrainedModel) -> Iterator[None]:
+def _speed_up_few_rows(model: PreTrainedModel) -> Iterator[None]:
     """Compute linear layers on few rows as weight times input, two to four times as fast on a CPU.
 
     `linear` of torch 2.13 reads float32 weights at only 6 GB/s for 2 to 8 rows.
     """
     layers = [x for x in model.modules() if type(x) is torch.nn.Linear and x.weight.is_cpu]
     for layer in layers:
-        layer.forward = partial(_multiply, layer)  # type: ignore[method-assign]
+        layer.forward = partial(_apply_linear, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def _few_rows(model: PreTrainedModel) -> Iterator[None]:
             del layer.forward
 
 
-def _multiply(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+def _apply_linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     rows = states.numel() // states.shape[-1]
     if rows > _FEW_ROWS:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)
@@ -87,17 +87,17 @@ def follow_answers(
 ) -> dict[str, torch.Tensor]:
     """Return the divergence at each token of answers, `[B, T]`, by name of the cache.
 
-    The prompt is one call, as in `generate`. The answer follows in chunks. Their tokens attend to
+    One call reads the prompt, as in `generate`. The answer follows in chunks. Its tokens attend to
     stored keys and values only, even within the chunk, so they read the bytes that decoding reads.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         prompts: Tokens, `[B, P]`, int64, on the model's device.
         answers: Tokens, `[B, T]`, int64.
         contenders: The caches by name.
     """
     rows, length = answers.shape
-    chunk = _chunk_size(model, rows)
+    chunk = _choose_chunk(model, rows)
     makers = {name: partial(contender.make, model) for name, contender in contenders.items()}
     scores = compare_caches(
         model, torch.cat((prompts, answers), 1), makers, prefill=prompts.shape[1], chunk=chunk
@@ -109,16 +109,15 @@ def follow_answers(
     }
 
 
-def _chunk_size(model: PreTrainedModel, rows: int) -> int:
+def _choose_chunk(model: PreTrainedModel, rows: int) -> int:
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
-    return max(min(_CHUNK, _LOGITS // (rows * vocabulary)), 1)
+    return max(min(_MAX_CHUNK, _MAX_LOGITS // (rows * vocabulary)), 1)
 
 
 def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
     """Return the means over windows of tokens, `[B, T // window]`."""
-    whole = kl[:, : kl.shape[1] // window * window]
-    means: torch.Tensor = whole.unflatten(1, (-1, window)).mean(-1)
-    return means
+    windows: torch.Tensor = kl[:, : kl.shape[1] // window * window].unflatten(1, (-1, window))
+    return windows.mean(-1)
 
 
 def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any]:
@@ -140,21 +139,21 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     jump = {"jump": _find_jump(windows, floor)}
     if windows.shape[1] < _MIN_WINDOWS * _SLOPE_WINDOWS:
         return dict.fromkeys(("slope", "low", "high", "detectable")) | jump
-    y = _log(average_windows(windows, _SLOPE_WINDOWS))
+    y = _log_divergence(average_windows(windows, _SLOPE_WINDOWS))
     if floor is not None:
-        y = y - _log(average_windows(floor, _SLOPE_WINDOWS))
+        y = y - _log_divergence(average_windows(floor, _SLOPE_WINDOWS))
     x = torch.arange(y.shape[1], dtype=y.dtype) * _SLOPE_WINDOWS * WINDOW / 1000
     x, y = x - x.mean(), y - y.mean(1, keepdim=True)
     weight = len(y) * x.square().sum()
     slope = (y * x).sum() / weight
-    freedom = y.numel() - len(y) - 1
-    error = ((y - slope * x).square().sum() / freedom / weight).sqrt().item()
-    width = quantile(0.975, freedom)
+    degrees = y.numel() - len(y) - 1
+    error = ((y - slope * x).square().sum() / degrees / weight).sqrt().item()
+    width = student_quantile(0.975, degrees)
     return {
         "slope": slope.item(),
         "low": slope.item() - width * error,
         "high": slope.item() + width * error,
-        "detectable": (width + quantile(_POWER, freedom)) * error,
+        "detectable": (width + student_quantile(_POWER, degrees)) * error,
         **jump,
     }
 
@@ -164,32 +163,32 @@ def format_change(logarithm: float) -> str:
     return f"{math.expm1(logarithm):+.0%}" if logarithm < _MAX_CHANGE else "> +1,000%"
 
 
-def _log(windows: torch.Tensor) -> torch.Tensor:
+def _log_divergence(windows: torch.Tensor) -> torch.Tensor:
     return windows.clamp(1e-15, 1e15).log()
 
 
 def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any] | None:
     """Return the window whose mean over the answers is far above the trend, or None."""
-    trend = _log(windows.mean(0))
+    trend = _log_divergence(windows.mean(0))
     if floor is not None:
-        trend = trend - _log(floor.mean(0))
-    above = trend - trend.median()
-    deviation = 1.4826 * above.abs().median()  # of a normal distribution
-    largest = int(above.argmax())
-    if above[largest] < _JUMP_DEVIATIONS * deviation.clamp(min=0.1):
+        trend = trend - _log_divergence(floor.mean(0))
+    excess = trend - trend.median()
+    deviation = 1.4826 * excess.abs().median()  # of a normal distribution
+    peak = int(excess.argmax())
+    if excess[peak] < _JUMP_DEVIATIONS * deviation.clamp(min=0.1):
         return None
-    return {"position": largest * WINDOW, "factor": above[largest].exp().item()}
+    return {"position": peak * WINDOW, "factor": excess[peak].exp().item()}
 
 
-def quantile(probability: float, freedom: int) -> float:
-    """Return a quantile above the median of Student's distribution with `freedom` degrees.
+def student_quantile(probability: float, degrees: int) -> float:
+    """Return a quantile, above the median, of Student's distribution with `degrees` of freedom.
 
-    The density is integrated over the angle whose tangent is the value over sqrt(freedom).
+    The density is integrated over the angle whose tangent is the value over sqrt(degrees).
     """
     angle = torch.linspace(0, math.pi / 2, 1 << 16, dtype=torch.float64)
-    share = torch.cumulative_trapezoid(angle.cos() ** (freedom - 1), angle)
-    below = int((share / share[-1] / 2 + 0.5 < probability).sum())
-    return float(freedom**0.5 * math.tan(angle[below + 1].item()))
+    integral = torch.cumulative_trapezoid(angle.cos() ** (degrees - 1), angle)
+    index = int((integral / integral[-1] / 2 + 0.5 < probability).sum())
+    return float(degrees**0.5 * math.tan(angle[index + 1].item()))
 
 
 def run_freely(
@@ -198,7 +197,7 @@ def run_freely(
     """Sample answers under a cache, and compare them with the unquantized answers.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         prompts: Tokens, `[B, P]`, int64, on the model's device.
         expected: The unquantized answers, `[B, T]`.
         contender: The cache.
@@ -208,22 +207,22 @@ def run_freely(
         and `kl_after`, the mean divergence of the predictions of the cache's tokens before that
         token, and from it on.
     """
-    unquantized, read, kl = UNQUANTIZED.make(model), prompts, []
+    exact_cache, last_ids, kl = UNQUANTIZED.make(model), prompts, []
     rows, length = expected.shape
-    chunk = _chunk_size(model, rows)
+    chunk = _choose_chunk(model, rows)
     answers = sample_answers(model, prompts, contender, length)
-    own = prompts[:, :0]
+    sampled_ids = prompts[:, :0]
     while part := [*islice(answers, chunk)]:
         logits, ids = (torch.cat(x, 1) for x in zip(*part, strict=True))
-        inputs = torch.cat((read, ids[:, :-1]), 1)
-        exact = compute_logits(model, inputs, unquantized, {}, scored=True)[:, -len(part) :]
-        kl.append(compute_scores(exact, logits, ids).kl.view(rows, -1))
-        own, read = torch.cat((own, ids), 1), ids[:, -1:]
-    differs = (own != expected).cpu().cumsum(1) > 0
-    first: Sequence[int | None]
-    first = [int(row.int().argmax()) if row.any() else None for row in differs]
+        inputs = torch.cat((last_ids, ids[:, :-1]), 1)
+        exact_logits = compute_logits(model, inputs, exact_cache, {}, scored=True)[:, -len(part) :]
+        kl.append(compute_scores(exact_logits, logits, ids).kl.view(rows, -1))
+        sampled_ids, last_ids = torch.cat((sampled_ids, ids), 1), ids[:, -1:]
+    is_different = (sampled_ids != expected).cpu().cumsum(1) > 0
+    first_differences = [int(row.int().argmax()) if row.any() else None for row in is_different]
 
-    def mean(chosen: torch.Tensor) -> float | None:
-        return torch.cat(kl, 1)[chosen].mean().item() if chosen.any() else None
+    def average_kl(is_selected: torch.Tensor) -> float | None:
+        return torch.cat(kl, 1)[is_selected].mean().item() if is_selected.any() else None
 
-    return {"first": first, "kl_before": mean(~differs), "kl_after": mean(differs)}
+    kl_before, kl_after = average_kl(~is_different), average_kl(is_different)
+    return {"first": first_differences, "kl_before": kl_before, "kl_after": kl_after}

@@ -36,19 +36,19 @@ from .drift import (
     run_freely,
     sample_answers,
 )  # fmt: skip
-from .predictions import check_stored, read_states, score_text
+from .predictions import compare_states, read_states, score_text
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
 
-ALL = "all"
+ALL_KINDS = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
-_PROMPT, _GROUP_SIZE = 128, 4  # tokens of a prompt, and answers that are followed together
-_TURNS = 5  # timed steps
-_FEWEST = 512  # positions that a model must have
+_PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # number of tokens of a prompt, and of answers in a group
+_TIMED_STEPS = 5  # number of timed steps
+_MIN_POSITIONS = 512  # minimum number of positions of a model
 # Tolerances of stored states: a gain, and the error with centers relative to no centers.
 _MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
-_SIGNIFICANT = 0.05
+_SIGNIFICANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Size:
     def fit(self, limit: int) -> "Size":
         """Return this size, reduced for a model with `limit` positions."""
         positions = sorted({min(position, limit) for position in self.positions})
-        drift = min(self.drift, limit - _PROMPT)
+        drift = min(self.drift, limit - _PROMPT_TOKENS)
         return replace(
             self, positions=tuple(positions), drift=drift, free=min(self.free, drift),
             length=min(self.length, limit),
-            stored=tuple(sorted({min(n, limit - 2 * _TURNS) for n in self.stored})),
+            stored=tuple(sorted({min(n, limit - 2 * _TIMED_STEPS) for n in self.stored})),
         )  # fmt: skip
 
 
@@ -109,9 +109,9 @@ class Parts:
         self._path = path
         self._content: Any = {"settings": json.loads(json.dumps(settings)), "parts": {}}
         with suppress(OSError, ValueError, KeyError, TypeError):
-            earlier = json.loads(path.read_text())
-            if earlier["settings"] == self._content["settings"]:
-                self._content = earlier
+            saved_content = json.loads(path.read_text())
+            if saved_content["settings"] == self._content["settings"]:
+                self._content = saved_content
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return the result of an earlier run, or compute and save it."""
@@ -145,7 +145,7 @@ def measure_card(
         caches: Names or plans, as in `choose_contenders`. Empty means the standard caches.
         scales: Folder or repository of static scales to measure as well.
         memory_gib: Memory for the tokens that are counted, in GiB.
-        progress: Whether to show a bar on stderr.
+        progress: Whether to show a progress bar on stderr.
 
     Returns:
         The entries of `describe_run`, `settings`, `bf16_bytes_per_token` of an unquantized cache,
@@ -157,41 +157,41 @@ def measure_card(
     run = describe_run("card", device=str(model.device))
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None) or max(size.positions)
-    kinds = {type(layer) for layer in UNQUANTIZED.make(model).layers}
+    layer_classes = {type(layer) for layer in UNQUANTIZED.make(model).layers}
     if (
         model.config.is_encoder_decoder
-        or limit < _FEWEST
-        or kinds - {DynamicLayer, DynamicSlidingWindowLayer}
+        or limit < _MIN_POSITIONS
+        or layer_classes - {DynamicLayer, DynamicSlidingWindowLayer}
     ):
         raise ConfigError(
-            f"model: expected a decoder of attention layers with at least {_FEWEST} positions, got "
-            f"{type(model).__name__} with {limit}"
+            f"model: expected a decoder of attention layers with at least {_MIN_POSITIONS} "
+            f"positions, got {type(model).__name__} with {limit}"
         )
     size = size.fit(limit)
-    contenders, refused = choose_contenders(model, caches, scales)
+    contenders, refusals = choose_contenders(model, caches, scales)
     settings = {
         "model": name, "dtype": str(model.dtype).removeprefix("torch."), **asdict(size),
         "caches": list(contenders), "scales": scales,
     }  # fmt: skip
     conditions = {key: run[key] for key in ("commit", "versions", "hardware")}
-    results = Parts(parts, {**settings, **conditions, "weights": digest_weights(model)})
+    saved_parts = Parts(parts, {**settings, **conditions, "weights": digest_weights(model)})
     settings["memory_gib"] = memory_gib  # no part depends on it
     card = _Card(model, tokenizer, size, contenders)
-    todo = card.list_parts()
-    with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:
-        for part, compute in todo.items():
+    computations, results = card.list_parts(), card.results
+    with paged_attention(model), tqdm(computations, disable=not progress, unit="part") as bar:
+        for part, compute in computations.items():
             bar.set_description(part)
-            card.done[part] = results.get(part, compute)
+            results[part] = saved_parts.get(part, compute)
             bar.update()
-    by_cache = {cache: card.describe(cache) for cache in contenders}
-    for described in by_cache.values():
-        described["verdict"] = judge(described, by_cache.get(FLOOR))
-        described["tokens"] = int(memory_gib * 2**30 / described["bytes_per_token"])
+    entries = {cache: card.describe_cache(cache) for cache in contenders}
+    for entry in entries.values():
+        entry["verdict"] = judge_cache(entry, entries.get(FLOOR))
+        entry["tokens"] = int(memory_gib * 2**30 / entry["bytes_per_token"])
     return {
-        **run, "settings": settings, "bf16_bytes_per_token": card.done["bytes"][UNQUANTIZED.title],
-        "tasks": {task: {k: v for k, v in card.done[f"task: {task}"].items() if k != "caches"}
+        **run, "settings": settings, "bf16_bytes_per_token": results["bytes"][UNQUANTIZED.title],
+        "tasks": {task: {k: v for k, v in results[f"task: {task}"].items() if k != "caches"}
                   for task in card.haystacks},
-        "caches": by_cache, "refused": refused | card.refused,
+        "caches": entries, "refused": refusals | card.refusals,
     }  # fmt: skip
 
 
@@ -203,36 +203,38 @@ class _Card:
         contenders: dict[str, Contender],
     ) -> None:  # fmt: skip
         self.model, self.size, self.contenders = model, size, contenders
-        self.done: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
         self.texts = {
             kind: [ids.to(model.device) for ids in read_texts(
                 tokenizer, kind, size.texts, size.positions[-1])]
             for kind in KINDS
         }  # fmt: skip
-        self.first = next(iter(self.texts.values()))[0]
-        self.sample = read_states(model, self.first[:, :_PROMPT])
+        self.first_text = next(iter(self.texts.values()))[0]
+        self.sample_states = read_states(model, self.first_text[:, :_PROMPT_TOKENS])
         self.haystacks: dict[str, list[Haystack]] = {}
-        self.refused: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}
         for task in TASKS if size.asked else ():
             try:
                 self.haystacks[task] = write_haystacks(tokenizer, task, size.length, size.asked)
             except ConfigError as error:
-                self.refused[task] = str(error)
-        per_kind = -(-size.answers // len(KINDS))
-        prompts = [ids for kind in KINDS for ids in read_texts(tokenizer, kind, per_kind, _PROMPT)]
+                self.refusals[task] = str(error)
+        num_per_kind = -(-size.answers // len(KINDS))
+        prompts = [
+            x for kind in KINDS for x in read_texts(tokenizer, kind, num_per_kind, _PROMPT_TOKENS)
+        ]
         self.prompts = torch.cat(prompts)[: size.answers].to(model.device)
 
     def list_parts(self) -> dict[str, Callable[[], Any]]:
-        """Return functions that compute the parts, in order. Some read earlier parts' results."""
+        """Return functions that compute the parts, in order. Some parts read earlier results."""
         size = self.size
         parts: dict[str, Callable[[], Any]] = {"bytes": self._count_bytes}
         for number in range(size.texts):
             for kind in KINDS:
-                parts[f"text: {kind} {number + 1}"] = partial(self._score, kind, number)
-        parts["stored states"] = self._check_stored
+                parts[f"text: {kind} {number + 1}"] = partial(self._score_text, kind, number)
+        parts["stored states"] = self._compare_states
         parts["answers"] = self._write_answers
         for start in range(0, size.answers, _GROUP_SIZE):
-            parts[f"drift: answers from {start + 1}"] = partial(self._follow, start)
+            parts[f"drift: answers from {start + 1}"] = partial(self._follow_answers, start)
         for name in self.contenders if size.free else ():
             parts[f"free: {name}"] = partial(self._run_freely, name)
         for task, haystacks in self.haystacks.items():
@@ -244,15 +246,15 @@ class _Card:
     @cached_property
     def states(self) -> list[States]:
         """Keys and values of the first text, by layer."""
-        return read_states(self.model, self.first)
+        return read_states(self.model, self.first_text)
 
     def _count_bytes(self) -> dict[str, float]:
         all_caches = {UNQUANTIZED.title: UNQUANTIZED, **self.contenders}
-        return {name: measure_bytes(c, self.model, self.sample) for name, c in all_caches.items()}
+        return {n: measure_bytes(c, self.model, self.sample_states) for n, c in all_caches.items()}
 
-    def _score(self, kind: str, number: int) -> dict[str, Any]:
+    def _score_text(self, kind: str, number: int) -> dict[str, Any]:
         ids = self.texts[kind][number]
-        states = self.states if ids is self.first else read_states(self.model, ids)
+        states = self.states if ids is self.first_text else read_states(self.model, ids)
         scores = score_text(
             self.model, ids, states, self.contenders,
             positions=self.size.positions, scored=self.size.scored,
@@ -262,11 +264,8 @@ class _Card:
             for (position, name), text_scores in scores.items()
         }
 
-    def _check_stored(self) -> dict[str, Any]:
-        return {
-            name: check_stored(cache, self.model, self.states)
-            for name, cache in self.contenders.items()
-        }
+    def _compare_states(self) -> dict[str, Any]:
+        return {n: compare_states(c, self.model, self.states) for n, c in self.contenders.items()}
 
     def _write_answers(self) -> list[list[int]]:
         # Pages in the model's dtype store the bits of DynamicCache, and copy no history.
@@ -275,30 +274,30 @@ class _Card:
         answers: list[list[int]] = torch.cat([ids for _, ids in tokens], 1).tolist()
         return answers
 
-    def _follow(self, start: int) -> dict[str, list[list[float]]]:
-        chosen = slice(start, start + _GROUP_SIZE)
-        answers = torch.tensor(self.done["answers"][chosen], device=self.model.device)
-        followed = follow_answers(self.model, self.prompts[chosen], answers, self.contenders)
-        return {name: average_windows(kl).tolist() for name, kl in followed.items()}
+    def _follow_answers(self, start: int) -> dict[str, list[list[float]]]:
+        group = slice(start, start + _GROUP_SIZE)
+        answers = torch.tensor(self.results["answers"][group], device=self.model.device)
+        kl_by_cache = follow_answers(self.model, self.prompts[group], answers, self.contenders)
+        return {name: average_windows(kl).tolist() for name, kl in kl_by_cache.items()}
 
     def _run_freely(self, name: str) -> dict[str, Any]:
-        answers = torch.tensor(self.done["answers"], device=self.model.device)
+        answers = torch.tensor(self.results["answers"], device=self.model.device)
         expected = answers[:, : self.size.free]
         return run_freely(self.model, self.prompts, expected, self.contenders[name])
 
     def _time_steps(self, length: int) -> dict[str, Any]:
         """Return milliseconds of a decode step, and its ratio to DynamicCache's."""
-        times = 1, 1, -(-length // _PROMPT), 1
-        states = [(keys.repeat(times), values.repeat(times)) for keys, values in self.sample]
-        timed = {name: c for name, c in self.contenders.items() if c.bits is None}
+        repeats = 1, 1, -(-length // _PROMPT_TOKENS), 1
+        states = [(k.repeat(repeats), v.repeat(repeats)) for k, v in self.sample_states]
+        timed_caches = {name: c for name, c in self.contenders.items() if c.bits is None}
         steps: dict[str, Step] = {
             name: partial(
-                compute_logits, self.model, self.first[:, :1],
+                compute_logits, self.model, self.first_text[:, :1],
                 contender.fill(self.model, states, length), {}, scored=True,
             )
-            for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **timed}.items()
+            for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **timed_caches}.items()
         }  # fmt: skip
-        seconds = take_turns(steps, _TURNS, str(self.model.device))
+        seconds = take_turns(steps, _TIMED_STEPS, str(self.model.device))
         return {
             name: {
                 "ms": 1e3 * statistics.median(durations),
@@ -307,82 +306,82 @@ class _Card:
             for name, durations in seconds.items()
         }
 
-    def describe(self, name: str) -> dict[str, Any]:
+    def describe_cache(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache."""
-        groups = [group for part, group in self.done.items() if part.startswith("drift:")]
+        groups = [group for part, group in self.results.items() if part.startswith("drift:")]
         windows, floor = (
             torch.tensor([row for x in groups for row in x.get(cache, ())], dtype=torch.float64)
             for cache in (name, FLOOR)
         )
-        relative = name != FLOOR and FLOOR in self.contenders
+        is_relative = name != FLOOR and FLOOR in self.contenders
         return {
             "title": self.contenders[name].title,
-            "bytes_per_token": self.done["bytes"][name],
-            "predictions": self._summarize(name),
-            "stored": self.done["stored states"][name],
+            "bytes_per_token": self.results["bytes"][name],
+            "predictions": self._summarize_predictions(name),
+            "stored": self.results["stored states"][name],
             "drift": {
                 "kl": windows.mean().item(),
                 "windows": [float(f"{x:.4g}") for x in windows.mean(0).tolist()],
-                **describe_drift(windows, floor if relative else None),
+                **describe_drift(windows, floor if is_relative else None),
             },
-            "free": self.done.get(f"free: {name}"),
+            "free": self.results.get(f"free: {name}"),
             "tasks": {
                 part.removeprefix("task: "): task["caches"].get(name)
-                for part, task in self.done.items() if part.startswith("task:")
+                for part, task in self.results.items() if part.startswith("task:")
             },
             "steps": {
-                str(length): self.done[f"steps: {length} tokens"].get(name)
+                str(length): self.results[f"steps: {length} tokens"].get(name)
                 for length in self.size.stored
             },
         }  # fmt: skip
 
-    def _summarize(self, name: str) -> list[dict[str, Any]]:
+    def _summarize_predictions(self, name: str) -> list[dict[str, Any]]:
         """Return the scores of all texts, by position and kind of text."""
         rows = []
         for position in self.size.positions:
-            for kind in (ALL, *KINDS):
+            for kind in (ALL_KINDS, *KINDS):
                 texts = [
                     Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
-                    for part, by_cache in self.done.items()
-                    if part.startswith("text:" if kind == ALL else f"text: {kind} ")
-                    for fields in [by_cache[f"{position} {name}"]]
+                    for part, part_scores in self.results.items()
+                    if part.startswith("text:" if kind == ALL_KINDS else f"text: {kind} ")
+                    for fields in [part_scores[f"{position} {name}"]]
                 ]
-                rows.append({"position": position, "kind": kind, **summarize(texts)})
+                rows.append({"position": position, "kind": kind, **summarize_scores(texts)})
         return rows
 
 
-def summarize(texts: Sequence[Scores]) -> dict[str, Any]:
+def summarize_scores(texts: Sequence[Scores]) -> dict[str, Any]:
     """Return mean, 99th percentile and largest divergence of texts, top-1 and perplexity.
 
     `kl_error` is the standard error of the mean over the texts, and None for a single text.
     """
-    joined, means = Scores.concat(texts), torch.stack([text.kl.mean() for text in texts])
-    row = asdict(joined.summarize())
+    all_scores, means = Scores.concat(texts), torch.stack([text.kl.mean() for text in texts])
+    row = asdict(all_scores.summarize())
     del row["cache"]
     error = means.std().item() / len(means) ** 0.5 if len(means) > 1 else None
-    return {**row, "kl_error": error, "kl_p99": joined.kl.quantile(0.99).item()}
+    return {**row, "kl_error": error, "kl_p99": all_scores.kl.quantile(0.99).item()}
 
 
-def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
+def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the verdict on a cache.
 
     Returns:
         `kl`, the largest of the mean divergences at each position and along the answers, `tier`,
         the key of `TIERS` for this divergence, and `findings`, sentences about defects.
     """
-    drift, stored, findings = cache["drift"], cache["stored"], []
-    kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL))
-    if stored is not None:
+    drift, errors, findings = cache["drift"], cache["stored"], []
+    kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL_KINDS))
+    if errors is not None:
         for side in "kv":
-            if abs(gain := stored[f"{side}_gain"]) > _MAX_GAIN:
+            if abs(gain := errors[f"{side}_gain"]) > _MAX_GAIN:
                 size = "large" if gain > 0 else "small"
                 findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {size}.")
-        if lost := stored["lost"]:
-            shown = ", ".join(map(str, lost[:3])) + ", ..." * (len(lost) > 3)
-            findings.append(f"{len(lost)} stored tokens are lost (at {shown}).")
-        if stored["center"] > _MAX_CENTER_ERROR:
+        if positions := errors["lost"]:
+            text = ", ".join(map(str, positions[:3])) + ", ..." * (len(positions) > 3)
+            findings.append(f"{len(positions)} stored tokens are lost (at {text}).")
+        if errors["center"] > _MAX_CENTER_ERROR:
             findings.append(
-                f"The centers do not fit: the error of K is {stored['center']:.1f} times the error "
+                f"The centers do not fit: the error of K is {errors['center']:.1f} times the error "
                 "without centers."
             )
     if cache is not floor and floor is not None and (drift["low"] or 0) > 0:
@@ -391,14 +390,14 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
     if jump := drift["jump"]:
         findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
     tasks = [task for task in cache["tasks"].values() if task]
-    lost, won = (sum(task[key] for task in tasks) for key in ("lost", "won"))
-    if _sign_test(lost, won) < _SIGNIFICANT:
-        findings.append(f"It loses {lost} right answers and wins {won}.")
-    tier = next(tier for tier, most in TIERS.items() if kl <= most)
+    num_lost, num_won = (sum(task[key] for task in tasks) for key in ("lost", "won"))
+    if _sign_test(num_lost, num_won) < _SIGNIFICANCE:
+        findings.append(f"It loses {num_lost} right answers and wins {num_won}.")
+    tier = next(tier for tier, max_kl in TIERS.items() if kl <= max_kl)
     return {"tier": tier, "kl": kl, "findings": findings}
 
 
-def _sign_test(lost: int, won: int) -> float:
-    """Return the probability of at least `lost` losses if losses and wins are equally likely."""
-    trials = lost + won
-    return float(sum(math.comb(trials, n) for n in range(lost, trials + 1)) / 2**trials)
+def _sign_test(num_lost: int, num_won: int) -> float:
+    """Return the probability of `num_lost` losses or more if losses and wins are equally likely."""
+    trials = num_lost + num_won
+    return float(sum(math.comb(trials, n) for n in range(num_lost, trials + 1)) / 2**trials)

@@ -22,7 +22,7 @@ from .caches import UNQUANTIZED, Contender, States
 
 # A stored token whose error is larger than this share of its norm is lost.
 _LOST_ERROR = 0.5
-_TINY = 1e-30
+_EPSILON = 1e-30
 
 
 def read_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
@@ -32,9 +32,9 @@ def read_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
         model: A decoder with attention layers only.
         ids: Tokens, `[B, N]`, int64, on the model's device.
     """
-    recorded = DynamicCache()  # without a config, no layer has a window
-    compute_logits(model, ids, recorded, {}, scored=False)
-    layers: list[Any] = recorded.layers
+    recorded_cache = DynamicCache()  # without a config, no layer has a window
+    compute_logits(model, ids, recorded_cache, {}, scored=False)
+    layers: list[Any] = recorded_cache.layers
     return [(layer.keys, layer.values) for layer in layers]
 
 
@@ -49,23 +49,23 @@ def score_text(
 ) -> dict[tuple[int, str], Scores]:
     """Score the last `scored` tokens before each position under each cache.
 
-    One call scores them. It reads the stored states of all earlier tokens, which were one call on
+    One call scores them. It reads the stored states of all earlier tokens, which one call stored in
     an empty cache.
 
     Args:
-        model: The model, in the attention to measure.
+        model: The model, with the attention implementation to measure.
         ids: Tokens, `[1, N]`, int64, on the model's device. N is at least the last position.
         states: Keys and values of the text, by layer, with at least N - `scored` tokens.
         contenders: The caches by name.
         positions: Positions in tokens, each above `scored`.
-        scored: Number of tokens.
+        scored: Number of tokens that are scored before each position.
     """
     scores: dict[tuple[int, str], Scores] = {}
     for position in positions:
         start = position - scored
         part, next_ids = ids[:, start:position], ids[:, start + 1 : position]
-        filled = UNQUANTIZED.fill(model, states, start)
-        expected = compute_logits(model, part, filled, {}, scored=True)
+        exact_cache = UNQUANTIZED.fill(model, states, start)
+        expected = compute_logits(model, part, exact_cache, {}, scored=True)
         for name, contender in contenders.items():
             cache = contender.fill(model, states, start)
             logits = compute_logits(model, part, cache, {}, scored=True)
@@ -73,7 +73,7 @@ def score_text(
     return scores
 
 
-def check_stored(
+def compare_states(
     contender: Contender, model: PreTrainedModel, states: list[States]
 ) -> dict[str, Any] | None:
     """Compare the states that pages store with the exact states.
@@ -94,24 +94,24 @@ def check_stored(
     if not isinstance(cache, FP8PagedCache):
         return None
     uncentered = Contender("", partial(_make_uncentered, cache)).fill(model, states)
-    worst: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
-    lost: set[int] = set()
+    largest_errors: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
+    lost_positions: set[int] = set()
     error_power = uncentered_power = 0.0  # sums over the layers
     # The last layers of some models store nothing, because they read an earlier layer.
     layers = zip(cache.layers, uncentered.layers, states, strict=False)
     for layer, uncentered_layer, sides in layers:
-        for side, handle, exact in zip("kv", (layer.keys, layer.values), sides, strict=True):
-            skipped = exact.shape[2] - handle.shape[2]  # tokens before the window of the layer
-            exact = exact[:, :, skipped:].float()
-            error, gain, by_token = _compare(handle, exact)
-            worst[f"{side}_error"] = max(worst[f"{side}_error"], error)
-            worst[f"{side}_gain"] = max(worst[f"{side}_gain"], gain, key=abs)
-            lost.update(int(n) + skipped for n in (by_token > _LOST_ERROR).nonzero())
+        for side, handle, target in zip("kv", (layer.keys, layer.values), sides, strict=True):
+            num_skipped = target.shape[2] - handle.shape[2]  # tokens before the window of the layer
+            target = target[:, :, num_skipped:].float()
+            error, gain, errors = _compare_side(handle, target)
+            largest_errors[f"{side}_error"] = max(largest_errors[f"{side}_error"], error)
+            largest_errors[f"{side}_gain"] = max(largest_errors[f"{side}_gain"], gain, key=abs)
+            lost_positions.update(int(n) + num_skipped for n in (errors > _LOST_ERROR).nonzero())
             if side == "k":
                 error_power += error**2
-                uncentered_power += _compare(uncentered_layer.keys, exact)[0] ** 2
-    center = math.sqrt(error_power / max(uncentered_power, _TINY))
-    return {**worst, "center": center, "lost": sorted(lost)}
+                uncentered_power += _compare_side(uncentered_layer.keys, target)[0] ** 2
+    center_error = math.sqrt(error_power / max(uncentered_power, _EPSILON))
+    return {**largest_errors, "center": center_error, "lost": sorted(lost_positions)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:
@@ -131,12 +131,12 @@ def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCa
     return FP8PagedCache(model.config, scales=replace(scales, layers=layers))
 
 
-def _compare(handle: torch.Tensor, exact: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+def _compare_side(handle: torch.Tensor, target: torch.Tensor) -> tuple[float, float, torch.Tensor]:
     """Return the relative RMS error, the gain minus 1, and the relative error of each token."""
-    stored = densify(handle).float()
-    power = exact.square().sum().clamp(min=_TINY)
-    error = ((stored - exact).square().sum() / power).sqrt()
-    gain = (stored * exact).sum() / power - 1
-    distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (stored - exact, exact))
-    by_token = distance / norm.clamp(min=_TINY)
-    return error.item(), gain.item(), by_token.cpu()
+    actual = densify(handle).float()
+    power = target.square().sum().clamp(min=_EPSILON)
+    error = ((actual - target).square().sum() / power).sqrt()
+    gain = (actual * target).sum() / power - 1
+    distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (actual - target, target))
+    errors = distance / norm.clamp(min=_EPSILON)
+    return error.item(), gain.item(), errors.cpu()

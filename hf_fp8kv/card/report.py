@@ -10,35 +10,35 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..bench.reporting import build_table
 from .caches import FLOOR
 from .drift import WINDOW, format_change
-from .measure import ALL, TIERS
+from .measure import ALL_KINDS, TIERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" \
 aria-label="{label}: {text}"><rect width="{width}" height="20" rx="3" fill="#555"/>\
-<rect x="{left}" width="{right}" height="20" rx="3" fill="{color}"/>\
+<rect x="{label_width}" width="{text_width}" height="20" rx="3" fill="{color}"/>\
 <g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">\
 <text x="{label_x}" y="14">{label}</text><text x="{text_x}" y="14">{text}</text></g></svg>
 """
 _BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), strict=True))
 _CHARACTER_WIDTH = 7  # pixels
-# Colors that the color-blind can tell apart (Okabe and Ito).
+# Colors for color-blind readers (Okabe and Ito).
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
-_SMOOTHED = 4  # windows whose divergences are averaged for the picture
+_SMOOTHING = 4  # windows whose divergences are averaged for the picture
 
 
 def state_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
     """Return the verdict on a cache as one line. None means the first cache of the card."""
     name = name or next(iter(card["caches"]))
     cache = card["caches"][name]
-    verdict, share = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
-    most = TIERS[verdict["tier"]]
-    bound = f"up to {most:g}" if math.isfinite(most) else f"above {TIERS['visible']:g}"
+    verdict, bytes_ratio = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
+    max_kl = TIERS[verdict["tier"]]
+    bound = f"up to {max_kl:g}" if math.isfinite(max_kl) else f"above {TIERS['visible']:g}"
     findings = " ".join(verdict["findings"]) or "Nothing else was found."
     return (
         f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier {bound}), "
-        f"{share:.2f} of the bytes of bf16. {findings}"
+        f"{bytes_ratio:.2f} of the bytes of bf16. {findings}"
     )
 
 
@@ -47,14 +47,14 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
     from rich.console import Group
 
     settings, columns = card["settings"], make_columns(card)
-    sides: dict[str, Literal["left", "right"]] = dict.fromkeys(columns, "right")
-    sides[next(iter(columns))] = "left"
+    alignments: dict[str, Literal["left", "right"]] = dict.fromkeys(columns, "right")
+    alignments[next(iter(columns))] = "left"
     table = build_table(
-        sides, zip(*columns.values(), strict=True), caption=_describe_run(card),
+        alignments, zip(*columns.values(), strict=True), caption=_describe_run(card),
         title=f"{settings['model']}, {settings['dtype']}",
     )  # fmt: skip
-    refused = [f"{name}: not measured. {why}" for name, why in card["refused"].items()]
-    return Group(table, *(state_verdict(card, name) for name in card["caches"]), *refused)
+    refusals = [f"{name}: not measured. {reason}" for name, reason in card["refused"].items()]
+    return Group(table, *(state_verdict(card, name) for name in card["caches"]), *refusals)
 
 
 def format_markdown(card: Mapping[str, Any]) -> str:
@@ -69,17 +69,17 @@ def format_markdown(card: Mapping[str, Any]) -> str:
         f"|---|{'--:|' * (len(columns) - 1)}",
         *(f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True)),
         "",
-        *_explain(card),
+        *_explain_measures(card),
         "",
         *(f"* {state_verdict(card, name)}" for name in card["caches"]),
-        *(f"* {name} was not measured. {why}" for name, why in card["refused"].items()),
+        *(f"* {name} was not measured. {reason}" for name, reason in card["refused"].items()),
         "",
         _describe_run(card),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _explain(card: Mapping[str, Any]) -> Iterator[str]:
+def _explain_measures(card: Mapping[str, Any]) -> Iterator[str]:
     settings = card["settings"]
     floor = ", relative to rounding to bfloat16" if FLOOR in card["caches"] else ""
     yield (
@@ -95,10 +95,10 @@ def _explain(card: Mapping[str, Any]) -> Iterator[str]:
             "tokens, for each answer."
         )
     tasks = card["tasks"].items()
-    if scores := [f"{n} ({x['right']} of {x['asked']})" for n, x in tasks if not x["dropped"]]:
-        yield f"Right answers of the unquantized cache: {', '.join(scores)}."
-    if dropped := [name for name, task in tasks if task["dropped"]]:
-        yield f"Too hard for this model: {', '.join(dropped)}."
+    if counts := [f"{n} ({x['right']} of {x['asked']})" for n, x in tasks if not x["dropped"]]:
+        yield f"Right answers of the unquantized cache: {', '.join(counts)}."
+    if dropped_tasks := [name for name, task in tasks if task["dropped"]]:
+        yield f"Too hard for this model: {', '.join(dropped_tasks)}."
 
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -116,7 +116,7 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
         ]
     }  # fmt: skip
     for name, cache in card["caches"].items():
-        scored = [row for row in cache["predictions"] if row["kind"] == ALL]
+        rows = [row for row in cache["predictions"] if row["kind"] == ALL_KINDS]
         drift, steps = cache["drift"], (cache["steps"][str(length)] for length in lengths)
         slopes = ["", ""]
         if name != FLOOR and drift["slope"] is not None:
@@ -124,11 +124,11 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
             slopes = [f"{slope} [{low}, {high}]", format_change(drift["detectable"])]
         columns[name] = [
             f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
-            *(_format_kl(row["kl"], row["kl_error"]) for row in scored),
-            _format_kl(scored[-1]["kl_p99"]), _format_kl(scored[-1]["kl_max"]),
-            *(f"{row['top1']:.1%}" for row in scored), _format_kl(drift["kl"]),
+            *(_format_kl(row["kl"], row["kl_error"]) for row in rows),
+            _format_kl(rows[-1]["kl_p99"]), _format_kl(rows[-1]["kl_max"]),
+            *(f"{row['top1']:.1%}" for row in rows), _format_kl(drift["kl"]),
             *slopes,
-            *map(_format_first, [cache["free"]] * bool(settings["free"])),
+            *map(_format_differences, [cache["free"]] * bool(settings["free"])),
             *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
             *(f"{step['ratio']:.2f}" if step else "" for step in steps),
         ]  # fmt: skip
@@ -141,9 +141,9 @@ def _format_kl(mean: float, error: float | None = None) -> str:
     return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
 
 
-def _format_first(free: Mapping[str, Any]) -> str:
-    """Return the positions of the first differences of some answers."""
-    return ", ".join("none" if first is None else f"{first}" for first in free["first"][:4])
+def _format_differences(free_run: Mapping[str, Any]) -> str:
+    """Return the positions of the first differences of at most four answers."""
+    return ", ".join("none" if first is None else f"{first}" for first in free_run["first"][:4])
 
 
 def _format_answers(tasks: Mapping[str, Any]) -> str:
@@ -153,10 +153,10 @@ def _format_answers(tasks: Mapping[str, Any]) -> str:
 
 def _describe_run(card: Mapping[str, Any]) -> str:
     hardware, versions = card["hardware"], card["versions"]
-    where = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
+    device = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
     return (
         f"Steps are times of a decode step in {card['settings']['dtype']} relative to "
-        f"DynamicCache. {where}, {hardware['threads']} threads, torch {versions['torch']}, "
+        f"DynamicCache. {device}, {hardware['threads']} threads, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, hf-fp8kv {versions['hf-fp8kv']}, "
         f"{card['date'][:10]}."
     )
@@ -168,11 +168,11 @@ def draw_badge(card: Mapping[str, Any]) -> str:
     label, text = "8-bit KV cache", f"KL {verdict['kl']:.1e}, {verdict['tier']}"
     if verdict["findings"]:
         text += ", see card"
-    left, right = (_CHARACTER_WIDTH * len(part) + 10 for part in (label, text))
+    label_width, text_width = (_CHARACTER_WIDTH * len(part) + 10 for part in (label, text))
     color = _BADGE_COLORS["visible" if verdict["findings"] else verdict["tier"]]
     return _BADGE.format(
-        width=left + right, left=left, right=right, color=color, label=label, text=text,
-        label_x=left / 2, text_x=left + right / 2,
+        width=label_width + text_width, label_width=label_width, text_width=text_width, color=color,
+        label=label, text=text, label_x=label_width / 2, text_x=label_width + text_width / 2,
     )  # fmt: skip
 
 
@@ -180,15 +180,15 @@ def draw_picture(card: Mapping[str, Any]) -> bytes:
     """Return a PNG of the divergence by position of the answer."""
     from matplotlib.figure import Figure
 
-    # Pyplot is not used, because it would look for a window system.
+    # pyplot is not used, because it would look for a display.
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for color, cache in zip(cycle(_COLORS), card["caches"].values(), strict=False):
         windows = cache["drift"]["windows"]
-        parts = [windows[n : n + _SMOOTHED] for n in range(0, len(windows), _SMOOTHED)]
-        middles = [WINDOW * (_SMOOTHED * n + len(part) / 2) for n, part in enumerate(parts)]
-        means = [1e3 * statistics.mean(part) for part in parts]
-        axes.plot(middles, means, color=color, label=cache["title"])
+        groups = [windows[n : n + _SMOOTHING] for n in range(0, len(windows), _SMOOTHING)]
+        positions = [WINDOW * (_SMOOTHING * n + len(group) / 2) for n, group in enumerate(groups)]
+        means = [1e3 * statistics.mean(group) for group in groups]
+        axes.plot(positions, means, color=color, label=cache["title"])
     axes.set_title(card["settings"]["model"], loc="left", parse_math=False)
     axes.set_xlabel("position in the answer, tokens")
     axes.set_ylabel("mean KL from the unquantized cache, 1e-3")

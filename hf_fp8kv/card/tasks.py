@@ -1,8 +1,8 @@
 """Four tasks that a cache can fail, for models of any size.
 
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
-a unique key is found with any cache. Nothing is generated. A question begins sentences, and an
-answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
+a unique key is found with any cache. Nothing is generated. Questions are beginnings of sentences.
+An answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
 The question continues with the right answer, whatever the model's answer is.
 """
 
@@ -28,35 +28,35 @@ piano pig pillow pizza plate potato rabbit rain rice river rose salt sheep shirt
 snow soap soup spider spoon stone sugar sun tea tiger tomato train tree turtle umbrella violin whale
 window wine wolf
 """
-_NUMBER, _WORD = "The secret number for {} is", "The secret word for {} is"
-_ASK = "\n\nAnswer: "
+_NUMBER_TEXT, _WORD_TEXT = "The secret number for {} is", "The secret word for {} is"
+_ANSWER_PREFIX = "\n\nAnswer: "
 _DIGITS = 5
-_APART = 100  # tokens of a haystack for each hidden sentence
+_TOKENS_PER_SENTENCE = 100  # tokens of a haystack for each hidden sentence
 _MAX_HIDDEN = 40  # maximum number of hidden sentences in a haystack
-_ALIKE, _GROUPS = 4, 3  # keys that differ in one digit, and groups of them in a haystack
-_CHAIN = 3  # links of a chain
-_LIST = "A list of words:"
-_MOST = "\n\nThe most frequent words in the list above are:"
-_VOCABULARY = 40  # different words in a list
-_COMMON, _RATIO = 3, 30  # frequent words, and their number for each of the rare words
-_CHOICES = 4  # wrong words next to a right word of a list
+_GROUP_SIZE, _MAX_GROUPS = 4, 3  # keys that differ in one digit, and such groups in a haystack
+_CHAIN_LINKS = 3  # number of links of a chain
+_LIST_PREFIX = "A list of words:"
+_COMMON_PREFIX = "\n\nThe most frequent words in the list above are:"
+_NUM_WORDS = 40  # number of different words in a list
+_NUM_COMMON, _REPEATS = 3, 30  # frequent words, and their number for each of the rare words
+_NUM_WRONG = 4  # wrong candidates for a word of a list
 _QUESTION_TOKENS = 96  # tokens that are reserved for a question after a haystack
-_TOOL = (
+_TOOL_TEXT = (
     '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
     '"parameters": {{"type": "object", "properties": {{"{2}": {{"type": "integer"}}}}}}}}}}'
 )
-_REQUEST, _NAME = "\n\nRequest: call {} with {}.\nCall: ", '{"name": "'
-_ARGUMENT, _VALUE = '", "arguments": {"', '": '
-_TOOL_TOKENS = 60  # an upper limit for most tokenizers
+_REQUEST_TEXT, _NAME_TEXT = "\n\nRequest: call {} with {}.\nCall: ", '{"name": "'
+_ARGUMENT_TEXT, _VALUE_TEXT = '", "arguments": {"', '": '
+_TOOL_TOKENS = 60  # tokens of a tool, an upper limit for most tokenizers
 
 
 @dataclass(frozen=True)
 class Step:
-    """A token of an answer: the logits at `index` of a question must be the highest for `right`."""
+    """A token of an answer: the logits at `index` of a question must be highest for `right_id`."""
 
     index: int
-    right: int
-    wrong: tuple[int, ...]
+    right_id: int
+    wrong_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Part:
 
     text: str
     answer: str
-    wrong: Sequence[str]
+    wrong_answers: Sequence[str]
 
 
 class Writer:
@@ -111,26 +111,26 @@ class Writer:
         """Return different numbers of five digits."""
         return [str(n) for n in self.random.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)]
 
-    def hide(self, sentences: Sequence[str]) -> torch.Tensor:
+    def hide_sentences(self, sentences: Sequence[str]) -> torch.Tensor:
         """Return the tokens of prose that contains the sentences in this order, `[1, N]`."""
-        start, lines = self._start(), [self.encode(f"{sentence}\n") for sentence in sentences]
-        room = self.length - len(start) - sum(map(len, lines))
+        start, lines = self._start_ids(), [self.encode(f"{sentence}\n") for sentence in sentences]
+        tokens_left = self.length - len(start) - sum(map(len, lines))
         prose: list[list[int]] = []
         for sentence in _read_sentences(self._seed):
             ids = self.encode(f"{sentence}\n")
-            if len(ids) > room:
+            if len(ids) > tokens_left:
                 break
             prose.append(ids)
-            room -= len(ids)
+            tokens_left -= len(ids)
         # Sentence n of m is inserted into part n of m of the text.
         for number, line in reversed([*enumerate(lines)]):
-            first, last = (len(prose) * n // len(lines) for n in (number, number + 1))
-            prose.insert(self.random.randint(first, last), line)
+            start_index, stop_index = (len(prose) * n // len(lines) for n in (number, number + 1))
+            prose.insert(self.random.randint(start_index, stop_index), line)
         return torch.tensor([start + [token for line in prose for token in line]])
 
     def join(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, `[1, N]`, truncated to the length of a haystack."""
-        return torch.tensor([(self._start() + self.encode(text))[: self.length]])
+        return torch.tensor([(self._start_ids() + self.encode(text))[: self.length]])
 
     def ask(self, *parts: Part) -> Question:
         """Return a question.
@@ -142,120 +142,119 @@ class Writer:
         answers: list[tuple[Step, ...]] = []
         for part in parts:
             ids += self.encode(part.text)
-            right = self.encode(part.answer)
-            wrong = [self.encode(candidate) for candidate in part.wrong]
+            answer = self.encode(part.answer)
+            candidates = [self.encode(candidate) for candidate in part.wrong_answers]
             steps = []
-            for n, token in enumerate(right):
-                tokens = {x[n] for x in wrong if x[:n] == right[:n] and x[n:]} - {token}
+            for n, token in enumerate(answer):
+                tokens = {x[n] for x in candidates if x[:n] == answer[:n] and x[n:]} - {token}
                 if tokens:
                     steps.append(Step(len(ids) + n - 1, token, tuple(sorted(tokens))))
             if not steps:
                 raise ConfigError(
                     f"tasks: expected different tokens for {part.answer!r} and "
-                    f"{', '.join(map(repr, part.wrong))}, got the same tokens from the tokenizer"
+                    f"{', '.join(map(repr, part.wrong_answers))}, got the same tokens"
                 )
             answers.append(tuple(steps))
-            ids += right
+            ids += answer
         return Question(torch.tensor([ids[:-1]]), tuple(answers))
 
-    def _start(self) -> list[int]:
+    def _start_ids(self) -> list[int]:
         """Return the tokens that the tokenizer adds before a text: <bos>, or nothing."""
         bos = self._tokenizer.bos_token_id
         return [bos] if self._tokenizer("a")["input_ids"][0] == bos else []
 
 
 def _read_sentences(seed: int) -> Iterable[str]:
-    """Yield sentences of prose without end. The seed determines the first sentence."""
+    """Yield an endless sequence of sentences. The seed determines the first sentence."""
     paragraphs = list(islice(read_prose(), 200))
-    first = 37 * seed % len(paragraphs)
-    for paragraph in cycle(paragraphs[first:] + paragraphs[:first]):
+    start = 37 * seed % len(paragraphs)
+    for paragraph in cycle(paragraphs[start:] + paragraphs[:start]):
         yield from re.split(r"(?<=\.) ", paragraph.strip())
 
 
-def write_confusable_keys(writer: Writer, hidden: int) -> Haystack:
+def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
     """Return a haystack of numbers whose keys differ in one digit from three other keys.
 
     The wrong candidates are all other numbers of the haystack.
     """
-    groups = min(max(hidden // _ALIKE, 1), _GROUPS)
+    groups = min(max(num_hidden // _GROUP_SIZE, 1), _MAX_GROUPS)
     keys = [
         f"{word} {code}{digit}"
         for word, code in zip(writer.draw_words(groups), writer.draw_numbers(groups), strict=True)
-        for digit in writer.random.sample(range(10), _ALIKE)
+        for digit in writer.random.sample(range(10), _GROUP_SIZE)
     ]
     numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))
     order = writer.random.sample(keys, len(keys))
-    ids = writer.hide([f"{_NUMBER.format(key)} {numbers[key]}." for key in order])
+    ids = writer.hide_sentences([f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in order])
     return Haystack(ids, tuple(writer.ask(_ask_number(key, numbers)) for key in keys))
 
 
 def _ask_number(key: str, numbers: dict[str, str]) -> Part:
-    wrong = [f" {number}" for number in numbers.values() if number != numbers[key]]
-    return Part(_ASK + _NUMBER.format(key), f" {numbers[key]}", wrong)
+    wrong_answers = [f" {number}" for number in numbers.values() if number != numbers[key]]
+    return Part(_ANSWER_PREFIX + _NUMBER_TEXT.format(key), f" {numbers[key]}", wrong_answers)
 
 
-def write_chains(writer: Writer, hidden: int) -> Haystack:
+def write_chains(writer: Writer, num_hidden: int) -> Haystack:
     """Return a haystack of chains of words, in which the last word stands for a number."""
-    count = max(hidden // _CHAIN, 2)
-    words, numbers = writer.draw_words(count * _CHAIN), writer.draw_numbers(count)
-    chains = [words[n::count] for n in range(count)]
+    num_chains = max(num_hidden // _CHAIN_LINKS, 2)
+    words, numbers = writer.draw_words(num_chains * _CHAIN_LINKS), writer.draw_numbers(num_chains)
+    chains = [words[n::num_chains] for n in range(num_chains)]
     number_of = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
     # A word is defined before the words that stand for it, as in programs.
-    sentences = [f"{_NUMBER.format(word)} {number}." for word, number in number_of.items()]
-    for link in range(1, _CHAIN):
-        sentences += [f"{_WORD.format(chain[link])} {chain[link - 1]}." for chain in chains]
+    sentences = [f"{_NUMBER_TEXT.format(word)} {number}." for word, number in number_of.items()]
+    for link in range(1, _CHAIN_LINKS):
+        sentences += [f"{_WORD_TEXT.format(chain[link])} {chain[link - 1]}." for chain in chains]
     questions = []
     for chain in chains:
         parts = [
             Part(
-                _ASK + _WORD.format(word), f" {target}",
+                _ANSWER_PREFIX + _WORD_TEXT.format(word), f" {target}",
                 [f" {candidate}" for candidate in words if candidate != target],
             )
             for word, target in pairwise(chain[::-1])
         ]  # fmt: skip
         questions.append(writer.ask(*parts, _ask_number(chain[0], number_of)))
-    return Haystack(writer.hide(sentences), tuple(questions))
+    return Haystack(writer.hide_sentences(sentences), tuple(questions))
 
 
-def write_aggregation(writer: Writer, hidden: int) -> Haystack:
+def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:
     """Return a list in which three words are far more frequent than all other words."""
-    words = writer.draw_words(_VOCABULARY)
-    bag = words[:_COMMON] * _RATIO + words[_COMMON:]
+    words = writer.draw_words(_NUM_WORDS)
+    rare_words = words[_NUM_COMMON:]
+    bag = words[:_NUM_COMMON] * _REPEATS + rare_words
     stream = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
-    text = _LIST + "".join(f" {word}," for word in islice(stream, writer.length))
+    text = _LIST_PREFIX + "".join(f" {word}," for word in islice(stream, writer.length))
     questions = []
-    for first in range(_COMMON):
-        answers = (*words[first:_COMMON], *words[:first])
+    for start in range(_NUM_COMMON):
+        answers = (*words[start:_NUM_COMMON], *words[:start])
         parts = [
-            Part(
-                head, f" {word}", [f" {x}" for x in writer.random.sample(words[_COMMON:], _CHOICES)]
-            )
-            for head, word in zip((_MOST, *"," * (_COMMON - 1)), answers, strict=True)
+            Part(head, f" {word}", [f" {x}" for x in writer.random.sample(rare_words, _NUM_WRONG)])
+            for head, word in zip((_COMMON_PREFIX, *"," * (_NUM_COMMON - 1)), answers, strict=True)
         ]
         questions.append(writer.ask(*parts))
     return Haystack(writer.join(text), tuple(questions))
 
 
-def write_tool_calls(writer: Writer, hidden: int) -> Haystack:
+def write_tool_calls(writer: Writer, num_hidden: int) -> Haystack:
     """Return descriptions of tools as JSON, and requests to call each with a number.
 
     The name and the number are in the request, and the name of the argument is in the description.
     The wrong candidates are the names, arguments and numbers of all other tools.
     """
-    tools = max(min(hidden, writer.length // _TOOL_TOKENS - 1, 30), 3)
-    words, values = writer.draw_words(3 * tools), writer.draw_numbers(tools)
-    rows = [*zip(words[:tools], words[tools : 2 * tools], values, strict=True)]
+    num_tools = max(min(num_hidden, writer.length // _TOOL_TOKENS - 1, 30), 3)
+    words, values = writer.draw_words(3 * num_tools), writer.draw_numbers(num_tools)
+    rows = [*zip(words[:num_tools], words[num_tools : 2 * num_tools], values, strict=True)]
 
     def ask(row: tuple[str, str, str]) -> list[Part]:
-        wrong = ([other[place] for other in rows if other != row] for place in range(3))
-        texts = (_REQUEST.format(row[0], row[2]) + _NAME, _ARGUMENT, _VALUE)
-        return [*map(Part, texts, row, wrong)]
+        wrong_answers = zip(*(candidate for candidate in rows if candidate != row), strict=True)
+        texts = (_REQUEST_TEXT.format(row[0], row[2]) + _NAME_TEXT, _ARGUMENT_TEXT, _VALUE_TEXT)
+        return [*map(Part, texts, row, wrong_answers)]
 
-    example, *requests = writer.random.sample(rows, tools)
+    example, *requests = writer.random.sample(rows, num_tools)
     call = "".join(part.text + part.answer for part in ask(example)) + "}}"
     text = "\n".join(
-        _TOOL.format(name, topic, argument)
-        for (name, argument, _), topic in zip(rows, words[2 * tools :], strict=True)
+        _TOOL_TEXT.format(name, topic, argument)
+        for (name, argument, _), topic in zip(rows, words[2 * num_tools :], strict=True)
     )
     return Haystack(writer.join(text + call), tuple(writer.ask(*ask(row)) for row in requests))
 
@@ -270,7 +269,7 @@ TASKS: dict[str, Callable[[Writer, int], Haystack]] = {
 
 
 def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> list[Haystack]:
-    """Return as few haystacks as have at least `answers` answers.
+    """Return the fewest haystacks that together have at least `answers` answers.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -284,8 +283,8 @@ def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> lis
     haystacks: list[Haystack] = []
     while answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
-        hidden = max(min(answers, _MAX_HIDDEN, length // _APART), 1)
-        haystacks.append(TASKS[task](writer, hidden))
+        num_hidden = max(min(answers, _MAX_HIDDEN, length // _TOKENS_PER_SENTENCE), 1)
+        haystacks.append(TASKS[task](writer, num_hidden))
         questions, position = haystacks[-1].questions, haystacks[-1].ids.shape[1]
         answers -= sum(len(question.answers) for question in questions)
         tokens = max(question.ids.shape[1] for question in questions)

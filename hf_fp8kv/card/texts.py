@@ -2,9 +2,9 @@
 
 Nothing is downloaded. Code is the source of the standard library. Manual pages are `pydoc_data`.
 Prose is the running text in the library's docstrings, which is technical English. Tool JSON
-describes the library's functions as the tools of a model. A chat asks about one function after the
-other, in the model's chat template, and the answers are docstrings. The same version of Python and
-the same tokenizer give the same texts. No paragraph occurs twice in a kind.
+describes the library's functions as the tools of a model. A chat asks about functions one by one,
+in the model's chat template, and the answers are docstrings. The same version of Python and the
+same tokenizer give the same texts. No paragraph occurs twice in a kind.
 """
 
 import ast
@@ -25,22 +25,22 @@ from ..calibration.texts import read_corpus
 from ..errors import ConfigError
 
 # Minimum number of characters of a module that is read as code.
-_MIN_MODULE = 16_000
+_MIN_MODULE_LENGTH = 16_000
 # Minimum number of characters of a paragraph of running text, and its minimum share of letters.
-_MIN_PARAGRAPH, _MIN_LETTERS = 200, 0.97
+_MIN_PARAGRAPH_LENGTH, _MIN_LETTER_SHARE = 200, 0.97
 # Number of characters that are tokenized first for each requested token.
-_CHARACTERS = 3
+_CHARACTERS_PER_TOKEN = 3
 _EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
-# JSON types of arguments by their default. All others are strings.
-_TYPES = {bool: "boolean", int: "integer", float: "number"}
+# JSON types of arguments by the type of their default. All further types are strings.
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
 _QUESTIONS = ("What does {} do?", "And {}?", "How do I use {}?", "Explain {}, please.")
 
 
 @dataclass(frozen=True)
-class _Documented:
+class _Definition:
     """A module, class or function of the standard library that has a docstring."""
 
-    name: str  # with the module
+    name: str  # full name, with the module
     doc: str
     # Names of the arguments of a function, with the JSON types of their defaults or None.
     arguments: tuple[tuple[str, str | None], ...] | None
@@ -52,10 +52,10 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
     Raises:
         ConfigError: The kind has fewer texts of this length, or Python has no sources.
     """
-    pieces = KINDS[kind]()
+    items = KINDS[kind]()
     texts: list[torch.Tensor] = []
     while len(texts) < count:
-        ids = _read_text(tokenizer, pieces, length)
+        ids = _read_text(tokenizer, items, length)
         if ids is None:
             raise ConfigError(
                 f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
@@ -65,50 +65,47 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
     return texts
 
 
-def _read_text(tokenizer: Any, pieces: Iterator[Any], length: int) -> torch.Tensor | None:
-    """Return the tokens of the next pieces, `[1, length]`, or None if there are too few."""
-    used: list[Any] = []
-    needed, characters = _CHARACTERS * length, 0
-    for piece in pieces:
-        used.append(piece)
-        characters += len(piece if isinstance(piece, str) else piece[0] + piece[1])
-        if characters < needed:
+def _read_text(tokenizer: Any, items: Iterator[Any], length: int) -> torch.Tensor | None:
+    """Return the tokens of the next items, `[1, length]`, or None if there are too few items."""
+    text_items: list[Any] = []
+    min_characters, num_characters = _CHARACTERS_PER_TOKEN * length, 0
+    for item in items:
+        text_items.append(item)
+        num_characters += len(item if isinstance(item, str) else item[0] + item[1])
+        if num_characters < min_characters:
             continue
-        corpus = read_corpus(
-            [_join(used, tokenizer)], tokenizer, max_tokens=length, max_length=length, held_out=0
-        )
+        text = _join_items(text_items, tokenizer)
+        corpus = read_corpus([text], tokenizer, max_tokens=length, max_length=length, held_out=0)
         ids = corpus.windows[0]
         if len(ids) == length:
             return ids[None].long()
-        needed = characters + _CHARACTERS * length // 4
+        min_characters = num_characters + _CHARACTERS_PER_TOKEN * length // 4
     return None
 
 
-def _join(pieces: list[Any], tokenizer: Any) -> str | list[dict[str, str]]:
+def _join_items(items: list[Any], tokenizer: Any) -> str | list[dict[str, str]]:
     """Return one text, or the messages of a chat if the tokenizer has a chat template."""
-    if isinstance(pieces[0], str):
-        return "\n".join(pieces)
+    if isinstance(items[0], str):
+        return "\n".join(items)
     if not tokenizer.chat_template:
-        return "\n".join(
-            f"User: {question}\n\nAssistant: {answer}\n" for question, answer in pieces
-        )
+        return "\n".join(f"User: {question}\n\nAssistant: {answer}\n" for question, answer in items)
     return [
         {"role": role, "content": content}
-        for piece in pieces
-        for role, content in zip(("user", "assistant"), piece, strict=True)
+        for item in items
+        for role, content in zip(("user", "assistant"), item, strict=True)
     ]
 
 
 def read_prose() -> Iterator[str]:
     """Yield paragraphs of running text from the docstrings of the standard library."""
     seen: set[str] = set()
-    for documented in _walk_library():
-        for part in re.split(r"\n\s*\n", documented.doc):
+    for definition in _walk_library():
+        for part in re.split(r"\n\s*\n", definition.doc):
             paragraph = " ".join(part.split())
             letters = sum(c.isalpha() or c in " ,.'" for c in paragraph)
             if (
-                len(paragraph) >= _MIN_PARAGRAPH
-                and letters >= _MIN_LETTERS * len(paragraph)
+                len(paragraph) >= _MIN_PARAGRAPH_LENGTH
+                and letters >= _MIN_LETTER_SHARE * len(paragraph)
                 and paragraph[0].isupper()
                 and paragraph.endswith(".")
                 and paragraph not in seen
@@ -119,7 +116,7 @@ def read_prose() -> Iterator[str]:
 
 def _read_code() -> Iterator[str]:
     for path in _find_modules():
-        if not path.name.startswith("_") and path.stat().st_size >= _MIN_MODULE:
+        if not path.name.startswith("_") and path.stat().st_size >= _MIN_MODULE_LENGTH:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -139,12 +136,12 @@ def _read_tools() -> Iterator[str]:
         arguments = function.arguments or ()
         properties = {name: {"type": kind or "string"} for name, kind in arguments}
         required = [name for name, kind in arguments if kind is None]
-        described = {
+        declaration = {
             "name": function.name,
             "description": function.doc.split("\n\n")[0],
             "parameters": {"type": "object", "properties": properties, "required": required},
         }
-        yield json.dumps({"type": "function", "function": described})
+        yield json.dumps({"type": "function", "function": declaration})
 
 
 def _read_chat() -> Iterator[tuple[str, str]]:
@@ -184,34 +181,34 @@ def _find_modules() -> tuple[Path, ...]:
     return tuple(modules)
 
 
-def _walk_library() -> Iterator[_Documented]:
+def _walk_library() -> Iterator[_Definition]:
     root = Path(sysconfig.get_path("stdlib"))
-    return itertools.chain.from_iterable(_parse(path, root) for path in _find_modules())
+    return itertools.chain.from_iterable(_parse_module(path, root) for path in _find_modules())
 
 
 @functools.cache
-def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
-    """Return the documented parts of a module. They take less memory than its syntax tree."""
+def _parse_module(path: Path, root: Path) -> tuple[_Definition, ...]:
+    """Return the documented definitions of a module. They take less memory than its syntax tree."""
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    documented = []
+    definitions = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             doc = ast.get_docstring(node)
-            own = "" if isinstance(node, ast.Module) else f".{node.name}"
+            suffix = "" if isinstance(node, ast.Module) else f".{node.name}"
             arguments = None
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 arguments = tuple(_list_arguments(node.args))
             if doc:
-                documented.append(_Documented(name + own, doc, arguments))
-    return tuple(documented)
+                definitions.append(_Definition(name + suffix, doc, arguments))
+    return tuple(definitions)
 
 
-def _find_functions() -> Iterator[_Documented]:
-    """Yield the library's functions with a docstring of some length that no other function has."""
+def _find_functions() -> Iterator[_Definition]:
+    """Yield the library's functions that have a docstring of some length, each docstring once."""
     seen: set[str] = set()
     for function in _walk_library():
-        long_enough = len(function.doc) >= _MIN_PARAGRAPH // 2
-        if function.arguments is not None and long_enough and function.doc not in seen:
+        is_long_enough = len(function.doc) >= _MIN_PARAGRAPH_LENGTH // 2
+        if function.arguments is not None and is_long_enough and function.doc not in seen:
             seen.add(function.doc)
             yield function
 
@@ -225,4 +222,4 @@ def _list_arguments(arguments: ast.arguments) -> Iterator[tuple[str, str | None]
     for argument, default in pairs:
         if argument.arg not in ("self", "cls"):
             value = getattr(default, "value", None)
-            yield argument.arg, None if default is None else _TYPES.get(type(value), "string")
+            yield argument.arg, None if default is None else _JSON_TYPES.get(type(value), "string")

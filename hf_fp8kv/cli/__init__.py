@@ -48,8 +48,8 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except SystemExit as end:
-        if end.code == 130:  # typer's code of an interruption
+    except SystemExit as exit_error:
+        if exit_error.code == 130:  # typer's code of an interruption
             print(f"{NAME}: interrupted", file=sys.stderr)
         raise
     except (FP8KVError, OSError, torch.OutOfMemoryError) as error:
@@ -63,8 +63,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def _show_version(requested: bool) -> None:
-    if requested:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         print(version(NAME))
         raise typer.Exit
 

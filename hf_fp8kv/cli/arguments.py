@@ -19,13 +19,13 @@ from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DT
 from ..ops import CHOICES
 
 
-def offer(values: Iterable[str]) -> Callable[[str], list[str]]:
+def completer(values: Iterable[str]) -> Callable[[str], list[str]]:
     """Return a function that completes the values in a shell."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def choice(values: Collection[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return keywords for an option whose value is one of `values`, or an alias of one."""
+    """Return keywords for an option whose value is one of `values` or of their aliases."""
     names = {alias: value for alias, value in (aliases or {}).items() if value in values}
     names |= {value: value for value in values}
 
@@ -34,7 +34,7 @@ def choice(values: Collection[str], aliases: Mapping[str, str] | None = None) ->
             raise typer.BadParameter(f"expected one of {', '.join(names)}, got {text!r}")
         return names[text]
 
-    return {"parser": parse, "autocompletion": offer(names), "metavar": "TEXT"}
+    return {"parser": parse, "autocompletion": completer(names), "metavar": "TEXT"}
 
 
 def parse_device(text: str) -> str:
@@ -81,12 +81,12 @@ def parse_scales(text: str) -> str | float:
         return text
 
 
-_SIDE = choice((*FORMATS, AUTO), ALIASES)
+_SIDE_CHOICE = choice((*FORMATS, AUTO), ALIASES)
 
 SIZE: dict[str, Any] = {"metavar": "SIZE", "parser": parse_memory}
 
 DEVICE: dict[str, Any] = {
-    "help": "auto, cpu, cuda, cuda:1, ...", "autocompletion": offer(("auto", "cpu", "cuda"))
+    "help": "auto, cpu, cuda, cuda:1, ...", "autocompletion": completer(("auto", "cpu", "cuda"))
 }  # fmt: skip
 
 _MODEL_HELP = "A folder or a Hub id. Default: the demo model."
@@ -115,8 +115,8 @@ CacheDtype = Annotated[
         **choice((*FORMATS, AUTO, ADAPTIVE), ALIASES),
     ),
 ]
-KeyDtype = Annotated[str | None, typer.Option(help="Format of K only, or model.", **_SIDE)]
-ValueDtype = Annotated[str | None, typer.Option(help="Format of V only, or model.", **_SIDE)]
+KeyDtype = Annotated[str | None, typer.Option(help="Format of K only, or model.", **_SIDE_CHOICE)]
+ValueDtype = Annotated[str | None, typer.Option(help="Format of V only, or model.", **_SIDE_CHOICE)]
 Plan = Annotated[
     str | None,
     typer.Option(
@@ -155,7 +155,7 @@ MaxPosition = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Last position at which scales are also tried. Centers of K must help there as well. "
+        help="Last position at which scales are tested. Centers of K must also help there. "
         "Default: eight times --max-length, at most the positions of the model.",
     ),
 ]
@@ -187,13 +187,13 @@ def load_texts(name: str) -> Path | list[str]:
     return path
 
 
-def page_options(ctx: typer.Context) -> dict[str, Any]:
+def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the arguments of a cache that `generate` and `serve` share."""
     names = ("key_dtype", "value_dtype", "plan", "scales", "backend")
     return {"dtype": ctx.params["kv_cache_dtype"], **{name: ctx.params[name] for name in names}}
 
 
-def given_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options that the user set and the library has. Others keep its defaults."""
+def collect_user_options(ctx: typer.Context) -> dict[str, Any]:
+    """Return the arguments of `calibrate` or `measure` that the user set on the command line."""
     parameters = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
     return {name: x for name, x in ctx.params.items() if name in parameters and x is not None}

@@ -89,5 +89,5 @@ def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     if model is None:
         return Setup(device=device), None
     config = read_config(model)
-    text = config.get_text_config()
-    return Setup((text.num_attention_heads, *kv_shape(text)), device=device), config
+    text_config = config.get_text_config()
+    return Setup((text_config.num_attention_heads, *kv_shape(text_config)), device=device), config

@@ -11,9 +11,9 @@ from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, Granularity, KVScales
 from ..scales.checkpoint.checkpoint import JSON_FILE, SCALES_FILE
 from ..scales.report import REPORT_FILE
-from ..scales.save import open_place
+from ..scales.save import open_base
 from . import arguments
-from .scales_table import describe_scales, quality_parts
+from .scales_table import describe_scales, format_quality
 from .shared import Warnings, handle_log, load_model, make_console, print_note
 
 COPY = "checkpoint"
@@ -59,11 +59,11 @@ def calibrate(
             help="Range of the scales relative to the largest observed value. Default: 1.0.",
         ),
     ] = None,
-    to: Annotated[
+    format_name: Annotated[
         str,
         typer.Option(
             "--format",
-            help="Format of the files, see convert --to.",
+            help="Format of the files (see convert --to).",
             **arguments.choice(SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
@@ -91,41 +91,41 @@ def calibrate(
     as_json: arguments.Json = False,
 ) -> None:
     """Calibrate static scales on texts."""
-    options = arguments.given_options(ctx)
-    if plan is not None and not SCALE_FORMATS[to].holds_centers:
-        message = f"requires --format hf_fp8kv, got {to}, which cannot hold a plan"
+    options = arguments.collect_user_options(ctx)
+    if plan is not None and not SCALE_FORMATS[format_name].holds_centers:
+        message = f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan"
         raise typer.BadParameter(message, param_hint="--plan")
     if plan is not None and dtype is not None:
         message = "chooses the format of each layer. Omit --dtype"
         raise typer.BadParameter(message, param_hint="--plan")
-    if not SCALE_FORMATS[to].holds_centers:
-        options = {"center": False, "granularity": SCALE_FORMATS[to].granularity} | options
+    if not SCALE_FORMATS[format_name].holds_centers:
+        options = {"center": False, "granularity": SCALE_FORMATS[format_name].granularity} | options
     folder = Path(out)
     with handle_log(log := Warnings()):
-        source = arguments.load_texts(texts)
+        corpus = arguments.load_texts(texts)
         # The copy of a checkpoint has the scales in --format, and OUT has them as hf_fp8kv.
-        out_format = "hf_fp8kv" if checkpoint else to
-        # Check that the scales can be written before minutes are spent. The folder may not have
-        # other scales, although some formats can be next to each other.
-        written = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
-        names = {JSON_FILE, REPORT_FILE, SCALES_FILE, *written}
-        open_place(folder, SCALE_FORMATS[out_format], names, None, overwrite=overwrite)
+        out_format = "hf_fp8kv" if checkpoint else format_name
+        # Check before the calibration, which takes minutes, that the scales can be written. The
+        # folder may not have other scales, although some formats can share a folder.
+        file_names = SCALE_FORMATS[out_format].make_files(KVScales.uniform(1))
+        checked_names = {JSON_FILE, REPORT_FILE, SCALES_FILE, *file_names}
+        open_base(folder, SCALE_FORMATS[out_format], checked_names, None, overwrite=overwrite)
         if checkpoint is not None:
-            copy = folder / COPY
-            open_place(copy, SCALE_FORMATS[to], (), checkpoint, overwrite=overwrite)
-        loaded, tokenizer = load_model(model, device, model_dtype)
-        scales = calibration.calibrate(loaded, source, tokenizer=tokenizer, **options)
+            copy_folder = folder / COPY
+            open_base(copy_folder, SCALE_FORMATS[format_name], (), checkpoint, overwrite=overwrite)
+        lm, tokenizer = load_model(model, device, model_dtype)
+        scales = calibration.calibrate(lm, corpus, tokenizer=tokenizer, **options)
         try:
             paths = scales.save_pretrained(folder, format=out_format, overwrite=overwrite)
         except ScaleError as error:
             if SCALE_FORMATS[out_format].holds_centers:
                 raise
-            scales.save_pretrained(folder, overwrite=overwrite)  # otherwise they would be lost
+            scales.save_pretrained(folder, overwrite=overwrite)  # keeps the result
             raise ScaleError(f"{error}. The scales are in {folder}, as hf_fp8kv") from error
         if checkpoint is not None:
             print_note(f"{folder}: scales are written. Copying {checkpoint}")
             paths += scales.save_pretrained(
-                folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
+                folder / COPY, format=format_name, checkpoint=checkpoint, overwrite=overwrite
             )
     report, files = scales.report, list(map(str, paths))
     if as_json:
@@ -133,5 +133,5 @@ def calibrate(
         print(json.dumps(result | {"report": None if report is None else report.to_dict()}))
         return
     if report is not None:
-        make_console(120).print(*quality_parts(report), sep="\n")
+        make_console(120).print(*format_quality(report), sep="\n")
     print("\n".join(files))

@@ -52,12 +52,12 @@ def card(
     name = DEMO if model is None else Path(os.path.abspath(model)).name
     folder = out or Path(f"card-{name.split()[0]}")
     size = "quick" if quick else "long" if long else "normal"
-    parts = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
-    loaded, tokenizer = load_model(model, device, "float32")
-    names = [part.strip() for part in caches.split(",") if part.strip()]
+    parts_path = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
+    lm, tokenizer = load_model(model, device, "float32")
+    cache_names = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
-        loaded, tokenizer, name=name, parts=parts, size=SIZES[size], caches=names, scales=scales,
-        memory_gib=memory_gib,
+        lm, tokenizer, name=name, parts=parts_path, size=SIZES[size], caches=cache_names,
+        scales=scales, memory_gib=memory_gib,
     )  # fmt: skip
     files = {
         folder / "card.json": (json.dumps(result, indent=2) + "\n").encode(),
@@ -68,6 +68,6 @@ def card(
         files[folder / "drift.png"] = draw_picture(result)
     else:
         print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
-    write_all({**files, parts: None})
+    write_all({**files, parts_path: None})
     make_console(200).print(format_table(result))
     print_note(f"The card is in {folder}.")

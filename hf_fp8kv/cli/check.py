@@ -14,12 +14,12 @@ from .shared import load_model, make_console
 def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
     """Show versions and backends. With --model, also show how each of its layers runs."""
     gpus: Any = hardware()["gpus"]
-    installed = versions()
+    package_versions = versions()
     facts: dict[str, Any] = {
-        "python": installed.pop("python"),
-        "versions": installed,
+        "python": package_versions.pop("python"),
+        "versions": package_versions,
         "gpus": gpus,
-        "backends": {name: why or "available" for name, why in available_backends().items()},
+        "backends": {name: reason or "available" for name, reason in available_backends().items()},
     }
     report = None
     if model is not None:
@@ -29,7 +29,7 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         print(json.dumps(facts, default=str))
         return
     rows = {"python": facts["python"], **facts["versions"], "gpus": ", ".join(gpus) or "none"}
-    rows |= {f"backend {name}": why for name, why in facts["backends"].items()}
+    rows |= {f"backend {name}": reason for name, reason in facts["backends"].items()}
     make_console().print(build_table({"": "left", "found": "left"}, rows.items()))
     if report is not None:
         print(report)

@@ -78,9 +78,9 @@ def convert(
     }  # fmt: skip
     with handle_log(log := Warnings()):
         source = KVScales.from_pretrained(scales, strict=not lenient)
-        about, named = describe_scales(source), source
+        facts, typed_scales = describe_scales(source), source
         if model_type not in (None, source.model_type):
-            named = replace(source, model_type=model_type)
+            typed_scales = replace(source, model_type=model_type)
             if source.model_type is not None:
                 got = repr(source.model_type)
                 message = f"{source.origin}: expected scales of {model_type!r}, got {got}"
@@ -89,17 +89,17 @@ def convert(
                 logger.warning("%s: written as %r", message, model_type)
         files: list[str] = []
         if push_to_hub is not None:
-            commit = named.push_to_hub(push_to_hub, **options)
+            commit = typed_scales.push_to_hub(push_to_hub, **options)
             target = {"format": to, "repo": push_to_hub, "commit": commit}
         else:
             options |= {"checkpoint": checkpoint, "weights": weights}
-            paths = named.save_pretrained(str(out), **options)
+            paths = typed_scales.save_pretrained(str(out), **options)
             files, target = list(map(str, paths)), {"format": to, "folder": str(out)}
     if as_json:
-        print(json.dumps({"from": about, "to": target, "files": files, "warnings": log.messages}))
+        print(json.dumps({"from": facts, "to": target, "files": files, "warnings": log.messages}))
         return
     print_note(
-        f"{about['format']} -> {to}: {about['num_layers']} layers, per {about['granularity']}"
-        f"{', K centered' if about['centered'] else ''}, {named.model_type or 'model type unknown'}"
+        f"{source.format} -> {to}: {len(source.layers)} layers, per {source.granularity}"
+        f"{', K centered' * source.centered}, {typed_scales.model_type or 'model type unknown'}"
     )
     print("\n".join(files) or target["commit"])

@@ -46,7 +46,7 @@ def generate(
         str,
         typer.Option(
             help="Attention of the FP8 run: fp8_paged, sdpa, eager, ...",
-            autocompletion=arguments.offer(("fp8_paged", "sdpa", "eager", "flex_attention")),
+            autocompletion=arguments.completer(("fp8_paged", "sdpa", "eager", "flex_attention")),
         ),
     ] = "fp8_paged",
     chat: Annotated[
@@ -63,32 +63,32 @@ def generate(
     as_json: arguments.Json = False,
 ) -> None:
     """Answer a prompt with the default cache and with FP8 pages, side by side."""
-    options = arguments.page_options(ctx) | {"page_size": page_size}
+    options = arguments.collect_page_options(ctx) | {"page_size": page_size}
     if kv_cache_dtype != ADAPTIVE:
         FP8PagedCache(**options)  # raises an error for wrong options before the model is loaded
     text = sys.stdin.read().strip() if prompt == "-" else prompt
     name = model or DEMO
-    loaded, tokenizer = load_model(model, device)
-    inputs = encode_prompt(tokenizer, text, name, chat=chat).to(loaded.device)
+    lm, tokenizer = load_model(model, device)
+    inputs = encode_prompt(tokenizer, text, name, chat=chat).to(lm.device)
     # None overrides the checkpoint's recommendations for sampling.
     sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
                 "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
-    run = partial(run_cache, loaded, tokenizer, inputs, sampling, seed, memory)
+    run = partial(run_cache, lm, tokenizer, inputs, sampling, seed, memory)
     # The first run uses the model's default attention.
-    runs = [run(partial(DynamicCache, config=loaded.config))]
+    runs = [run(partial(DynamicCache, config=lm.config))]
     try:
-        loaded.set_attn_implementation(attn)
+        lm.set_attn_implementation(attn)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot use --attn {attn} with {name}: {error}") from error
-    dtype, chosen = resolve_plan(loaded, options["dtype"], options["plan"])
-    keywords = {**options, "dtype": dtype, "plan": chosen}
-    runs.append(run(partial(FP8PagedCache, loaded.config, **keywords), scales))
+    dtype, chosen_plan = resolve_plan(lm, options["dtype"], options["plan"])
+    cache_options = {**options, "dtype": dtype, "plan": chosen_plan}
+    runs.append(run(partial(FP8PagedCache, lm.config, **cache_options), scales))
     if as_json:
-        facts = {"prompt": text, "model": name, "options": options}
+        context = {"prompt": text, "model": name, "options": options}
         answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}
-        print(json.dumps({**facts, "memory_bytes": memory, **answers}))
+        print(json.dumps({**context, "memory_bytes": memory, **answers}))
     else:
-        make_console().print(*comparison_table(name, text, runs, memory), sep="\n")
+        make_console().print(*make_comparison(name, text, runs, memory), sep="\n")
 
 
 @dataclass(frozen=True)
@@ -110,28 +110,28 @@ class Run:
 def encode_prompt(tokenizer: Any, prompt: str, name: str, *, chat: bool) -> BatchEncoding:
     """Return the tokens of a prompt, with `chat` as the message of a user. `name` is the model."""
     if not chat:
-        encoded = tokenizer(prompt, return_tensors="pt")
+        encoding = tokenizer(prompt, return_tensors="pt")
     elif tokenizer.chat_template is None:
         raise ConfigError(f"--chat: expected a chat template, got none in {name}. Omit the option")
     else:
-        encoded = tokenizer.apply_chat_template(
+        encoding = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
             add_generation_prompt=True, return_tensors="pt", return_dict=True,
         )  # fmt: skip
-    if encoded["input_ids"].shape[1] == 0:
+    if encoding["input_ids"].shape[1] == 0:
         raise ConfigError("expected a prompt of at least one token, got an empty prompt")
     # Some tokenizers also return token_type_ids, which many models do not accept.
-    return BatchEncoding({key: encoded[key] for key in ("input_ids", "attention_mask")})
+    return BatchEncoding({key: encoding[key] for key in ("input_ids", "attention_mask")})
 
 
 def run_cache(
     model: Any, tokenizer: Any, inputs: Mapping[str, torch.Tensor], sampling: Mapping[str, Any],
-    seed: int, room: int, make_cache: Callable[[], Any], scales: object = None,
+    seed: int, memory_bytes: int, make_cache: Callable[[], Any], scales: object = None,
 ) -> Run:  # fmt: skip
-    """Generate with a cache. `room` is in bytes, and `scales` is the argument of an FP8 cache."""
-    stamps: list[float] = []
+    """Generate with a cache. `scales` is the argument of an FP8 cache, for the output."""
+    timestamps: list[float] = []
     streamer = SimpleNamespace(
-        put=lambda _ids: stamps.append(time.perf_counter()), end=lambda: None
+        put=lambda _ids: timestamps.append(time.perf_counter()), end=lambda: None
     )
     # Generate two tokens first, because kernels are compiled at their first use.
     call = {**inputs, CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2}
@@ -139,57 +139,57 @@ def run_cache(
     torch.manual_seed(seed)
     call = {**inputs, CACHE: (cache := make_cache()), **sampling}
     ids = model.generate(**call, streamer=streamer)[0, inputs["input_ids"].shape[1] :].tolist()
-    stamps = stamps[-len(ids) :]
-    steps = len(stamps) - 1
-    speed = steps / (stamps[-1] - stamps[0]) if steps > 0 else None
+    timestamps = timestamps[-len(ids) :]
+    steps = len(timestamps) - 1
+    speed = steps / (timestamps[-1] - timestamps[0]) if steps > 0 else None
     if isinstance(cache, FP8PagedCache):
         warn_if_stale(model, cache.options.scales)
         sizes, page = cache.memory_footprint(), cache.options.page_size
         tokens, size = sizes.tokens, sizes.used_bytes + sizes.other_bytes
         # The last page is partly filled. A token's size is its share of a full page.
-        share = sizes.used_bytes / (-(-tokens // page) * page) + sizes.other_bytes / tokens
+        token_size = sizes.used_bytes / (-(-tokens // page) * page) + sizes.other_bytes / tokens
         plans = [*sizes.layers_by_plan]
         name = f"pages of {page}, {plans[0] if len(plans) == 1 else 'plans by layer'}"
         is_auto = all(side.is_auto for plan in cache.plan.values() for side in plan)
         label = "none" if is_auto else str(scales or "dynamic")
     else:
         tokens, size, label = cache.get_seq_length(), count_bytes(cache), "none"
-        share, name = size / tokens, f"DynamicCache {str(model.dtype).removeprefix('torch.')}"
+        token_size, name = size / tokens, f"DynamicCache {str(model.dtype).removeprefix('torch.')}"
     return Run(
         name, label, str(model.config._attn_implementation),
-        tokenizer.decode(ids, skip_special_tokens=True), ids, speed, tokens, size, share,
-        int(room / share),
+        tokenizer.decode(ids, skip_special_tokens=True), ids, speed, tokens, size, token_size,
+        int(memory_bytes / token_size),
     )  # fmt: skip
 
 
-def compare_tokens(dense: Run, paged: Run) -> dict[str, int | None]:
+def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
     """Return the number of equal tokens, the number of positions, and the first difference.
 
     Positions count from 0, up to the longer answer. A token without a counterpart differs.
     """
-    same = [a == b for a, b in zip_longest(dense.token_ids, paged.token_ids)]
-    first = None if all(same) else same.index(False)
-    return {"equal": sum(same), "of": len(same), "first_difference": first}
+    matches = [a == b for a, b in zip_longest(dense_run.token_ids, paged_run.token_ids)]
+    first = None if all(matches) else matches.index(False)
+    return {"equal": sum(matches), "of": len(matches), "first_difference": first}
 
 
-def comparison_table(
-    name: str, prompt: str, runs: Sequence[Run], room: int
+def make_comparison(
+    name: str, prompt: str, runs: Sequence[Run], memory: int
 ) -> list[RenderableType]:
     """Return the prompt and a table with a column for each run."""
-    dense, paged = runs
-    tokens = compare_tokens(dense, paged)
-    first = tokens["first_difference"]
-    differs = "" if first is None else f", first difference at token {first + 1}"
-    ratio = f" ({paged.bytes_per_token / dense.bytes_per_token:.2f} x)"
+    dense_run, paged_run = runs
+    tokens = compare_tokens(dense_run, paged_run)
+    index = tokens["first_difference"]
+    difference = "" if index is None else f", first difference at token {index + 1}"
+    ratio = f" ({paged_run.bytes_per_token / dense_run.bytes_per_token:.2f} x)"
     sizes = [format_size(run.bytes_per_token) for run in runs]
     rows: dict[str, Sequence[str]] = {
         "answer": [run.text for run in runs],
-        "same tokens": ["", f"{tokens['equal']} of {tokens['of']}{differs}"],
+        "same tokens": ["", f"{tokens['equal']} of {tokens['of']}{difference}"],
         "scales": [run.scales for run in runs],
         "attention": [run.attention for run in runs],
         "cache": [f"{format_size(x.cache_bytes)} for {x.cached_tokens} tokens" for x in runs],
         "per token": [sizes[0], sizes[1] + ratio],
-        f"fit into {format_size(room)}": [f"{run.tokens_that_fit:,} tokens" for run in runs],
+        f"fit into {format_size(memory)}": [f"{run.tokens_that_fit:,} tokens" for run in runs],
         "tokens/s": [f"{x.tokens_per_second:.1f}" if x.tokens_per_second else "-" for x in runs],
     }
     columns: dict[str, Any] = dict.fromkeys(("", *(run.cache for run in runs)), "left")

@@ -16,7 +16,7 @@ from ..utils.files import CACHE_FORMAT, read_header
 from ..utils.terminal import format_size
 from . import arguments
 from .scales_plot import plot_scales
-from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
+from .scales_table import describe_layers, describe_scales, list_remarks, make_tables
 from .shared import Warnings, handle_log, load_model, make_console
 
 
@@ -49,12 +49,12 @@ def inspect(
     With --texts, measure the scales. Without it, show the report of their calibration, if any.
     For the file of a saved cache, show how each layer is stored.
     """
-    options = arguments.given_options(ctx)
+    options = arguments.collect_user_options(ctx)
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)
     with handle_log(log := Warnings()):
-        if _is_cache(scales):
+        if _is_saved_cache(scales):
             if texts is not None or plot is not None:
                 option = "--texts" if texts is not None else "--plot"
                 raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
@@ -65,8 +65,8 @@ def inspect(
         report = source.report
         if texts is not None:
             corpus = arguments.load_texts(texts)
-            loaded, tokenizer = load_model(model, device, model_dtype)
-            report = calibration.measure(loaded, source, corpus, tokenizer=tokenizer, **options)
+            lm, tokenizer = load_model(model, device, model_dtype)
+            report = calibration.measure(lm, source, corpus, tokenizer=tokenizer, **options)
         if plot is not None:
             plot_scales(source, report, plot)
         if as_json:
@@ -80,10 +80,10 @@ def inspect(
             print(json.dumps(output))
         else:
             console = make_console(160)
-            console.print(*inspect_table(source, report, console.width), sep="\n")
+            console.print(*make_tables(source, report, console.width), sep="\n")
 
 
-def _is_cache(path: str) -> bool:
+def _is_saved_cache(path: str) -> bool:
     with suppress(ScaleError):  # the reader of scales raises it again
         return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False

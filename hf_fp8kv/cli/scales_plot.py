@@ -1,7 +1,7 @@
 """Plot static scales: magnitudes of K and V by layer and head, and the quantization errors.
 
-matplotlib is imported when a plot is requested. pyplot is not used, because it would look for a
-window system and keep figures alive.
+matplotlib is imported only when a plot is requested. pyplot is not used, because it would look for
+a display and keep figures alive.
 """
 
 from collections.abc import Mapping
@@ -29,16 +29,16 @@ _NOT_MEASURED = (
 
 
 def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | Path) -> None:
-    """Write a PNG with the magnitudes of K and V and the quantization errors, atomically.
+    """Atomically write a PNG with the magnitudes of K and V and the quantization errors.
 
     `report` is the result of a calibration or of `measure`. Without it the plot shows the largest
     magnitude that the scales represent (448 × scale), and a note that errors were not measured.
     """
-    figure = scales_figure(scales, report)
+    figure = make_figure(scales, report)
     write_all({Path(path): lambda temporary: figure.savefig(temporary, dpi=_DPI, format="png")})
 
 
-def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
+def make_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     """Return the matplotlib figure that `plot_scales` writes."""
     from matplotlib.figure import Figure
 
@@ -50,8 +50,8 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     panels["kv"].set_ylabel(quantity)
     for series, side in enumerate("kv"):
         name, table = side.upper(), _amax_by_head(scales, report, side)
-        largest = dict(enumerate(np.fmax.reduce(table, axis=1)))
-        _draw_line(panels["kv"], largest, series, label=f"{name}, largest head")
+        largest_heads = dict(enumerate(np.fmax.reduce(table, axis=1)))
+        _draw_line(panels["kv"], largest_heads, series, label=f"{name}, largest head")
         panels[side].set_title(f"{quantity} of {name}, by layer and head", loc="left")
         _draw_heads(figure, panels[side], table)
         panels[f"{side} error"].set_title(f"quantization error of {name}, by layer", loc="left")
@@ -61,18 +61,18 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
             panels[name].set_yscale("log")
             panels[name].grid(visible=True, alpha=0.3)
         elif not panels[name].texts:
-            _write_text(panels[name], "0 everywhere")
+            _show_message(panels[name], "0 everywhere")
     style: dict[str, Any] = {"frameon": False}
     labels = panels["kv"].get_legend_handles_labels()
     panels["kv"].legend(*labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **style)
     labels = panels["v error"].get_legend_handles_labels()
     figure.legend(*labels, loc="outside lower center", ncols=len(FORMATS), **style)
     # A name may contain "$", which must not be parsed as math.
-    figure.suptitle(_title(scales, report), parse_math=False)
+    figure.suptitle(_make_title(scales, report), parse_math=False)
     return figure
 
 
-def _title(scales: KVScales, report: CalibrationReport | None) -> str:
+def _make_title(scales: KVScales, report: CalibrationReport | None) -> str:
     if report is None:
         model = scales.model_type or "model type unknown"
         return f"{model}, {_shorten(scales.origin)}\nnot measured: {_E4M3_MAX:g} × scale is shown"
@@ -90,9 +90,9 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
     if report is not None:
         amax = {i: np.array(getattr(layer, side).amax) for i, layer in report.layers.items()}
     else:
-        static = {i: layer.static["kv".index(side)] for i, layer in scales.layers.items()}
-        # One value for each head, or for the layer.
-        rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in static.items()}
+        tensors = {i: layer.static["kv".index(side)] for i, layer in scales.layers.items()}
+        # One maximum for each head, or a single maximum for the layer.
+        rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in tensors.items()}
         amax = {i: _E4M3_MAX * row.double().numpy() for i, row in rows.items()}
     heads = max(len(row) for row in amax.values())
     table = np.full((max(amax) + 1, heads), np.nan)
@@ -121,7 +121,7 @@ def _draw_heads(figure: Any, axes: Any, table: np.ndarray) -> None:
     _label_integers(axes.yaxis, "KV head")
     axes.set_facecolor("0.85")  # missing values
     if np.isnan(table).all():
-        _write_text(axes, "0 everywhere")
+        _show_message(axes, "0 everywhere")
         return
     image = axes.imshow(
         np.ma.masked_invalid(table.T), aspect="auto", norm="log", interpolation="nearest"
@@ -133,7 +133,7 @@ def _draw_heads(figure: Any, axes: Any, table: np.ndarray) -> None:
 def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None:
     """Draw solid lines for these scales, and dotted lines for dynamic scales."""
     if report is None:
-        _write_text(axes, _NOT_MEASURED)
+        _show_message(axes, _NOT_MEASURED)
         return
     axes.set_ylabel("relative RMS error, %")
     for prefix, line in (("", "-"), (DYNAMIC, ":")):
@@ -142,9 +142,9 @@ def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None
             errors = {index: 100 * x.error.get(prefix + name, 0.0) for index, x in sides.items()}
             _draw_line(axes, errors, series, linestyle=line, label=prefix + name)
     if not axes.lines:
-        _write_text(axes, "no error was measured")
+        _show_message(axes, "no error was measured")
 
 
-def _write_text(axes: Any, text: str) -> None:
+def _show_message(axes: Any, text: str) -> None:
     axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color="0.25")

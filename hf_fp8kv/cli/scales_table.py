@@ -14,9 +14,9 @@ from ..scales import CalibrationReport, KVScales
 from ..scales.report import SideStatistics
 from ..utils.text import format_list
 
-_LARGEST = FORMATS["fp8_e4m3"].max
+_E4M3_MAX = FORMATS["fp8_e4m3"].max
 # A layer whose scale exceeds the median of all layers by this factor gets a remark.
-_OUTLIER = 10
+_OUTLIER_FACTOR = 10
 
 
 def describe_scales(scales: KVScales) -> dict[str, Any]:
@@ -37,48 +37,48 @@ def describe_layers(scales: KVScales, report: CalibrationReport | None) -> dict[
     """Return the scales and statistics of each layer, as JSON values."""
     layers = {}
     for index, layer in scales.layers.items():
-        measured = None if report is None else report.layers.get(index)
+        layer_statistics = None if report is None else report.layers.get(index)
         layers[str(index)] = {
             "source": layer.source,
             "granularity": layer.granularity,
             "centered": layer.k_center is not None,
             "plan": None if layer.plan is None else list(map(str, layer.plan)),
-            "k": _describe_side(layer.k, None if measured is None else measured.k),
-            "v": _describe_side(layer.v, None if measured is None else measured.v),
+            "k": _describe_side(layer.k, None if layer_statistics is None else layer_statistics.k),
+            "v": _describe_side(layer.v, None if layer_statistics is None else layer_statistics.v),
         }
     return layers
 
 
 def _describe_side(
-    scale: torch.Tensor | None, measured: SideStatistics | None
+    scale: torch.Tensor | None, side_statistics: SideStatistics | None
 ) -> dict[str, Any] | None:
     """Return the scale and statistics of K or V of a layer. Scales per channel are not listed."""
     side: dict[str, Any] = {}
     if scale is not None:
-        low, high = float(scale.min()), float(scale.max())
-        side = {"shape": list(scale.shape), "min": low, "max": high}
+        min_scale, max_scale = float(scale.min()), float(scale.max())
+        side = {"shape": list(scale.shape), "min": min_scale, "max": max_scale}
         if scale.ndim == 0 or scale.shape[1] == 1:
             side["values"] = scale.flatten().tolist()
         # This is the largest magnitude that the scale can represent, if nothing was measured.
-        side |= {"amax": _LARGEST * high, "amax_from": "scale"}
-    if measured is not None:
-        side |= {"amax": max(measured.amax), "amax_from": "text"}
-        side |= {"saturated": measured.saturated, "underflow": measured.underflow}
+        side |= {"amax": _E4M3_MAX * max_scale, "amax_from": "scale"}
+    if side_statistics is not None:
+        side |= {"amax": max(side_statistics.amax), "amax_from": "text"}
+        side |= {"saturated": side_statistics.saturated, "underflow": side_statistics.underflow}
     return side or None
 
 
 def list_remarks(scales: KVScales) -> Iterator[str]:
     """Yield a sentence about each oddity of the scales."""
-    last = max(scales.layers)
-    if missing := sorted(set(range(last + 1)) - set(scales.layers)):
+    last_layer = max(scales.layers)
+    if missing_layers := sorted(set(range(last_layer + 1)) - set(scales.layers)):
         yield (
-            f"no scales for {_name_layers(missing)}, of 0 to {last}: correct for layers without "
-            "their own KV cache. Exclude all other layers with skip_layers"
+            f"no scales for {_name_layers(missing_layers)}, of 0 to {last_layer}: correct for "
+            "layers without their own KV cache. Exclude all other layers with skip_layers"
         )
     if scales.is_dynamic:
         return
     layers = {index: layer.static for index, layer in scales.layers.items()}
-    if all(bool((side == 1).all()) for pair in layers.values() for side in pair):
+    if all(bool((scale == 1).all()) for pair in layers.values() for scale in pair):
         yield (
             "every scale is exactly 1.0, which tools write without calibration. Calibrate, or use "
             "dynamic scales (scales=None)"
@@ -88,14 +88,14 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
             "K and V have the same scale in every layer, which wastes range on the smaller side. "
             "Calibrate separate scales for K and V"
         )
-    for side, name in enumerate("KV"):
-        largest = {index: float(pair[side].max()) for index, pair in layers.items()}
-        median = statistics.median(largest.values())
-        if outliers := [index for index, x in largest.items() if x > _OUTLIER * median]:
+    for n, name in enumerate("KV"):
+        largest_scales = {index: float(pair[n].max()) for index, pair in layers.items()}
+        median = statistics.median(largest_scales.values())
+        if outliers := [i for i, x in largest_scales.items() if x > _OUTLIER_FACTOR * median]:
             yield (
-                f"{name} of {_name_layers(outliers)}: the scale is over {_OUTLIER} times the "
-                f"median of all layers ({format_number(median)}), because of a few huge values or "
-                "a faulty file. Compare the heads, and measure the error there"
+                f"{name} of {_name_layers(outliers)}: the scale is over {_OUTLIER_FACTOR} times "
+                f"the median of all layers ({format_number(median)}), because of a few huge values "
+                "or a faulty file. Compare the heads, and measure the error there"
             )
 
 
@@ -103,48 +103,48 @@ def _name_layers(indices: Sequence[object]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {format_list(indices)}"
 
 
-def inspect_table(
+def make_tables(
     scales: KVScales, report: CalibrationReport | None, width: int
 ) -> list[RenderableType]:
     """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
 
     Without a report only the scales are shown. The table of layers has the sources of the scales if
-    they fit into `width` columns of the terminal. Several tables follow if the rest does not fit.
+    they fit into `width` columns of the terminal. Columns that do not fit are in further tables.
     """
-    parts: list[RenderableType] = [Text(line) for line in _heading(scales, report)]
+    parts: list[RenderableType] = [Text(line) for line in _list_headings(scales, report)]
     rows = list(_list_rows(scales, report))
     columns = {name: cells for name in rows[0] if any(cells := [row[name] for row in rows])}
     # Each column has two spaces and a line, and one line is added.
     widths = {name: 3 + max(map(len, [name, *cells])) for name, cells in columns.items()}
     if 1 + sum(widths.values()) > width:
         columns.pop("source", None)
-    first, others = [*columns][:2], [*columns][2:]  # the layer, and K or V
-    tables = [[*first]]
-    for name in others:
+    fixed_columns, other_columns = [*columns][:2], [*columns][2:]  # the layer, and K or V
+    tables = [[*fixed_columns]]
+    for name in other_columns:
         if len(tables[-1]) > 2 and 1 + sum(widths[x] for x in [*tables[-1], name]) > width:
-            tables.append([*first])
+            tables.append([*fixed_columns])
         tables[-1].append(name)
-    left = ("stored", "source")
+    left_columns = ("stored", "source")
     for names in tables:
-        sides: dict[str, Any] = {name: "left" if name in left else "right" for name in names}
-        lines = zip(*(columns[name] for name in names), strict=True)
+        alignments: dict[str, Any] = {n: "left" if n in left_columns else "right" for n in names}
+        table_rows = zip(*(columns[name] for name in names), strict=True)
         padding = (0, 1, 0, int(len(tables) == 1))
-        parts.append(build_table(sides, lines, padding=padding))
+        parts.append(build_table(alignments, table_rows, padding=padding))
     parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
     if report is not None:
-        parts += quality_parts(report)
+        parts += format_quality(report)
     return parts
 
 
-def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
-    about = describe_scales(scales)
-    total = about["num_layers"]
-    centered = sum(layer.k_center is not None for layer in scales.layers.values())
-    share = f" in {centered} of {total} layers" if centered < total else ""
+def _list_headings(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
+    description = describe_scales(scales)
+    num_layers = description["num_layers"]
+    num_centered = sum(layer.k_center is not None for layer in scales.layers.values())
+    layer_share = f" in {num_centered} of {num_layers} layers" if num_centered < num_layers else ""
     yield (
         f"{scales.format}, {scales.model_type or 'model type unknown'}, "
-        f"{total} layer{'s' if total > 1 else ''}, per {about['granularity']}, "
-        f"{f'K centered{share}' if centered else 'K not centered'}"
+        f"{num_layers} layer{'s' if num_layers > 1 else ''}, per {description['granularity']}, "
+        f"{f'K centered{layer_share}' if num_centered else 'K not centered'}"
     )
     yield f"from {scales.origin}"
     if scales.plan is not None:
@@ -168,25 +168,25 @@ def describe_source(report: CalibrationReport) -> str:
 
 def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[dict[str, str]]:
     """Yield the cells of K and of V of each layer by heading. Cells without a value are empty."""
-    amax, origin = (f"{_LARGEST:g} x scale", "scale") if report is None else ("amax", "text")
-    has_shares = report is not None and report.held_out_tokens > 0
+    amax, origin = (f"{_E4M3_MAX:g} x scale", "scale") if report is None else ("amax", "text")
+    has_fractions = report is not None and report.held_out_tokens > 0
     for index, layer in describe_layers(scales, report).items():
-        for place, side in enumerate("kv"):
-            facts = layer[side] or {}
+        for n, side in enumerate("kv"):
+            values = layer[side] or {}
             center = "centered" if layer["centered"] and side == "k" else ""
-            plan = center if layer["plan"] is None else layer["plan"][place]
-            ends = dict.fromkeys(facts[end] for end in ("min", "max") if end in facts)
+            plan = center if layer["plan"] is None else layer["plan"][n]
+            limits = dict.fromkeys(values[end] for end in ("min", "max") if end in values)
             row = {"layer": index, "stored": f"{side.upper()} {plan}".rstrip()}
-            row["scale"] = " .. ".join(map(format_number, ends))
-            row[amax] = format_number(facts["amax"]) if facts.get("amax_from") == origin else ""
-            for share in ("saturated", "underflow") if has_shares else ():
-                row[share] = f"{100 * facts[share]:.3g} %" if share in facts else ""
+            row["scale"] = " .. ".join(map(format_number, limits))
+            row[amax] = format_number(values["amax"]) if values.get("amax_from") == origin else ""
+            for fraction in ("saturated", "underflow") if has_fractions else ():
+                row[fraction] = f"{100 * values[fraction]:.3g} %" if fraction in values else ""
             # The names of the tensors without the file.
-            row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-place]
+            row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-n]
             yield row
 
 
-def quality_parts(report: CalibrationReport) -> list[RenderableType]:
+def format_quality(report: CalibrationReport) -> list[RenderableType]:
     """Return the quality on held-out text at near and far positions, and a note on centers."""
     parts: list[RenderableType] = []
     for title, rows in (
@@ -202,6 +202,6 @@ def quality_parts(report: CalibrationReport) -> list[RenderableType]:
             for row in rows
         )  # fmt: skip
         if rows:
-            sides: dict[str, Any] = {"cache": "left", **dict.fromkeys(measures, "right")}
-            parts.append(build_table(sides, cells, title=title))
+            alignments: dict[str, Any] = {"cache": "left", **dict.fromkeys(measures, "right")}
+            parts.append(build_table(alignments, cells, title=title))
     return [*parts, Text(report.centers)] if report.centers else parts

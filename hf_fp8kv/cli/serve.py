@@ -17,7 +17,7 @@ from .shared import handle_log, print_note
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return the JSON object of a text."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -156,7 +156,7 @@ def serve(
     from ..server.model import ServedModel
     from ..server.run import load_model, run
 
-    pages = arguments.page_options(ctx) | {
+    pages = arguments.collect_page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
         "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
@@ -178,24 +178,24 @@ def serve(
         "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
-    # Made before the model is loaded, since it may be invalid.
+    # Check these options before the model is loaded.
     batching = batching_config(**{name: x for name, x in settings.items() if x is not None})
-    template = None if chat_template is None else chat_template.read_text("utf-8")
-    thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
+    template_text = None if chat_template is None else chat_template.read_text("utf-8")
+    thinking_kwargs = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])
     name = model or str(demo_model_path())
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
-    # The format of the server's lines.
+    # Lines look like the server's own lines.
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
-    with handle_log(handler), closing(listen(host, port)) as bound:
-        loaded, processor = load_model(
+    with handle_log(handler), closing(listen(host, port)) as listener:
+        lm, processor = load_model(
             name, device=device, dtype=dtype, quantization=quantization,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        served = ServedModel(
-            serving.enable(loaded, **pages), processor, name, served_name=served_model_name,
-            template=template, arguments={**(chat_template_kwargs or {}), **thinking},
+        served_model = ServedModel(
+            serving.enable(lm, **pages), processor, name, served_name=served_model_name,
+            template=template_text, arguments={**(chat_template_kwargs or {}), **thinking_kwargs},
         )  # fmt: skip
-        app = Application(served, config, batching)
-        run(app, bound, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))
+        app = Application(served_model, config, batching)
+        run(app, listener, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

@@ -50,15 +50,15 @@ def print_note(message: str) -> None:
 @contextmanager
 def handle_log(handler: logging.Handler) -> Iterator[None]:
     """Pass the library's log to a handler, starting at the handler's level."""
-    library = logging.getLogger("hf_fp8kv")
-    level = library.level
-    library.addHandler(handler)
-    library.setLevel(min(handler.level, library.getEffectiveLevel()))
+    logger = logging.getLogger("hf_fp8kv")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(handler.level, logger.getEffectiveLevel()))
     try:
         yield
     finally:
-        library.removeHandler(handler)
-        library.setLevel(level)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class Warnings(logging.Handler):

@@ -12,8 +12,8 @@ from .layer_scales import ScaleData
 logger = logging.getLogger(__name__)
 
 CARD_FILE = "README.md"
-# Markers around the section, which is replaced with new scales.
-_START, _END = "<!-- hf_fp8kv: KV cache -->", "<!-- hf_fp8kv: end -->"
+# Markers around the section, which is replaced when new scales are saved.
+_SECTION_START, _SECTION_END = "<!-- hf_fp8kv: KV cache -->", "<!-- hf_fp8kv: end -->"
 _SGLANG = "python -m sglang.launch_server --model-path {0} --kv-cache-dtype fp8_e4m3"
 # Commands of servers that read a format. {0} is the copy of the checkpoint, {1} the model.
 _COMMANDS = {
@@ -29,7 +29,7 @@ _COMMANDS = {
 
 
 def make_card(
-    scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, old: bytes,
+    scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, old_card: bytes,
     model: str, base_model: str | None,
 ) -> bytes:  # fmt: skip
     """Return the card of scales. Text and metadata of the old card are kept.
@@ -37,41 +37,41 @@ def make_card(
     Args:
         losses: Sentences about losses in the format.
         name: Name of the repository or folder.
-        old: The existing card, or no bytes. It may have bytes that are not UTF-8.
+        old_card: The existing card, or no bytes. It may have bytes that are not UTF-8.
         model: Repository or folder of the model, for the example.
         base_model: Repository of the base model, for the metadata.
     """
-    section = _describe(scales, losses, format, name, model)
-    text = old.decode("utf-8", "surrogateescape")
+    section = _make_section(scales, losses, format, name, model)
+    text = old_card.decode("utf-8", "surrogateescape")
     try:
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
     except (ValueError, TypeError, yaml.YAMLError) as error:
         logger.warning("%s: its metadata is not changed: %s", CARD_FILE, error)
-        return _insert(text, section).encode("utf-8", "surrogateescape")
+        return _insert_section(text, section).encode("utf-8", "surrogateescape")
     tags = card.data.get("tags") or []
     tags = tags if isinstance(tags, list) else [tags]
     card.data["tags"] = list(dict.fromkeys([*tags, "fp8", "kv-cache", format.name]))
     if base_model and not card.data.get("base_model"):
         card.data["base_model"] = base_model
-    card.text = _insert(card.text, section)
+    card.text = _insert_section(card.text, section)
     return str(card).encode("utf-8", "surrogateescape")
 
 
-def _insert(text: str, section: str) -> str:
-    before, _, section_and_after = text.partition(_START)
-    _, end, after = section_and_after.partition(_END)
-    if not end:  # the card has no section, or the section has no end
-        before, after = text, "\n"
-    return f"{before.rstrip()}\n\n{section}{after}".lstrip("\n")
+def _insert_section(text: str, section: str) -> str:
+    text_before, _, remainder = text.partition(_SECTION_START)
+    _, end_marker, text_after = remainder.partition(_SECTION_END)
+    if not end_marker:  # the card has no section, or the section has no end
+        text_before, text_after = text, "\n"
+    return f"{text_before.rstrip()}\n\n{section}{text_after}".lstrip("\n")
 
 
-def _describe(
+def _make_section(
     scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, model: str
 ) -> str:
-    kinds = scales.granularity + ", K centered" * scales.centered
+    granularity = scales.granularity + ", K centered" * scales.centered
     kind = "Plan" if scales.is_dynamic else "Static scales"
     facts = [
-        f"{kind} for an FP8 KV cache: {len(scales.layers)} layers, per {kinds}",
+        f"{kind} for an FP8 KV cache: {len(scales.layers)} layers, per {granularity}",
         f"format `{format.name}`, values in the unit of E4M3 (`amax / 448`)",
     ]
     report = scales.report
@@ -82,7 +82,7 @@ def _describe(
             f"{report.margin:g}, {report.date[:10]}, with {versions}",
             report.centers,
         ]
-        # The report is about the scales without losses.
+        # The report describes the scales before the losses.
         facts += [
             f"mean KL to the unquantized cache, {row.cache}: {row.kl:.2e} nats, same top token "
             f"{row.top1:.1%} ({row.tokens} held-out tokens)"
@@ -96,7 +96,7 @@ def _describe(
     if scales.granularity == "tensor" and commands[0].startswith("vllm serve {0}"):
         commands.append(_SGLANG)  # SGLang reads one number for each side
     return "\n".join([
-        _START, "## FP8 KV cache", "", *(f"- {fact}" for fact in facts), "",
+        _SECTION_START, "## FP8 KV cache", "", *(f"- {fact}" for fact in facts), "",
         "```python",
         "from transformers import AutoModelForCausalLM",
         "from hf_fp8kv import FP8PagedCache", "",
@@ -105,5 +105,5 @@ def _describe(
         "model.generate(**inputs, past_key_values=cache)",
         "```", "",
         "```shell", *(command.format(name, model) for command in commands), "```",
-        _END,
+        _SECTION_END,
     ])  # fmt: skip

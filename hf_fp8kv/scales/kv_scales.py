@@ -30,12 +30,12 @@ from .request import Request
 
 logger = logging.getLogger(__name__)
 
-_STALE = (
+_STALE_WARNING = (
     "static scales (%s) were made for different weights than %s has now. %s. Calibrate again "
     "(hf_fp8kv.calibrate), or use dynamic scales (scales=None). scales.made_for(model) checks the "
     "weights"
 )
-_HARM = ("Values that exceed the old range saturate",
+_STALE_EFFECTS = ("Values that exceed the old range saturate",
          "Nothing saturates, but the plan and centers may no longer fit")  # fmt: skip
 
 
@@ -157,30 +157,30 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: The format cannot hold the scales, or the folder cannot take them.
         """
-        chosen, target = save.find_format(format, tp_size), Path(folder)
-        reduced, losses = reduce_scales(self, chosen)
+        writer, target = save.find_format(format, tp_size), Path(folder)
+        scales, losses = reduce_scales(self, writer)
         source = target if checkpoint is None else Path(checkpoint)
         has_model = checkpoint is not None or bool(save.find_weights(save.list_files(source)))
-        opened = save.open_place(
-            target, chosen, chosen.files(reduced, tp_size), None if checkpoint is None else source,
-            weights, overwrite=overwrite,
+        base = save.open_base(
+            target, writer, writer.make_files(scales, tp_size),
+            None if checkpoint is None else source, weights, overwrite=overwrite,
         )  # fmt: skip
-        files = chosen.files(reduced, tp_size, opened)
-        if opened is not None:
-            types = [x.get("model_type") for x in (opened.config, text_config(opened.config))]
+        files = writer.make_files(scales, tp_size, base)
+        if base is not None:
+            types = [x.get("model_type") for x in (base.config, text_config(base.config))]
             if self.model_type is not None and self.model_type not in types and any(types):
                 raise ScaleError(
-                    f"{opened.origin}: expected a {self.model_type!r} model for these scales, got "
+                    f"{base.origin}: expected a {self.model_type!r} model for these scales, got "
                     f"{types[0]!r}. Use the checkpoint for which they were made"
                 )
-            if opened.left_out:
-                files = {"config.json": to_json(opened.config), **files}
-        if opened is not None and has_model:
-            name, card = target.resolve().name, source / CARD_FILE
-            old = card.read_bytes() if card.is_file() else b""
-            files[CARD_FILE] = make_card(reduced, losses, chosen, name, old, name, base_model)
-        paths = save.write_files(source, target, files, opened, reduced, weights, tp_size)
-        if losses := losses + chosen.missing_facts(self, opened):
+            if base.removed_tensors:
+                files = {"config.json": to_json(base.config), **files}
+        if base is not None and has_model:
+            name, path = target.resolve().name, source / CARD_FILE
+            card = path.read_bytes() if path.is_file() else b""
+            files[CARD_FILE] = make_card(scales, losses, writer, name, card, name, base_model)
+        paths = save.write_files(source, target, files, base, scales, weights, tp_size)
+        if losses := losses + writer.missing_facts(self, base):
             logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
         return paths
 
@@ -210,41 +210,41 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: The format cannot hold the scales, or the repository cannot take them.
         """
-        chosen = save.find_format(format, tp_size)
-        reduced, losses = reduce_scales(self, chosen)
-        files = chosen.files(reduced, tp_size)
+        writer = save.find_format(format, tp_size)
+        scales, losses = reduce_scales(self, writer)
+        files = writer.make_files(scales, tp_size)
         api = HfApi(token=token)
         with translate_hub_errors(repo_id, "written"):
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
-            existing = api.list_repo_files(repo_id, revision=revision)
-            save.check_place(repo_id, existing, files, overwrite=overwrite)
-            weights = save.find_weights(existing)
-            old_scales = {*files} & {*existing} - {"config.json"}
-            has_model = weights or ("config.json" in existing and not old_scales)
+            old_files = api.list_repo_files(repo_id, revision=revision)
+            save.check_target(repo_id, old_files, files, overwrite=overwrite)
+            weights = save.find_weights(old_files)
+            old_scales = {*files} & {*old_files} - {"config.json"}
+            has_model = weights or ("config.json" in old_files and not old_scales)
             if "config.json" in files and has_model:
                 raise ScaleError(
                     f"{repo_id}: expected a repository without weights and their config.json, got "
                     f"{format_list([*weights, 'config.json'])}. Choose a different repository, or "
                     "write the scales into a copy of the checkpoint (checkpoint=) and upload it"
                 )
-            old = b""
-            if CARD_FILE in existing:
-                old = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
+            card = b""
+            if CARD_FILE in old_files:
+                card = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
             model = repo_id if weights else base_model or "MODEL"
-            card = make_card(reduced, losses, chosen, repo_id, old, model, base_model)
-            placed = {**save.place_files(existing, files), CARD_FILE: card}
+            card = make_card(scales, losses, writer, repo_id, card, model, base_model)
+            contents = {**save.place_files(old_files, files), CARD_FILE: card}
             commit = api.create_commit(
                 repo_id,
                 [
                     CommitOperationDelete(n) if content is None else CommitOperationAdd(n, content)
-                    for n, content in placed.items()
+                    for n, content in contents.items()
                 ],
                 commit_message=commit_message,
                 revision=revision,
             )
-        if losses := losses + chosen.missing_facts(self):
+        if losses := losses + writer.missing_facts(self):
             logger.warning("%s: written as %s: %s", repo_id, format, "; ".join(losses))
         return str(commit.commit_url)
 
@@ -278,10 +278,10 @@ class KVScales(ScaleData):
                 f"scales ({self.origin}): expected layer {index}, got layers "
                 f"{format_list(self.layers)}. Use this model's scales, or {KEEP_OUT}"
             )
-        layer, sizes = self.layers[index], (num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
-        expanded = _EXPANDED.setdefault(layer, {})
-        if sizes in expanded:
-            return expanded[sizes]
+        layer, key = self.layers[index], (num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
+        scales_by_size = _EXPANDED.setdefault(layer, {})
+        if key in scales_by_size:
+            return scales_by_size[key]
 
         def expand(tensor: torch.Tensor | None, dim: int, label: str) -> torch.Tensor | None:
             if tensor is None:
@@ -296,18 +296,18 @@ class KVScales(ScaleData):
                     )
             return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
 
-        expanded[sizes] = LayerScales(
+        scales_by_size[key] = LayerScales(
             expand(layer.k, k_head_dim, "K scale"), expand(layer.v, v_head_dim, "V scale"),
             expand(layer.k_center, k_head_dim, "center of K"), layer.source, layer.plan,
         )  # fmt: skip
-        return expanded[sizes]
+        return scales_by_size[key]
 
 
 _EXPANDED: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
 
 
 def _select_heads(heads: int, count: int, tp_rank: int, tp_size: int, label: str) -> slice:
-    """Return the `count` heads of a rank among the `heads` of a tensor."""
+    """Return the slice of the `count` heads of a rank among all `heads`."""
     if heads in (1, count):
         return slice(0, heads)
     if heads == count * tp_size:
@@ -366,8 +366,8 @@ def resolve(
 ) -> KVScales | float | None:
     """Return the scales for the argument `scales` of a cache. Raise ScaleError if it is invalid.
 
-    None means dynamic scales, and a number a constant scale for every layer. A string or path is a
-    file, a folder or a repository of the Hub. `options` are keywords of `from_pretrained`.
+    None means dynamic scales, and a number means a constant scale for every layer. A string or path
+    is a file, a folder or a repository of the Hub. `options` are keywords of `from_pretrained`.
     """
     if scales is None or isinstance(scales, KVScales):
         return scales
@@ -384,5 +384,5 @@ def resolve(
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
     """Warn once if the digest of the scales differs from the digest of the model's weights."""
     if isinstance(scales, KVScales) and scales.made_for(model) is False:
-        facts = scales.origin, type(model).__name__, _HARM[scales.is_dynamic]
-        warn_once(logger, _STALE % facts)
+        details = scales.origin, type(model).__name__, _STALE_EFFECTS[scales.is_dynamic]
+        warn_once(logger, _STALE_WARNING % details)

@@ -19,11 +19,11 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# The reciprocal, and the largest code times the scale, fit into fp32 within this range.
-_LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
+# From MIN_SCALE to this scale, the reciprocal and 448 times the scale are finite in fp32.
+_MAX_SCALE = 1 / MIN_SCALE
 # Remedy in messages for a layer that a plan or scales do not have.
 KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_ranks(tp_rank: int, tp_size: int) -> None:
@@ -44,7 +44,7 @@ def check_constant(value: object, label: str) -> float:
     """Return a number as a float. Raise ScaleError unless it is a valid scale."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compare before converting, because an integer may be too large for a float.
-    if is_number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
+    if is_number and MIN_SCALE <= value <= _MAX_SCALE:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
         f"{label}: expected a finite number above 0 (from 2^-100 to 2^100), got "
@@ -60,25 +60,25 @@ def check_tensor(tensor: object, label: str, *, is_center: bool = False) -> torc
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ScaleError(f"{label}: expected a tensor with data, got {got}. Pass a tensor")
-    if tensor.dtype not in FLOATS:
+    if tensor.dtype not in FLOAT_DTYPES:
         raise ScaleError(
             f"{label}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}. "
             "Convert it"
         )
     values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-    shapes, numbers, valid = "[heads, D]", "finite numbers", values.isfinite()
+    expected_shapes, rule, is_valid = "[heads, D]", "finite numbers", values.isfinite()
     if not is_center:
         values = values.reshape(()) if values.numel() == 1 else values
-        shapes = "[], [heads, 1], [heads, D] or [1, D]"
-        numbers += " above 0 (from 2^-100 to 2^100)"
-        valid = (values >= _LOWEST) & (values <= _HIGHEST)
+        expected_shapes = "[], [heads, 1], [heads, D] or [1, D]"
+        rule += " above 0 (from 2^-100 to 2^100)"
+        is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
-            f"{label}: expected the shape {shapes}, got {list(values.shape)}. Reshape it"
+            f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}. Reshape it"
         )
-    if not valid.all():
+    if not is_valid.all():
         raise ScaleError(
-            f"{label}: expected {numbers}, got {values[~valid][0].item()!r}. Calibrate again, or "
+            f"{label}: expected {rule}, got {values[~is_valid][0].item()!r}. Calibrate again, or "
             "use dynamic scales (scales=None)"
         )
     return values
@@ -98,7 +98,7 @@ class LayerScales:
         plan: Storage plan of the layer. None means any format without rotation.
 
     Raises:
-        ScaleError: A scale or center is invalid, or they do not fit together.
+        ScaleError: A scale or center is invalid, or they do not match.
         ConfigError: The plan is not a `LayerPlan`.
     """
 
@@ -125,11 +125,11 @@ class LayerScales:
                     f"scales ({self.source}): expected a center of K exactly if the plan has one, "
                     f"and none of V, got {got} and the plan {self.plan}. Change one of them"
                 )
-        named = {"K": self.k, "V": self.v, "the center": self.k_center}
-        heads = {n: t.shape[0] for n, t in named.items() if t is not None and t.ndim and len(t) > 1}
-        if len(set(heads.values())) > 1:
+        tensors = {"K": self.k, "V": self.v, "the center": self.k_center}
+        counts = {n: len(x) for n, x in tensors.items() if x is not None and x.ndim and len(x) > 1}
+        if len(set(counts.values())) > 1:
             raise ScaleError(
-                f"scales ({self.source}): expected the same number of heads, got {heads}. "
+                f"scales ({self.source}): expected the same number of heads, got {counts}. "
                 "Pass K, V and the center of the same layer"
             )
 
@@ -177,11 +177,11 @@ class ScaleData:
                     f"{type(layer).__name__} by {index!r}. Pass {{0: LayerScales(...)}}"
                 )
         for entry, field in (("a plan", "plan"), ("static scales", "k")):
-            missing = [i for i, layer in self.layers.items() if getattr(layer, field) is None]
-            if 0 < len(missing) < len(self.layers):
+            indices = [i for i, layer in self.layers.items() if getattr(layer, field) is None]
+            if 0 < len(indices) < len(self.layers):
                 raise ScaleError(
                     f"scales ({self.origin}): expected {entry} in all layers or in none, got none "
-                    f"in layers {format_list(missing)}. Calibrate all layers at once"
+                    f"in layers {format_list(indices)}. Calibrate all layers at once"
                 )
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
 

@@ -1,4 +1,4 @@
-"""Read scales from a file or a checkpoint, by the KV cache that its configs declare."""
+"""Read scales from a file or a checkpoint, according to the KV cache that its configs declare."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ from .checkpoint.checkpoint import (
     HubFolder,
     HubOptions,
     LocalFolder,
-    find_in_shards,
-    find_indexed,
+    find_indexed_tensors,
+    find_shard_tensors,
     read_configs,
 )
 from .checkpoint.configs import TGI_ENTRY, as_mapping
@@ -54,15 +54,15 @@ def read_file(path: Path, request: Request) -> ScaleData:
             return parse_json(path, data, request, {})
         files = read_weight_map(path)
     else:
-        names, facts = read_header(path)
-        if METADATA in facts:
+        tensor_names, metadata = read_header(path)
+        if METADATA in metadata:
             return read_own_file(path)
-        if facts.get("format") == CACHE_FORMAT:
+        if metadata.get("format") == CACHE_FORMAT:
             raise ScaleError(
                 f"{path}: expected scales, got a cache of FP8PagedCache.save. FP8PagedCache.load "
                 "reads it, and plan=FP8PagedCache.load(...).plan is its storage plan"
             )
-        files = dict.fromkeys(names, path.name)
+        files = dict.fromkeys(tensor_names, path.name)
     # The config next to a checkpoint's file or index defines the scales.
     return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
 
@@ -84,35 +84,35 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
 
 def read_folder(folder: Folder, request: Request) -> ScaleData:
     """Return the scales of a folder, from a file of hf_fp8kv, from tensors, or from JSON."""
-    for place in (f"{OWN_FOLDER}/", ""):
-        path = folder.path(place + OWN_FILE)
+    for prefix in (f"{OWN_FOLDER}/", ""):
+        path = folder.find_file(prefix + OWN_FILE)
         if path is not None:
-            folder.path(place + REPORT_FILE)  # fetched next to it
+            folder.find_file(prefix + REPORT_FILE)  # fetches the report next to the scales
             return read_file(path, request)
     checkpoint = read_configs(folder)
-    indexed = find_indexed(folder)
-    listed = [] if indexed else folder.list_files(".safetensors")
-    ranks = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
+    indexed_files = find_indexed_tensors(folder)
+    shards = [] if indexed_files else folder.list_files(".safetensors")
+    rank_files = {int(match[1]): name for name in shards if (match := _RANK_FILE.fullmatch(name))}
     # Files of a repository are not listed, so its config must declare TensorRT-LLM's format.
-    while not indexed and not listed and checkpoint.declaration.dialect == "trtllm":
-        name = f"rank{len(ranks)}.safetensors"
-        if folder.header(name) is None:
+    while not indexed_files and not shards and checkpoint.declaration.dialect == "trtllm":
+        name = f"rank{len(rank_files)}.safetensors"
+        if folder.list_tensors(name) is None:
             break
-        ranks[len(ranks)] = name
-    if ranks:
-        return _read_ranks(checkpoint, ranks, request)
-    files = indexed or find_in_shards(folder)
+        rank_files[len(rank_files)] = name
+    if rank_files:
+        return _read_ranks(checkpoint, rank_files, request)
+    files = indexed_files or find_shard_tensors(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # The index of a copy for TGI does not have the scales, even with quantized weights.
-        files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)
+        files |= dict.fromkeys(folder.list_tensors(SCALES_FILE) or (), SCALES_FILE)
     checkpoint = replace(checkpoint, files=files)
     if match_tensors(files, checkpoint.declaration)[0]:
-        if request.strict and folder.path("config.json") is None:
+        if request.strict and folder.find_file("config.json") is None:
             raise ScaleError(
                 f"{folder.origin}: expected a config.json next to the checkpoint, found none. It "
                 "declares the format of the scales. Add it, or pass strict=False (--lenient)"
             )
-    elif (path := folder.path(JSON_FILE)) is not None:
+    elif (path := folder.find_file(JSON_FILE)) is not None:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
         return parse_json(path, read_json(path), request, checkpoint.config)
     return read_tensors(checkpoint, request)
@@ -126,9 +126,9 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
             f"{format_list(sorted(files))}. Fetch the missing file"
         )
     for owner in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
-        # Each pipeline stage counts its layers from 0, and its file does not have its number.
-        counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), len(files))
-        for entry, count in {"pp_size": 1, **counts}.items():
+        # Each pipeline stage counts its layers from 0, and its file lacks the stage's number.
+        expected_counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), len(files))
+        for entry, count in {"pp_size": 1, **expected_counts}.items():
             if owner.get(entry) not in (None, count):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected {len(files)} ranks of one pipeline stage, one "
@@ -136,8 +136,8 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
                     "files, and convert without pipeline parallelism"
                 )
 
-    def read(rank: int) -> ScaleData:
-        names = checkpoint.folder.header(files[rank]) or ()
-        return read_tensors(replace(checkpoint, files=dict.fromkeys(names, files[rank])), request)
+    def read_rank(rank: int) -> ScaleData:
+        tensors = dict.fromkeys(checkpoint.folder.list_tensors(files[rank]) or (), files[rank])
+        return read_tensors(replace(checkpoint, files=tensors), request)
 
-    return request.merge_ranks(checkpoint.origin, len(files), read)
+    return request.merge_ranks(checkpoint.origin, len(files), read_rank)

@@ -48,7 +48,7 @@ class QualityRow:
     kl: float  # mean KL divergence of the next token's distribution, in nats
     kl_max: float  # largest KL divergence of a token
     top1: float  # share of tokens with the same most likely next token
-    perplexity: float  # of the text
+    perplexity: float  # perplexity of the text
     tokens: int  # number of scored tokens
 
 
@@ -57,18 +57,18 @@ class CalibrationReport:
     """Results of a calibration, or of a measurement of existing scales."""
 
     model: str  # name of the model
-    dtype: str  # format of the cache for shares and quality, or "plan" for a format by layer
+    dtype: str  # format of the cache for shares and quality, or "plan" if layers differ
     granularity: str  # tensor, head, channel or token, joined by "/" if layers differ
-    margin: float  # factor of the scales
+    margin: float  # factor by which scales were enlarged
     texts: int  # number of texts of the calibration
-    tokens: int  # number of their tokens
+    tokens: int  # number of tokens in these texts
     held_out_tokens: int  # number of tokens for shares and errors, which were not calibrated on
-    seconds: float  # duration
+    seconds: float  # duration of the run
     date: str  # ISO 8601
     versions: dict[str, str]  # package -> version
     hardware: dict[str, object]
-    scales_digest: str  # digest of the scales in this report
-    centers: str  # a sentence on the centers that were tried and chosen
+    scales_digest: str  # digest of the measured scales
+    centers: str  # a sentence about the centers that were tested and chosen
     layers: dict[int, LayerStatistics]
     quality: tuple[QualityRow, ...]
     # Quality at far positions, up to `max_position`.
@@ -77,8 +77,8 @@ class CalibrationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values. Raise ScaleError if `from_dict` would refuse it."""
-        ordered = replace(self, layers=dict(sorted(self.layers.items())))
-        data: dict[str, Any] = json.loads(json.dumps(asdict(ordered)))
+        report = replace(self, layers=dict(sorted(self.layers.items())))
+        data: dict[str, Any] = json.loads(json.dumps(asdict(report)))
         self.from_dict(data, "the report of a calibration")
         return data
 
@@ -90,46 +90,46 @@ class CalibrationReport:
             ScaleError: An entry is missing, unknown, or has a wrong type, or a number is not
                 finite. The message starts with `label` and has the name of the entry.
         """
-        report: CalibrationReport = _read(cls, data, f"{label}: ")
+        report: CalibrationReport = _convert(cls, data, f"{label}: ")
         return report
 
 
-def _read(kind: Any, value: Any, label: str) -> Any:
-    """Convert a JSON value to the annotation `kind`: a dataclass, a dict, a tuple or a scalar."""
-    origin, arguments = get_origin(kind) or kind, get_args(kind)
+def _convert(annotation: Any, value: Any, label: str) -> Any:
+    """Convert a JSON value to the type `annotation`: a dataclass, a dict, a tuple or a scalar."""
+    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if type(None) in arguments:
-        return None if value is None else _read(arguments[0], value, label)
-    if is_dataclass(kind) or origin is dict:
+        return None if value is None else _convert(arguments[0], value, label)
+    if is_dataclass(annotation) or origin is dict:
         if not isinstance(value, Mapping):
-            raise _malformed("an object", value, label)
+            raise _make_error("an object", value, label)
         if origin is dict:
             try:
                 value = {arguments[0](key): item for key, item in value.items()}
             except ValueError:
-                raise _malformed("the indices of layers", list(value), label) from None
-            kinds = dict.fromkeys(value, arguments[1])
+                raise _make_error("the indices of layers", list(value), label) from None
+            annotations = dict.fromkeys(value, arguments[1])
         else:
-            kinds = get_type_hints(kind)
-            required = {field.name for field in fields(kind) if field.default is MISSING}
-            if value.keys() - kinds.keys() or required - value.keys():
-                raise _malformed(f"the entries {', '.join(kinds)}", list(value), label)
+            annotations = get_type_hints(annotation)
+            required = {field.name for field in fields(annotation) if field.default is MISSING}
+            if value.keys() - annotations.keys() or required - value.keys():
+                raise _make_error(f"the entries {', '.join(annotations)}", list(value), label)
         dot = "" if label.endswith(": ") else "."
-        items = {n: _read(kinds[n], item, f"{label}{dot}{n}") for n, item in value.items()}
-        return items if origin is dict else kind(**items)
+        items = {n: _convert(annotations[n], item, f"{label}{dot}{n}") for n, item in value.items()}
+        return items if origin is dict else annotation(**items)
     if origin is tuple:
         if not isinstance(value, list):
-            raise _malformed("a list", value, label)
-        return tuple(_read(arguments[0], v, f"{label}[{i}]") for i, v in enumerate(value))
-    if kind is object:
+            raise _make_error("a list", value, label)
+        return tuple(_convert(arguments[0], v, f"{label}[{i}]") for i, v in enumerate(value))
+    if annotation is object:
         return json.loads(json.dumps(value))
-    types = (int, float) if kind is float else (kind,)
-    if type(value) not in types or (kind is float and not abs(value) <= sys.float_info.max):
-        expected = "a finite number" if kind is float else kind.__name__
-        raise _malformed(expected, value, label)
-    return kind(value)
+    types = (int, float) if annotation is float else (annotation,)
+    if type(value) not in types or (annotation is float and not abs(value) <= sys.float_info.max):
+        expected = "a finite number" if annotation is float else annotation.__name__
+        raise _make_error(expected, value, label)
+    return annotation(value)
 
 
-def _malformed(expected: str, value: Any, label: str) -> ScaleError:
+def _make_error(expected: str, value: Any, label: str) -> ScaleError:
     return ScaleError(
         f"{label.removesuffix(': ')}: expected {expected}, got {format_value(value)}. Calibrate "
         "again, or delete the report, which the scales do not need"

@@ -26,35 +26,35 @@ class Request:
         check_ranks(self.tp_rank, self.tp_size)
 
     def merge_ranks(
-        self, origin: object, count: int, read: Callable[[int], ScaleData]
+        self, origin: object, count: int, read_rank: Callable[[int], ScaleData]
     ) -> ScaleData:
         """Return the scales of the caller's rank, or the largest scale of each layer of all ranks.
 
         The file has `count` ranks. The scales of a single rank apply to each part of the model.
         """
         if self.tp_size == count:
-            return read(self.tp_rank)
+            return read_rank(self.tp_rank)
         if self.tp_size > 1 and count > 1 and self.strict:
             raise ScaleError(
                 f"{origin}: expected the scales of {self.tp_size} ranks, got {count}. Pass "
                 "strict=False (--lenient) to use the largest scales of all ranks"
             )
-        parts = [read(rank) for rank in range(count)]
-        layers, differ = dict(parts[0].layers), False
-        for index, first in layers.items() if count > 1 else ():
-            pairs = [part.layers[index].static for part in parts if index in part.layers]
+        rank_scales = [read_rank(rank) for rank in range(count)]
+        layers, ranks_differ = dict(rank_scales[0].layers), False
+        for index, layer_scales in layers.items() if count > 1 else ():
+            pairs = [x.layers[index].static for x in rank_scales if index in x.layers]
             if len(pairs) < count or any(scale.ndim for pair in pairs for scale in pair):
                 raise ScaleError(
                     f"{origin}: expected one number for K and for V of layer {index} from every "
                     "rank, got less or more. Read one rank with tp_rank and tp_size"
                 )
-            differ = differ or any(pair != pairs[0] for pair in pairs)
+            ranks_differ = ranks_differ or any(pair != pairs[0] for pair in pairs)
             k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
-            layers[index] = replace(first, k=k, v=v)
-        if differ:
+            layers[index] = replace(layer_scales, k=k, v=v)
+        if ranks_differ:
             message = "%s: the scales of its %d ranks differ. The largest of each layer is used"
             logger.warning(message, origin, count)
-        return replace(parts[0], layers=layers)
+        return replace(rank_scales[0], layers=layers)
 
     def select_layers(
         self,
@@ -62,31 +62,31 @@ class Request:
         config: Mapping[str, object],
         origin: str,
         *,
-        exactly: bool = False,
+        exact: bool = False,
     ) -> dict[int, LayerScales]:
         """Return the layers of the model, without layers past its end, such as a draft head's.
 
-        Without a config, all layers up to the last are expected. With `exactly`, further layers
+        Without a config, all layers up to the last are expected. With `exact`, further layers
         are an error.
         """
-        owners = layers_with_cache(origin, config) if config else range(max(layers) + 1)
-        expected = sorted(layers) if owners is None else owners
-        extra = format_list(index for index in layers if index not in expected)
-        if extra and exactly and self.strict:
+        cache_layers = layers_with_cache(origin, config) if config else range(max(layers) + 1)
+        expected = sorted(layers) if cache_layers is None else cache_layers
+        extra_layers = format_list(index for index in layers if index not in expected)
+        if extra_layers and exact and self.strict:
             raise ScaleError(
-                f"{origin}: expected {len(expected)} layers, got further layers {extra}. Use this "
-                "model's scales, or pass strict=False (--lenient)"
+                f"{origin}: expected {len(expected)} layers, got further layers {extra_layers}. "
+                "Use this model's scales, or pass strict=False (--lenient)"
             )
-        last = expected[-1] if expected else -1
-        kept = {index: layer for index, layer in layers.items() if index <= last}
-        if past := format_list(index for index in layers if index > last):
-            logger.info("%s: excluded the layers %s, past the last layer", origin, past)
-        missing = format_list(index for index in expected if index not in kept)
-        if not kept or (missing and self.strict):
+        last_layer = expected[-1] if expected else -1
+        result = {index: layer for index, layer in layers.items() if index <= last_layer}
+        if later_layers := format_list(index for index in layers if index > last_layer):
+            logger.info("%s: excluded the layers %s, past the last layer", origin, later_layers)
+        gaps = format_list(index for index in expected if index not in result)
+        if not result or (gaps and self.strict):
             raise ScaleError(
-                f"{origin}: expected scales for {len(expected)} layers, got {len(kept)} without "
-                f"layers {missing}. Use this model's scales, or pass strict=False (--lenient)"
+                f"{origin}: expected scales for {len(expected)} layers, got {len(result)} without "
+                f"layers {gaps}. Use this model's scales, or pass strict=False (--lenient)"
             )
-        if missing:
-            logger.warning("%s: layers without scales: %s", origin, missing)
-        return kept
+        if gaps:
+            logger.warning("%s: layers without scales: %s", origin, gaps)
+        return result

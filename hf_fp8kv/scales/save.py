@@ -29,8 +29,8 @@ from .checkpoint.checkpoint import (
     SCALES_FILE,
     Checkpoint,
     LocalFolder,
-    find_in_shards,
-    find_indexed,
+    find_indexed_tensors,
+    find_shard_tensors,
     read_configs,
 )
 from .checkpoint.configs import HF_QUANT_CONFIG, remove_declaration, text_config
@@ -45,7 +45,7 @@ from .request import Request
 
 Weights = Literal["copy", "link"]
 # Paths of the files of the format "hf_fp8kv".
-_PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
+_OWN_PATHS = [root + name for root in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
 # All entries that a config.json of scales alone can have, in any format.
 _MINIMAL_ENTRIES = frozenset((
     "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
@@ -56,68 +56,69 @@ _Content = bytes | Callable[[Path], object] | None
 
 
 def find_format(name: str, tp_size: int) -> ScaleFormat:
+    """Return a format by name. Raise ScaleError if it is unknown or cannot hold `tp_size` ranks."""
     if name not in SCALE_FORMATS:
         raise ScaleError(
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}. Choose a format"
             + (", because nothing reads scales in it without weights" * (name == "trtllm"))
         )
     format = SCALE_FORMATS[name]
-    valid = isinstance(tp_size, int) and tp_size > 0
-    if not valid or (tp_size > 1 and not format.holds_ranks):
-        ranked = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
+    is_count = isinstance(tp_size, int) and tp_size > 0
+    if not is_count or (tp_size > 1 and not format.holds_ranks):
+        rank_formats = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
         raise ScaleError(
-            f"tp_size: expected 1, or the number of ranks for {ranked}, got {tp_size!r} for "
+            f"tp_size: expected 1, or the number of ranks for {rank_formats}, got {tp_size!r} for "
             f"{name!r}. No other format has ranks"
         )
     return format
 
 
-def place_files(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
+def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
     """Return files by path. Next to weights, "hf_fp8kv" uses a folder. Old files are deleted."""
     if OWN_FILE not in files:
         return dict(files)
-    in_folder = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
-    start = f"{OWN_FOLDER}/" if in_folder else ""
-    placed = {start + n if n in (OWN_FILE, REPORT_FILE) else n: file for n, file in files.items()}
-    return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
+    uses_folder = find_weights(old_files) or f"{OWN_FOLDER}/{OWN_FILE}" in old_files
+    prefix = f"{OWN_FOLDER}/" if uses_folder else ""
+    new_files = {prefix + n if n in (OWN_FILE, REPORT_FILE) else n: x for n, x in files.items()}
+    return {**dict.fromkeys(name for name in _OWN_PATHS if name in old_files), **new_files}
 
 
-def open_place(
-    target: Path, format: ScaleFormat, written: Collection[str], checkpoint: Path | None,
+def open_base(
+    target: Path, format: ScaleFormat, new_files: Collection[str], checkpoint: Path | None,
     weights: Weights = "copy", *, overwrite: bool,
 ) -> Checkpoint | None:  # fmt: skip
     """Return the checkpoint that gets the scales, without its old scales, or None.
 
     Raises:
-        ScaleError: The `written` files of scales cannot be written to `target`. Or the checkpoint
-            is incomplete, has scales without `overwrite`, or has scales that cannot be replaced.
+        ScaleError: The `new_files` with scales cannot be written to `target`, or the checkpoint is
+            incomplete, has scales without `overwrite`, or has scales that cannot be replaced.
     """
     source, has_model = checkpoint or target, True
-    place = target.resolve()  # because ".." may follow a missing folder
-    if place.exists() and not place.is_dir():
+    target_path = target.resolve()  # because ".." may follow a missing folder
+    if target_path.exists() and not target_path.is_dir():
         raise ScaleError(f"{target}: expected a folder, got a file. Choose a different path")
     if checkpoint is None:
-        existing = list_files(target)
-        check_place(target, existing, written, overwrite=overwrite)
+        old_files = list_files(target)
+        check_target(target, old_files, new_files, overwrite=overwrite)
         if not isinstance(format, TensorFormat):
             return None
         # A folder without weights has scales, or is empty.
-        overwrite, has_model = True, bool(find_weights(existing))
+        overwrite, has_model = True, bool(find_weights(old_files))
     elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}. Choose one")
-    elif place.exists() and (any(place.iterdir()) or place.samefile(os.curdir)):
+    elif target_path.exists() and (any(target_path.iterdir()) or target_path.samefile(os.curdir)):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got a folder with files, or the "
             "working folder. A copy of a checkpoint never replaces files. Choose a different folder"
         )
     folder = LocalFolder(source)
-    if has_model and folder.path("config.json") is None:
+    if has_model and folder.find_file("config.json") is None:
         raise ScaleError(
             f"{source}: expected a folder with a checkpoint and its config.json, got none. Fetch "
             "a repository of the Hub first, with huggingface_hub.snapshot_download"
         )
-    opened = read_configs(folder)
-    config = opened.config
+    base = read_configs(folder)
+    config = base.config
     if not isinstance(format, HfFp8kv) and text_config(config).get("kv_lora_rank"):
         raise ScaleError(
             f"{source}: expected a model whose servers cache K and V, got a model with "
@@ -125,48 +126,48 @@ def open_place(
         )
     if not has_model and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # written with scales only
-    files = find_indexed(folder) or find_in_shards(folder)
-    files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)  # not in every index
+    files = find_indexed_tensors(folder) or find_shard_tensors(folder)
+    files |= dict.fromkeys(folder.list_tensors(SCALES_FILE) or (), SCALES_FILE)  # if not indexed
     if has_model and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
-    present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    old_scales = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
     for file in sorted(set(files.values())):
-        names = {name for name, place_of_name in files.items() if place_of_name == file}
+        names = {name for name, name_file in files.items() if name_file == file}
         # An interrupted call may have removed a part of the scales.
-        missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
-        if missing:
+        stored_names = {*read_header(source / file)[0], *(old_scales if overwrite else ())}
+        if missing_names := names - stored_names:
             raise ScaleError(
                 f"{source / file}: expected the tensors of the index, found none named "
-                f"{format_list(sorted(missing))}. Fetch the file again"
+                f"{format_list(sorted(missing_names))}. Fetch the file again"
             )
-        if file == SCALES_FILE and not names.issubset(present):
+        if file == SCALES_FILE and not names.issubset(old_scales):
             raise ScaleError(
                 f"{source / file}: expected a file of scales to replace, got a file with "
-                f"{format_list(names.difference(present))}. Rename that file"
+                f"{format_list(names.difference(old_scales))}. Rename that file"
             )
-    if present and not overwrite:
+    if old_scales and not overwrite:
         raise ScaleError(
-            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}. Use "
-            "the original checkpoint, or pass overwrite=True (--overwrite) to replace the scales "
-            "in the copy"
+            f"{source}: expected a checkpoint without KV scales, got {format_list(old_scales)}. "
+            "Use the original checkpoint, or pass overwrite=True (--overwrite) to replace the "
+            "scales in the copy"
         )
-    if config and (present or not has_model):
-        config = remove_declaration(str(source), config, opened.second, format.name)
-    for name in present:
+    if config and (old_scales or not has_model):
+        config = remove_declaration(str(source), config, base.modelopt, format.name)
+    for name in old_scales:
         del files[name]
-    return replace(opened, config=config, files=files, left_out=frozenset(present))
+    return replace(base, config=config, files=files, removed_tensors=frozenset(old_scales))
 
 
 def write_files(
-    source: Path, target: Path, files: Mapping[str, bytes], opened: Checkpoint | None,
+    source: Path, target: Path, files: Mapping[str, bytes], base: Checkpoint | None,
     scales: ScaleData, weights: Weights, tp_size: int,
 ) -> list[Path]:  # fmt: skip
     """Write files of scales to a folder, or to a copy of `source`, and return the paths."""
     contents: dict[str, _Content] = {**place_files(list_files(source), files)}
-    _read_back(source, target, contents, scales, tp_size)
-    if opened is not None:
-        move = partial(_transfer, "link" if source == target else weights)
-        contents = _change_weights(source, opened, files, move) | contents
+    _verify_files(source, target, contents, scales, tp_size)
+    if base is not None:
+        transfer = partial(_transfer_file, "link" if source == target else weights)
+        contents = _change_weights(source, base, files, transfer) | contents
     contents = dict(sorted(contents.items(), key=lambda x: (x[0] == "config.json", x[1] is None)))
     try:
         if source == target:
@@ -185,32 +186,33 @@ def _change_weights(
     source: Path,
     checkpoint: Checkpoint,
     files: Collection[str],
-    move: Callable[[Path, Path], object],
+    transfer: Callable[[Path, Path], object],
 ) -> dict[str, _Content]:
     """Return the changed files of weights: without scales, and renamed if an index is added."""
-    only, first = source / ONLY_FILE, source / FIRST_FILE
+    only_file, first_file = source / ONLY_FILE, source / FIRST_FILE
     changes: dict[str, _Content] = {}
-    removed = set(checkpoint.left_out)
-    if INDEX_FILE in files and only.is_file():
+    removed_names = set(checkpoint.removed_tensors)
+    if INDEX_FILE in files and only_file.is_file():
         # After an interrupted call, both are the same file, or the second has no scales.
-        rest = {*read_header(only)[0]}.difference(removed) if removed else None
-        if first.is_file() and not only.samefile(first) and {*read_header(first)[0]} != rest:
+        weights = {*read_header(only_file)[0]}.difference(removed_names) if removed_names else None
+        has_two = first_file.is_file() and not only_file.samefile(first_file)
+        if has_two and {*read_header(first_file)[0]} != weights:
             raise ScaleError(
                 f"{source}: expected the weights in {ONLY_FILE} or {FIRST_FILE}, got two files. "
                 "Delete one"
             )
-        changes = {FIRST_FILE: partial(move, only), ONLY_FILE: None}
-    for path in source.glob("[!.]*.safetensors") if removed else ():
+        changes = {FIRST_FILE: partial(transfer, only_file), ONLY_FILE: None}
+    for path in source.glob("[!.]*.safetensors") if removed_names else ():
         names, metadata = read_header(path)
-        kept = [name for name in names if name not in removed]
-        if len(kept) < len(names):
-            rewrite = partial(_copy_tensors, path, kept, metadata) if kept else None
+        kept_names = [name for name in names if name not in removed_names]
+        if len(kept_names) < len(names):
+            rewrite = partial(_copy_tensors, path, kept_names, metadata) if kept_names else None
             renamed = path.name == ONLY_FILE and ONLY_FILE in changes
             changes[FIRST_FILE if renamed else path.name] = rewrite
-    for path in source.glob("*.safetensors.index.json") if removed else ():
-        weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed}
+    for path in source.glob("*.safetensors.index.json") if removed_names else ():
+        weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed_names}
         changes[path.name] = make_index(path, weight_map)
-    # An index among `files` is written later, after the files in it.
+    # An index among `files` is written later, after the files that it lists.
     return {name: content for name, content in changes.items() if name not in files}
 
 
@@ -219,7 +221,7 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
         save_file({name: file.get_tensor(name) for name in names}, to, metadata or None)
 
 
-def _transfer(weights: Weights, source: Path, target: Path) -> None:
+def _transfer_file(weights: Weights, source: Path, target: Path) -> None:
     if weights == "link" and source.suffix.lower() in WEIGHTS:
         # Link to the file, because the Hub's cache has symbolic links.
         os.link(source.resolve(), target)
@@ -232,14 +234,14 @@ def _write_copy(
 ) -> None:
     """Make `target` a copy of `source` with these files. An error leaves no files."""
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    copies = {name.as_posix(): partial(_transfer, weights, source / name) for name in visible}
-    kept = {name: copy for name, copy in copies.items() if name not in (JSON_FILE, *_PLACES)}
+    visible_names = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    copies = {n.as_posix(): partial(_transfer_file, weights, source / n) for n in visible_names}
+    copies = {n: copy for n, copy in copies.items() if n not in (JSON_FILE, *_OWN_PATHS)}
     target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         staging.mkdir(parents=True)
-        write_all({staging / name: content for name, content in {**kept, **contents}.items()})
+        write_all({staging / name: content for name, content in {**copies, **contents}.items()})
         if target.exists():
             target.rmdir()
         staging.rename(target)
@@ -247,12 +249,12 @@ def _write_copy(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _read_back(
+def _verify_files(
     source: Path, target: Path, files: Mapping[str, _Content], scales: ScaleData, tp_size: int
 ) -> None:
-    """Check the files before they are in place, because an old config entry may change scales."""
-    with TemporaryDirectory() as name:
-        folder = Path(name)
+    """Read the files before they are in place, because an old config entry may change scales."""
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for config in ("config.json", HF_QUANT_CONFIG):
             if (source / config).is_file():
                 shutil.copyfile(source / config, folder / config)
@@ -261,17 +263,17 @@ def _read_back(
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
         try:
-            read = read_folder(LocalFolder(folder, target), Request(0, tp_size))
+            read_scales = read_folder(LocalFolder(folder, target), Request(0, tp_size))
         except ScaleError as error:
-            raise ScaleError(str(error).replace(name, str(target))) from error
-    if read.digest != scales.digest:
+            raise ScaleError(str(error).replace(temporary, str(target))) from error
+    if read_scales.digest != scales.digest:
         raise ScaleError(
-            f"{target}: expected to read the written scales {_values(scales)}, got {_values(read)}."
-            " Remove the entries of config.json about the KV cache"
+            f"{target}: expected to read the written scales {_format_values(scales)}, got "
+            f"{_format_values(read_scales)}. Remove the entries of config.json about the KV cache"
         )
 
 
-def _values(scales: ScaleData) -> str:
+def _format_values(scales: ScaleData) -> str:
     layers = scales.layers.items()
     return format_value({i: [*(x.tolist() for x in s.static), str(s.plan)] for i, s in layers})
 
@@ -286,26 +288,26 @@ def find_weights(names: Iterable[str]) -> list[str]:
     return [name for name in files if PurePath(name).suffix.lower() in WEIGHTS]
 
 
-def check_place(
-    place: object, existing: Collection[str], files: Collection[str], *, overwrite: bool
+def check_target(
+    target: object, old_files: Collection[str], files: Collection[str], *, overwrite: bool
 ) -> None:
-    """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
+    """Raise ScaleError unless `files` of scales may be written to a place with `old_files`.
 
-    They replace files, and the config of weights, only with `overwrite`. They are never
+    `files` replace old files, and the config of weights, only with `overwrite`. They are never
     written next to scales that readers prefer.
     """
-    in_folder = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
-    replaced = sorted({*files, *in_folder} & {*existing})
-    weights = find_weights(existing) if "config.json" in files else []
-    if (replaced or weights) and not overwrite:
-        rule = format_list(replaced) or "weights and their config.json"
+    folder_files = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
+    clashes = sorted({*files, *folder_files} & {*old_files})
+    weights = find_weights(old_files) if "config.json" in files else []
+    if (clashes or weights) and not overwrite:
+        rule = format_list(clashes) or "weights and their config.json"
         raise ScaleError(
-            f"{place}: expected a place without {rule}, got {format_list(replaced or weights)}. "
+            f"{target}: expected a place without {rule}, got {format_list(clashes or weights)}. "
             "Choose a different place, pass overwrite=True (--overwrite), or checkpoint= "
             "(--checkpoint) for a copy of a checkpoint with the scales"
         )
-    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
+    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in old_files):
         raise ScaleError(
-            f"{place}: expected a place without {OWN_FILE}, got that file, which is read before "
+            f"{target}: expected a place without {OWN_FILE}, got that file, which is read before "
             "all others. Choose a different place, or delete it"
         )

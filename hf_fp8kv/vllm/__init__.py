@@ -1,4 +1,4 @@
-"""Plugin for FP8 pages in vLLM, which the entry point `vllm.general_plugins` loads per process.
+"""Plugin for FP8 pages in vLLM. The entry point `vllm.general_plugins` loads it in each process.
 
 vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 
@@ -11,7 +11,7 @@ import importlib.util
 import logging
 
 from .dtypes import DTYPES
-from .versions import failed_message, installed_version, is_supported, unsupported_message
+from .versions import failure_message, installed_version, is_supported, unsupported_message
 
 __all__ = ["DTYPES", "register"]
 
@@ -22,7 +22,7 @@ def register() -> None:
     """Register the dtypes of `DTYPES` and their attention in vLLM. Further calls change nothing.
 
     Nothing is registered, and no error is raised, if vLLM is missing or its version was never
-    tested. After an error in a plugin, vLLM would not start, even with its own dtypes.
+    tested, because after an error in a plugin vLLM would not start, even with its own dtypes.
     """
     if importlib.util.find_spec("vllm") is None:
         return
@@ -35,4 +35,4 @@ def register() -> None:
     try:
         register_dtypes()
     except Exception:  # vLLM can still serve its own dtypes
-        logger.exception("%s", failed_message(version))
+        logger.exception("%s", failure_message(version))

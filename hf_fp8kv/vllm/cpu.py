@@ -14,25 +14,25 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
-from .specs import customize
+from .specs import add_scale_bytes
 
 
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
     """The attention backend CPU_ATTN."""
 
-    # One call writes and reads a step. vLLM's own attention on CPUs is called in the same way.
+    # One call writes and reads a step, as in vLLM's own attention on CPUs.
     forward_includes_kv_cache_update: bool = False
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Return whether a dtype is one of ours or of vLLM's."""
-        stock: bool = super().supports_kv_cache_dtype(kv_cache_dtype)
-        return kv_cache_dtype in DTYPES or stock
+        is_stock_dtype: bool = super().supports_kv_cache_dtype(kv_cache_dtype)
+        return kv_cache_dtype in DTYPES or is_stock_dtype
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Return the spec with the bytes of our slots."""
-        return customize(super().customize_spec(spec))
+        return add_scale_bytes(super().customize_spec(spec))
 
     @staticmethod
     def get_impl_cls() -> type["PagedCPUImpl"]:
@@ -53,25 +53,25 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        arguments = dict(zip(_POSITIONAL_NAMES, args, strict=False)) | kwargs
         is_ours = arguments["kv_cache_dtype"] in DTYPES
-        if is_ours and arguments.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
+        if is_ours and arguments.get("attn_type", AttentionType.DECODER) in _CACHELESS_TYPES:
             is_ours, arguments["kv_cache_dtype"] = False, "auto"
-        self._kind: Any = PagedImpl if is_ours else CPUAttentionBackendImpl
-        self._kind.__init__(self, **arguments)
+        self._base_class: Any = PagedImpl if is_ours else CPUAttentionBackendImpl
+        self._base_class.__init__(self, **arguments)
 
     @property
     def is_paged(self) -> bool:
         """Whether keys and values are in our pages."""
-        return self._kind is PagedImpl
+        return self._base_class is PagedImpl
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        """Store keys and values, if they are in vLLM's pages."""
-        self._kind.do_kv_cache_update(self, *args, **kwargs)
+        """Store keys and values, if this layer uses vLLM's pages."""
+        self._base_class.do_kv_cache_update(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Write the attention to `output`, as `PagedImpl.forward`."""
-        result: torch.Tensor = self._kind.forward(self, *args, **kwargs)
+        """Write the attention to `output`, like `PagedImpl.forward`."""
+        result: torch.Tensor = self._base_class.forward(self, *args, **kwargs)
         return result
 
 
@@ -83,17 +83,17 @@ class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignor
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         is_ours = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
-        self._kind: Any = PagedBuilder if is_ours else CPUAttentionMetadataBuilder
-        self._kind.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+        self._base_class: Any = PagedBuilder if is_ours else CPUAttentionMetadataBuilder
+        self._base_class.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Return the operations of a step, or vLLM's metadata."""
-        return self._kind.build(self, *args, **kwargs)
+        return self._base_class.build(self, *args, **kwargs)
 
 
 # Arguments that vLLM passes by position to the attention of a layer.
-_ARGUMENTS = (
+_POSITIONAL_NAMES = (
     "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
     "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name",
 )  # fmt: skip
-_WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+_CACHELESS_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

@@ -1,7 +1,7 @@
 """The values of `--kv-cache-dtype`, each of which determines the number of bytes per token.
 
 vLLM's scheduler, connectors and workers identify a cache's dtype only by this name. The name
-therefore includes whether slots have room for dynamic scales. Static scales are not stored in
+therefore shows whether slots have room for dynamic scales. Static scales are not stored in
 pages. The prefix distinguishes our formats from vLLM's "fp8_e4m3".
 """
 
@@ -22,7 +22,7 @@ class CacheDType:
     """A value of `--kv-cache-dtype`.
 
     Attributes:
-        name: The name.
+        name: The value itself.
         format: Format of K and V, a key of `FORMATS`. None means the format of the scales, or the
             default.
         dynamic: Whether each token and head has dynamic scales.
@@ -46,19 +46,19 @@ class CacheDType:
         return k_dim + v_dim + (SCALE_BYTES if self.dynamic else 0)
 
 
-def _all_dtypes() -> dict[str, CacheDType]:
+def _list_dtypes() -> dict[str, CacheDType]:
     dtypes = {}
     for fmt in (None, *FORMATS):
         if fmt == "fp8_e4m3fnuz":
             continue  # a format for AMD's hardware, with the same precision as E4M3
         for dynamic in (True, False):
-            short = "" if fmt is None else "_" + fmt.removeprefix("fp8_")
-            name = _PREFIX + short + ("" if dynamic else "_static")
+            suffix = "" if fmt is None else "_" + fmt.removeprefix("fp8_")
+            name = _PREFIX + suffix + ("" if dynamic else "_static")
             dtypes[name] = CacheDType(name, fmt, dynamic)
     return dtypes
 
 
-DTYPES = _all_dtypes()
+DTYPES = _list_dtypes()
 
 
 def find_dtype(name: str) -> CacheDType:

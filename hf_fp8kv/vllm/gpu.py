@@ -2,7 +2,7 @@
 
     vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4 --attention-backend HF_FP8KV
 
-This has never run on a GPU, because vLLM on a GPU was not available. Our tests compile and
+This code has never run on a GPU, because no GPU with vLLM was available. Our tests compile and
 interpret its kernels, and run the remaining code on a CPU. CUDA graphs capture pure decode steps as
 a whole, and otherwise only the model without attention (vLLM's FULL_AND_PIECEWISE), because the
 host groups prompts of similar length.
@@ -16,12 +16,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
-from .specs import customize
+from .specs import add_scale_bytes
 
 NAME = "HF_FP8KV"
 # Possible tokens per block, powers of two. Kernels are tuned for 64.
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-_PREFERRED = 64
+_PREFERRED_BLOCK_SIZE = 64
 
 
 class PagedGPUBuilder(PagedBuilder):
@@ -30,7 +30,7 @@ class PagedGPUBuilder(PagedBuilder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
-    _holds_graphs: ClassVar[bool] = True
+    _supports_graphs: ClassVar[bool] = True
 
 
 class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
@@ -64,12 +64,12 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the default number of tokens per block."""
-        return _PREFERRED
+        return _PREFERRED_BLOCK_SIZE
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Return the spec with the bytes of our slots."""
-        return customize(spec)
+        return add_scale_bytes(spec)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -98,5 +98,5 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether kernels fit. GPUs before sm_80 have too little shared memory."""
+        """Return whether the kernels run. GPUs before sm_80 have too little shared memory."""
         return bool(capability >= (8, 0))

@@ -23,30 +23,30 @@ from .storage import ModelStorage, read_storage
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
     """Raise ConfigError for attention that our pages do not support. `config` is vLLM's config."""
-    _refuse(
+    _refuse_features(
         dtype,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
         ("ALiBi", alibi_slopes is not None),
         ("attention that is not causal", config.attention_config.use_non_causal),
-        # Host copies of a step's sizes may not have arrived from the device yet with this option.
+        # With this option, host copies of a step's sizes may not have arrived from the device.
         ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill),
     )
 
 
 def refuse_spec(dtype: str, spec: Any) -> None:
     """Raise ConfigError if vLLM's description of a layer's pages does not fit our pages."""
-    _refuse(
+    _refuse_features(
         dtype,
         # vLLM itself writes tokens into the pages of some layers, for example.
-        (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SPECS),
+        (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SUPPORTED_SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
         ("values whose size differs from keys", spec.head_size != spec.head_size_v),
     )
 
 
-def _refuse(dtype: str, *kinds: tuple[str, bool]) -> None:
-    for feature, present in kinds:
-        if present:
+def _refuse_features(dtype: str, *features: tuple[str, bool]) -> None:
+    for feature, is_present in features:
+        if is_present:
             raise ConfigError(
                 f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got "
                 f"{feature}. Serve this model with --kv-cache-dtype auto"
@@ -75,7 +75,7 @@ def bind_layers(
     for name, layer in layers.items():
         impl = layer.impl
         _check_model(impl.model, model_config, indices.values())
-        impl.bound = BoundLayer(
+        impl.bound_layer = BoundLayer(
             impl.model, indices[name], impl.num_kv_heads, impl.head_size, model_config.dtype,
             torch.device(device),
         )  # fmt: skip
@@ -90,7 +90,7 @@ def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()
 
 
 class BoundLayer:
-    """The storage of one layer, and its pages in vLLM's pool when they exist."""
+    """The storage of one layer, and its pages in vLLM's pool once they exist."""
 
     def __init__(
         self, model: ModelStorage, index: int, heads: int, dim: int, dtype: torch.dtype,
@@ -100,22 +100,22 @@ class BoundLayer:
             # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
             raise ConfigError(
                 f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
-                f"{model.backend!r}. Leave it out"
+                f"{model.backend!r}. Omit the backend"
             )
-        self._dynamic = model.dtype.dynamic
-        self._storage: LayerStorage = model.layer(index, heads, dim, device)
+        self._is_dynamic = model.dtype.dynamic
+        self._storage: LayerStorage = model.layer_storage(index, heads, dim, device)
         self._backend = choose_backend(model.backend, device)
         self._sizes = heads, dim, dtype
         self._pool: tuple[torch.Tensor, StoredLayer] | None = None
 
-    def stored(self, kv_cache: torch.Tensor) -> StoredLayer:
-        """Return the layer with its pages, made once for its part of vLLM's pool."""
+    def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
+        """Return the layer with its pages. They are viewed once for each tensor of vLLM's pool."""
         if self._pool is None or self._pool[0] is not kv_cache:
             heads, dim, dtype = self._sizes
             slots = kv_cache.shape[2]
-            kind = EnginePages(heads, dim, slots, self._storage.plan, dtype, self._dynamic)
-            pages = view_pages(kv_cache, kind)
-            self._pool = kv_cache, StoredLayer(pages, self._storage, kind, self._backend)
+            layout = EnginePages(heads, dim, slots, self._storage.plan, dtype, self._is_dynamic)
+            pages = view_pages(kv_cache, layout)
+            self._pool = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
         return self._pool[1]
 
     def attend(
@@ -129,19 +129,14 @@ class BoundLayer:
         out: torch.Tensor,
     ) -> None:
         """Store keys and values `[N, Hkv, D]`, and write the attention of queries `[N, Hq, D]`."""
-
-        def heads_first(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.transpose(0, 1)[None]
-
-        queries = heads_first(query)
-        assert queries is not None
-        self.stored(kv_cache).attend(
-            queries, heads_first(key), heads_first(value), work, spec, out.view(1, *query.shape)
-        )
+        key, value = (None if x is None else x.transpose(0, 1)[None] for x in (key, value))
+        layer = self.view_stored_layer(kv_cache)
+        queries, output = query.transpose(0, 1)[None], out.view(1, *query.shape)
+        layer.attend(queries, key, value, work, spec, output)
 
 
 # vLLM's specs for pages in which each token has a slot.
-_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+_SUPPORTED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
 
 class PagedImpl(AttentionImpl):  # type: ignore[misc]
@@ -174,7 +169,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             config.model_config.revision, config.instance_id,
         )  # fmt: skip
         _check_model(self.model, config.model_config)
-        self.bound: BoundLayer | None = None
+        self.bound_layer: BoundLayer | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Do nothing, because `forward` stores keys and values and attends in one call."""
@@ -196,19 +191,19 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             return output
         assert output_scale is None  # we do not declare support for scaled outputs
         assert output_block_scale is None
-        assert self.bound is not None
+        assert self.bound_layer is not None
         if self.shares_pages:
             key = value = None
         spec = AttentionSpec(self.scale, True, self.sliding_window, self.softcap, self.sinks)
-        self.bound.attend(query, key, value, kv_cache, attn_metadata.work, spec, output)
+        self.bound_layer.attend(query, key, value, kv_cache, attn_metadata.work, spec, output)
         return output
 
 
 class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Prepares a step for a group of layers, without synchronizing with a GPU."""
 
-    # Whether decode steps are only made of device tensors, so that CUDA graphs can capture them.
-    _holds_graphs: ClassVar[bool] = False
+    # Whether decode steps consist of device tensors only, so that CUDA graphs can capture them.
+    _supports_graphs: ClassVar[bool] = False
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
@@ -224,13 +219,13 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> DecodeStep | PlannedStep:
         """Return the operations of a step."""
-        common, size = common_attn_metadata, self.kv_cache_spec.block_size
-        if common.causal is not True:
-            _refuse(self._dtype, ("attention that is not causal", True))
-        requests = common.num_reqs
-        lengths = common.seq_lens[:requests].to(torch.int32)
-        table, slots = common.block_table_tensor[:requests], common.slot_mapping
-        starts = common.query_start_loc_cpu[: requests + 1].numpy()
-        if self._holds_graphs and is_decoding(starts):
+        metadata, size = common_attn_metadata, self.kv_cache_spec.block_size
+        if metadata.causal is not True:
+            _refuse_features(self._dtype, ("attention that is not causal", True))
+        num_requests = metadata.num_reqs
+        lengths = metadata.seq_lens[:num_requests].to(torch.int32)
+        table, slots = metadata.block_table_tensor[:num_requests], metadata.slot_mapping
+        starts = metadata.query_start_loc_cpu[: num_requests + 1].numpy()
+        if self._supports_graphs and is_decoding(starts):
             return DecodeStep(lengths, table, slots, size)
-        return PlannedStep(plan_step(starts, lengths, table, slots, size, common.max_seq_len))
+        return PlannedStep(plan_step(starts, lengths, table, slots, size, metadata.max_seq_len))

@@ -20,7 +20,7 @@ def check_block_size(slots: int) -> None:
         )
 
 
-def view_pages(kv_cache: torch.Tensor, kind: EnginePages) -> Pages:
+def view_pages(kv_cache: torch.Tensor, layout: EnginePages) -> Pages:
     """Return the pages in one layer's part of vLLM's pool.
 
     `kv_cache` is vLLM's view `[P, Hkv, S, C]` with one-byte elements and C bytes per token and
@@ -30,10 +30,10 @@ def view_pages(kv_cache: torch.Tensor, kind: EnginePages) -> Pages:
         ConfigError: The layout of the blocks does not fit pages.
     """
     size = kv_cache[:1].numel()
-    if kind.bytes_per_page != size or not kv_cache[:1].is_contiguous():
+    if layout.bytes_per_page != size or not kv_cache[:1].is_contiguous():
         raise ConfigError(
-            f"expected blocks of {kind.bytes_per_page} bytes without gaps, got {size} in strides "
+            f"expected blocks of {layout.bytes_per_page} bytes without gaps, got {size} in strides "
             f"{kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
         )
     block = kv_cache.view(torch.uint8).as_strided((len(kv_cache), size), (kv_cache.stride(0), 1))
-    return kind.view_block(block)
+    return layout.view_block(block)

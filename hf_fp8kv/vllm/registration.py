@@ -54,16 +54,16 @@ def _extend_literal() -> None:
 
     The list is a `Literal`, whose members vLLM reads when it parses the command line and selects an
     attention backend. Pydantic has copied them into the validator of a config, which is therefore
-    rebuilt. Since 0.33 vLLM has `register_kv_cache_dtype`.
+    rebuilt. Since 0.33, vLLM has `register_kv_cache_dtype`.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     literal: Any = cache.CacheDType
-    missing = tuple(name for name in DTYPES if name not in literal.__args__)
-    if missing:
-        literal.__args__ += missing
+    missing_names = tuple(name for name in DTYPES if name not in literal.__args__)
+    if missing_names:
+        literal.__args__ += missing_names
         rebuild_dataclass(cache.CacheConfig, force=True)
     for name, dtype in DTYPES.items():
         STR_DTYPE_TO_TORCH_DTYPE[name] = dtype.torch_dtype

@@ -8,7 +8,7 @@ import torch
 from .dtypes import SCALE_BYTES
 
 
-def customize(spec: Any) -> Any:
+def add_scale_bytes(spec: Any) -> Any:
     """Return an `AttentionSpec` whose slots have room for dynamic scales, if there are any.
 
     A spec does not contain the name of a dtype, but `CacheDType.torch_dtype` distinguishes them.

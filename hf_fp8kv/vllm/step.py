@@ -58,11 +58,11 @@ def is_decoding(starts: _Ints) -> bool:
 
 def plan_step(
     starts: _Ints, lengths: torch.Tensor, table: torch.Tensor, slots: torch.Tensor,
-    page_size: int, longest: int,
+    page_size: int, max_length: int,
 ) -> LayerWork:  # fmt: skip
     """Return the operations of a step, for all layers of a group.
 
-    Nothing is read from the device. Only `starts` and `longest` are on the host.
+    Nothing is read from the device. Only `starts` and `max_length` are on the host.
 
     Args:
         starts: First token of each request in the step, `[R + 1]` (query start locations).
@@ -72,31 +72,31 @@ def plan_step(
         slots: Page times page size plus slot of each token, `[N]` (slot mapping). Tokens with a
             negative slot are not stored.
         page_size: Tokens per page.
-        longest: An upper bound of `lengths`, on the host.
+        max_length: An upper bound of `lengths`, on the host.
     """
     count = int(starts[-1])
     slots = slots[:count]
     pages = torch.div(slots, page_size, rounding_mode="floor").to(torch.int32)[:, None]
     ends = (slots % page_size + 1).to(torch.int32)
-    written = None
+    written_tokens = None
     if slots.is_cpu and bool((slots < 0).any()):
-        written = (slots >= 0).nonzero()[:, 0]
-        pages, ends = pages[written], ends[written]
+        written_tokens = (slots >= 0).nonzero()[:, 0]
+        pages, ends = pages[written_tokens], ends[written_tokens]
     sizes = np.diff(starts)
     rows = [_Row(int(r), int(sizes[r]), int(starts[r])) for r in np.flatnonzero(sizes)]
-    longest = min(longest, table.shape[1] * page_size)
+    max_length = min(max_length, table.shape[1] * page_size)
     batches = [
-        _plan_batch(group, count, lengths, table, longest) for group in group_by_length(rows)
+        _plan_batch(group, count, lengths, table, max_length) for group in group_by_length(rows)
     ]
-    return LayerWork(written, pages, ends, batches, [], count)
+    return LayerWork(written_tokens, pages, ends, batches, [], count)
 
 
 def _plan_batch(
-    group: list[_Row], step_tokens: int, lengths: torch.Tensor, table: torch.Tensor, longest: int
+    group: list[_Row], step_tokens: int, lengths: torch.Tensor, table: torch.Tensor, max_length: int
 ) -> AttendBatch:
     """Return the operation for requests with a similar number of new tokens."""
     numbers = np.array([row.number for row in group], np.int64)
     if len(numbers) < len(lengths) or (np.diff(numbers) != 1).any():
-        chosen = upload(numbers, lengths.device)
-        lengths, table = lengths.index_select(0, chosen), table.index_select(0, chosen)
-    return make_batch(group, step_tokens, table, lengths, longest)
+        indices = upload(numbers, lengths.device)
+        lengths, table = lengths.index_select(0, indices), table.index_select(0, indices)
+    return make_batch(group, step_tokens, table, lengths, max_length)

@@ -46,10 +46,10 @@ class ModelStorage:
         self.config.options.check_layers(list(indices), count)
         if not isinstance(scales, KVScales):
             return
-        if extra := [index for index in scales.layers if index >= count]:
+        if extra_layers := [index for index in scales.layers if index >= count]:
             raise ScaleError(
                 f"scales ({scales.origin}): expected layers from 0 to {count - 1}, which the model "
-                f"has, got also {extra}. Use the scales of the served model"
+                f"has, got also {extra_layers}. Use the scales of the served model"
             )
         if scales.model_type is not None and model_types and scales.model_type not in model_types:
             raise ScaleError(
@@ -57,7 +57,7 @@ class ModelStorage:
                 f"{scales.model_type!r}. Use the scales of the served model"
             )
 
-    def layer(self, index: int, heads: int, dim: int, device: torch.device) -> LayerStorage:
+    def layer_storage(self, index: int, heads: int, dim: int, device: torch.device) -> LayerStorage:
         """Return the storage of a layer, with the KV heads of this rank.
 
         Raises:
@@ -99,7 +99,7 @@ def read_storage(
     if not isinstance(config, Mapping) or set(config) - set(_OPTIONS):
         raise ConfigError(
             f"--additional-config {_KEY}: expected a dict of {', '.join(_OPTIONS)}, got "
-            f"{config!r}. Leave the rest out"
+            f"{config!r}. Omit other entries"
         )
     scales, plan, backend = config.get("scales"), config.get("plan"), config.get("backend", "auto")
     for option, value, kinds, expected in (
@@ -109,14 +109,14 @@ def read_storage(
     ):
         if not isinstance(value, kinds):
             raise ConfigError(
-                f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}. Leave "
-                "it out, or pass one"
+                f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}. Omit "
+                f"{option}, or pass one"
             )
-    return _read(dtype, scales, plan, backend, checkpoint, rank, size, revision, engine)
+    return _load_storage(dtype, scales, plan, backend, checkpoint, rank, size, revision, engine)
 
 
 @functools.lru_cache(maxsize=8, typed=True)
-def _read(
+def _load_storage(
     name: str, source: str | float | None, plan: str | None, backend: str, checkpoint: str,
     rank: int, size: int, revision: str | None, engine: str,
 ) -> ModelStorage:  # fmt: skip
@@ -129,10 +129,10 @@ def _read(
         scales=scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
     if config.options.dynamic_scales != dtype.dynamic:
-        matching = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
+        matching_name = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
         kind = "a scale for each token and head" if dtype.dynamic else "static scales"
         raise ConfigError(
             f"--kv-cache-dtype {name}: expected {kind}, got {config.options.scales!r}. Use "
-            f"{matching} for these scales"
+            f"{matching_name} for these scales"
         )
     return ModelStorage(config, dtype)

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-# Hooks depend on the minor version, and other versions are rejected. 0.32 runs in our tests. 0.33
+# Hooks depend on the minor version, so other versions are rejected. 0.32 runs in our tests. 0.33
 # has no build for CPUs, so only its modules that import without a GPU were tested.
 SUPPORTED = ("0.32", "0.33")
 
@@ -31,7 +31,7 @@ def unsupported_message(version: str) -> str:
     )
 
 
-def failed_message(version: str) -> str:
+def failure_message(version: str) -> str:
     """Return a message about an error in the hooks of a supported version."""
     return (
         f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks are "

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import host, latent, serve, shared
-from benchmarks.compare import NEW, compare_trees
+from benchmarks.compare import THIS_TREE, compare_trees
 from benchmarks.hot_loops import LOOPS, make_loops
-from benchmarks.memory import PROMPTS, make_config, measure_prompts, measure_windows
+from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts, measure_windows
 from benchmarks.prefix import measure_prefix
 from benchmarks.serve_clients import Answer, Load, Server
 from benchmarks.shared import make_environment
@@ -81,7 +81,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     values = {(row["cache"], row["layers"]): row["value"] for row in rows}
     stock = f"{host.STOCK}, tiny"
     assert values.keys() == {
-        (host.PAGED, 1), *((name, 32) for name in (host.PAGED, *host.WITHOUT, stock)),
+        (host.PAGED, 1), *((name, 32) for name in (host.PAGED, *host.REPLACEMENTS, stock)),
     }  # fmt: skip
     assert all(value > 0 for value in values.values())
 
@@ -95,7 +95,7 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
     with torch.inference_mode():
         rows = list(measure_prompts(name, 1000, "torch"))
     assert {(row["form"], row["prompt"]) for row in rows} == {
-        (form, prompt) for form in ("dynamic", "preallocated") for prompt in PROMPTS
+        (form, prompt) for form in ("dynamic", "preallocated") for prompt in PREFILL_MODES
     }
     full = sum(layer_type == "full_attention" for layer_type in config.layer_types)
     for row in rows:
@@ -129,10 +129,10 @@ def test_a_load_is_summarized_by_turns_and_percentiles():
     for name, factor in zip(serve.SERVERS, (1.0, 2.0, 1.5), strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
         times = [n / factor for n in range(1, 101)]
-        server.answers = [Answer(first=time, last=3 * time, tokens=3) for time in times]
+        server.answers = [Answer(first_time=time, last_time=3 * time, tokens=3) for time in times]
         server.throughput = [10 * factor, 12 * factor, 14 * factor]
-    servers[serve.OURS].pages, servers[serve.STOCK].failed = [5, 15, 2**21], 1
-    summary = serve.summarize(SMALL_LOAD, servers)
+    servers[serve.OURS].pages, servers[serve.STOCK].num_failed = [5, 15, 2**21], 1
+    summary = serve.summarize_load(SMALL_LOAD, servers)
     rows = {(row["measure"], row["server"]): row for row in summary}
     assert rows["first token, p50", serve.STOCK]["value"] == 50_000
     assert rows["first token, p99", serve.STOCK]["value"] == 99_000
@@ -150,7 +150,7 @@ def test_all_servers_get_pages_of_the_same_total_size(tmp_path):
                          hidden_size=256, dtype="bfloat16")  # fmt: skip
     config.save_pretrained(tmp_path)
     stock, fp8 = 100 * 64 * 2, 193 * (64 + 2)
-    assert serve.same_bytes(str(tmp_path), 100, 16, "fp8") == 193
+    assert serve.count_equal_pages(str(tmp_path), 100, 16, "fp8") == 193
     assert fp8 <= stock < fp8 + 66
 
 
@@ -179,7 +179,7 @@ def test_a_loop_restores_its_cache():
 @pytest.mark.full
 def test_two_trees_are_measured_alternately(tmp_path: Path, capfd):
     options = {"turns": 2, "progress": ignore}
-    rows = compare_trees(NEW, backend="torch", loops="host, update, ", **options)["rows"]
+    rows = compare_trees(THIS_TREE, backend="torch", loops="host, update, ", **options)["rows"]
     assert [row["loop"] for row in rows] == [n for n in LOOPS if n.startswith("host, update, ")]
     assert all(row["old"] > 0 and row["new"] > 0 for row in rows)
     (tmp_path / "hf_fp8kv.py").write_text("raise ImportError('no package here')")

@@ -21,7 +21,7 @@ def test_the_default_stores_latents_better_than_a_scale_per_128_values():
     result = latent_accuracy.measure_latent_accuracy(
         texts=1, prefill=64, score=32, layers=2, rank=128, progress=lambda _message: None
     )
-    for kind in latent_accuracy.KINDS:
+    for kind in latent_accuracy.MODEL_KINDS:
         rows = {row["cache"]: row for row in result["rows"] if row["model"] == kind}
         default = rows[latent_accuracy.DEFAULT]
         scale_per_128 = rows["fp8_ds_mla (e4m3, scale per 128)"]

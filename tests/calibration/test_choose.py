@@ -294,8 +294,8 @@ def test_candidates_cover_the_observed_range_and_reach(ranges, granularity, marg
         if dims:
             first, reach = (x.amax(dims, keepdim=True) for x in (first, reach))
         tried = candidates[name]
-        torch.testing.assert_close(tried.first * fmt.max, first * margin)
-        torch.testing.assert_close(tried.reach * fmt.max, reach * margin)
+        torch.testing.assert_close(tried.min_scale * fmt.max, first * margin)
+        torch.testing.assert_close(tried.far_scale * fmt.max, reach * margin)
         assert (tried.center is None) == (center is None)
         if center is not None:
             torch.testing.assert_close(tried.center, center)
@@ -308,8 +308,8 @@ def test_a_center_is_tried_only_if_requested(ranges):
 def test_keys_have_no_scale_per_channel_if_pairs_are_unknown(ranges):
     k, v, _ = ranges
     candidates = first_candidates(k, v, None, "channel")
-    assert candidates["k"].first.shape == candidates["k_centered"].first.shape == (HEADS, 1)
-    assert candidates["v"].first.shape == v.shape[1:]
+    assert candidates["k"].min_scale.shape == candidates["k_centered"].min_scale.shape == (HEADS, 1)
+    assert candidates["v"].min_scale.shape == v.shape[1:]
 
 
 # -- choice on a model -----------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def test_the_center_is_the_weighted_mean_of_the_sample_and_its_scale_covers_it()
     torch.testing.assert_close(evenly.center, torch.tensor([[-3.0, 2.0]]))
     # The range reaches from the center, -3, to 6, which only the near text has.
     for candidate in (weighted, evenly):
-        assert candidate.first.item() == pytest.approx(9 / 448, rel=1e-5)
+        assert candidate.min_scale.item() == pytest.approx(9 / 448, rel=1e-5)
 
 
 @pytest.mark.parametrize("weight", [0.0, 8.0])

@@ -296,7 +296,7 @@ def test_a_different_process_chooses_the_same_plan(chosen: StoragePlan) -> None:
 def test_rotating_outliers_prevent_a_rotation_of_k() -> None:
     model = tiny("llama", head_dim=64, **LONG_CONTEXT)[0]
     assert all(layer.k.rotated for layer in choose_plan(model).plan.values())
-    with planted_outliers(model, 50.0, every=2):  # in one of two heads
+    with planted_outliers(model, 50.0, head_stride=2):  # in one of two heads
         plan = choose_plan(model)
         assert not any(layer.k.rotated for layer in plan.plan.values())
         default, planned = compare(model, plan)

@@ -5,7 +5,7 @@ import torch
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate, measure
 from hf_fp8kv.calibration.divergence import compare_caches
-from hf_fp8kv.calibration.rope import FarPositions, find_last, find_limit, has_rope
+from hf_fp8kv.calibration.rope import FarPositions, find_max_positions, has_rope, resolve_limit
 from tests.calibration.test_calibrate import QUIET, YARN
 from tests.helpers.tiny_models import VOCAB, tiny
 
@@ -125,14 +125,14 @@ def test_windows_are_spread_over_all_positions():
 
 def test_the_reach_is_at_most_the_positions_of_the_model():
     model = tiny("llama")[0]  # 256 positions
-    assert [find_last(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
-    assert find_last(model, 24, 256) == 256
-    assert find_last(model, 24, 10) == 10
+    assert [resolve_limit(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
+    assert resolve_limit(model, 24, 256) == 256
+    assert resolve_limit(model, 24, 10) == 10
     with pytest.raises(ConfigError, match=r"max_position: expected at most 256.*got 257"):
         calibrate(model, texts(), max_position=257, **QUIET)
     with pytest.raises(ConfigError, match="max_position: expected a whole number"):
         measure(model, KVScales.uniform(2), texts(), max_position=0)
-    assert find_last(tiny("bloom")[0], 24, 10**6) == 10**6  # bloom has no largest position
+    assert resolve_limit(tiny("bloom")[0], 24, 10**6) == 10**6  # bloom has no largest position
 
 
 def test_position_limit_and_rope_are_read_from_the_config():
@@ -140,6 +140,6 @@ def test_position_limit_and_rope_are_read_from_the_config():
         tiny(name, **config)[0]
         for name, config in (("llama", {"rope_parameters": YARN}), ("llama", {}), ("gpt2", {}))
     )
-    assert [find_limit(model) for model in (yarn_llama, llama, gpt2)] == [256, 256, 256]
+    assert [find_max_positions(model) for model in (yarn_llama, llama, gpt2)] == [256, 256, 256]
     assert [has_rope(model) for model in (yarn_llama, llama, gpt2)] == [True, True, False]
     assert has_rope(tiny("gemma3_text")[0])

@@ -265,7 +265,7 @@ def test_a_huge_file_is_streamed(tmp_path, text):
 def test_a_long_line_is_split_as_if_it_were_read_in_one_piece(tmp_path, monkeypatch):
     (path := tmp_path / "x.txt").write_text("a b c d " * 3000 + "\n" + "a" * 5000 + " b")
     whole = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    monkeypatch.setattr(reading, "_CHARACTERS", 100)
+    monkeypatch.setattr(reading, "_CHARACTERS_PER_READ", 100)
     assert window_ids(
         read_texts(path, make_tokenizer(by_letter=True), max_length=64)
     ) == window_ids(whole)

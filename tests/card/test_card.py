@@ -28,12 +28,12 @@ from hf_fp8kv.card.caches import (
 from hf_fp8kv.card.drift import (
     describe_drift,
     follow_answers,
-    quantile,
     run_freely,
     sample_answers,
+    student_quantile,
 )  # fmt: skip
-from hf_fp8kv.card.measure import Size, judge
-from hf_fp8kv.card.predictions import States, check_stored, read_states, score_text
+from hf_fp8kv.card.measure import Size, judge_cache
+from hf_fp8kv.card.predictions import States, compare_states, read_states, score_text
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
 from hf_fp8kv.errors import ConfigError
@@ -168,11 +168,11 @@ def test_unsupported_models_are_rejected(name, folder, tmp_path):
 def test_a_broken_cache_is_described():
     """A cache with infinite divergences gets a tier but no slope."""
     broken = torch.full((4,), math.inf, dtype=torch.float64)
-    row = measure.summarize([Scores(broken, torch.ones_like(broken), broken)] * 2)
+    row = measure.summarize_scores([Scores(broken, torch.ones_like(broken), broken)] * 2)
     drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
-    cache = {"predictions": [{**row, "kind": measure.ALL}], "stored": None, "tasks": {},
+    cache = {"predictions": [{**row, "kind": measure.ALL_KINDS}], "stored": None, "tasks": {},
              "drift": {**drift, "kl": math.inf}}  # fmt: skip
-    assert judge(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
+    assert judge_cache(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
 def test_changed_settings_discard_saved_parts(folder, tmp_path):
@@ -210,11 +210,11 @@ def _wrongly_centered_cache(model) -> FP8PagedCache:
 
 
 def _findings(contender: Contender, model: Any, states: list[States]) -> list[str]:
-    row = {"kind": measure.ALL, "kl": 1e-4}
+    row = {"kind": measure.ALL_KINDS, "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    stored = check_stored(contender, model, states)
+    stored = compare_states(contender, model, states)
     cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": {}}
-    return judge(cache, None)["findings"]
+    return judge_cache(cache, None)["findings"]
 
 
 def test_planted_defects_of_stored_states_are_found():
@@ -288,7 +288,7 @@ def test_slopes_and_intervals_match_planted_drift():
     ("probability", "freedom", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
 )
 def test_quantiles_match_students_t(probability, freedom, expected):
-    assert quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
+    assert student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_lost_token_changes_predictions():
@@ -336,7 +336,7 @@ def test_questions_have_their_answers_in_the_text(task):
         for question in haystack.questions:
             assert haystack.ids.shape[1] + question.ids.shape[1] <= 1024
             for steps in question.answers:
-                assert all(step.right not in step.wrong for step in steps)
+                assert all(step.right_id not in step.wrong_ids for step in steps)
             if task == "confusable keys":
                 key = tokenizer.decode(question.ids[0]).split("number for ")[1].split(" is")[0]
                 assert f"for {key} is" in text
@@ -345,12 +345,13 @@ def test_questions_have_their_answers_in_the_text(task):
 
 
 def test_lost_and_won_answers_cancel():
-    row = {"kind": measure.ALL, "kl": 5e-3}
+    row = {"kind": measure.ALL_KINDS, "kl": 5e-3}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
 
     def judge_answers(lost: int, won: int) -> dict[str, Any]:
         tasks = {"a": {"lost": lost, "won": won}, "hard": None}
-        return judge({"predictions": [row], "drift": drift, "stored": None, "tasks": tasks}, None)
+        cache = {"predictions": [row], "drift": drift, "stored": None, "tasks": tasks}
+        return judge_cache(cache, None)
 
     assert judge_answers(3, 3)["findings"] == judge_answers(1, 0)["findings"] == []
     assert judge_answers(6, 0)["findings"] == ["It loses 6 right answers and wins 0."]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_fp8kv.cli.scales_plot import plot_scales, scales_figure
-from hf_fp8kv.cli.scales_table import inspect_table, list_remarks
+from hf_fp8kv.cli.scales_plot import make_figure, plot_scales
+from hf_fp8kv.cli.scales_table import list_remarks, make_tables
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales, report
@@ -136,7 +136,7 @@ def test_a_malformed_entry_is_rejected_by_its_name(path, value, message):
 
 def render(scales: KVScales, result: report.CalibrationReport | None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    for part in inspect_table(scales, result, width):
+    for part in make_tables(scales, result, width):
         console.print(part)
     return console.export_text()
 
@@ -196,7 +196,7 @@ def test_a_table_without_a_report_shows_the_scales():
     heading = "hf_fp8kv, model type unknown, 2 layers, per tensor, K not centered"
     assert render(scales, None).splitlines()[0] == heading
     console = Console(width=200, file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    for part in inspect_table(scales, make_report(2), 200):
+    for part in make_tables(scales, make_report(2), 200):
         console.print(part)  # the table must be encodable in ASCII
     layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25), None, "x: [bold]a[/bold]")
     scales = KVScales({0: layer}, origin="[red]x[/red]")  # names are not markup
@@ -287,7 +287,7 @@ def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
 
 def get_panels(scales: KVScales, result: report.CalibrationReport | None) -> dict[str, Any]:
     """Return the panels of a plot by title. A color bar has no title."""
-    axes = scales_figure(scales, result).axes
+    axes = make_figure(scales, result).axes
     return {panel.get_title(loc="left"): panel for panel in axes if panel.get_title(loc="left")}
 
 
@@ -345,7 +345,7 @@ def test_a_plot_omits_missing_layers_and_zeros():
 @pytest.mark.parametrize(("layers", "heads", "is_measured"), [(80, 8, True), (80, 128, False)])
 def test_no_labels_overlap(layers, heads, is_measured):
     result = make_report(layers, heads, model="org/" + "a-long-name-" * 20)
-    figure = scales_figure(make_scales(result), result if is_measured else None)
+    figure = make_figure(make_scales(result), result if is_measured else None)
     figure.draw_without_rendering()
     texts = [figure._suptitle]
     for axes in figure.axes:
@@ -365,7 +365,7 @@ def test_no_labels_overlap(layers, heads, is_measured):
 
 def test_a_png_is_written_1600_pixels_wide(tmp_path):
     result = make_report(model="C:\\models\\$x_{1$ and\nmore")  # formulas are not rendered
-    title = scales_figure(make_scales(result), result).get_suptitle()
+    title = make_figure(make_scales(result), result).get_suptitle()
     assert title.splitlines()[0] == r"C:\models\$x_{1$ and more"
     was_imported = "matplotlib.pyplot" in sys.modules
     plot_scales(make_scales(result), result, path := tmp_path / "scales.png")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.scales.checkpoint import checkpoint as hub_module
-from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY, TENSOR_NAMES
+from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE, TENSOR_NAMES
 from hf_fp8kv.scales.kv_scales import resolve
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
@@ -155,7 +155,7 @@ def test_a_written_tensor_name_is_recognized(entry):
         match = entry.pattern.fullmatch(name)
         assert match is not None
         assert (match["layer"], match.groupdict().get("side", "kv")) == ("17", side)
-        assert LIKELY.search(name), "the error of a checkpoint would not name it"
+        assert LIKELY_SCALE.search(name), "the error of a checkpoint would not name it"
 
 
 # `test_sources_formats` has no dialect with these names.

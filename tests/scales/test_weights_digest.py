@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, measure, serving
-from hf_fp8kv.cli.scales_table import describe_scales, inspect_table
+from hf_fp8kv.cli.scales_table import describe_scales, make_tables
 from hf_fp8kv.utils.digests import digest_decoder, digest_weights
 from tests.helpers.tiny_models import tiny
 
@@ -123,11 +123,11 @@ def test_the_digest_is_saved_in_the_file(calibrated: KVScales, tmp_path: Path) -
 
 
 def test_the_digest_is_displayed(calibrated: KVScales) -> None:
-    lines = [str(part) for part in inspect_table(calibrated, None, 200)]
+    lines = [str(part) for part in make_tables(calibrated, None, 200)]
     assert f"for weights with the digest {calibrated.weights_digest}" in lines
     assert describe_scales(calibrated)["weights_digest"] == calibrated.weights_digest
     assert not any(
-        "weights" in str(part) for part in inspect_table(KVScales(calibrated.layers), None, 200)
+        "weights" in str(part) for part in make_tables(KVScales(calibrated.layers), None, 200)
     )
 
 

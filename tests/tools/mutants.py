@@ -360,8 +360,8 @@ MUTANTS = (
     ),
     Mutant(
         "scales: NaN is accepted", "scales/layer_scales.py",
-        "valid = (values >= _LOWEST) & (values <= _HIGHEST)",
-        "valid = ~((values < _LOWEST) | (values > _HIGHEST))", "tests/scales/test_scales.py",
+        "is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)",
+        "is_valid = ~((values < MIN_SCALE) | (values > _MAX_SCALE))", "tests/scales/test_scales.py",
     ),
     Mutant(
         "scales: one side stands for both", "scales/formats/base.py",
@@ -370,7 +370,7 @@ MUTANTS = (
     ),
     Mutant(
         "scales: no room for a dropped center", "scales/formats/base.py",
-        "k = k + (room if k.ndim else room.max())", "k = k + 0 * room.max()",
+        "k = k + (headroom if k.ndim else headroom.max())", "k = k + 0 * headroom.max()",
         "tests/scales/test_export.py",
     ),
     Mutant(

@@ -78,7 +78,7 @@ class TestWithoutVLLM:
         config = {"plan": str(tmp_path)}
         for size, rank in ((1, 0), (2, 1)):
             model = read_options("hf_fp8kv", config, rank=rank, size=size)
-            layer = model.layer(0, 2 // size, 32, torch.device("cpu"))
+            layer = model.layer_storage(0, 2 // size, 32, torch.device("cpu"))
             assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
             assert torch.equal(layer.center, plan.layers[0].k_center[rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
@@ -113,7 +113,7 @@ class TestWithoutVLLM:
         scales.save_pretrained(tmp_path)
         config = {"scales": str(tmp_path)}
         for size, rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            layer = read_options("hf_fp8kv_static", config, rank=rank, size=size).layer(
+            layer = read_options("hf_fp8kv_static", config, rank=rank, size=size).layer_storage(
                 1, 1, 32, torch.device("cpu")
             )
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))

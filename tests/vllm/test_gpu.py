@@ -73,13 +73,13 @@ from vllm.config import cache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-from hf_fp8kv.vllm.specs import customize
+from hf_fp8kv.vllm.specs import add_scale_bytes
 name = "hf_fp8kv_e3m4"
 assert cache.KV_CACHE_DTYPES.count(name) == 1
 mode = get_kv_quant_mode(name)
 assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
 spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
-assert customize(spec).page_size_bytes == 64 * 2 * 260
+assert add_scale_bytes(spec).page_size_bytes == 64 * 2 * 260
 assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
 assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
 print("version", vllm.__version__)

@@ -139,7 +139,7 @@ def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path,
         model(torch.tensor([prompt]), past_key_values=cache)
     for index, layer in enumerate(cache.layers):
         attention = layers[f"model.layers.{index}.self_attn.attn"]
-        pages = attention.impl.bound.stored(attention.kv_cache).pages
+        pages = attention.impl.bound_layer.view_stored_layer(attention.kv_cache).pages
         stored = pages_of(layer.keys)
         code_pairs = [(pages.k_codes, stored.k_codes), (pages.v_codes.mT, stored.v_codes.mT)]
         if path is None:

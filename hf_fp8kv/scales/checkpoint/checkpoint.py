@@ -18,16 +18,16 @@ from huggingface_hub.errors import (
 from ...errors import ScaleError
 from ...utils.files import read_header, read_json, read_weight_map
 from .configs import HF_QUANT_CONFIG, Config, Declaration, find_declaration
-from .tensor_names import LIKELY
+from .tensor_names import LIKELY_SCALE
 
 INDEX_FILE = "model.safetensors.index.json"
 # A checkpoint with a second file needs an index. The first file is then renamed, because readers
-# would not read an index next to the only file.
+# ignore an index next to a file with the name `ONLY_FILE`.
 ONLY_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
 # The files of formats with separate scales, in the order in which they are read.
 OWN_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
 # Folder of `OWN_FILE` next to weights. Servers load every safetensors file next to weights as
-# further weights, but no file in a folder.
+# further weights, but not files in a folder.
 OWN_FOLDER = "kv_scales"
 # The file of formats whose scales are tensors of the checkpoint.
 SCALES_FILE = "model-kv-scales.safetensors"
@@ -39,25 +39,25 @@ _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsin
 @dataclass(frozen=True)
 class LocalFolder:
     root: Path
-    place: Path | None = None  # future folder of the files, for messages
+    target: Path | None = None  # future folder of the files, for messages
 
     @property
     def origin(self) -> str:
         """Name in messages."""
-        return str(self.place or self.root)
+        return str(self.target or self.root)
 
-    def path(self, name: str) -> Path | None:
+    def find_file(self, name: str) -> Path | None:
         """Return a file, fetched if it is remote, or None if there is none."""
         path = self.root / name
         return path if path.is_file() else None
 
-    def header(self, name: str) -> list[str] | None:
+    def list_tensors(self, name: str) -> list[str] | None:
         """Return the tensor names of a safetensors file, or None if there is no such file."""
-        path = self.path(name)
+        path = self.find_file(name)
         return None if path is None else read_header(path)[0]
 
     def list_files(self, suffix: str) -> list[str]:
-        """Return the names with this suffix. For a repository there are none."""
+        """Return the names of files with this suffix. A repository lists none."""
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))
 
 
@@ -98,21 +98,21 @@ class HubFolder:
     force_download: bool = False
     subfolder: str | None = None
     # Set when a request has failed. Only cached files are read then, although more may exist.
-    trouble: str = field(default="", init=False)
+    failure: str = field(default="", init=False)
     paths: dict[str, Path | None] = field(default_factory=dict, init=False)
 
     @property
     def offline(self) -> bool:
-        return self.local_files_only or constants.HF_HUB_OFFLINE or bool(self.trouble)
+        return self.local_files_only or constants.HF_HUB_OFFLINE or bool(self.failure)
 
     @property
     def origin(self) -> str:
-        return f"{self.repo} ({self.trouble})" if self.trouble else self.repo
+        return f"{self.repo} ({self.failure})" if self.failure else self.repo
 
-    def path(self, name: str) -> Path | None:
+    def find_file(self, name: str) -> Path | None:
         if name not in self.paths:
             self.paths[name] = None
-            with self._request():
+            with self._ignore_missing():
                 path = hf_hub_download(
                     self.repo, name, subfolder=self.subfolder, revision=self.revision,
                     token=self.token, cache_dir=self.cache_dir, local_files_only=self.offline,
@@ -121,9 +121,9 @@ class HubFolder:
                 self.paths[name] = Path(path)
         return self.paths[name]
 
-    def header(self, name: str) -> list[str] | None:
+    def list_tensors(self, name: str) -> list[str] | None:
         file = f"{self.subfolder}/{name}" if self.subfolder else name
-        with self._request():
+        with self._ignore_missing():
             cached = try_to_load_from_cache(self.repo, file, self.cache_dir, self.revision)
             if isinstance(cached, str) and not self.force_download:
                 return read_header(Path(cached))[0]
@@ -139,14 +139,14 @@ class HubFolder:
         return []
 
     @contextmanager
-    def _request(self) -> Iterator[None]:
+    def _ignore_missing(self) -> Iterator[None]:
         """Ignore a file that does not exist, or is not cached if the Hub cannot be reached."""
         with translate_hub_errors(self.repo, "read"):
             try:
                 yield
             except EntryNotFoundError as error:
-                if isinstance(error, LocalEntryNotFoundError) and not self.trouble:
-                    self.trouble = (
+                if isinstance(error, LocalEntryNotFoundError) and not self.failure:
+                    self.failure = (
                         "offline: cached files only" if self.offline else "Hub out of reach"
                     )
 
@@ -158,9 +158,9 @@ Folder = LocalFolder | HubFolder
 class Checkpoint:
     folder: Folder
     config: Config  # its config.json, empty without one
-    second: Config | None  # its hf_quant_config.json
+    modelopt: Config | None  # its hf_quant_config.json
     files: Mapping[str, str]  # the file of each tensor
-    left_out: Collection[str] = ()  # tensors in its files that are not part of it
+    removed_tensors: Collection[str] = ()  # tensors in its files that are not part of it
 
     @property
     def origin(self) -> str:
@@ -168,41 +168,41 @@ class Checkpoint:
 
     @cached_property
     def declaration(self) -> Declaration:
-        return find_declaration(self.config, self.second)
+        return find_declaration(self.config, self.modelopt)
 
 
 def read_configs(folder: Folder) -> Checkpoint:
     """Return a checkpoint with its configs, and without tensors."""
-    path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
+    path, modelopt_path = folder.find_file("config.json"), folder.find_file(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
-    second = None if second_path is None else read_json(second_path, unique=False)
-    return Checkpoint(folder, config, second, {})
+    modelopt = None if modelopt_path is None else read_json(modelopt_path, unique=False)
+    return Checkpoint(folder, config, modelopt, {})
 
 
-def find_indexed(folder: Folder) -> dict[str, str]:
+def find_indexed_tensors(folder: Folder) -> dict[str, str]:
     """Return the file of each tensor, from the only file or an index, or nothing without both.
 
-    transformers also prefers these to `find_in_shards`.
+    transformers also prefers these to `find_shard_tensors`.
     """
-    names = folder.header(ONLY_FILE)
+    names = folder.list_tensors(ONLY_FILE)
     if names is not None:
         return dict.fromkeys(names, ONLY_FILE)
     for index in (INDEX_FILE, *folder.list_files(".safetensors.index.json")):
-        path = folder.path(index)
+        path = folder.find_file(index)
         if path is not None:
             return read_weight_map(path)
     return {}
 
 
-def find_in_shards(folder: Folder) -> dict[str, str]:
+def find_shard_tensors(folder: Folder) -> dict[str, str]:
     """Return the tensors of all files, without an index."""
     files: dict[str, str] = {}
     shards = folder.list_files(".safetensors")
     # "consolidated" files are a copy of the weights in a different layout.
-    ordinary = [name for name in shards if not name.startswith("consolidated")]
-    for shard in ordinary or shards:
-        for name in folder.header(shard) or ():
-            if name in files and LIKELY.search(name):
+    weight_shards = [name for name in shards if not name.startswith("consolidated")]
+    for shard in weight_shards or shards:
+        for name in folder.list_tensors(shard) or ():
+            if name in files and LIKELY_SCALE.search(name):
                 raise ScaleError(
                     f"{folder.origin}: expected {name} in one file, got it in {files[name]} and "
                     f"{shard}. Pass one of them to from_file"

@@ -22,11 +22,11 @@ _LAYER_COUNTS = (
     "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
     "num_layers",
 )  # fmt: skip
-# Entries of models in which some layers have no attention, without a list of these layers.
-_HYBRID = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
-_HEADS = re.compile(r"heads$|^n_head|^multi_query_group_num$")
+# Entries of models in which some layers have no attention. They do not list these layers.
+_HYBRID_ENTRIES = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
+_HEAD_COUNT = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 # Entries of a config for the quantization of weights and cache.
-_BLOCKS = ("quantization_config", "compression_config", "quantization")
+_QUANTIZATION_ENTRIES = ("quantization_config", "compression_config", "quantization")
 # Entries for a KV cache in a quantization config, and in config.json.
 _CACHE_ENTRIES = (
     "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype",
@@ -34,10 +34,10 @@ _CACHE_ENTRIES = (
 )  # fmt: skip
 TGI_ENTRY = "kv_cache_torch_dtype"
 _TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
-_STATIC = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
-_FNUZ = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
-_DYNAMIC = ("dynamic", "fp8_per_token_head")
-_UNQUANTIZED = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
+_STATIC_NAMES = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
+_FNUZ_NAMES = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
+_DYNAMIC_NAMES = ("dynamic", "fp8_per_token_head")
+_UNQUANTIZED_NAMES = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
 _BEFORE_ROPE = (
     "Quark measured the scales of K before RoPE, and before the norm of K if the model has one "
     "(kv_cache_post_rope). K may not fit them, or they may be far too large. Export with "
@@ -57,7 +57,7 @@ class Declaration:
     description: str = "nothing about a KV cache"  # the entry and its value, for messages
     dialect: str = ""  # format of the tensor names
     fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
-    remark: str = ""  # an oddity of the scales, in words
+    remark: str = ""  # a sentence about an oddity of the scales
     # Rotations before the scales of K: sizes of their blocks, and modules.
     rotations: tuple[tuple[int, str], ...] = ()
 
@@ -72,18 +72,18 @@ def as_mapping(value: object) -> Mapping[str, object]:
 
 
 def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield path and entries of a config, and of each nested config for text."""
+    """Yield the path and the entries of a config, and of each nested text config."""
     entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     yield path, entries
     for name in _TEXT_CONFIGS:
-        if (inner := entries.get(name)) is not None:
-            yield from nested_configs(inner, f"{path}{name}.")
+        if (nested_config := entries.get(name)) is not None:
+            yield from nested_configs(nested_config, f"{path}{name}.")
 
 
 def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the innermost config of the language model."""
-    inner = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
-    return config if inner is None else text_config(inner)
+    nested_config = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
+    return config if nested_config is None else text_config(nested_config)
 
 
 def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
@@ -99,52 +99,53 @@ def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int
             count = value
     if not 0 < count < 1_000_000:
         return None
-    shared = text.get("num_kv_shared_layers")
-    owners = range(count - shared if isinstance(shared, int) else count)
+    num_shared = text.get("num_kv_shared_layers")
+    owners = range(count - num_shared if isinstance(num_shared, int) else count)
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and len(types) == count:
         return [i for i in owners if "attention" in str(types[i]) and "linear" not in str(types[i])]
-    return None if any(name in text for name in _HYBRID) else owners
+    return None if any(name in text for name in _HYBRID_ENTRIES) else owners
 
 
 def head_counts(config: Mapping[str, object]) -> set[int]:
     """Return all numbers of heads in a `config.json`."""
     text = text_config(config)
-    return {n for name, n in text.items() if _HEADS.search(name) and isinstance(n, int)}
+    return {n for name, n in text.items() if _HEAD_COUNT.search(name) and isinstance(n, int)}
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return the declaration of KV scales in a config and in ModelOpt's second config."""
     owners = [*nested_configs(config)]
-    parts: list[Declaration] = []
+    declarations: list[Declaration] = []
     dialect = ""
-    for entry in _BLOCKS:
+    for entry in _QUANTIZATION_ENTRIES:
         for path, owner in owners:
             if block := as_mapping(owner.get(entry)):
                 tool = find_dialect(entry, block) or "autofp8"
                 dialect = dialect or tool
-                parts += [replace(d, dialect=tool) for d in _parse_block(path + entry, block)]
+                parts = _parse_block(path + entry, block)
+                declarations += [replace(d, dialect=tool) for d in parts]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
-        second = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
-        parts += [replace(d, dialect="modelopt") for d in second]
+        parts = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
+        declarations += [replace(d, dialect="modelopt") for d in parts]
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
         for path, owner in owners:
-            parsed = _parse_entry(path + entry, owner.get(entry))
-            parts += [replace(d, dialect=dialect) for d in parsed]
+            parts = _parse_entry(path + entry, owner.get(entry))
+            declarations += [replace(d, dialect=dialect) for d in parts]
     kinds = ("refused", "static", "dynamic")
-    best = next(
-        (d for kind in kinds for d in parts if d.kind == kind), Declaration(dialect=dialect)
+    strongest = next(
+        (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
     )
-    rotations = tuple(rotation for d in parts for rotation in d.rotations)
-    return replace(best, fnuz=any(d.fnuz for d in parts), rotations=rotations)
+    rotations = tuple(rotation for d in declarations for rotation in d.rotations)
+    return replace(strongest, fnuz=any(d.fnuz for d in declarations), rotations=rotations)
 
 
 def declared_kv_scales(config: object) -> str | None:
     """Describe the static FP8 KV scales that a config or its dict declares, or return None."""
-    declared = find_declaration(config)
-    return declared.description if declared.kind == "static" else None
+    declaration = find_declaration(config)
+    return declaration.description if declaration.kind == "static" else None
 
 
 def find_dialect(entry: str, block: Mapping[str, object]) -> str:
@@ -160,78 +161,78 @@ def find_dialect(entry: str, block: Mapping[str, object]) -> str:
     return "trtllm" if entry == "quantization" else ""
 
 
-def _parse_block(where: str, block: Mapping[str, object]) -> Iterator[Declaration]:
-    inner = as_mapping(block.get("quantization"))
+def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaration]:
+    nested_block = as_mapping(block.get("quantization"))
     for entry in _CACHE_ENTRIES:
-        for path, owner in (("quantization.", inner), ("", block)):
-            yield from _parse_entry(f"{where}.{path}{entry}", owner.get(entry))
+        for path, owner in (("quantization.", nested_block), ("", block)):
+            yield from _parse_entry(f"{label}.{path}{entry}", owner.get(entry))
     transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
     for name, scheme in transforms.items():
-        yield from _parse_transform(f"{where}.transform_config.{name}", as_mapping(scheme))
+        yield from _parse_transform(f"{label}.transform_config.{name}", as_mapping(scheme))
     for name, group in as_mapping(block.get("config_groups")).items():
         if _targets_projections(group):  # older tools declared their outputs as the cache
-            place = f"{where}.config_groups.{name}.output_activations (kv_cache)"
-            yield from _parse_entry(place, as_mapping(group).get("output_activations"))
+            group_label = f"{label}.config_groups.{name}.output_activations (kv_cache)"
+            yield from _parse_entry(group_label, as_mapping(group).get("output_activations"))
     # Quark's mode "fp8" writes this list as well, but declares the cache as AutoFP8 does.
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
-        yield _parse_projections(f"{where}.export.kv_cache_group", projections, block)
+        yield _parse_projections(f"{label}.export.kv_cache_group", projections, block)
 
 
-def _parse_entry(where: str, value: object) -> Iterator[Declaration]:
+def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
     """Yield the declaration of an entry, a scheme or its name, if it declares anything."""
     value = getattr(value, "value", value)
     word = None
     if isinstance(value, str | torch.dtype):
         word = str(value).lower().removeprefix("torch.")
     if scheme := as_mapping(value):
-        yield _parse_scheme(where, scheme)
-    elif value is not None and value != {} and word not in _UNQUANTIZED:
-        kind: Kind = "dynamic" if word in _DYNAMIC else "refused"
-        kind = "static" if word in (*_STATIC, *_FNUZ) else kind
-        yield Declaration(kind, f"{where} = {value!r}", fnuz=word in _FNUZ)
+        yield _parse_scheme(label, scheme)
+    elif value is not None and value != {} and word not in _UNQUANTIZED_NAMES:
+        kind: Kind = "dynamic" if word in _DYNAMIC_NAMES else "refused"
+        kind = "static" if word in (*_STATIC_NAMES, *_FNUZ_NAMES) else kind
+        yield Declaration(kind, f"{label} = {value!r}", fnuz=word in _FNUZ_NAMES)
 
 
-def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
-    def entry(name: str, default: object = None) -> object:
+def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
+    def get(name: str, default: object = None) -> object:
         value = scheme.get(name, default)
         return getattr(value, "value", value)
 
     # Defaults are as in compressed-tensors.
-    bits, number, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
-    symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
-    fp8 = (bits, number) == (8, "float")
-    name = "" if fp8 else f" ({_name_format(bits, number, entry('group_size'))})"
+    num_bits, number_type, strategy = get("num_bits", 8), get("type", "int"), get("strategy")
+    is_symmetric, is_dynamic = get("symmetric", True), get("dynamic", False)
+    is_fp8 = (num_bits, number_type) == (8, "float")
+    name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, get('group_size'))})"
     description = (
-        f"{where}: {bits}-bit {number}{name}, "
+        f"{label}: {num_bits}-bit {number_type}{name}, "
         f"strategy {strategy or 'tensor'}, "
-        f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
+        f"{'symmetric' if is_symmetric else 'asymmetric'}, {'dynamic' if is_dynamic else 'static'}"
     )
-    if not fp8 or not symmetric or strategy not in (None, "tensor", "attn_head"):
+    if not is_fp8 or not is_symmetric or strategy not in (None, "tensor", "attn_head"):
         return Declaration("refused", description)
-    return Declaration("dynamic" if dynamic else "static", description)
+    return Declaration("dynamic" if is_dynamic else "static", description)
 
 
-def _name_format(bits: object, number: object, group_size: object) -> str:
+def _name_format(num_bits: object, number_type: object, group_size: object) -> str:
     """Return the usual name of a number format, such as "INT8", "NVFP4" or "MXFP4"."""
-    if (bits, number) == (4, "float") and group_size in (16, 32):
+    if (num_bits, number_type) == (4, "float") and group_size in (16, 32):
         return "NVFP4" if group_size == 16 else "MXFP4"
-    return f"{'FP' if number == 'float' else str(number).upper()}{bits}"
+    return f"{'FP' if number_type == 'float' else str(number_type).upper()}{num_bits}"
 
 
-def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
+def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
     """Yield the rotation of K before its scales (R3 of SpinQuant), if the scheme has one."""
     locations = scheme.get("apply")
-    locations = [as_mapping(place) for place in locations] if isinstance(locations, list) else []
-    locations = [place for place in locations if place.get("location") == "k_cache"]
+    locations = [as_mapping(x) for x in locations] if isinstance(locations, list) else []
+    locations = [x for x in locations if x.get("location") == "k_cache"]
     if not locations:
         return
-    kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
-    targets = [place.get("targets") for place in locations]
+    kind, size, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
+    targets = [x.get("targets") for x in locations]
     names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
-    description = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
-    ignored = any(place.get("ignore") for place in locations)
-    if kind != "hadamard" or random or type(size) is not int or ignored or not names:
+    description = f"{label}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
+    has_ignored = any(x.get("ignore") for x in locations)
+    if kind != "hadamard" or randomize or type(size) is not int or has_ignored or not names:
         yield Declaration("refused", description)
     else:
         yield Declaration("none", description, rotations=tuple((size, str(n)) for n in names))
@@ -243,44 +244,44 @@ def _targets_projections(group: object) -> bool:
     return any("k_proj" in target or "v_proj" in target for target in targets)
 
 
-def _parse_projections(where: str, group: object, block: Mapping[str, object]) -> Declaration:
+def _parse_projections(label: str, group: object, block: Mapping[str, object]) -> Declaration:
     """Return the declaration in Quark's list of projections, whose outputs are the cache."""
     patterns = group if isinstance(group, list) else [group]
     entries = {
         **as_mapping(block.get("kv_cache_quant_config")),
         **as_mapping(block.get("layer_quant_config")),
     }
-    dynamic = False
+    is_dynamic = False
     for pattern in map(str, patterns):
         # The entries are the pattern, or the matching layers.
         matches = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
         for entry in matches or [None]:
-            output = as_mapping(as_mapping(entry).get("output_tensors"))
-            dtype, scheme = output.get("dtype"), output.get("qscheme")
-            symmetric = output.get("symmetric") is not False
-            if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not symmetric:
-                description = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
-                four_bits = "fp4" in (dtype, output.get("mx_element_dtype"))
-                size = output.get("group_size") or output.get("block_size")
-                description += f" ({_name_format(4, 'float', size)})" if four_bits else ""
-                description += "" if symmetric else " (asymmetric)"
+            output_config = as_mapping(as_mapping(entry).get("output_tensors"))
+            dtype, scheme = output_config.get("dtype"), output_config.get("qscheme")
+            is_symmetric = output_config.get("symmetric") is not False
+            if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not is_symmetric:
+                description = f"{label}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
+                is_fp4 = "fp4" in (dtype, output_config.get("mx_element_dtype"))
+                size = output_config.get("group_size") or output_config.get("block_size")
+                description += f" ({_name_format(4, 'float', size)})" if is_fp4 else ""
+                description += "" if is_symmetric else " (asymmetric)"
                 return Declaration("refused", description)
-            dynamic = dynamic or bool(output.get("is_dynamic"))
+            is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
-    kind: Kind = "dynamic" if dynamic else "static"
-    return Declaration(kind, f"{where} = {patterns!r}", remark=remark)
+    kind: Kind = "dynamic" if is_dynamic else "static"
+    return Declaration(kind, f"{label} = {patterns!r}", remark=remark)
 
 
-def remove_declaration(origin: str, config: Config, second: Config | None, format: str) -> Config:
+def remove_declaration(origin: str, config: Config, modelopt: Config | None, format: str) -> Config:
     """Return a `config.json` without its entries about scales. Entries about weights stay.
 
     Entries that `format` will replace also stay. Raise ScaleError if an entry stays that would be
-    wrong with scales in this format, such as an entry in `second`, ModelOpt's config.
+    wrong with scales in this format, such as an entry in `modelopt`, ModelOpt's config.
     """
     config = copy.deepcopy(config)
-    stays = find_declaration(config, second).dialect == format
+    is_same_format = find_declaration(config, modelopt).dialect == format
     for _, owner in nested_configs(config):
-        for entry in _BLOCKS:
+        for entry in _QUANTIZATION_ENTRIES:
             block = owner.get(entry)
             if not isinstance(block, dict):
                 continue
@@ -289,25 +290,26 @@ def remove_declaration(origin: str, config: Config, second: Config | None, forma
                 if isinstance(group, dict) and _targets_projections(group):
                     group.pop("output_activations", None)
                     if not group.get("weights") and not group.get("input_activations"):
-                        _pop(groups, (name,))
-            if not stays:
-                _pop(block, _CACHE_ENTRIES)
-                _pop(block.get("quantization"), _CACHE_ENTRIES)
-                compressed = block.get("quant_method") == "compressed-tensors"
-                if compressed and not (groups or block.get("sparsity_config")):
-                    _pop(owner, (entry,))  # quantizes nothing
-        if not stays:
-            _pop(owner, _TOP_ENTRIES)
-    left = find_declaration(config, second)
-    if not stays and left.kind != "none":
+                        _pop_entries(groups, (name,))
+            if not is_same_format:
+                _pop_entries(block, _CACHE_ENTRIES)
+                _pop_entries(block.get("quantization"), _CACHE_ENTRIES)
+                is_compressed = block.get("quant_method") == "compressed-tensors"
+                if is_compressed and not (groups or block.get("sparsity_config")):
+                    _pop_entries(owner, (entry,))  # quantizes nothing
+        if not is_same_format:
+            _pop_entries(owner, _TOP_ENTRIES)
+    remaining = find_declaration(config, modelopt)
+    if not is_same_format and remaining.kind != "none":
         raise ScaleError(
             f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
-            f"{format!r}, got a declaration that stays: {left.description}. Choose {left.dialect}"
+            f"{format!r}, got a declaration that stays: {remaining.description}. Choose "
+            f"{remaining.dialect}"
         )
     return config
 
 
-def _pop(owner: object, entries: Collection[str]) -> None:
+def _pop_entries(owner: object, entries: Collection[str]) -> None:
     if isinstance(owner, dict):
         for entry in entries:
             owner.pop(entry, None)

@@ -14,16 +14,16 @@ from ...formats import FORMATS, LayerPlan
 from ...formats.rotation import rotation_block
 from ...utils.files import PICKLES, convert_read_errors
 from ...utils.text import format_list
-from ..layer_scales import FLOATS, LayerScales, ScaleData
+from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData
 from ..request import Request
 from .checkpoint import JSON_FILE, OWN_FILE, Checkpoint
 from .configs import head_counts, text_config
 from .tensor_names import (
     ATTENTION_MODULE,
     BIAS,
-    FOREIGN,
+    FOREIGN_NAMES,
     LAYER,
-    LIKELY,
+    LIKELY_SCALE,
     TENSOR_NAMES,
     ZERO_POINT,
     ScaleTensor,
@@ -35,23 +35,23 @@ logger = logging.getLogger(__name__)
 
 def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     """Return the scales among the tensors of a checkpoint. Raise ScaleError if there are none."""
-    origin, config, declared = checkpoint.origin, checkpoint.config, checkpoint.declaration
-    if declared.kind == "refused":
+    origin, config, declaration = checkpoint.origin, checkpoint.config, checkpoint.declaration
+    if declaration.kind == "refused":
         raise ScaleError(
             f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
-            f"per head), got {declared.description}. Use scales=None, which is dynamic"
+            f"per head), got {declaration.description}. Use scales=None, which is dynamic"
         )
-    if declared.kind == "dynamic":
+    if declaration.kind == "dynamic":
         raise ScaleError(
-            f"{origin}: expected a config that declares static scales, got {declared.description}, "
-            "which needs none. Use scales=None (dynamic), or correct the config"
+            f"{origin}: expected a config that declares static scales, got "
+            f"{declaration.description}, which needs none. Use scales=None, or fix the config"
         )
-    scale_tensors, unknown = match_tensors(checkpoint.files, declared)
+    scale_tensors, unknown_names = match_tensors(checkpoint.files, declaration)
     if not scale_tensors:
-        raise _no_scales(checkpoint)
-    if declared.remark:
-        logger.warning("%s: %s", origin, declared.remark)
-    if declared.kind == "none":
+        raise _make_missing_error(checkpoint)
+    if declaration.remark:
+        logger.warning("%s: %s", origin, declaration.remark)
+    if declaration.kind == "none":
         reason = "the config declares no KV cache" if config else "no config.json"
         logger.warning("%s: %s. Its KV scales are read as float8_e4m3fn", origin, reason)
     _check_foreign(checkpoint)
@@ -61,26 +61,27 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
         logger.warning(
             "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
         )
-    unused = format_list(name for name in unknown if re.match(LAYER, name))
-    if unused:
-        logger.warning("%s: not used, though they look like scales: %s", origin, unused)
+    unused_names = format_list(name for name in unknown_names if re.match(LAYER, name))
+    if unused_names:
+        logger.warning("%s: not used, though they look like scales: %s", origin, unused_names)
     model_type = config.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None
     layers = request.select_layers(layers, config, origin)
-    layers = _rotate(checkpoint, layers, scale_tensors)
+    layers = _add_rotation(checkpoint, layers, scale_tensors)
     return ScaleData(layers, scale_tensors[0].format, model_type, origin)
 
 
 def _check_foreign(checkpoint: Checkpoint) -> None:
     """Refuse tensors of INT8 and NVFP4 caches, and zero points other than zero."""
     for name in checkpoint.files:
-        for pattern, cache in FOREIGN:
+        for pattern, cache in FOREIGN_NAMES:
             if pattern.fullmatch(name):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of "
                     f"{cache}. Use scales=None, which is dynamic"
                 )
-    for name, value in _load(checkpoint, filter(ZERO_POINT.fullmatch, checkpoint.files)).items():
+    names = filter(ZERO_POINT.fullmatch, checkpoint.files)
+    for name, value in _load_tensors(checkpoint, names).items():
         if bool(value.ne(0).any()):
             raise ScaleError(
                 f"{checkpoint.origin}: {name}: expected a zero point of 0, got a different value. "
@@ -88,45 +89,45 @@ def _check_foreign(checkpoint: Checkpoint) -> None:
             )
 
 
-def _load(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     groups = defaultdict(list)
     for name in names:
         groups[checkpoint.files[name]].append(name)
-    loaded: dict[str, torch.Tensor] = {}
-    for place, group in groups.items():
-        path = checkpoint.folder.path(place)
+    tensors: dict[str, torch.Tensor] = {}
+    for file_name, group in groups.items():
+        path = checkpoint.folder.find_file(file_name)
         if path is None:
             raise ScaleError(
-                f"{checkpoint.origin}: expected the file {place}, which has scales according to "
-                "the index, found none. Fetch it"
+                f"{checkpoint.origin}: expected the file {file_name}, which has scales according "
+                "to the index, found none. Fetch it"
             )
         with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
-            if missing := sorted({*group} - {*file.keys()}):
+            if missing_names := sorted({*group} - {*file.keys()}):
                 raise ScaleError(
-                    f"{path}: expected the tensor {missing[0]}, which the index lists here, got "
-                    "none. Fetch the file again"
+                    f"{path}: expected the tensor {missing_names[0]}, which the index lists here, "
+                    "got none. Fetch the file again"
                 )
-            loaded |= {name: file.get_tensor(name) for name in group}
-    return loaded
+            tensors |= {name: file.get_tensor(name) for name in group}
+    return tensors
 
 
-def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _reshape_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a scale as float32: `[]`, or `[heads, 1]` for scales per head."""
     shape, heads = list(tensor.shape), head_counts(checkpoint.config)
-    if tensor.dtype not in FLOATS:
+    if tensor.dtype not in FLOAT_DTYPES:
         raise ScaleError(
-            f"{checkpoint.origin}: {name}: expected one of {format_list(FLOATS)}, got "
+            f"{checkpoint.origin}: {name}: expected one of {format_list(FLOAT_DTYPES)}, got "
             f"{tensor.dtype}. These are not scales of an FP8 cache"
         )
-    single = all(n == 1 for n in shape)
-    per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(heads))
-    if not single and not (per_head and shape[0] in (heads or shape[:1]) and shape[0]):
+    is_single = all(n == 1 for n in shape)
+    is_per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(heads))
+    if not is_single and not (is_per_head and shape[0] in (heads or shape[:1]) and shape[0]):
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one number, or the shape [heads] or [heads, 1, "
             f"1] with the heads in config.json ({sorted(heads)}), got {shape}. Use this model's "
             "scales, calibrated per tensor or per head"
         )
-    return tensor.float().reshape(() if single else (-1, 1))
+    return tensor.float().reshape(() if is_single else (-1, 1))
 
 
 def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
@@ -136,7 +137,7 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
     enlarged. If |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
     matches = [match for match in map(BIAS.fullmatch, checkpoint.files) if match is not None]
-    tensors = _load(checkpoint, (match[0] for match in matches))
+    tensors = _load_tensors(checkpoint, (match[0] for match in matches))
     for match in matches:
         tensor, index = tensors[match[0]], int(match["layer"])
         if index not in layers:
@@ -146,7 +147,7 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
         layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
         scale_heads = {len(scale) for scale in layer.static if scale.ndim} - {1}
         heads = {1, *(scale_heads or head_counts(checkpoint.config) or shape[1:2])}
-        if tensor.dtype not in FLOATS or shape[::2] != [1, 1] or shape[1] not in heads:
+        if tensor.dtype not in FLOAT_DTYPES or shape[::2] != [1, 1] or shape[1] not in heads:
             raise ScaleError(
                 f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D] "
                 f"with heads in {sorted(heads)}, got {tensor.dtype} {list(tensor.shape)}. Export "
@@ -159,7 +160,7 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
             layers[index] = replace(layer, v=layer.static[1] + bias.abs() / FORMATS["fp8_e4m3"].max)
 
 
-def _rotate(
+def _add_rotation(
     checkpoint: Checkpoint, layers: dict[int, LayerScales], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
     rotations, text = checkpoint.declaration.rotations, text_config(checkpoint.config)
@@ -198,34 +199,34 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     """
     unit = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
-        name: _as_scale(checkpoint, name, tensor) * unit
-        for name, tensor in _load(checkpoint, (s.name for s in scale_tensors)).items()
+        name: _reshape_scale(checkpoint, name, tensor) * unit
+        for name, tensor in _load_tensors(checkpoint, (s.name for s in scale_tensors)).items()
     }
-    by_layer: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
+    layer_tensors: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:
         for side in tensor.side:
-            prior = by_layer[tensor.layer].setdefault((tensor.priority, side), tensor)
+            entry = layer_tensors[tensor.layer].setdefault((tensor.priority, side), tensor)
             # It is unknown which of two names is right.
-            if prior is not tensor and not torch.equal(values[tensor.name], values[prior.name]):
+            if entry is not tensor and not torch.equal(values[tensor.name], values[entry.name]):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
-                    f"{tensor.layer}, got {prior.name} and {tensor.name}, which differ. Delete one"
+                    f"{tensor.layer}, got {entry.name} and {tensor.name}, which differ. Delete one"
                 )
     oddities: dict[str, list[int]] = defaultdict(list)
     layers = {}
-    for index, tensors in by_layer.items():
-        best = {side: tensor for (_, side), tensor in reversed(tensors.items())}
+    for index, tensors in layer_tensors.items():
+        best_tensors = {side: tensor for (_, side), tensor in reversed(tensors.items())}
         pairs = (p for p, _ in tensors if (p, "k") in tensors and (p, "v") in tensors)
-        if (complete := next(pairs, None)) is not None:
-            best = {side: tensors[complete, side] for side in "kv"}
-        elif len(best) == 1:
-            (side,) = best
+        if (complete_priority := next(pairs, None)) is not None:
+            best_tensors = {side: tensors[complete_priority, side] for side in "kv"}
+        elif len(best_tensors) == 1:
+            (side,) = best_tensors
             oddities[f"only {side.upper()} has a scale, which is used for K and V"].append(index)
-            best = dict.fromkeys("kv", best[side])
-        k_name, v_name = best["k"].name, best["v"].name
+            best_tensors = dict.fromkeys("kv", best_tensors[side])
+        k_name, v_name = best_tensors["k"].name, best_tensors["v"].name
         k, v = values[k_name], values[v_name]
-        shared = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
-        if shared not in (k_name, v_name) and values[shared].max() != max(k.max(), v.max()):
+        name = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
+        if name not in (k_name, v_name) and values[name].max() != max(k.max(), v.max()):
             oddities["kv_scale is not the larger scale of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
         source = f"{checkpoint.origin}/{checkpoint.files[k_name]}: {names}"
@@ -235,17 +236,17 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     return layers
 
 
-def _no_scales(checkpoint: Checkpoint) -> ScaleError:
-    names = ", ".join(known.name.replace("{side}", "{k,v}") for known in TENSOR_NAMES)
-    likely = format_list(name for name in checkpoint.files if LIKELY.search(name))
-    got = f"got only {likely}, which no format has" if likely else "got none"
+def _make_missing_error(checkpoint: Checkpoint) -> ScaleError:
+    names = ", ".join(tensor_name.name.replace("{side}", "{k,v}") for tensor_name in TENSOR_NAMES)
+    likely_names = format_list(name for name in checkpoint.files if LIKELY_SCALE.search(name))
+    got = f"got only {likely_names}, which no format has" if likely_names else "got none"
     pickles = [n for suffix in PICKLES for n in checkpoint.folder.list_files(suffix)]
     if pickles:
         got += f" (pickles are never loaded: {format_list(pickles)})"
-    declared = checkpoint.declaration
-    servers = ", so servers use 1.0" if declared.kind == "static" and not likely else ""
+    declaration = checkpoint.declaration
+    servers = ", so servers use 1.0" if declaration.kind == "static" and not likely_names else ""
     return ScaleError(
         f"{checkpoint.origin}: expected {OWN_FILE}, {JSON_FILE}, or scale tensors such as "
         f"self_attn.{names} in the layers of the language model, {got}. The config declares "
-        f"{declared.description}{servers}. Use scales=None, which is dynamic, or calibrate"
+        f"{declaration.description}{servers}. Use scales=None, which is dynamic, or calibrate"
     )

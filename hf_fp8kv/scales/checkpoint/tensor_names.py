@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .configs import Declaration
 
-# A tensor belongs to the language model if every part of its path is in this list. Encoders of
+# A tensor belongs to the language model if every part of its path is listed here. Encoders of
 # images or audio have the same layer numbers, and encoders and draft heads do not use the cache.
 LAYER = (
     r"(?:(?:(?:model|language_model|llm|thinker|transformer|decoder|text_model|gpt_neox|backbone)\.)*"
@@ -34,21 +34,21 @@ class ScaleTensor(NamedTuple):
 class TensorName:
     """A tool's name for the tensor of a scale, below the attention module."""
 
-    name: str  # `{side}` stands for k or v. A name without it is for K and V
+    name: str  # `{side}` stands for k or v. A name without it is for K and V.
     # If two names match in a layer, the lower number is used: 0 for a name in the attention module,
     # 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of K and V together, 5 and 6 of
     # TensorRT-LLM, 7 of the output of one projection for Q, K and V.
     priority: int
-    # The first format, unless the config declares one of the following formats. If the first is
-    # empty, the config must declare a format.
+    # The first format applies unless the config declares one of the following formats. If the
+    # first format is empty, the config must declare a format.
     formats: tuple[str, ...]
-    # Tensors that are not scales have the name as well, so the config must declare FP8 scales.
+    # Some tensors that are not scales also have this name, so the config must declare FP8 scales.
     needs_declaration: bool = False
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        tail = re.escape(self.name).replace(r"\{side\}", "(?P<side>[kv])", 1)
-        return re.compile(LAYER + _ATTENTION + tail.replace(r"\{side\}", "(?P=side)"))
+        suffix = re.escape(self.name).replace(r"\{side\}", "(?P<side>[kv])", 1)
+        return re.compile(LAYER + _ATTENTION + suffix.replace(r"\{side\}", "(?P=side)"))
 
 
 TENSOR_NAMES = (
@@ -69,9 +69,9 @@ TENSOR_NAMES = (
 # ModelOpt's FP8_AFFINE: a value for each head and channel that is subtracted before scaling.
 BIAS = re.compile(LAYER + _ATTENTION + r"(?P<side>[kv])_proj\.(?P=side)_bias")
 # Names of tensors that only caches other than FP8 have.
-FOREIGN = tuple(
-    (re.compile(LAYER + _ATTENTION + tail), cache)
-    for tail, cache in (
+FOREIGN_NAMES = tuple(
+    (re.compile(LAYER + _ATTENTION + suffix), cache)
+    for suffix, cache in (
         (r"[kv]_global_scale", "an NVFP4 cache"),
         (r"(?:[kv]_proj\.)?kv_cache_(?:scale|offset)", "an INT8 cache"),
     )
@@ -81,11 +81,11 @@ ZERO_POINT = re.compile(
 )
 # All tensors of an 8-bit or 4-bit cache.
 CACHE_PATTERNS = (
-    *(known.pattern for known in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN), ZERO_POINT,
-    BIAS,
+    *(name.pattern for name in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN_NAMES),
+    ZERO_POINT, BIAS,
 )  # fmt: skip
 # Names that look like a scale of K or V, for messages.
-LIKELY = re.compile(
+LIKELY_SCALE = re.compile(
     r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv|Wqkv|c_attn)(?:_cache|_proj)?[._]"
     r"(?![\w.]*(?:weight|input|activation|pre_quant|bias|norm|zero_point))[\w.]*(?:scales?|scaling_factor|amax)$"
 )
@@ -95,17 +95,17 @@ def match_tensors(
     names: Iterable[str], declaration: Declaration
 ) -> tuple[list[ScaleTensor], list[str]]:
     """Return the scales among the names, the best first, and names that only look like scales."""
-    scales, unknown, dialect = [], [], declaration.dialect
+    scales, unknown_names, dialect = [], [], declaration.dialect
     for name in names:
-        for known in TENSOR_NAMES if ATTENTION_MODULE.match(name) else ():
-            format = dialect if dialect in known.formats else known.formats[0]
+        for tensor_name in TENSOR_NAMES if ATTENTION_MODULE.match(name) else ():
+            format = dialect if dialect in tensor_name.formats else tensor_name.formats[0]
             # An INT8 cache also has these names. They are refused later, with the reason.
-            valid = format and not (known.needs_declaration and declaration.kind == "none")
-            if valid and (match := known.pattern.fullmatch(name)):
+            is_refused = tensor_name.needs_declaration and declaration.kind == "none"
+            if format and not is_refused and (match := tensor_name.pattern.fullmatch(name)):
                 side, layer = match.groupdict().get("side", "kv"), int(match["layer"])
-                scales.append(ScaleTensor(known.priority, layer, name, side, format))
+                scales.append(ScaleTensor(tensor_name.priority, layer, name, side, format))
                 break
         else:
-            if LIKELY.search(name):
-                unknown.append(name)
-    return sorted(scales), unknown
+            if LIKELY_SCALE.search(name):
+                unknown_names.append(name)
+    return sorted(scales), unknown_names

@@ -29,11 +29,11 @@ def to_json(data: object) -> bytes:
     return json.dumps(data, indent=2).encode() + b"\n"
 
 
-def make_index(old: Path | None, weight_map: Mapping[str, str]) -> bytes:
+def make_index(old_index: Path | None, weight_map: Mapping[str, str]) -> bytes:
     """Return an index with the metadata of an old one, except counts, which no loader reads."""
-    facts = {} if old is None else as_mapping(read_json(old).get("metadata"))
-    facts = {name: fact for name, fact in facts.items() if not name.startswith("total_")}
-    return to_json({"metadata": facts, "weight_map": weight_map})
+    metadata = {} if old_index is None else as_mapping(read_json(old_index).get("metadata"))
+    metadata = {name: value for name, value in metadata.items() if not name.startswith("total_")}
+    return to_json({"metadata": metadata, "weight_map": weight_map})
 
 
 class ScaleFormat:
@@ -42,10 +42,10 @@ class ScaleFormat:
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "tensor"  # the finest granularity of the format
     holds_centers: ClassVar[bool] = False
-    holds_both_sides: ClassVar[bool] = True  # K and V have separate scales
-    holds_ranks: ClassVar[bool] = False  # scales for each rank of a tensor-parallel model
+    holds_both_sides: ClassVar[bool] = True  # whether K and V have separate scales
+    holds_ranks: ClassVar[bool] = False  # whether tensor-parallel ranks have separate scales
 
-    def files(
+    def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
         """Return the files of scales from `reduce_scales`. The file that is read first comes last.
@@ -55,17 +55,17 @@ class ScaleFormat:
         raise NotImplementedError(self.name)
 
     def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
-        """Return the facts that readers need and the files do not have, in words."""
+        """Return sentences about facts that readers need and the files do not have."""
         return []
 
 
 class TensorFormat(ScaleFormat):
     """Scales as tensors of a checkpoint, which its config declares."""
 
-    quant_method: ClassVar[str] = ""  # of the quantization config that declares the scales
-    tensor_name: ClassVar[str] = "{side}_scale"  # below the attention module
-    shape: ClassVar[tuple[int, ...]] = ()  # of a single number
-    indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint has the scales
+    quant_method: ClassVar[str] = ""  # method in the config that declares the scales
+    tensor_name: ClassVar[str] = "{side}_scale"  # relative to the attention module
+    shape: ClassVar[tuple[int, ...]] = ()  # shape of the tensor of a single scale
+    is_indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint has the scales
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         """Add the entries that declare the scales to a `config.json`. Other entries are kept.
@@ -75,17 +75,17 @@ class TensorFormat(ScaleFormat):
         """
         raise NotImplementedError(self.name)
 
-    def files(
+    def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
         weights = {} if checkpoint is None else checkpoint.files
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
         config: Config = {"model_type": scales.model_type} if scales.model_type else {}
-        second, listed = None, None
+        modelopt, index_path = None, None
         if checkpoint is not None and (weights or checkpoint.config):
-            config, second = copy.deepcopy((checkpoint.config, checkpoint.second))
-            listed = checkpoint.folder.path(INDEX_FILE)
-        else:  # the entries that the scales alone can fill in
+            config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt))
+            index_path = checkpoint.folder.find_file(INDEX_FILE)
+        else:  # add the entries that follow from the scales
             if sorted(scales.layers) == list(range(len(scales.layers))):
                 config["num_hidden_layers"] = len(scales.layers)
             heads = {len(k) for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
@@ -101,21 +101,21 @@ class TensorFormat(ScaleFormat):
         quantizable = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
         # Some readers use the names of the modules with experts.
         quantizable |= {n.split(".experts.")[0] + ".experts" for n in weights if ".experts." in n}
-        in_index = tensors if self.indexed or not weights else {}
+        indexed_tensors = tensors if self.is_indexed or not weights else {}
         weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
-        weight_map |= dict.fromkeys(in_index, SCALES_FILE)
+        weight_map |= dict.fromkeys(indexed_tensors, SCALES_FILE)
         return {
             SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
-            INDEX_FILE: make_index(listed, weight_map),
-            **self.config_files(config, second, scales, sorted(quantizable)),
+            INDEX_FILE: make_index(index_path, weight_map),
+            **self.make_configs(config, modelopt, scales, sorted(quantizable)),
         }
 
-    def config_files(
-        self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
+    def make_configs(
+        self, config: Config, modelopt: Config | None, scales: ScaleData, excluded: Sequence[str]
     ) -> dict[str, bytes]:
-        """Return the configs that declare the scales. `second` is a `hf_quant_config.json`."""
-        if self.quant_method and second is not None and "quantization_config" not in config:
-            # Only the second config describes the quantized weights. An entry in the first config
+        """Return the configs that declare the scales. `modelopt` is a `hf_quant_config.json`."""
+        if self.quant_method and modelopt is not None and "quantization_config" not in config:
+            # Only this file describes the quantized weights. An entry in the first config
             # would contradict it.
             raise ScaleError(
                 f"format {self.name!r}: expected unquantized weights, got "
@@ -124,10 +124,10 @@ class TensorFormat(ScaleFormat):
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
 
-    def quantization_block(self, config: Config, new: Config) -> Config:
-        """Return the quantization config of the weights. Raise ScaleError for a different tool's.
+    def quantization_block(self, config: Config, new_entries: Config) -> Config:
+        """Return the quantization config of the weights. A different tool's raises ScaleError.
 
-        If it has none, add `new` with the tool's `quant_method`, for the cache only.
+        If it has none, add `new_entries` with the tool's `quant_method`, for the cache only.
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):
@@ -141,13 +141,13 @@ class TensorFormat(ScaleFormat):
                         "Choose a format without quant_method, such as tgi"
                     )
                 return block
-        block = {"quant_method": self.quant_method, **new}
+        block = {"quant_method": self.quant_method, **new_entries}
         config["quantization_config"] = block
         return block
 
 
 def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
-    """Return scales that the format can hold, and the losses in words.
+    """Return scales that the format can hold, and sentences about the losses.
 
     The largest scale is kept, and scales of K are enlarged by a center.
 
@@ -155,11 +155,12 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         ScaleError: The scales are for rotated values, which servers do not store, or are dynamic.
     """
     if format.holds_centers:
-        stale = scales.report is not None and scales.report.scales_digest != scales.digest
-        return scales, ["its report is about different scales, so it will not be read"] * stale
-    rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
-    if rotated or scales.is_dynamic:
-        kind = f"rotated values in layers {format_list(rotated)}" if rotated else "each token"
+        is_stale = scales.report is not None and scales.report.scales_digest != scales.digest
+        return scales, ["its report is about different scales, so it will not be read"] * is_stale
+    plans = (scales.plan or {}).items()
+    rotated_layers = format_list(index for index, plan in plans if plan.k.rotated or plan.v.rotated)
+    if rotated_layers or scales.is_dynamic:
+        kind = f"rotated values in layers {rotated_layers}" if rotated_layers else "each token"
         raise ScaleError(
             f"format {format.name!r}: expected scales of unchanged K and V, got scales for {kind} "
             f"({scales.origin}). Readers of the format cannot store these. Save as 'hf_fp8kv', or "
@@ -172,22 +173,22 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         k, v = layer.static
         if layer.k_center is not None:  # |K| <= max * scale + |center|
             losses["K's scales are enlarged by the centers, which are left out"].append(index)
-            room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
-            k = k + (room if k.ndim else room.max())
+            headroom = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
+            k = k + (headroom if k.ndim else headroom.max())
         pairs[index] = k, v
     counts = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
     # A layer with one number gets the heads of the remaining layers, because all share a strategy.
     head_counts = {*counts.values()} - {1}
-    default = head_counts.pop() if len(head_counts) == 1 else 0
-    counts = {index: count if count > 1 else default for index, count in counts.items()}
+    default_count = head_counts.pop() if len(head_counts) == 1 else 0
+    counts = {index: count if count > 1 else default_count for index, count in counts.items()}
     per_head = format.granularity == "head" and all(counts.values())
     layers = {}
     for index, pair in pairs.items():
         k, v = (x.amax(1, keepdim=True) if x.ndim and per_head else x.max() for x in pair)
         if per_head:
             k, v = (x.expand(counts[index], 1).clone() for x in (k, v))
-        for before, after in zip(pair, (k, v), strict=True):
-            if before.ndim and (before != after).any():
+        for scale, reduced_scale in zip(pair, (k, v), strict=True):
+            if scale.ndim and (scale != reduced_scale).any():
                 kind = "head" if per_head else "layer"
                 losses[f"the largest scale of each {kind} is written"].append(index)
         if not format.holds_both_sides:
@@ -195,7 +196,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
                 losses["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
         layers[index] = LayerScales(k, v, source=scales.layers[index].source)
-    texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
+    texts = [f"{loss} (layers {format_list(dict.fromkeys(i))})" for loss, i in losses.items() if i]
     return replace(scales, layers=layers), texts
 
 

@@ -24,7 +24,7 @@ class Tgi(TensorFormat):
     """
 
     name = "tgi"
-    indexed = False
+    is_indexed = False
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         config[TGI_ENTRY] = "float8_e4m3fn"
@@ -37,8 +37,8 @@ class AutoFP8(TensorFormat):
     quant_method = "fp8"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        new: Config = {"activation_scheme": "static", "ignored_layers": list(excluded)}
-        self.quantization_block(config, new)["kv_cache_scheme"] = "static"
+        entries: Config = {"activation_scheme": "static", "ignored_layers": list(excluded)}
+        self.quantization_block(config, entries)["kv_cache_scheme"] = "static"
 
 
 class CompressedTensors(TensorFormat):
@@ -51,8 +51,8 @@ class CompressedTensors(TensorFormat):
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         per_head = any(layer.static[0].ndim for layer in scales.layers.values())
-        status = {"format": "dense", "quantization_status": "compressed"}
-        block = self.quantization_block(config, {**status, "config_groups": {}, "ignore": []})
+        entries = {"format": "dense", "quantization_status": "compressed"}
+        block = self.quantization_block(config, {**entries, "config_groups": {}, "ignore": []})
         block["kv_cache_scheme"] = {
             "strategy": "attn_head" if per_head else "tensor", "num_bits": 8, "type": "float",
             "symmetric": True, "dynamic": False, "group_size": None,
@@ -77,26 +77,26 @@ class ModelOpt(TensorFormat):
             if isinstance(owner, dict) and "kv_cache_quant_algo" in owner:
                 owner["kv_cache_quant_algo"] = "FP8"
 
-    def config_files(
-        self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
+    def make_configs(
+        self, config: Config, modelopt: Config | None, scales: ScaleData, excluded: Sequence[str]
     ) -> dict[str, bytes]:
-        has_first = second is None or "quantization_config" in config
-        files = super().config_files(config, None, scales, excluded) if has_first else {}
-        if second is None:
+        declares_in_config = modelopt is None or "quantization_config" in config
+        files = super().make_configs(config, None, scales, excluded) if declares_in_config else {}
+        if modelopt is None:
             block = as_mapping(config.get("quantization_config"))
-            inner: object = {
+            quantization: object = {
                 "quant_algo": block.get("quant_algo"),
                 "exclude_modules": block.get("ignore", []),
             }
-            second = {"producer": _PRODUCER, "quantization": inner}
-        inner = second.setdefault("quantization", {})
-        if not isinstance(inner, dict):
+            modelopt = {"producer": _PRODUCER, "quantization": quantization}
+        quantization = modelopt.setdefault("quantization", {})
+        if not isinstance(quantization, dict):
             raise ScaleError(
-                f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}. "
-                "Fix the file"
+                f"{HF_QUANT_CONFIG}: quantization: expected an object, got "
+                f"{format_value(quantization)}. Fix the file"
             )
-        inner["kv_cache_quant_algo"] = "FP8"
-        return {HF_QUANT_CONFIG: to_json(second), **files}
+        quantization["kv_cache_quant_algo"] = "FP8"
+        return {HF_QUANT_CONFIG: to_json(modelopt), **files}
 
 
 class Quark(TensorFormat):
@@ -126,16 +126,16 @@ class Quark(TensorFormat):
             )
         names = ("*k_proj", "*v_proj")
         export |= {"kv_cache_group": list(names), "min_kv_scale": 0.0}
-        general = _UNQUANTIZED | dict(as_mapping(block.get("global_quant_config")))
+        defaults = _UNQUANTIZED | dict(as_mapping(block.get("global_quant_config")))
         projections = {
-            name: {**general, **(layers.get(name) or {}), "output_tensors": _OUTPUT}
+            name: {**defaults, **(layers.get(name) or {}), "output_tensors": _OUTPUT_CONFIG}
             for name in names
         }
         block["layer_quant_config"] = layers | projections
         block["kv_cache_quant_config"] = projections
 
 
-_OUTPUT = {
+_OUTPUT_CONFIG = {
     "dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True,
     "ch_axis": None, "group_size": None, "observer_cls": "PerTensorMinMaxObserver",
     "round_method": "half_even", "scale_type": "float",

@@ -24,78 +24,78 @@ from .base import ScaleFormat, to_json
 logger = logging.getLogger(__name__)
 
 # The entry of the file's metadata, which is JSON, and the parts that all files share.
-METADATA, _KIND = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
+METADATA, _COMMON_METADATA = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
 
 
 class HfFp8kv(ScaleFormat):
     """The format of this package, which holds every granularity and the centers exactly.
 
     A folder with its file is never read as a checkpoint. The report of the calibration is a second
-    file. Next to weights both are in a separate folder.
+    file. Next to weights, both are in a separate folder.
     """
 
     name = "hf_fp8kv"
     granularity = "channel"
     holds_centers = True
 
-    def files(
+    def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        about: dict[str, object] = {
-            **_KIND,
+        metadata: dict[str, object] = {
+            **_COMMON_METADATA,
             "model_type": scales.model_type,
             "origin": scales.origin,
             "read_as": scales.format,
             "weights_digest": scales.weights_digest,
         }
         if scales.plan is not None:
-            about["plan"] = {i: list(map(str, plan)) for i, plan in scales.plan.items()}
+            metadata["plan"] = {i: list(map(str, plan)) for i, plan in scales.plan.items()}
         tensors: dict[str, torch.Tensor] = {}
         for index, layer in scales.layers.items():
-            named = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
-            tensors |= {f"layers.{index}.{n}": t.clone() for n, t in named.items() if t is not None}
+            parts = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
+            tensors |= {f"layers.{index}.{n}": t.clone() for n, t in parts.items() if t is not None}
         report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
         # The scales come last: with them in place, the files are complete.
-        return {**report, OWN_FILE: to_safetensors(tensors, {METADATA: json.dumps(about)})}
+        return {**report, OWN_FILE: to_safetensors(tensors, {METADATA: json.dumps(metadata)})}
 
 
 def read_own_file(path: Path) -> ScaleData:
     """Return the scales of a file in the format "hf_fp8kv", with the report next to it."""
     expected = "a file of scales as save_pretrained writes it"
     with convert_read_errors(path, expected), safe_open(path, "pt") as file:
-        about = json.loads(file.metadata()[METADATA])
-        if about | _KIND != about:
+        metadata = json.loads(file.metadata()[METADATA])
+        if metadata | _COMMON_METADATA != metadata:
             raise ScaleError(
-                f"{path}: expected {_KIND}, got {about.get('version')!r} and "
-                f"{about.get('dtype')!r}. Update hf_fp8kv"
+                f"{path}: expected {_COMMON_METADATA}, got {metadata.get('version')!r} and "
+                f"{metadata.get('dtype')!r}. Update hf_fp8kv"
             )
-        plans = {int(i): LayerPlan.parse(*pair) for i, pair in about.get("plan", {}).items()}
-        parts: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
+        plans = {int(i): LayerPlan.parse(*pair) for i, pair in metadata.get("plan", {}).items()}
+        tensors_by_layer: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
         for name in file.keys():  # noqa: SIM118
             _, index, part = name.split(".")
-            parts.setdefault(int(index), {})[part] = file.get_tensor(name)
+            tensors_by_layer.setdefault(int(index), {})[part] = file.get_tensor(name)
         layers = {
             index: LayerScales(
-                part.pop("k_scale", None), part.pop("v_scale", None), part.pop("k_center", None),
-                f"{path}: layers.{index}", plans.get(index), **part,
+                parts.pop("k_scale", None), parts.pop("v_scale", None), parts.pop("k_center", None),
+                f"{path}: layers.{index}", plans.get(index), **parts,
             )
-            for index, part in parts.items()
+            for index, parts in tensors_by_layer.items()
         }  # fmt: skip
-        if (weights := about.get("weights_digest")) is not None:
-            bytes.fromhex(weights)  # raises an error for anything else
+        if (weights_digest := metadata.get("weights_digest")) is not None:
+            bytes.fromhex(weights_digest)  # raises an error for anything else
         scales = ScaleData(
-            layers, HfFp8kv.name, about["model_type"], str(path), weights_digest=weights
+            layers, HfFp8kv.name, metadata["model_type"], str(path), weights_digest=weights_digest
         )
-    place = path.parent / REPORT_FILE
-    if not place.is_file():
+    report_path = path.parent / REPORT_FILE
+    if not report_path.is_file():
         return scales
     try:
-        report = CalibrationReport.from_dict(read_json(place), str(place))
+        report = CalibrationReport.from_dict(read_json(report_path), str(report_path))
     except ScaleError as error:  # the scales do not need a report
         logger.warning("the report of the calibration is ignored: %s", error)
         return scales
     if report.scales_digest != scales.digest:
-        logger.warning("%s: ignored, because it is about different scales", place)
+        logger.warning("%s: ignored, because it is about different scales", report_path)
         return scales
     return replace(scales, report=report)
 
@@ -107,7 +107,7 @@ class VllmJson(ScaleFormat):
     holds_both_sides = False
     holds_ranks = True
 
-    def files(
+    def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
         layers, model_type = scales.layers, scales.model_type
@@ -119,8 +119,8 @@ class VllmJson(ScaleFormat):
                 f"format {self.name!r}: expected the layers 0 to {len(layers) - 1}, got "
                 f"{format_list(sorted(layers))}. Readers of the format refuse a file with gaps"
             )
-        numbers = {str(index): layer.static[0].item() for index, layer in layers.items()}
-        ranks = dict.fromkeys(map(str, range(tp_size)), numbers)
+        scale_by_layer = {str(index): layer.static[0].item() for index, layer in layers.items()}
+        ranks = dict.fromkeys(map(str, range(tp_size)), scale_by_layer)
         cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
         return {JSON_FILE: to_json({"model_type": model_type, "kv_cache": cache})}
 
@@ -161,24 +161,24 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
     if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
 
-    def read(rank: int) -> ScaleData:
+    def read_rank(rank: int) -> ScaleData:
         layers = {
             layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
             for layer, scale in ranks[rank].items()
         }
         return ScaleData(layers, VllmJson.name, model_type, str(path))
 
-    merged = request.merge_ranks(path, len(ranks), read)
+    merged_scales = request.merge_ranks(path, len(ranks), read_rank)
     # Readers of the format refuse a file with more or fewer layers.
-    layers = request.select_layers(merged.layers, config, str(path), exactly=True)
-    return replace(merged, layers=layers)
+    layers = request.select_layers(merged_scales.layers, config, str(path), exact=True)
+    return replace(merged_scales, layers=layers)
 
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     ranks: dict[int, dict[int, float]] = {}
-    where = f"{path}: kv_cache.scaling_factor"
+    entry = f"{path}: kv_cache.scaling_factor"
     # Old files have "rank0" instead of "0".
-    for rank, entries in _parse_keys(where, factors, "rank", "(?:rank)?").items():
+    for rank, entries in _parse_keys(entry, factors, "rank", "(?:rank)?").items():
         ranks[rank] = {}
         for layer, value in _parse_keys(f"{path}: rank {rank}", entries, "layer").items():
             label = f"{path}: rank {rank}, layer {layer}"
@@ -200,20 +200,20 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     return ranks
 
 
-def _parse_keys(where: str, entries: object, kind: str, prefix: str = "") -> dict[int, object]:
+def _parse_keys(label: str, entries: object, kind: str, prefix: str = "") -> dict[int, object]:
     """Return the entries of an object by their numbers. Each number may occur once."""
     if not isinstance(entries, dict) or not entries:
         raise ScaleError(
-            f"{where}: expected an object of {kind}s, got {format_value(entries)}. "
+            f"{label}: expected an object of {kind}s, got {format_value(entries)}. "
             'An example of kv_cache.scaling_factor is {"0": {"0": 0.02}}'
         )
-    numbered: dict[int, object] = {}
+    values_by_number: dict[int, object] = {}
     for key, value in entries.items():
         match = re.fullmatch(prefix + r"([0-9]{1,9})", key)
-        if match is None or int(match[1]) in numbered:
+        if match is None or int(match[1]) in values_by_number:
             raise ScaleError(
-                f"{where}: expected every {kind} once, with a key such as '0', got "
+                f"{label}: expected every {kind} once, with a key such as '0', got "
                 f"{format_value(key)}. Rename or delete it"
             )
-        numbered[int(match[1])] = value
-    return numbered
+        values_by_number[int(match[1])] = value
+    return values_by_number
