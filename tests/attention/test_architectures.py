@@ -1,6 +1,6 @@
-"""The sweep over model types: equal tokens with `dtype="auto"`, in every type that can run.
+"""Tests of all model types that can run: tokens with `dtype="auto"` are those from DynamicCache.
 
-The fast tier runs one type of each kind. `make test-all` runs all types that transformers builds.
+The fast tier runs one type of each kind. `make test-all` runs all types that can be built.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ from tests.tools.sweep import answer, baseline, check_type, compare, counts, swe
 # transformers warns about the tiny configurations.
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
-# The path of "fp8_paged" attention in a decoding step.
-TYPES = {
+# Model types by the path of "fp8_paged" attention in a decoding step.
+TYPES_BY_PATH = {
     "fused": (
         "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gpt2", "gpt_neox", "opt",
         "cohere2", "gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "qwen3_next",
@@ -33,28 +33,28 @@ TYPES = {
     "not switched; from_pretrained: own": ("bloom", "rembert"),
     "refused": ("falcon", "gptj"),
 }  # fmt: skip
-PATHS = {name: path for path, names in TYPES.items() for name in names}
-if CACHE == "cache":  # transformers 5.24, which looks up GPT-J's attention
+PATHS = {name: path for path, names in TYPES_BY_PATH.items() for name in names}
+if CACHE == "cache":  # transformers 5.24 or later looks up the attention function of GPT-J
     PATHS["gptj"] = "fused"
-    del PATHS["inkling2_text"]  # its small model does not run there
-REFUSED = ("refused", "not switched")
+    del PATHS["inkling2_text"]  # the tiny model of this type does not run in this version
+REFUSED_PATHS = ("refused", "not switched")
 # Grid: One type of each kind. Grouped and multi-head attention, window, softcap, sinks, shared K
 # and V, chunks, latents (MLA), latents with an indexer, linear layers, an encoder-decoder with
-# cross attention and one with position biases, images, a type that is refused, and one that
+# cross attention and one with position biases, images, a type that is refused, and a type that
 # transformers does not switch.
-KINDS = (
+FAST_TYPES = (
     "llama", "gpt2", "mistral", "gemma2", "gpt_oss", "gemma4_text", "llama4_text", "deepseek_v3",
     "glm_moe_dsa", "qwen3_next", "seq2seq/bart", "seq2seq/t5", "vision/llava", "falcon", "bloom",
 )  # fmt: skip
 
 
-def in_tiers(names: Iterable[str]) -> list[Any]:
-    """Return the names, marked as full if they are not in `KINDS`."""
+def mark_tiers(names: Iterable[str]) -> list[Any]:
+    """Return the names, marked as full if they are not in `FAST_TYPES`."""
     full = pytest.mark.full
-    return [name if name in KINDS else pytest.param(name, marks=full) for name in names]
+    return [name if name in FAST_TYPES else pytest.param(name, marks=full) for name in names]
 
 
-@pytest.mark.parametrize("name", in_tiers(type_names()))
+@pytest.mark.parametrize("name", mark_tiers(type_names()))
 def test_a_type_gives_the_tokens_of_dynamic_cache(name):
     row = check_type(name)
     if name not in PATHS and not row.runs:
@@ -64,7 +64,7 @@ def test_a_type_gives_the_tokens_of_dynamic_cache(name):
     assert row.own is not None
     assert row.own.status == "equal"
     assert row.paged is not None
-    if not row.path.startswith(REFUSED):
+    if not row.path.startswith(REFUSED_PATHS):
         assert row.paged.status == "equal"
     assert row.path == PATHS.get(name, row.path)
 
@@ -82,28 +82,28 @@ def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
 
 @pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])
 def test_prompts_are_read_from_pages(name):
-    """Prompts are longer than the window, and the models pass no window to attention."""
+    """The models pass no window to attention, although prompts are longer than the window."""
     model, inputs = build(name, attn_implementation="fp8_paged")
     expected = answer(model, inputs, DynamicCache(config=model.config))
     cache = FP8PagedCache(model.config, dtype="auto", prefill="stored", page_size=16)
     assert compare(expected, answer(model, inputs, cache)).status == "equal"
 
 
-@pytest.mark.parametrize("name", in_tiers(x for x in PATHS if x in type_names("causal")))
+@pytest.mark.parametrize("name", mark_tiers(x for x in PATHS if x in type_names("causal")))
 def test_a_lost_token_is_detected(name):
     model, inputs = build(name)
 
     class LossyCache(DynamicCache):
         """Zeroes the keys and values of the previous token in a decoding step."""
 
-        def update(self, key_states: Any, *rest: Any, **kw: Any):
-            states = super().update(key_states, *rest, **kw)
+        def update(self, key_states: Any, *args: Any, **kwargs: Any):
+            states = super().update(key_states, *args, **kwargs)
             if key_states.shape[2] == 1:
                 states = [x.index_fill(2, torch.tensor(x.shape[2] - 2), 0) for x in states]
             return states
 
-    wrong = answer(model, inputs, LossyCache(config=model.config))
-    assert compare(baseline(model, inputs), wrong).status != "equal"
+    lossy = answer(model, inputs, LossyCache(config=model.config))
+    assert compare(baseline(model, inputs), lossy).status != "equal"
 
 
 # Grid: Each kind of decoder with one of the two attention implementations.
@@ -116,16 +116,16 @@ def test_a_lost_token_is_detected(name):
 )  # fmt: skip
 def test_swapped_heads_are_detected(name, attention):
     class SwappedCache(FP8PagedCache):
-        def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **kw: Any):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any):
             if key_states.shape[2] == 1:
                 value_states = value_states.roll(1, dims=1)
-            return super().update(key_states, value_states, layer_idx, *rest, **kw)
+            return super().update(key_states, value_states, *args, **kwargs)
 
     model, inputs = build(name)
     expected = baseline(model, inputs)
     model.set_attn_implementation(attention)
-    wrong = answer(model, inputs, SwappedCache(model.config, dtype="auto"))
-    assert compare(expected, wrong).status != "equal"
+    swapped = answer(model, inputs, SwappedCache(model.config, dtype="auto"))
+    assert compare(expected, swapped).status != "equal"
 
 
 @pytest.mark.full

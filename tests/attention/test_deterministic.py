@@ -1,4 +1,4 @@
-"""`enable(model, deterministic=True)`: bits do not depend on the batch, chunks or engine."""
+"""Tests of `enable(model, deterministic=True)`: bits do not depend on batch, chunks or engine."""
 
 import copy
 import random
@@ -17,31 +17,31 @@ from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
 PAGE = 16
-# More than a span of sums (512). A window of 16 tokens has one span.
+# More than a span of sums (512 tokens). A window of 16 tokens has one span.
 TOKENS = {"gqa": 530}
 MODELS = ["gqa", "sliding", "latent", "softcap", "sinks", "gpt2"]
-Read = tuple[Tensor, list[Tensor]]
+Result = tuple[Tensor, list[Tensor]]
 
 
-def texts(count: int, tokens: int) -> Tensor:
-    return torch.randint(3, 90, (count, tokens), generator=torch.Generator().manual_seed(1))
+def make_ids(num_texts: int, num_tokens: int) -> Tensor:
+    return torch.randint(3, 90, (num_texts, num_tokens), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def read(model: Any, ids: Tensor, chunks: list[int] | int, cache: Any = None) -> Read:
-    """Return logits `[B, T, V]`, and keys and values of all layers, of texts read in chunks."""
+def read_chunks(model: Any, ids: Tensor, chunks: list[int] | int, cache: Any = None) -> Result:
+    """Return logits `[B, T, V]`, and K and V of all layers, of texts that are read in chunks."""
     cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
     parts = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
     sides = [x for layer in cache.layers for x in (layer.keys, layer.values)]
     return torch.cat(parts, 1), [x.dense() for x in sides]
 
 
-def draw(rng: random.Random, tokens: int) -> list[int]:
+def draw_chunks(rng: random.Random, num_tokens: int) -> list[int]:
     """Return random lengths of chunks. Some are single tokens."""
     chunks: list[int] = []
-    while (left := tokens - sum(chunks)) > 0:
-        largest = rng.choice([1, 3, PAGE, 40, tokens])
-        chunks.append(min(left, rng.randint(1, largest)))
+    while (remaining := num_tokens - sum(chunks)) > 0:
+        largest = rng.choice([1, 3, PAGE, 40, num_tokens])
+        chunks.append(min(remaining, rng.randint(1, largest)))
     return chunks
 
 
@@ -51,16 +51,16 @@ def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None
     model, _ = tiny(name, attn_implementation="fp8_paged", dtype=dtype)
     enable(model, deterministic=True, page_size=PAGE)
     tokens, rng = TOKENS.get(name, 90), random.Random(name)
-    ids = texts(5, tokens)
-    logits, stored = read(model, ids[:1], [tokens])
+    ids = make_ids(5, tokens)
+    logits, states = read_chunks(model, ids[:1], [tokens])
     for _ in range(4):
         order = rng.sample(range(5), rng.randint(1, 5))
         if 0 not in order:
             order[0] = 0
-        actual, pages = read(model, ids[order], draw(rng, tokens))
+        actual, pages = read_chunks(model, ids[order], draw_chunks(rng, tokens))
         row = order.index(0)
         assert torch.equal(actual[row], logits[0]), order
-        for page, expected_page in zip(pages, stored, strict=True):
+        for page, expected_page in zip(pages, states, strict=True):
             assert torch.equal(page[row], expected_page[0]), order
 
 
@@ -68,33 +68,33 @@ def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None
 def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
     model, _ = tiny(name, attn_implementation="fp8_paged")
     enable(model, deterministic=True, page_size=PAGE)
-    ids, mask = texts(2, 40), torch.ones(2, 40, dtype=torch.long)
+    ids, mask = make_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, 25:] = 0
     cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
     actual = model(ids, attention_mask=mask, past_key_values=cache).logits[1, :25]
-    assert torch.equal(actual, read(model, ids[1:, :25], 25)[0][0])
+    assert torch.equal(actual, read_chunks(model, ids[1:, :25], 25)[0][0])
 
 
-def test_forks_crops_and_a_preallocated_cache() -> None:
+def test_forks_crops_and_preallocation_change_no_bit() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, page_size=PAGE)
-    ids = texts(1, 61)
-    logits, stored = read(model, ids, [61])
-    fixed = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, max_cache_len=80)
-    assert torch.equal(read(model, ids, [20, 1, 40], fixed)[0], logits)
+    ids = make_ids(1, 61)
+    logits, states = read_chunks(model, ids, [61])
+    preallocated = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, max_cache_len=80)
+    assert torch.equal(read_chunks(model, ids, [20, 1, 40], preallocated)[0], logits)
     cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
-    read(model, ids[:, :33], [33], cache)
-    read(model, texts(2, 9)[1:], [9], cache.fork())
-    read(model, texts(2, 4)[1:], [4], cache)
+    read_chunks(model, ids[:, :33], [33], cache)
+    read_chunks(model, make_ids(2, 9)[1:], [9], cache.fork())
+    read_chunks(model, make_ids(2, 4)[1:], [4], cache)
     cache.crop(-4)
-    actual, pages = read(model, ids[:, 33:], [1] * 28, cache)
+    actual, pages = read_chunks(model, ids[:, 33:], [1] * 28, cache)
     assert torch.equal(actual, logits[:, 33:])
-    assert all(map(torch.equal, pages, stored))
+    assert all(map(torch.equal, pages, states))
 
 
 def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    ids, logits = texts(1, 40), {}
+    ids, logits = make_ids(1, 40), {}
     for deterministic in (False, True, True):
         keywords = {"deterministic": deterministic, "page_size": PAGE}
         enable(model, prefix_store=PrefixStore(tmp_path), **keywords)
@@ -102,7 +102,7 @@ def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
             ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
         )
         logits[out.past_key_values.memory_footprint().restored_tokens] = out.logits[0]
-    # Two calls restore no pages, and the third one does.
+    # The first two calls restore no pages, and the third call restores two pages.
     assert sorted(logits) == [0, 32]
     assert torch.equal(logits[32], logits[0])
 
@@ -110,29 +110,30 @@ def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("plan", ["adaptive", "model"])
 def test_a_training_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> None:
-    """Positions are those of texts without padding, since trainers pass no positions.
+    """Trainers pass no positions, so positions count all tokens of a text except padding.
 
-    PEFT calls `forward`, here with a positional mask.
+    PEFT calls `forward`. The test passes the mask by position.
     """
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     plan = choose_plan(model) if plan == "adaptive" else plan
     enable(model, training="stored", deterministic=True, plan=plan, page_size=PAGE)
     lengths = torch.tensor([[70], [35], [5]])
-    ids, column = texts(3, 70), torch.arange(70)[None]
+    ids, column = make_ids(3, 70), torch.arange(70)[None]
     mask = column < lengths if side == "right" else column >= 70 - lengths
     outputs = model.train().forward(ids, mask.long(), use_cache=False).logits
     assert outputs.requires_grad
-    for text, present, logits in zip(ids, mask, outputs, strict=True):
+    for text, is_token, logits in zip(ids, mask, outputs, strict=True):
         cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, plan=plan)
-        assert torch.equal(read(model, text[None, present], 5, cache)[0][0], logits[present])
+        actual = read_chunks(model, text[None, is_token], 5, cache)[0][0]
+        assert torch.equal(actual, logits[is_token])
 
 
 def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
-    """Requests of several lengths share steps, and prompts are cut by the limit of a step."""
+    """Requests of several lengths share steps, and the token limit of a step splits prompts."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     serving.enable(model, deterministic=True)
     prompts = [
-        row[:length].tolist() for row, length in zip(texts(4, 60), (60, 3, 31, 17), strict=True)
+        row[:length].tolist() for row, length in zip(make_ids(4, 60), (60, 3, 31, 17), strict=True)
     ]
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
@@ -144,70 +145,70 @@ def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
     for prompt, answer in zip(prompts, answers.values(), strict=True):
         ids = torch.tensor([prompt + answer.generated_tokens])
         model.set_attn_implementation("fp8_paged")
-        logits = read(model, ids[:, :-1], [1] * (ids.shape[1] - 1))[0][0, len(prompt) - 1 :]
+        logits = read_chunks(model, ids[:, :-1], [1] * (ids.shape[1] - 1))[0][0, len(prompt) - 1 :]
         chosen = logits.softmax(-1).gather(1, ids[0, len(prompt) :, None]).log()[:, 0]
         assert answer.logprobs == chosen.tolist()
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(8, 5), Conv1D(5, 8), torch.nn.SiLU()])
 @pytest.mark.parametrize("shape", [(1, 1), (ROWS - 1,), (0,), (ROWS,), (3, ROWS + 1)])
-def test_results_and_gradients_of_modules(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
+def test_modules_keep_their_results(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     model.extra = copy.deepcopy(module)
     states = torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0))
     results = []
-    for change in (disable, lambda model: enable(model, deterministic=True)):
-        change(model)
+    for switch in (disable, lambda model: enable(model, deterministic=True)):
+        switch(model)
         model.extra.zero_grad()
-        leaf = states.clone().requires_grad_()
-        out = model.extra(leaf)
+        inputs = states.clone().requires_grad_()
+        out = model.extra(inputs)
         (out.sin() * torch.arange(out.shape[-1])).sum().backward()
         weights = [weight.grad for weight in model.extra.parameters()]
-        results.append([out, leaf.grad, *weights])
+        results.append([out, inputs.grad, *weights])
     torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
-def test_sizes_of_incomplete_vectors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch computes incomplete vectors at the end of each thread's part by different code.
+def test_incomplete_vectors_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes incomplete vectors at the end of each thread's part with different code.
 
-    Threads share the spans of one sequence, and whole sequences of a batch.
+    Threads share the spans of one sequence, or compute whole sequences of a batch.
     """
     monkeypatch.setattr(cpu_backend, "GRAIN", 1)
     monkeypatch.setattr(cpu_backend, "SPAN", 16)
-    before = torch.get_num_threads()
+    old_num_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         model, _ = tiny("gqa", attn_implementation="fp8_paged", intermediate_size=4100)
         enable(model, deterministic=True)
-        logits, _ = read(model, texts(1, 40), [40])
-        assert torch.equal(read(model, texts(3, 40), [9, 1, 30])[0][:1], logits)
+        logits, _ = read_chunks(model, make_ids(1, 40), [40])
+        assert torch.equal(read_chunks(model, make_ids(3, 40), [9, 1, 30])[0][:1], logits)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_num_threads)
 
 
-# The products of the backend "torch" have the shapes of its pages.
+# Matrix products of the backend "torch" have the size of a page.
 @pytest.mark.parametrize(("backend", "page_size"), [("cpu", 32), ("cpu", 256), ("torch", PAGE)])
 def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, backend=backend)
-    ids, options = texts(2, 130), {"prefill": "stored", "backend": backend}
-    first, second = (
+    ids, options = make_ids(2, 130), {"prefill": "stored", "backend": backend}
+    cache, other_cache = (
         FP8PagedCache(model.config, page_size=size, **options) for size in (PAGE, page_size)
     )
-    logits, _ = read(model, ids[:1], [130], first)
-    assert torch.equal(read(model, ids, [40, 1, 89], second)[0][:1], logits)
+    logits, _ = read_chunks(model, ids[:1], [130], cache)
+    assert torch.equal(read_chunks(model, ids, [40, 1, 89], other_cache)[0][:1], logits)
 
 
 def test_refused_calls_store_no_tokens() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
     centered = ("fp8_e3m4 centered", "fp8_e3m4")
-    refused: dict[str, dict[str, Any]] = {
+    cases: dict[str, dict[str, Any]] = {
         "page_size=8": {"page_size": 8}, "padding": {}, "prefill": {"prefill": "exact"},
         "centers": {"plan": centered}, "'sdpa'": {},
     }  # fmt: skip
-    for message, keywords in refused.items():
+    for message, keywords in cases.items():
         if "sdpa" in message:
             model.set_attn_implementation("sdpa")
         for config in (model.config, None):
@@ -230,7 +231,7 @@ def test_modules_added_later_are_refused(module: torch.nn.Module) -> None:
     model.lm_head = module
     cache = FP8PagedCache(model.config, prefill="stored")
     with pytest.raises(ConfigError, match=f"got a new {type(module).__name__}"):
-        model(texts(1, 9), past_key_values=cache)
+        model(make_ids(1, 9), past_key_values=cache)
 
 
 def test_tokens_may_match_the_number_of_experts() -> None:
@@ -240,12 +241,13 @@ def test_tokens_may_match_the_number_of_experts() -> None:
         if "correction_bias" in name:
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
     enable(model, deterministic=True, page_size=PAGE)
-    ids = texts(model.config.num_local_experts, 20)
-    assert torch.equal(read(model, ids, [1] * 20)[0][:1], read(model, ids[:1], [20])[0])
+    ids = make_ids(model.config.num_local_experts, 20)
+    logits = read_chunks(model, ids[:1], [20])[0]
+    assert torch.equal(read_chunks(model, ids, [1] * 20)[0][:1], logits)
 
 
 class Router(torch.nn.Module):
-    """Multiplies by the weight of a submodule, as LongcatFlash does."""
+    """A module that multiplies by the weight of a submodule, as in LongcatFlash."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,37 +257,37 @@ class Router(torch.nn.Module):
         return torch.nn.functional.linear(states, self.classifier.weight)
 
 
-def test_routers_strided_rows_and_parameterless_modules() -> None:
+def test_routers_strided_rows_and_softmax_change_no_bit() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     model.router, model.linear = Router(), torch.nn.Linear(64, 6)
     model.softmax = torch.nn.Softmax(-1)
-    wide = torch.randn(2 * ROWS, 129, generator=torch.Generator().manual_seed(0))
-    rows = wide[:, 1:65]
+    states = torch.randn(2 * ROWS, 129, generator=torch.Generator().manual_seed(0))
+    rows = states[:, 1:65]
     enable(model, deterministic=True)
     for module in (model.router, model.linear):
-        together, single = module(rows), [module(row[None]) for row in rows.clone()]
-        assert torch.equal(together, torch.cat(single))
+        batched, single_rows = module(rows), [module(row[None]) for row in rows.clone()]
+        assert torch.equal(batched, torch.cat(single_rows))
     assert torch.equal(model.softmax(rows), rows.softmax(-1))
 
 
-def test_disable_ends_it_and_copies_keep_it() -> None:
+def test_disable_restores_forward_and_copies_stay_deterministic() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    before = model(**inputs, use_cache=False).logits
+    logits = model(**inputs, use_cache=False).logits
     enable(model, deterministic=True)
     serving.enable(model, deterministic=True)
     with pytest.raises(ConfigError, match="attention over stored pages"):
         copy.deepcopy(model)(**inputs, use_cache=False)
     compiled, cache = torch.compile(model, backend="eager"), FP8PagedCache(model.config)
     with pytest.raises(ConfigError, match=r"torch\.compile"), torch.no_grad():
-        compiled(texts(2, 5), past_key_values=cache)
+        compiled(make_ids(2, 5), past_key_values=cache)
     serving.disable(model)
-    assert model.generate(texts(2, 5), max_new_tokens=2).shape == (2, 7)
+    assert model.generate(make_ids(2, 5), max_new_tokens=2).shape == (2, 7)
     with pytest.raises(ConfigError, match="padding"):
         model.generate(**inputs, max_new_tokens=2)
     with pytest.raises(ConfigError, match="attention over stored pages"):
         model(**inputs, use_cache=False)
     disable(model)
-    assert torch.equal(model(**inputs, use_cache=False).logits, before)
+    assert torch.equal(model(**inputs, use_cache=False).logits, logits)
     assert not any("forward" in vars(module) for module in model.modules())
 
 

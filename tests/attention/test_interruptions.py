@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the package. The cache then gives correct answers to other prompts."""
+"""Tests of Ctrl-C at any line of the package. Later prompts must get correct answers."""
 
 import sys
 from collections import Counter
@@ -16,7 +16,7 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.tiny_models import tiny
 
-# Python ignores an exception in `__del__` and continues.
+# Python reports an exception in `__del__` as a warning and continues.
 pytestmark = [
     pytest.mark.text,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -51,14 +51,14 @@ def trace(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[
     def on_call(frame: Any, _event: str, _argument: Any) -> Any:
         return on_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
-    before = sys.gettrace()  # the trace function of a coverage tool
+    old_trace = sys.gettrace()  # the trace function of a coverage tool
     sys.settrace(on_call)
     try:
         call()
     except KeyboardInterrupt:
         assert point is not None
     finally:
-        sys.settrace(before)
+        sys.settrace(old_trace)
     return counts
 
 
@@ -70,44 +70,45 @@ class Chat:
         self.keywords = {"page_size": PAGE, "prefill": "stored", **keywords}
         enable(self.model, **self.keywords)
         generator = torch.Generator().manual_seed(3)
-        first, second, third = torch.randint(2, 98, (3, 1, 200), generator=generator)
-        self.first_prompt = first[:, :90]
-        # It shares 21 tokens with the first prompt.
-        self.next_prompt = torch.cat([first[:, :21], second[:, :30]], 1)
-        # Longer than the contents of a cache, with 0 and 33 tokens in common.
-        self.later_prompts = third[:, :110], torch.cat([first[:, :33], third[:, :90]], 1)
+        first_ids, second_ids, third_ids = torch.randint(2, 98, (3, 1, 200), generator=generator)
+        self.first_prompt = first_ids[:, :90]
+        # This prompt shares 21 tokens with the first prompt.
+        self.next_prompt = torch.cat([first_ids[:, :21], second_ids[:, :30]], 1)
+        # These prompts are longer than the cached text, and share 0 and 33 tokens with it.
+        shared_prompt = torch.cat([first_ids[:, :33], third_ids[:, :90]], 1)
+        self.later_prompts = third_ids[:, :110], shared_prompt
         self.answers = [
-            self.generate(self.new_cache(), ids, logits_processor=wide_margins(1e-5))
+            self.generate(self.make_cache(), ids, logits_processor=wide_margins(1e-5))
             for ids in self.later_prompts
         ]
         self.folder = folder
-        # Most of the pages, so that the rest is renumbered, or as many as the window allows.
+        # Crops free most pages and renumber the remaining ones, or free what a window allows.
         self.tokens_to_remove = -86 if name == "gqa" else -3
 
-    def new_cache(self) -> FP8PagedCache:
+    def make_cache(self) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, **self.keywords)
 
     def generate(self, cache: FP8PagedCache, ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
         answer: torch.Tensor = self.model.generate(ids, past_key_values=cache, **GREEDY, **keywords)
         return answer
 
-    def filled(self) -> FP8PagedCache:
-        cache = self.new_cache()
+    def fill_cache(self) -> FP8PagedCache:
+        cache = self.make_cache()
         self.generate(cache, self.first_prompt)
         return cache
 
-    def stored(self) -> FP8PagedCache:
-        """Return a new cache with a store that holds the pages of the first prompt."""
-        store = PrefixStore(self.folder)
-        enable(self.model, prefix_store=store, **self.keywords)
+    def load_store(self) -> FP8PagedCache:
+        """Return a new cache and set a prefix store that contains the pages of the first prompt."""
+        prefix_store = PrefixStore(self.folder)
+        enable(self.model, prefix_store=prefix_store, **self.keywords)
         if not any(self.folder.glob("*.safetensors")):
-            self.generate(self.new_cache(), self.first_prompt)
-            store.flush()
-            return self.stored()
-        return self.new_cache()
+            self.generate(self.make_cache(), self.first_prompt)
+            prefix_store.flush()
+            return self.load_store()
+        return self.make_cache()
 
-    def check(self, cache: FP8PagedCache, point: Any) -> None:
-        """Assert that the cache answers other prompts correctly, or raises a ConfigError first."""
+    def check_answers(self, cache: FP8PagedCache, point: Any) -> None:
+        """Assert correct answers to later prompts. The cache is reset if it raises ConfigError."""
         for ids, expected in zip(self.later_prompts, self.answers, strict=True):
             try:
                 answer = self.generate(cache, ids)
@@ -117,74 +118,77 @@ class Chat:
             assert_same(answer, expected, point)
 
 
-Begin = Callable[[Chat], FP8PagedCache]
-CALLS: dict[str, tuple[Begin, Callable[[Chat, FP8PagedCache], Any]]] = {
-    "first prompt": (Chat.new_cache, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
-    "next prompt": (Chat.filled, lambda chat, cache: chat.generate(cache, chat.next_prompt)),
-    "beams": (Chat.filled, lambda chat, cache: chat.generate(cache, chat.next_prompt, num_beams=2)),
-    "crop": (Chat.filled, lambda chat, cache: cache.crop(chat.tokens_to_remove)),
-    "reset": (Chat.filled, lambda chat, cache: cache.reset()),
-    "restore": (Chat.stored, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
+MakeCache = Callable[[Chat], FP8PagedCache]
+CALLS: dict[str, tuple[MakeCache, Callable[[Chat, FP8PagedCache], Any]]] = {
+    "first prompt": (Chat.make_cache, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
+    "next prompt": (Chat.fill_cache, lambda chat, cache: chat.generate(cache, chat.next_prompt)),
+    "beams": (
+        Chat.fill_cache,
+        lambda chat, cache: chat.generate(cache, chat.next_prompt, num_beams=2),
+    ),
+    "crop": (Chat.fill_cache, lambda chat, cache: cache.crop(chat.tokens_to_remove)),
+    "reset": (Chat.fill_cache, lambda chat, cache: cache.reset()),
+    "restore": (Chat.load_store, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
 }
-FORMS: dict[str, dict[str, Any]] = {
+CACHE_OPTIONS: dict[str, dict[str, Any]] = {
     "growing": {}, "offloaded": {"offloading": True}, "preallocated": {"max_cache_len": 160}
 }  # fmt: skip
-GRID = [
+CASES = [
     *(("gqa", "growing", call) for call in CALLS), ("sliding_and_full", "growing", "next prompt")
 ]  # fmt: skip
-FULL_GRID = [
-    *GRID, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
+FULL_CASES = [
+    *CASES, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
 ]  # fmt: skip
-SLOW = ("first prompt", "beams", "restore")
-# A sample of lines at their first run, or every fifth line, in fast calls also at its last run.
-# The cases share most lines, so each starts at a different line.
+SLOW_CALLS = ("first prompt", "beams", "restore")
+# Interrupts are in a sample of lines at their first run, or in every fifth line at its first and,
+# in fast calls, last run. The cases share most lines, so each case begins at a different line.
 STRIDE = 5
-TIERS = [(*where, 20, 0) for where in GRID]
-TIERS += [
-    pytest.param(*where, 0, i % STRIDE, marks=pytest.mark.full) for i, where in enumerate(FULL_GRID)
+PARAMETERS = [(*case, 20, 0) for case in CASES]
+PARAMETERS += [
+    pytest.param(*case, 0, i % STRIDE, marks=pytest.mark.full) for i, case in enumerate(FULL_CASES)
 ]
 
 
-@pytest.mark.parametrize(("name", "form", "call", "sample", "begins"), TIERS)
+@pytest.mark.parametrize(("name", "kind", "call", "sample_size", "first_point"), PARAMETERS)
 def test_an_interrupt_at_any_line_leaves_a_usable_cache(
-    name: str, form: str, call: str, sample: int, begins: int, tmp_path: Path
+    name: str, kind: str, call: str, sample_size: int, first_point: int, tmp_path: Path
 ) -> None:
-    chat = Chat(name, tmp_path, **FORMS[form])
-    begin, run = CALLS[call]
-    cache = begin(chat)
-    cache.fork()  # as in the loop: the next write checks again which pages are shared
-    counts = trace(partial(run, chat, cache))
+    chat = Chat(name, tmp_path, **CACHE_OPTIONS[kind])
+    make_cache, run_call = CALLS[call]
+    cache = make_cache(chat)
+    cache.fork()  # as in the loop below, because a fork makes the next write check for shared pages
+    counts = trace(partial(run_call, chat, cache))
     points = [
         (*line, run_index)
         for line, last_run in sorted(counts.items())
-        for run_index in {1, 1 if sample or call in SLOW else last_run}
+        for run_index in {1, 1 if sample_size or call in SLOW_CALLS else last_run}
     ]
-    for point in points[begins :: len(points) // sample if sample else STRIDE]:
-        cache = begin(chat)
+    for point in points[first_point :: len(points) // sample_size if sample_size else STRIDE]:
+        cache = make_cache(chat)
         fork = cache.fork()
-        trace(partial(run, chat, cache), point)
-        chat.check(cache, point)
+        trace(partial(run_call, chat, cache), point)
+        chat.check_answers(cache, point)
         if fork.get_seq_length():
-            chat.check(fork, ("a fork", *point))
+            chat.check_answers(fork, ("a fork", *point))
 
 
-@pytest.mark.parametrize("last", [1, 2])
+@pytest.mark.parametrize("failing_call", [1, 2])
 def test_a_crop_without_memory_leaves_a_usable_cache(
-    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crop raises before it allocates a tensor of the first or the second layer."""
+    """A crop raises MemoryError instead of allocating a tensor of the first or second layer."""
     chat = Chat("gqa", tmp_path)
-    cache, stock, calls = chat.filled(), torch.zeros, []
+    cache, zeros, calls = chat.fill_cache(), torch.zeros, []
 
-    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def fail_once(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(args)
-        if len(calls) == last:
+        if len(calls) == failing_call:
             raise MemoryError
-        return stock(*args, **kwargs)
+        return zeros(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch, "zeros", fail_once)
     with pytest.raises(MemoryError):
         cache.crop(chat.tokens_to_remove)
-    short = chat.first_prompt[:, :20]  # fewer pages than the layers had
-    assert_same(chat.generate(cache, short), chat.generate(chat.new_cache(), short))
-    chat.check(cache, last)
+    ids = chat.first_prompt[:, :20]  # fewer pages than the layers had
+    assert_same(chat.generate(cache, ids), chat.generate(chat.make_cache(), ids))
+    chat.check_answers(cache, failing_call)

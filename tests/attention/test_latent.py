@@ -1,4 +1,4 @@
-"""Latent attention (MLA) with "fp8_paged" gives the same tokens from the stored latents."""
+"""Tests that latent attention (MLA) gives the same tokens from stored latents with "fp8_paged"."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ FAMILIES = [
     "mistral4", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text", "mistral_large4",
     "glm5_next", "kimi_linear", "bailing_hybrid",
 ]  # fmt: skip
-# With seed 0, the indexers of these models find equal keys, and their choice then depends on the
+# With seed 0, the indexers of these models rank equal keys, and their choice then depends on the
 # size of the cache.
 SEEDS = {"mistral_large4": 1, "dots3_note_text": 2}
 # Bounds relative to the size of the results. For one attention call in float32, the bound is ten
@@ -41,7 +41,7 @@ MODELS: dict[str, Any] = {}
 
 
 def copy_model(name: str) -> Any:
-    """Return a new copy of the family's model and its inputs, padded on the left."""
+    """Return a copy of a family's model, and inputs that are padded on the left."""
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
     if name not in MODELS:
@@ -70,7 +70,7 @@ def watch() -> Iterator[Watch]:
 
 
 def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, Any]:
-    """Return the tokens, and the logits that chose them."""
+    """Return the generated tokens with the prompt, and the logits of the generated tokens."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
     outputs = {"output_logits": True, "return_dict_in_generate": True}
     result = model.generate(**inputs, past_key_values=cache, **options, **outputs)
@@ -94,7 +94,7 @@ def make_cache(model: Any, **options: Any) -> FP8PagedCache:
 
 
 # One family of each kind: without additions, with windows, with an indexer, and with layers that
-# read the latents of a different layer or have no positions.
+# read the latents of a different layer or have no RoPE part.
 FAST_FAMILIES = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
 OTHER_FAMILIES = [
     pytest.param(x, marks=pytest.mark.full) for x in FAMILIES if x not in FAST_FAMILIES
@@ -102,7 +102,7 @@ OTHER_FAMILIES = [
 
 
 @pytest.mark.parametrize("name", [*FAST_FAMILIES, *OTHER_FAMILIES])
-def test_all_families(name: str, watch: Watch) -> None:
+def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
     model, inputs = copy_model(name)
     expected = generate_stock(model, inputs)
     model.set_attn_implementation("fp8_paged")
@@ -113,7 +113,7 @@ def test_all_families(name: str, watch: Watch) -> None:
         assert watch.seen["fused, latent"] == count_latent_layers(model) * (NEW_TOKENS - 1)
 
 
-# Static scales, searched and rotated formats, and unquantized K.
+# Storage options: static scales, searched and rotated formats, and unquantized K.
 STORED_FORMATS: list[dict[str, Any]] = [
     {"scales": 0.01, "value_dtype": "fp8_e4m3"},
     {"plan": ("fp8_e2m5", "int8 rotated")},
@@ -127,7 +127,7 @@ STORED_FORMATS: list[dict[str, Any]] = [
     pairwise(["mistral_large4", "glm5_next"], STORED_FORMATS, ["torch", "cpu"]),
     ids=str,
 )
-def test_layers_without_positions(name: str, options: dict[str, Any], backend: str) -> None:
+def test_layers_may_have_no_rope_part(name: str, options: dict[str, Any], backend: str) -> None:
     """The format of the RoPE part matters only to layers that have one."""
     model, inputs = copy_model(name)
     model.set_attn_implementation("fp8_paged")
@@ -150,7 +150,7 @@ FAST_CACHES = [
 
 @pytest.mark.parametrize(("name", "options"), FAST_CACHES, ids=str)
 @torch.no_grad()
-def test_chunks_crop_and_forks(name: str, options: dict[str, Any], watch: Watch) -> None:
+def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Watch) -> None:
     model, _ = copy_model(name)
     model.set_attn_implementation("fp8_paged")
     ids = torch.randint(4, 90, (2, 30), generator=torch.Generator().manual_seed(7))
@@ -159,19 +159,11 @@ def test_chunks_crop_and_forks(name: str, options: dict[str, Any], watch: Watch)
     expected = model(ids, attention_mask=mask, use_cache=False).logits
 
     def check_chunk(cache: FP8PagedCache, start: int, stop: int) -> None:
-        logits = model(
-            ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
-        ).logits
-        hidden = max(3 - start, 0)
-        torch.testing.assert_close(
-            logits[0, hidden:],
-            expected[0, start + hidden : stop],
-            atol=LOGITS_TOLERANCE,
-            rtol=LOGITS_TOLERANCE,
-        )
-        torch.testing.assert_close(
-            logits[1], expected[1, start:stop], atol=LOGITS_TOLERANCE, rtol=LOGITS_TOLERANCE
-        )
+        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        is_token = mask[:, start:stop].bool()
+        actual, expected_logits = out.logits[is_token], expected[:, start:stop][is_token]
+        tolerances = {"atol": LOGITS_TOLERANCE, "rtol": LOGITS_TOLERANCE}
+        torch.testing.assert_close(actual, expected_logits, **tolerances)
 
     cache = make_cache(model, **options)
     if name == "dots3_note_text":
@@ -188,7 +180,7 @@ def test_chunks_crop_and_forks(name: str, options: dict[str, Any], watch: Watch)
 
 
 @pytest.mark.parametrize(("name", "options"), FAST_CACHES, ids=str)
-def test_beams(name: str, options: dict[str, Any], watch: Watch) -> None:
+def test_beams_give_the_same_tokens(name: str, options: dict[str, Any], watch: Watch) -> None:
     model, inputs = copy_model(name)
     expected = generate_stock(model, inputs, num_beams=3)[0]
     model.set_attn_implementation("fp8_paged")
@@ -215,15 +207,15 @@ def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:
 # -- projections that are not plain layers -------------------------------------------------------
 
 
-class Rounded(nn.Linear):
-    """Imitates layers with quantized weights: the weight is not the matrix that multiplies."""
+class RoundedLinear(nn.Linear):
+    """A stand-in for quantized layers, whose input is not multiplied by `weight` itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, (self.weight * 16).round() / 16)
 
 
-class Adapted(nn.Module):
-    """Imitates PEFT's layers, which add the product of two small layers to a layer."""
+class AdapterLinear(nn.Module):
+    """A stand-in for PEFT's layers, which add the product of two small layers to a layer."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -236,8 +228,8 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.up(self.down(x)) * self.scaling["default"]
 
 
-class Packed(nn.Module):
-    """Imitates layers with packed weights, which are neither parameters nor buffers."""
+class PackedLinear(nn.Module):
+    """A stand-in for layers with packed weights, which are neither parameters nor buffers."""
 
     def __init__(self, base: nn.Linear, factor: float = 1.0) -> None:
         super().__init__()
@@ -247,19 +239,19 @@ class Packed(nn.Module):
         return x @ self.packed[0].T
 
 
-def round_weights(base: nn.Linear) -> nn.Module:
-    layer = Rounded(base.in_features, base.out_features, bias=False)
+def make_rounded(base: nn.Linear) -> nn.Module:
+    layer = RoundedLinear(base.in_features, base.out_features, bias=False)
     layer.weight = base.weight
     return layer
 
 
-def add_bias(base: nn.Linear) -> nn.Module:
+def make_biased(base: nn.Linear) -> nn.Module:
     layer = nn.Linear(base.in_features, base.out_features)
     layer.weight = base.weight
     return layer
 
 
-def add_hook(base: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
+def make_hooked(base: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
     base.register_forward_hook(lambda *args: change(args[2]))
     return base
 
@@ -284,11 +276,12 @@ def check_against_sdpa(model: Any, inputs: Any, *, path: str = "fused, latent") 
 @pytest.mark.parametrize(
     ("make_projection", "path"),
     [
-        (round_weights, "fused, latent"), (Adapted, "fused, latent"), (add_hook, "fused, latent"),
-        (add_bias, "dense"), (lambda base: add_hook(base, torch.tanh), "dense"),
+        (make_rounded, "fused, latent"), (AdapterLinear, "fused, latent"),
+        (make_hooked, "fused, latent"), (make_biased, "dense"),
+        (lambda base: make_hooked(base, torch.tanh), "dense"),
     ],
 )  # fmt: skip
-def test_projections_of_different_kinds(make_projection: Any, path: str) -> None:
+def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) -> None:
     """A projection that does more than multiply by a weight is applied to all stored tokens."""
     model, inputs = build("deepseek_v3")
     replace_all(model, make_projection)
@@ -305,7 +298,7 @@ def test_changed_weights_take_effect() -> None:
     with torch.no_grad():
         first_module.kv_b_proj.weight.mul_(-1)
     check_against_sdpa(model, inputs)
-    replace_all(model, Adapted)
+    replace_all(model, AdapterLinear)
     check_against_sdpa(model, inputs)
     with torch.no_grad():
         first_module.kv_b_proj.down.weight.mul_(-3)
@@ -316,26 +309,26 @@ def test_changed_weights_take_effect() -> None:
         first_module.kv_b_proj.up.weight.detach().flip(0)
     )
     check_against_sdpa(model, inputs)
-    # Successive hooks: the second may have the address of the first.
+    # The second of two successive hooks may have the address of the first.
     for change in (lambda x: 0.5 * x, lambda x: x + 1):
         handle = first_module.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
         check_against_sdpa(model, inputs)
         handle.remove()
-    # Successive projections without parameters.
+    # Two successive projections have no parameters.
     base_layers = [module.kv_b_proj.base_layer for module in find_attentions(model)]
     for factor in (1.0, -2.0):
         for module, base in zip(find_attentions(model), base_layers, strict=True):
-            module.kv_b_proj = Packed(base, factor).eval()
+            module.kv_b_proj = PackedLinear(base, factor).eval()
         check_against_sdpa(model, inputs)
 
 
-def test_a_different_adapter_for_each_text() -> None:
-    """With PEFT's `adapter_names`, a hook chooses adapters per call, so one weight is wrong."""
+def test_adapters_may_differ_by_text() -> None:
+    """With PEFT's `adapter_names`, adapters differ by text, so no single weight is correct."""
     model, inputs = build("deepseek_v3")
-    replace_all(model, Adapted)
+    replace_all(model, AdapterLinear)
     factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)
 
-    class AdapterPerText(Adapted):
+    class AdapterPerText(AdapterLinear):
         def forward(self, x: torch.Tensor, factors: Any = 1.0) -> torch.Tensor:
             return self.base_layer(x) + self.up(self.down(x)) * factors
 
@@ -355,7 +348,7 @@ def test_a_different_adapter_for_each_text() -> None:
     check_against_sdpa(model, inputs)
 
 
-@pytest.mark.parametrize("make_projection", [None, Adapted])
+@pytest.mark.parametrize("make_projection", [None, AdapterLinear])
 def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection: Any) -> None:
     """A model without references is freed at once, before the garbage collector runs."""
     model, inputs = build("deepseek_v3")
@@ -382,10 +375,10 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection:
 
 
 # With more than 16 heads, products in 16 bits are computed for some heads at a time.
-@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 37), (torch.float16, 4)])
+@pytest.mark.parametrize(("dtype", "num_heads"), [(torch.bfloat16, 37), (torch.float16, 4)])
 @torch.no_grad()
-def test_autocast(dtype: torch.dtype, heads: int, watch: Watch) -> None:
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads}
+def test_autocast_has_a_small_error(dtype: torch.dtype, num_heads: int, watch: Watch) -> None:
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
     model, inputs = build("deepseek_v3", **sizes)
     next_ids = torch.tensor([[5], [9]])
     expected = model(torch.cat([inputs["input_ids"], next_ids], 1), use_cache=False).logits[1, -1]
@@ -401,13 +394,13 @@ def test_autocast(dtype: torch.dtype, heads: int, watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("only_projection", [False, True])
-def test_gradients(only_projection: bool) -> None:
+def test_gradients_match_expanded_latents(only_projection: bool) -> None:
     """Latents are expanded for gradients, even after a step without gradients.
 
     The queries of the first layer have no gradient if an adapter trains only `kv_b_proj`.
     """
-    layers = 1 if only_projection else 2
-    model, inputs = build("deepseek_v3", num_hidden_layers=layers)
+    num_layers = 1 if only_projection else 2
+    model, inputs = build("deepseek_v3", num_hidden_layers=num_layers)
     if only_projection:
         model.requires_grad_(False)
         find_attentions(model)[0].kv_b_proj.weight.requires_grad_()
@@ -462,7 +455,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     assert "they have a center" in read_warning(plan=("fp8 centered", "auto"))
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in read_warning()
-    replace_all(model, add_bias)
+    replace_all(model, make_biased)
     assert "not a product with weights" in read_warning()
     model.requires_grad_()
     cache = make_cache(model)
@@ -475,23 +468,23 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
 RANK, ROPE_DIM, HEAD_DIM = 16, 8, 8
 
 
-class Step:
-    """A layer with `length` stored tokens, to which `tokens` queries attend."""
+class AttentionStep:
+    """A layer with `length` stored tokens. The last `tokens` tokens are the queries."""
 
-    def __init__(self, length: int, tokens: int, **options: Any) -> None:
+    def __init__(self, length: int, num_tokens: int, **options: Any) -> None:
         name = "deepseek_v3"
         model = build(
             name, v_head_dim=HEAD_DIM, qk_nope_head_dim=HEAD_DIM, attn_implementation="fp8_paged"
         )[0]
         generator = torch.Generator().manual_seed(length)
-        draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+        randn = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
         cache = FP8PagedCache(model.config, page_size=8, **options)
-        stored_pair = draw(2, 1, length, RANK), 3 * draw(2, 1, length, ROPE_DIM)
-        cache.update(*(x[:, :, :-tokens] for x in stored_pair), 0)
-        handles = cache.update(*(x[:, :, -tokens:] for x in stored_pair), 0)
+        stored_pair = randn(2, 1, length, RANK), 3 * randn(2, 1, length, ROPE_DIM)
+        cache.update(*(x[:, :, :-num_tokens] for x in stored_pair), 0)
+        handles = cache.update(*(x[:, :, -num_tokens:] for x in stored_pair), 0)
         enable(model)
         self.module = find_attentions(model)[0]
-        self.query = draw(2, 4, tokens, HEAD_DIM + ROPE_DIM)
+        self.query = randn(2, 4, num_tokens, HEAD_DIM + ROPE_DIM)
         self.key, self.value = self.module.expand_kv(*handles)
         self.stored = [handle.dense().double() for handle in handles]
         self.scaling = 0.3
@@ -504,15 +497,15 @@ class Step:
         return out.double()
 
     def compute_exact(self) -> torch.Tensor:
-        """Return the result in fp64 from expanded K and V."""
-        latents, positions = self.stored
-        n, tokens = latents.shape[2], self.query.shape[2]
+        """Return the attention output in float64, computed from expanded K and V."""
+        latents, rope_part = self.stored
+        n, num_tokens = latents.shape[2], self.query.shape[2]
         weight = self.module.kv_b_proj.weight.double().view(4, 2 * HEAD_DIM, RANK)
         key, value = torch.einsum("hnr,bxjr->bhjn", weight, latents).split(HEAD_DIM, -1)
-        key = torch.cat([key, positions.expand(-1, 4, -1, -1)], -1)
+        key = torch.cat([key, rope_part.expand(-1, 4, -1, -1)], -1)
         logits = self.scaling * self.query.double() @ key.mT
-        visible = torch.ones(tokens, n, dtype=torch.bool).tril(n - tokens)
-        return (logits.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+        is_visible = torch.ones(num_tokens, n, dtype=torch.bool).tril(n - num_tokens)
+        return (logits.masked_fill(~is_visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
 # Grid: All pairs of lengths around a page, a format and a backend.
@@ -525,25 +518,25 @@ class Step:
     ),
     ids=str,
 )
-def test_the_error_is_at_fp32_level(lengths: tuple[int, int], dtype: str, backend: str) -> None:
-    step = Step(*lengths, dtype=dtype, value_dtype=dtype, backend=backend)
+def test_the_error_is_at_float32_level(lengths: tuple[int, int], dtype: str, backend: str) -> None:
+    step = AttentionStep(*lengths, dtype=dtype, value_dtype=dtype, backend=backend)
     expected = step.compute_exact()
     actual, bound = step.run(), ATTENTION_TOLERANCE * expected.abs().max()
     assert (actual - expected).abs().max() <= bound
-    # The bound is tight: each of these changes of the stored values exceeds it.
-    latents, positions = step.stored
+    # The bound is tight: the error of each of these changes to the stored values exceeds it.
+    latents, rope_part = step.stored
     last_page = latents.shape[2] - 1 - (latents.shape[2] - 1) % 8
     corruptions = {
-        "a token lost": [latents[:, :, 1:], positions[:, :, 1:]],
-        "positions doubled": [latents, positions * 2],
-        "latents doubled": [latents * 2, positions],
-        "two tokens swapped": [latents.roll(1, 2), positions],
+        "a token lost": [latents[:, :, 1:], rope_part[:, :, 1:]],
+        "RoPE part doubled": [latents, rope_part * 2],
+        "latents doubled": [latents * 2, rope_part],
+        "two tokens swapped": [latents.roll(1, 2), rope_part],
     }
     if last_page:
-        corruptions["last page zero"] = [latents.clone(), positions]
+        corruptions["last page zero"] = [latents.clone(), rope_part]
         corruptions["last page zero"][0][:, :, last_page:] = 0
-    for name, stored in corruptions.items():
-        step.stored = stored
+    for name, states in corruptions.items():
+        step.stored = states
         assert (actual - step.compute_exact()).abs().max() > bound, name
 
 
@@ -551,15 +544,15 @@ def test_the_error_is_at_fp32_level(lengths: tuple[int, int], dtype: str, backen
 
 
 @pytest.mark.parametrize(
-    ("name", "prompt", "make_projection"),
+    ("name", "prompt_mode", "make_projection"),
     [
-        ("deepseek_v3", "enabled", round_weights), ("deepseek_v3", "compiled", None),
+        ("deepseek_v3", "enabled", make_rounded), ("deepseek_v3", "compiled", None),
         pytest.param("deepseek_v3", "enabled", None, marks=pytest.mark.full),
         pytest.param("deepseek_v32", "eager", None, marks=pytest.mark.full),
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_compiled_steps_read_latents(name: str, prompt: str, make_projection: Any) -> None:
+def test_compiled_steps_read_latents(name: str, prompt_mode: str, make_projection: Any) -> None:
     """The prompt runs eagerly, is compiled after `enable`, or is compiled first."""
     torch._dynamo.reset()
     counters.clear()
@@ -568,7 +561,7 @@ def test_compiled_steps_read_latents(name: str, prompt: str, make_projection: An
     if make_projection is not None:
         replace_all(model, make_projection)
     ids, next_ids = inputs["input_ids"], torch.tensor([[5, 6, 7], [9, 8, 7]])
-    if prompt == "enabled":
+    if prompt_mode == "enabled":
         enable(model)
     widths: list[list[int]] = []
 
@@ -579,7 +572,7 @@ def test_compiled_steps_read_latents(name: str, prompt: str, make_projection: An
 
     compiled = torch.compile(model, fullgraph=True, backend=record_widths)
     cache = make_cache(model, max_cache_len=24)
-    (model if prompt == "eager" else compiled)(ids, past_key_values=cache)
+    (model if prompt_mode == "eager" else compiled)(ids, past_key_values=cache)
     actual = [compiled(next_ids[:, :1], past_key_values=cache).logits]
     # Between two steps, change the weights for values of the last layer in place. No stored value
     # depends on them.
@@ -592,6 +585,6 @@ def test_compiled_steps_read_latents(name: str, prompt: str, make_projection: An
     expected.insert(0, model(prompts[0], use_cache=False).logits[:, -1:])
     torch.testing.assert_close(actual, expected, atol=LOGITS_TOLERANCE, rtol=LOGITS_TOLERANCE)
     assert not counters["graph_break"]
-    assert len(widths) == (1 if prompt == "eager" else 2)
-    # Queries have latents and positions. A model that is compiled first expands the latents.
-    assert set(widths[-1]) == (set() if prompt == "compiled" else {RANK + ROPE_DIM})
+    assert len(widths) == (1 if prompt_mode == "eager" else 2)
+    # Queries have a latent and a RoPE part. A model that is compiled first expands the latents.
+    assert set(widths[-1]) == (set() if prompt_mode == "compiled" else {RANK + ROPE_DIM})

@@ -1,6 +1,6 @@
-"""Other libraries that use the cache: kvpress drops stored tokens, and PEFT wraps models.
+"""Tests with other libraries that use the cache: kvpress drops tokens, and PEFT wraps models.
 
-The tests imitate these libraries.
+The tests imitate kvpress and PEFT, which need not be installed.
 """
 
 import pickle
@@ -31,37 +31,37 @@ PROMPT = 40
 
 
 @contextmanager
-def wrapped_functions() -> Iterator[None]:
+def wrap_functions() -> Iterator[None]:
     """Wrap all registered functions to pass `dropout` by position, as kvpress does."""
 
-    def wrap(inner: Any) -> Any:
+    def wrap(function: Any) -> Any:
         def wrapper(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            return inner(module, query, key, value, attention_mask, dropout, **kwargs)
+            return function(module, query, key, value, attention_mask, dropout, **kwargs)
 
         return wrapper
 
-    before = dict(AttentionInterface._global_mapping)
-    for name, function in before.items():
+    functions = dict(AttentionInterface._global_mapping)
+    for name, function in functions.items():
         ALL_ATTENTION_FUNCTIONS[name] = wrap(function)
     try:
         yield
     finally:
-        AttentionInterface._global_mapping.update(before)
-        for name in before:
+        AttentionInterface._global_mapping.update(functions)
+        for name in functions:
             ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name, None)
 
 
 @contextmanager
-def press(model: Any, score: Score, kept: int) -> Iterator[None]:
-    """After each call of a layer, keep the tokens with the highest scores of each head."""
+def press_model(model: Any, score: Score, num_kept: int) -> Iterator[None]:
+    """After each call of a layer, keep the `num_kept` tokens of each head that score highest."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         layer = kwargs[CACHE].layers[module.layer_idx]
         keys, values = layer.keys, layer.values
-        indices = score(keys).topk(kept, dim=-1).indices
+        indices = score(keys).topk(num_kept, dim=-1).indices
         indices = indices[..., None].expand(-1, -1, -1, module.head_dim)
         layer.keys = keys.gather(2, indices).contiguous()
         layer.values = values.gather(2, indices).contiguous()
@@ -73,22 +73,22 @@ def press(model: Any, score: Score, kept: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 @torch.no_grad()
-def answer(model: Any, cache: Any, pressed: Any) -> torch.Tensor:
-    """Return the logits of three tokens and two single tokens after a pressed prompt, twice."""
+def compute_logits(model: Any, cache: Any, press: Any) -> torch.Tensor:
+    """Press a prompt, and return the logits of two rounds of calls with 3, 1 and 1 tokens."""
     ids = torch.randint(4, 90, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    with pressed:
+    with press:
         model.model(ids, past_key_values=cache, cache_position=torch.arange(PROMPT))
     lengths = [layer.get_seq_length() for layer in cache.layers]
     logits = []
     for _ in range(2):
-        for first, count in ((0, 3), (3, 1), (4, 1)):
-            positions = torch.arange(PROMPT + first, PROMPT + first + count)[None]
-            chunk = ids[:, first : first + count]
+        for start, count in ((0, 3), (3, 1), (4, 1)):
+            positions = torch.arange(PROMPT + start, PROMPT + start + count)[None]
+            chunk = ids[:, start : start + count]
             logits.append(model(chunk, past_key_values=cache, position_ids=positions).logits)
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.keys = layer.keys[:, :, :length]
@@ -106,46 +106,48 @@ SCORES: dict[str, Score] = {
 }
 
 
-# Grid: Each score once, with numbers of tokens before, at and after the end of a page.
+# Grid: Each score once. The numbers of kept tokens end before, at and after the end of a page.
 @pytest.mark.parametrize(
-    ("name", "kept"),
+    ("name", "num_kept"),
     [("norm", 17), ("sinks and last", 16), ("random", 15), ("difference", 17), ("channel", 16)],
 )
-def test_pressed_caches_match_dynamic_cache(name: str, kept: int) -> None:
+def test_pressed_caches_match_dynamic_cache(name: str, num_kept: int) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    stock, _ = tiny("gqa", attn_implementation="sdpa")
-    expected = answer(stock, DynamicCache(), press(stock, SCORES[name], kept))
-    with wrapped_functions():
+    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
+    press = press_model(stock_model, SCORES[name], num_kept)
+    expected = compute_logits(stock_model, DynamicCache(), press)
+    with wrap_functions():
         cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
-        actual = answer(model, cache, press(model, SCORES[name], kept))
-        assert cache.get_seq_length() == kept
+        actual = compute_logits(model, cache, press_model(model, SCORES[name], num_kept))
+        assert cache.get_seq_length() == num_kept
         assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3)
-        eight = FP8PagedCache(model.config, page_size=16)
-        assert answer(model, eight, press(model, SCORES[name], kept)).isfinite().all()
-        assert eight.layers[1].get_seq_length() == kept
+        fp8_cache = FP8PagedCache(model.config, page_size=16)
+        logits = compute_logits(model, fp8_cache, press_model(model, SCORES[name], num_kept))
+        assert logits.isfinite().all()
+        assert fp8_cache.layers[1].get_seq_length() == num_kept
 
 
-@pytest.mark.parametrize("count", [1, 9])
-def test_layers_of_different_lengths_are_saved(count: int, tmp_path: Path) -> None:
-    """The last layer allocates further pages after the first layer has stored its tokens."""
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_layers_of_different_lengths_are_saved(num_tokens: int, tmp_path: Path) -> None:
+    """The last layer allocates more pages after the first layer has stored its tokens."""
     cache = FP8PagedCache(tiny("gqa")[0].config, page_size=8)
     for layer, tokens in ((0, 2), (1, 64)):
         cache.update(*torch.randn(2, 1, 2, 64, 16), layer)
-        each: Any = cache.layers[layer]
-        each.keys, each.values = each.keys[:, :, :tokens], each.values[:, :, :tokens]
+        x: Any = cache.layers[layer]
+        x.keys, x.values = x.keys[:, :, :tokens], x.values[:, :, :tokens]
     for layer in range(2):
-        cache.update(*torch.randn(2, 1, 2, count, 16), layer)
-    loaded = pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "cache"))
-    for copied in loaded:
-        for one, other in zip(cache.layers, copied.layers, strict=True):
-            assert_same(one.keys.dense(), other.keys.dense())
-            assert_same(one.values.dense(), other.values.dense())
+        cache.update(*torch.randn(2, 1, 2, num_tokens, 16), layer)
+    copies = pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "cache"))
+    for loaded_cache in copies:
+        for layer, loaded_layer in zip(cache.layers, loaded_cache.layers, strict=True):
+            assert_same(layer.keys.dense(), loaded_layer.keys.dense())
+            assert_same(layer.values.dense(), loaded_layer.values.dense())
 
 
 def test_functions_accept_dropout_by_position() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
-    with wrapped_functions():
+    with wrap_functions():
         actual = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
         assert_same(actual, expected)
         layers: list[int] = []
@@ -158,27 +160,27 @@ def test_functions_accept_dropout_by_position() -> None:
 def test_functions_are_wrapped_if_kvpress_was_imported_first(
     is_loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrapped: list[Any] = []
+    wrapped_functions: list[Any] = []
 
     def attention_patch(function: Any) -> Any:
-        wrapped.append(function)
+        wrapped_functions.append(function)
         return lambda *args, **kwargs: function(*args, **kwargs)
 
     kvpress = SimpleNamespace(attention_patch=attention_patch) if is_loaded else None
     monkeypatch.setitem(sys.modules, "kvpress.attention_patch", kvpress)  # type: ignore[arg-type]
-    before = AttentionInterface._global_mapping["fp8_paged"]
+    function = AttentionInterface._global_mapping["fp8_paged"]
     try:
         register()
         registered = AttentionInterface._global_mapping["fp8_paged"]
     finally:
-        AttentionInterface._global_mapping["fp8_paged"] = before
-    assert wrapped == [fp8_paged_attention] * is_loaded
+        AttentionInterface._global_mapping["fp8_paged"] = function
+    assert wrapped_functions == [fp8_paged_attention] * is_loaded
     assert (registered is fp8_paged_attention) != is_loaded
 
 
 @pytest.mark.parametrize("implementation", ["fp8_paged", "sdpa"])
 def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
-    """Presses that mask tokens of single heads write to the keys."""
+    """Methods of kvpress that mask tokens of single heads write to the keys."""
     cache = FP8PagedCache(tiny("gqa", attn_implementation=implementation)[0].config)
     k = torch.randn(1, 2, 9, 16)
     cache.update(k, k, 0)
@@ -193,7 +195,7 @@ def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """Imitates PEFT's wrapper of a model in `generate`. A prefix is passed as a filled cache."""
+    """A stand-in for PEFT's wrapper of a model. A prefix is passed as a filled cache."""
 
     def __init__(self, model: Any, prefix: int) -> None:
         super().__init__()
@@ -242,12 +244,12 @@ class Wrapper(torch.nn.Module):
             self.base_model.prepare_inputs_for_generation = self.prepare_base
 
 
-# Grid: No prefix, and prefixes shorter and longer than the window.
+# Grid: No prefix, and a prefix shorter and one longer than the window.
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [("gqa", 0), ("sliding_and_full", 0), ("sliding_and_full", 5), ("sliding_and_full", 20)],
 )
-def test_enable_a_wrapped_model(name: str, prefix: int) -> None:
+def test_a_wrapped_model_can_be_enabled(name: str, prefix: int) -> None:
     model, inputs = tiny(name, attn_implementation="eager")
     wrapper = Wrapper(model, prefix)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
@@ -260,37 +262,37 @@ def test_enable_a_wrapped_model(name: str, prefix: int) -> None:
     assert out.past_key_values.get_seq_length() == length
     assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     enable(wrapper)
-    stored = wrapper.generate(**options).past_key_values
-    sizes = [cache.memory_footprint().used_bytes for cache in (stored, out.past_key_values)]
+    fp8_cache = wrapper.generate(**options).past_key_values
+    sizes = [cache.memory_footprint().used_bytes for cache in (fp8_cache, out.past_key_values)]
     assert sizes[0] < sizes[1] / 2
     assert disable(wrapper) is wrapper
-    last = wrapper.generate(**options)
-    assert type(last.past_key_values) is DynamicCache
-    assert_same(last.sequences, expected.sequences)
+    stock_out = wrapper.generate(**options)
+    assert type(stock_out.past_key_values) is DynamicCache
+    assert_same(stock_out.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("prefix", [0, 5])
-def test_enable_a_wrapped_encoder_decoder(prefix: int) -> None:
+def test_a_wrapped_encoder_decoder_can_be_enabled(prefix: int) -> None:
     model, inputs = tiny("seq2seq/bart", attn_implementation="eager")
     wrapper = Wrapper(model, prefix)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
     out = enable(wrapper, dtype="auto").generate(**options)
-    for part in ("self_attention_cache", "cross_attention_cache"):
-        stock, ours = (getattr(output.past_key_values, part) for output in (expected, out))
-        assert isinstance(ours, FP8PagedCache)
-        assert ours.get_seq_length() == stock.get_seq_length() > prefix
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        expected_cache, cache = (getattr(x.past_key_values, name) for x in (expected, out))
+        assert isinstance(cache, FP8PagedCache)
+        assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix
     assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     disable(wrapper)
     assert_same(wrapper.generate(**options).sequences, expected.sequences)
 
 
-def test_enable_a_model_wrapped_twice() -> None:
+def test_a_model_wrapped_twice_can_be_enabled() -> None:
     model, inputs = tiny("gqa", attn_implementation="eager")
-    inner, outer = Wrapper(model, 0), Wrapper(model, 0)
-    outer.base_model = inner
-    assert enable(outer) is outer
+    function, outer_wrapper = Wrapper(model, 0), Wrapper(model, 0)
+    outer_wrapper.base_model = function
+    assert enable(outer_wrapper) is outer_wrapper
     keywords = {**inputs, **GREEDY, "return_dict_in_generate": True}
-    assert isinstance(inner.generate(**keywords).past_key_values, FP8PagedCache)
-    disable(outer)
-    assert type(inner.generate(**keywords).past_key_values) is DynamicCache
+    assert isinstance(function.generate(**keywords).past_key_values, FP8PagedCache)
+    disable(outer_wrapper)
+    assert type(function.generate(**keywords).past_key_values) is DynamicCache

@@ -1,4 +1,4 @@
-"""Adapters of PEFT and a prefix store. `make peft` runs this in an environment that has PEFT."""
+"""Tests of PEFT adapters with a prefix store. `make peft` runs them in an environment with PEFT."""
 
 import json
 import os
@@ -17,34 +17,34 @@ pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 PAGE = 8
-VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 10}
-# A method of each mechanism by which PEFT changes a model: the config's class and its fields.
+VIRTUAL_TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 10}
+# One method for each way in which PEFT changes a model: the class of the config, and its fields.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("LoraConfig", {"r": 4, "lora_alpha": 32, "target_modules": ["k_proj", "v_proj"]}),
-    "prompt tuning": ("PromptTuningConfig", VIRTUAL),
-    "p-tuning": ("PromptEncoderConfig", {**VIRTUAL, "encoder_hidden_size": 16}),
-    "prefix tuning": ("PrefixTuningConfig", VIRTUAL),
+    "prompt tuning": ("PromptTuningConfig", VIRTUAL_TOKENS),
+    "p-tuning": ("PromptEncoderConfig", {**VIRTUAL_TOKENS, "encoder_hidden_size": 16}),
+    "prefix tuning": ("PrefixTuningConfig", VIRTUAL_TOKENS),
 }
 
 
 def test_three_processes_share_a_folder(tmp_path: Path) -> None:
-    """Two adapters and the model without an adapter all answer as without a store."""
+    """A store changes no answer of two adapters and of the model without an adapter."""
     pytest.importorskip("peft")
     answers: dict[str, set[str]] = {}
-    for process, seed in enumerate((1, 0, 2), 1):
+    for number, seed in enumerate((1, 0, 2), 1):
         command = [sys.executable, "-m", "tests.attention.test_peft", str(tmp_path), str(seed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert not run.returncode, run.stderr[-3000:]
-        for method, result in json.loads(run.stdout.splitlines()[-1]).items():
-            case = f"{method}, process {process}"
-            assert result["right"], case
+        process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert not process.returncode, process.stderr[-3000:]
+        for method, result in json.loads(process.stdout.splitlines()[-1]).items():
+            case = f"{method}, process {number}"
+            assert result["is_equal"], case
             # LoRA changes weights, so its pages have other keys. The 60 tokens fill seven pages.
-            counts = (1, 7 * process) if method == "LoRA" else (int(seed == 0), 7 * (process > 1))
+            counts = (1, 7 * number) if method == "LoRA" else (int(seed == 0), 7 * (number > 1))
             assert (result["hits"], result["pages"]) == counts, case
-            assert ("is not used" in run.stderr) == (seed > 0), case
-            answers.setdefault(method, set()).add(str(result["said"]))
-    assert all(len(texts) == 3 for texts in answers.values()), "each adapter changes the answer"
+            assert ("is not used" in process.stderr) == (seed > 0), case
+            answers.setdefault(method, set()).add(str(result["answer"]))
+    assert all(len(texts) == 3 for texts in answers.values()), "an adapter has no effect"
 
 
 def make_model(method: str, seed: int) -> Any:
@@ -65,19 +65,19 @@ def make_model(method: str, seed: int) -> Any:
 
 
 def answer_twice(folder: Path, method: str, seed: int) -> dict[str, Any]:
-    """Answer a prompt twice with a store in a folder, and compare with the answer without it."""
+    """Answer a prompt twice with a store in a folder, and once without it, and compare."""
     ids = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model = enable(make_model(method, seed), prefill="stored", page_size=PAGE)
     expected = model.generate(**inputs, **GREEDY)
     store = PrefixStore(folder)
     model = enable(make_model(method, seed), prefix_store=store, page_size=PAGE)
-    right = True
+    is_equal = True
     for _ in range(2):
-        right = right and torch.equal(model.generate(**inputs, **GREEDY), expected)
+        is_equal = is_equal and torch.equal(model.generate(**inputs, **GREEDY), expected)
         store.flush()
     return {
-        "right": right, "hits": store.usage().hits, "said": expected.tolist(),
+        "is_equal": is_equal, "hits": store.usage().hits, "answer": expected.tolist(),
         "pages": len(list(folder.glob("*.safetensors"))),
     }  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""Gradients with `enable(model, training="stored")`, which pass the rounding unchanged."""
+"""Tests of gradients with `enable(model, training="stored")`, which pass rounding unchanged."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,29 +13,36 @@ from transformers.masking_utils import eager_mask
 
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from tests.attention.test_training import PAGE, TOKENS, assert_near, static_scales, teach, texts
+from tests.attention.test_training import (
+    PAGE,
+    TOKENS,
+    assert_near,
+    make_scales,
+    make_texts,
+    score_texts,
+)
 from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
 
 
-def rounding_noise(config: Any, layer: int, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Return the errors of K and V that are due to storage in the pages of a layer."""
+def compute_noise(config: Any, layer: int, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """Return the rounding errors of K and V, which result from storage in the pages of a layer."""
     cache = FP8PagedCache(config, prefill="stored", page_size=PAGE, **options)
-    stored = cache.update(key.detach(), value.detach(), layer)
-    return [x.dense().to(key) - y.detach() for x, y in zip(stored, (key, value), strict=True)]
+    handles = cache.update(key.detach(), value.detach(), layer)
+    return [x.dense().to(key) - y.detach() for x, y in zip(handles, (key, value), strict=True)]
 
 
 @pytest.fixture
-def noisy() -> Iterator[Callable[..., None]]:
-    """Return a function that makes a model add the rounding noise to K and V in eager attention.
+def add_noise() -> Iterator[Callable[..., None]]:
+    """Return a function that makes a model add rounding noise to K and V in eager attention.
 
-    The noise is constant, so autograd's gradients pass it unchanged, even if K and V saturate.
+    The noise is a constant, so gradients of autograd pass it unchanged, even if K and V saturate.
     """
 
-    def switch(model: Any, **options: Any) -> None:
+    def switch_attention(model: Any, **options: Any) -> None:
         def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
-            noise = rounding_noise(model.config, module.layer_idx, key, value, **options)
+            noise = compute_noise(model.config, module.layer_idx, key, value, **options)
             eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
             return eager(module, query, key + noise[0], value + noise[1], *args, **kw)
 
@@ -42,7 +50,7 @@ def noisy() -> Iterator[Callable[..., None]]:
         AttentionMaskInterface.register("noisy", eager_mask)
         model.set_attn_implementation("noisy")
 
-    yield switch
+    yield switch_attention
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop("noisy", None)
 
@@ -51,20 +59,21 @@ def noisy() -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("gqa", {"scales": static_scales(center=True)}), ("sliding", {"dtype": "int8"}),
-        ("softcap", {"dtype": "fp8_e4m3"}), ("sinks", {"scales": static_scales(center=False)}),
+        ("gqa", {"scales": make_scales(has_center=True)}), ("sliding", {"dtype": "int8"}),
+        ("softcap", {"dtype": "fp8_e4m3"}), ("sinks", {"scales": make_scales(has_center=False)}),
         ("mha", {"dtype": "fp8_e2m5"}), ("sliding_and_full", {"dtype": "fp8_e5m2"}),
     ],
 )  # fmt: skip
 def test_gradients_of_a_model_match_constant_noise(
-    name: str, options: dict[str, Any], noisy: Callable[..., None]
+    name: str, options: dict[str, Any], add_noise: Callable[..., None]
 ) -> None:
     grads = []
-    for start in (lambda m: noisy(m, **options), lambda m: enable(m, training="stored", **options)):
+    enable_rounding = functools.partial(enable, training="stored")
+    for switch in (add_noise, enable_rounding):
         model, _ = tiny(name, attn_implementation="eager")
-        start(model)
+        switch(model, **options)
         model.train()
-        log_probs = teach(model)
+        log_probs = score_texts(model)
         log_probs[:, 7].mean().backward()
         grads.append([log_probs, *(weight.grad for weight in model.parameters())])
     for expected, actual in zip(*grads, strict=True):
@@ -85,21 +94,21 @@ def test_stored_pages_refuse_a_training_step() -> None:
         model.train()(ids[:, 8:], past_key_values=cache)
 
 
-def test_gradients_of_a_position_bias() -> None:
+def test_gradients_of_a_position_bias_match_constant_noise() -> None:
     """The gradients of the bias and the states match SDPA with constant rounding noise."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    scales = static_scales(center=True)
+    scales = make_scales(has_center=True)
     enable(model, training="stored", page_size=PAGE, scales=scales)
     module: Any = model.model.layers[0].self_attn  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(3)
-    states, square = (2, 2, TOKENS, 16), (1, 4, TOKENS, TOKENS)
+    kv_shape, bias_shape = (2, 2, TOKENS, 16), (1, 4, TOKENS, TOKENS)
     leaves = [
         torch.randn(shape, generator=generator).requires_grad_()
-        for shape in ((2, 4, TOKENS, 16), states, states, square)
+        for shape in ((2, 4, TOKENS, 16), kv_shape, kv_shape, bias_shape)
     ]
     query, key, value, bias = leaves
     actual, _ = fp8_paged_attention(module, query, key, value, None, position_bias=bias)
-    noise = rounding_noise(model.config, 0, key, value, scales=scales)
+    noise = compute_noise(model.config, 0, key, value, scales=scales)
     future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     expected = scaled_dot_product_attention(
         query, key + noise[0], value + noise[1], bias.masked_fill(future, -torch.inf),
@@ -113,39 +122,39 @@ def test_gradients_of_a_position_bias() -> None:
         assert expected_gradient.abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3")
     model.train()
     grads = []
-    for checkpointed in (False, True):
-        if checkpointed:
-            # The method's names in transformers 6 and 5.
+    for actual in (False, True):
+        if actual:
+            # The method has different names in transformers 6 and 5.
             name = "activation_checkpointing_enable"
-            start = getattr(model, name, None) or model.gradient_checkpointing_enable
-            start({"use_reentrant": reentrant})
+            enable_checkpointing = getattr(model, name, None) or model.gradient_checkpointing_enable
+            enable_checkpointing({"use_reentrant": use_reentrant})
         model.zero_grad()
-        log_probs = teach(model, use_cache=None)  # as in trainers that keep use_cache=True
+        log_probs = score_texts(model, use_cache=None)  # as in trainers that keep use_cache=True
         log_probs[:, 7].mean().backward()
         grads.append([weight.grad for weight in model.parameters()])
-    for plain, checkpointed in zip(*grads, strict=True):
-        torch.testing.assert_close(checkpointed, plain)
+    for expected, actual in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-# torch traces functions with custom gradients in this way.
+# torch instantiates functions with custom gradients to trace them, and warns about this.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_step_has_the_same_gradients() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
-    enable(model, training="stored", scales=static_scales(center=True), backend="torch")
+    enable(model, training="stored", scales=make_scales(has_center=True), backend="torch")
     model.train()
     grads = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+    for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         model.zero_grad()
-        logits = run(texts()[0], use_cache=False).logits
+        logits = function(make_texts()[0], use_cache=False).logits
         logits.log_softmax(-1)[..., 7].mean().backward()
         grads.append([logits, *(weight.grad for weight in model.parameters())])
-    unrounded = disable(model)(texts()[0], use_cache=False).logits
+    unrounded = disable(model)(make_texts()[0], use_cache=False).logits
     assert_near(grads[1][0], grads[0][0], unrounded)
     for eager, compiled in zip(*grads, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.05 * eager.abs().max().item())

@@ -1,4 +1,4 @@
-"""Tests of the number of tokens that an engine's planner fits into the same memory."""
+"""Tests of the number of tokens that the planner of an engine fits into a given memory."""
 
 from typing import Any
 
@@ -14,43 +14,43 @@ pytestmark = pytest.mark.text
 FLASH = "flash_attention_2"
 
 
-def settings(**keywords: Any) -> ServingConfig:
+def make_config(**keywords: Any) -> ServingConfig:
     return ServingConfig.parse(backend="torch", **keywords)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
-    """Twenty GiB over the bytes per token of all layers is the number of tokens that they add.
+    """The number of tokens that 20 more GiB fit is 20 GiB over the bytes per token of all layers.
 
-    FP8 pages hold at least 1.9 times the tokens of bf16 with its best attention.
+    FP8 pages store at least 1.9 times the tokens of bf16 pages with FlashAttention.
     """
     config = shape(name).get_text_config()
     heads = config.num_key_value_heads * config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    base = 0
+    bf16_tokens = 0
     for options, head_bytes in (
         (None, 4 * dim),
-        (settings(dtype="auto"), 4 * dim),
-        (settings(key_dtype="auto", scales=1.0), 3 * dim),
-        (settings(scales=1.0), 2 * dim),
-        (settings(), 2 * dim + 4),
+        (make_config(dtype="auto"), 4 * dim),
+        (make_config(key_dtype="auto", scales=1.0), 3 * dim),
+        (make_config(scales=1.0), 2 * dim),
+        (make_config(), 2 * dim + 4),
     ):
         low, high = (planned_tokens(config, n * GIB, options, attention=FLASH) for n in (20, 40))
         assert low * heads * head_bytes < PERCENT * 20 * GIB
         expected = PERCENT * 20 * GIB / (heads * head_bytes)
-        if options is None:  # transformers' engine has more tensors that grow with the tokens
-            base = high
-            # Both numbers of tokens are whole pages.
+        if options is None:  # the engine of transformers has more tensors that grow with the tokens
+            bf16_tokens = high
+            # Both numbers of tokens are multiples of a page.
             assert 0.9 * expected < high - low < expected + PAGE
         else:
             assert high - low == pytest.approx(expected, rel=0.005)
         if head_bytes <= 2 * dim + 4:
-            assert high >= 1.9 * base
+            assert high >= 1.9 * bf16_tokens
 
 
 def test_too_little_memory_for_a_step_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
-        planned_tokens(shape("Llama-3.1-8B"), GIB // 2, settings())
+        planned_tokens(shape("Llama-3.1-8B"), GIB // 2, make_config())
 
 
 def test_an_engine_has_the_planned_pages() -> None:
@@ -70,12 +70,12 @@ def test_an_engine_has_the_planned_pages() -> None:
 
 
 def test_capacity_is_reported_with_bytes_and_ratios() -> None:
-    reported: list[str] = []
+    messages: list[str] = []
     rows = {
-        row["cache"]: row for row in plan_capacity({"q": shape("Qwen2.5-7B")}, 10, reported.append)
+        row["cache"]: row for row in plan_capacity({"q": shape("Qwen2.5-7B")}, 10, messages.append)
     }
-    base = rows["bf16, flash"]
+    bf16_row = rows["bf16, flash"]
     values = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
     for name, value in values.items():
         assert rows[name]["bytes_per_token"] == 2 * value * 4 * 28
-        assert rows[name]["ratio"] == rows[name]["tokens"] / base["tokens"]
+        assert rows[name]["ratio"] == rows[name]["tokens"] / bf16_row["tokens"]

@@ -1,6 +1,6 @@
-"""Tests of the GPU benchmark in dry runs, with tiny shapes on any machine and without timing.
+"""Tests of the GPU benchmark in dry runs, which have tiny shapes, any device and no timing.
 
-A contender with a wrong result must not get a time. A contender that fails must not end the run.
+A contender with a wrong result must not get a time, and a failing contender must not end the run.
 """
 
 import functools
@@ -41,8 +41,8 @@ from hf_fp8kv.ops.triton import tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 DRY = {"device": "cpu", "backend": "torch", "dry": True}
-STEPS = {"e3m4", "e4m3", "bf16 pages"}
-KERNELS = {f"{name} kernel" for name in STEPS}
+STEP_NAMES = {"e3m4", "e4m3", "bf16 pages"}
+KERNEL_NAMES = {f"{name} kernel" for name in STEP_NAMES}
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def record() -> Record:
     return Record(Stage("cpu", dry=True))
 
 
-def failures(record, measure, *args):
-    """Measure a section, check that failed contenders have no time, and return their names."""
+def measure_failures(record, measure, *args):
+    """Measure a section, assert that failed contenders have no time, and return their names."""
     with torch.no_grad():
         measure(record, *args)
     assert record.rows
@@ -63,15 +63,15 @@ def failures(record, measure, *args):
 
 
 def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
-    """Serving and compiled caches are left to the full run."""
+    """Only the full run has serving and compiled caches."""
     monkeypatch.setattr(end_to_end, "CACHES", end_to_end.CACHES[:2])
     monkeypatch.setattr(suite, "TINY", replace(TINY, writes=(1,), others=TINY.others[:1]))
-    saved = tmp_path / "gpu.json"
+    path = tmp_path / "gpu.json"
     sections = [name for name in suite.SECTIONS if name != "serving"]
-    result = suite.run_suite(**DRY, sections=sections, save=saved)
-    assert json.loads(saved.read_text()) == json.loads(json.dumps(result))
+    result = suite.run_suite(**DRY, sections=sections, save=path)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(result))
     assert not [row for row in result["rows"] if "failed" in row]
-    # No kernel of another project is installed.
+    # No kernels of other projects are installed.
     assert {row["section"] for row in result["rows"]} == {*sections} - {"other kernels"}
     assert len([row for row in result["rows"] if row.get("first_ms", 0) > 0]) == 3
     decode = {row["name"] for row in result["rows"] if row["section"] == "decode"}
@@ -80,18 +80,18 @@ def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, 
         if row["section"] in ("decode", "layer", "others", "extend"):
             assert 0 <= row["error"] < 0.01, row
             rate = row["moved"] / row["us"] / 1e3
-            read = result["ceilings"]["read_gb_per_s"]
-            assert (row["gb_per_s"], row["of_read"]) == pytest.approx((rate, rate / read))
+            bandwidth = result["ceilings"]["read_gb_per_s"]
+            assert (row["gb_per_s"], row["of_read"]) == pytest.approx((rate, rate / bandwidth))
     assert {goal["why"] for goal in result["goals"]} == {"a dry run"}
-    assert main(["--from", str(saved)]) == 0
-    printed = capsys.readouterr().out
+    assert main(["--from", str(path)]) == 0
+    output = capsys.readouterr().out
     for text in ("DRY RUN", "decode: us, share of the read bandwidth", "ragged", "not measured"):
-        assert text in printed
+        assert text in output
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Replace torch.cuda with a fake on CPU tensors. An event is 1 ms after the previous event."""
+    """Replace torch.cuda by a fake for CPU tensors, whose events are 1 ms apart."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     cuda = mock.MagicMock()
@@ -106,7 +106,7 @@ def gpu(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(Stage, "is_gpu", property(lambda _self: True))
-    # The CPU has neither cuDNN nor a profiler for CUDA.
+    # A CPU has neither cuDNN nor a profiler for CUDA.
     flash = {"flash": baselines.SDPBackend.FLASH_ATTENTION}
     monkeypatch.setattr(baselines, "_backends", lambda _stage: flash)
     return cuda
@@ -120,27 +120,27 @@ def test_a_dry_run_measures_every_section(device, request):
     result = suite.run_suite(**DRY, seconds=1200.0)
     assert [part["name"] for part in result["sections"]] == list(suite.SECTIONS)
     assert {part["error"] for part in result["sections"]} == {None}
-    # transformers' offloaded cache creates a CUDA stream, which has no fake.
-    failed = {row["name"] for row in result["rows"] if "failed" in row}
-    assert failed <= {end_to_end.STOCK_OFFLOADED}
-    ends = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
-    assert {goals.PAGED, *goals.STRONG[:2], end_to_end.CACHES[-1][0]} <= ends.keys()
-    assert ends[goals.PAGED]["cache_bytes"] < 0.6 * ends[goals.AUTO]["cache_bytes"]
+    # The offloaded cache of transformers creates a CUDA stream, which the fake lacks.
+    failed_names = {row["name"] for row in result["rows"] if "failed" in row}
+    assert failed_names <= {end_to_end.STOCK_OFFLOADED}
+    end_rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
+    assert {goals.PAGED, *goals.STRONG[:2], end_to_end.CACHES[-1][0]} <= end_rows.keys()
+    assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.AUTO]["cache_bytes"]
     plans = {r["name"]: r["planned_tokens"] for r in result["rows"] if r["section"] == "serving"}
     assert plans["fp8 static"] > plans["fp8 dynamic"] > plans["bf16 sdpa"]
     if cuda is not None:
         assert result["hardware"]["gpu"] == "stand-in"
         assert cuda.CUDAGraph.return_value.replay.call_count > 100
-        assert {row["peak_bytes"] for row in ends.values()} == {12345}
+        assert {row["peak_bytes"] for row in end_rows.values()} == {12345}
         assert not [row for row in result["rows"] if "note" in row]
 
 
 def test_kernels_are_timed_in_graphs(gpu):
-    """A graph takes two milliseconds by the fake clock. Without graphs, a note says why."""
+    """By the fake clock, a graph takes 2 ms. Without graphs, a note gives the reason."""
     calls = []
     gpu.Event.return_value.elapsed_time.return_value = 0.4
     timing = Stage("cpu").time([lambda: calls.append(1)] * 3)
-    # Two rounds to warm up, one to estimate the time, then rounds of two milliseconds.
+    # Two rounds warm up, one round estimates the time, and then rounds take 2 ms.
     assert (timing["calls"], len(calls)) == (3 * 6, 2 * 3 + 3 + 3 * 6)
     assert timing["us"] == pytest.approx(400 / 18)
     assert [Stage("cpu").copies(size) for size in (2**14, 2**30, 16)] == [4, 1, 256]
@@ -161,88 +161,88 @@ def test_the_command_line_rejects_invalid_options(tmp_path, capsys):
 # -- wrong results ---------------------------------------------------------------------------------
 
 
-def scale_output(correct):
-    def wrong(*args, **kwargs):
-        out = correct(*args, **kwargs)
+def _scale_output(function):
+    def scaled(*args, **kwargs):
+        out = function(*args, **kwargs)
         return (out[0] * 1.05, *out[1:]) if isinstance(out, tuple) else out * 1.05
 
-    return wrong
+    return scaled
 
 
-def omit_one_value(correct):
-    def wrong(*args, **kwargs):
-        out = correct(*args, **kwargs)
+def _omit_one_value(function):
+    def incomplete(*args, **kwargs):
+        out = function(*args, **kwargs)
         out[-1, -1, 0, 0] = torch.nan
         return out
 
-    return wrong
+    return incomplete
 
 
-def _drop_last_page(correct):
-    def wrong(query, pages, lengths, *args, **kwargs):
-        return correct(query, pages, (lengths - 8).clamp(min=1), *args, **kwargs)
+def _drop_last_page(function):
+    def shortened(query, pages, lengths, *args, **kwargs):
+        return function(query, pages, (lengths - 8).clamp(min=1), *args, **kwargs)
 
-    return wrong
-
-
-def _drop_mask(correct):
-    return lambda module, query, key, value, _mask: correct(module, query, key, value, None)
+    return shortened
 
 
-def _flip_byte(correct):
-    def wrong(pages, *args, **kwargs):
-        correct(pages, *args, **kwargs)
+def _drop_mask(function):
+    return lambda module, query, key, value, _mask: function(module, query, key, value, None)
+
+
+def _flip_byte(function):
+    def write_and_flip(pages, *args, **kwargs):
+        function(pages, *args, **kwargs)
         pages.v_codes.view(torch.uint8)[-1, -1, -1, -1] ^= 1
 
-    return wrong
+    return write_and_flip
 
 
-def _omit_output(correct):
-    return lambda *args, **kwargs: torch.empty_like(correct(*args, **kwargs))
+def _omit_output(function):
+    return lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))
 
 
-def _scale_last_head(correct):
-    def wrong(*args, **kwargs):
-        out = correct(*args, **kwargs)
+def _scale_last_head(function):
+    def scaled(*args, **kwargs):
+        out = function(*args, **kwargs)
         out[:, :, -1] *= 1.2
         return out
 
-    return wrong
+    return scaled
 
 
 LATENTS = (latent.measure, TINY, "torch")
 PADDED = Case((130, 130), TINY.heads, padding=(0, 65))
 CACHED = (cached.measure_attention, "decode", PADDED, E4M3, "torch")
 RAGGED = (attention.measure_pages, TINY, "torch", "decode", TINY.decode[1], E4M3)
-MANY = (*RAGGED[:4], Case((40,), Heads(48, 1, 32, 16)), E4M3)
+MANY_HEADS = (*RAGGED[:4], Case((40,), Heads(48, 1, 32, 16)), E4M3)
 WRITES = (write.measure, replace(TINY, writes=(1,), prefill=70), "torch")
 SDPA = (baselines.measure_decode, "decode", TINY.decode[0])
-# Module, function, its fault, the measurement, and the contenders that must fail.
-WRONG = [
-    (ops, "attend", scale_output, LATENTS, STEPS | KERNELS),
+# A module, its function, a defect for it, the measurement, and the contenders that must fail.
+DEFECTS = [
+    (ops, "attend", _scale_output, LATENTS, STEP_NAMES | KERNEL_NAMES),
     (ops, "attend", _drop_last_page, RAGGED, {"e4m3"}),
-    (ops, "attend", omit_one_value, RAGGED, {"e4m3"}),
+    (ops, "attend", _omit_one_value, RAGGED, {"e4m3"}),
     (ops, "attend", _omit_output, RAGGED, {"e4m3"}),
-    (ops, "attend", _scale_last_head, MANY, {"e4m3"}),
+    (ops, "attend", _scale_last_head, MANY_HEADS, {"e4m3"}),
     (ops, "write", _flip_byte, WRITES, {kind.name for kind in KINDS}),
-    (cached, "fp8_paged_attention", scale_output, CACHED, {"e4m3"}),
+    (cached, "fp8_paged_attention", _scale_output, CACHED, {"e4m3"}),
     (cached, "fp8_paged_attention", _drop_mask, CACHED, {"e4m3"}),
-    (latent, "fp8_paged_attention", scale_output, LATENTS, STEPS),
-    (latent, "sdpa_attention_forward", scale_output, LATENTS, {goals.STOCK}),
-    (latent, "absorb", scale_output, LATENTS, {goals.ABSORBED}),
-    # Attention to expanded latents is correct, but the row must measure stored latents.
-    (latent.latent, "reads_stored_latents", lambda _right: lambda *_args: False, LATENTS, STEPS),
-    (baselines, "attend_grouped", scale_output, SDPA, {"sdpa math"}),
+    (latent, "fp8_paged_attention", _scale_output, LATENTS, STEP_NAMES),
+    (latent, "sdpa_attention_forward", _scale_output, LATENTS, {goals.STOCK}),
+    (latent, "absorb", _scale_output, LATENTS, {goals.ABSORBED}),
+    # Attention to expanded latents is correct, but the row is for stored latents.
+    (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENTS, STEP_NAMES),
+    (baselines, "attend_grouped", _scale_output, SDPA, {"sdpa math"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("module", "name", "broken", "measure", "fails"), WRONG)
+@pytest.mark.parametrize(("module", "name", "add_defect", "measure", "failed_names"), DEFECTS)
 def test_a_wrong_contender_fails_without_a_time(
-    record, monkeypatch, module, name, broken, measure, fails
+    record, monkeypatch, module, name, add_defect, measure, failed_names
 ):
-    correct = getattr(module, name)
-    monkeypatch.setattr(module, name, functools.wraps(correct)(broken(correct)))
-    assert failures(record, *measure) == fails
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, functools.wraps(function)(add_defect(function)))
+    assert measure_failures(record, *measure) == failed_names
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def raise_error(error):
 
 def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
     monkeypatch.setattr(ops, "attend", raise_error(ValueError("no such kernel")))
-    assert failures(record, *RAGGED) == {"e4m3"}
+    assert measure_failures(record, *RAGGED) == {"e4m3"}
     assert record.rows[0]["failed"] == "ValueError: no such kernel"
     monkeypatch.setattr(ops, "attend", raise_error(torch.OutOfMemoryError("2 GiB")))
     assert attention.measure_pages(record, *RAGGED[1:-1], BF16) is None
@@ -264,28 +264,28 @@ def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
     assert [part["error"] for part in result["sections"]] == ["AttributeError: a mistake", None]
     assert result["ceilings"]["read_gb_per_s"] > 0
     assert summarize(result)["errors"] == ["write"]
-    late = suite.run_suite(**DRY, sections=("decode", "latent"), seconds=0.0)
-    assert not late["rows"]
-    assert all("no time left" in part["skipped"][-1] for part in late["sections"])
+    late_result = suite.run_suite(**DRY, sections=("decode", "latent"), seconds=0.0)
+    assert not late_result["rows"]
+    assert all("no time left" in part["skipped"][-1] for part in late_result["sections"])
 
 
 def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp_path, capsys):
-    """The first row is measured, the second row loses the device, and the run ends."""
-    saved, lost = tmp_path / "gpu.json", []
+    """The first row is measured. The second row loses the device, which ends the run."""
+    path, losses = tmp_path / "gpu.json", []
 
     def lose_device(record, _sizes, _backend):
         record.measure("write", "a case", "good", lambda: {"us": 1.0})
-        record.measure("write", "a case", "bad", lambda: lost.append(1) or 1 / 0)
+        record.measure("write", "a case", "bad", lambda: losses.append(1) or 1 / 0)
         record.measure("write", "a case", "later", lambda: {"us": 1.0})
 
     monkeypatch.setitem(suite.SECTIONS, "write", lose_device)
-    monkeypatch.setattr(Stage, "is_lost", lambda _self: bool(lost))
-    result = suite.run_suite(**DRY, sections=("write", "decode"), save=saved)
-    assert json.loads(saved.read_text())["rows"] == result["rows"]
+    monkeypatch.setattr(Stage, "is_lost", lambda _self: bool(losses))
+    result = suite.run_suite(**DRY, sections=("write", "decode"), save=path)
+    assert json.loads(path.read_text())["rows"] == result["rows"]
     assert [row.get("us") for row in result["rows"]] == [1.0, None]
     assert result["sections"][0]["error"].startswith("lost the device: write, a case, bad: ")
     assert summarize(result)["unfinished"] == ["decode"]
-    assert main(["--from", str(saved)]) == 1
+    assert main(["--from", str(path)]) == 1
     assert "not measured, or only in part: decode: the run ended" in capsys.readouterr().out
 
 
@@ -293,16 +293,16 @@ def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, mon
     clock = mock.Mock(return_value=0.0)
     monkeypatch.setattr("benchmarks.gpu.record.time.perf_counter", clock)
 
-    def work(seconds):
+    def advance_clock(seconds):
         clock.return_value += seconds
         return {}
 
     record.begin(20.0)
-    measured = [
-        record.measure("write", case, "e4m3", functools.partial(work, seconds)) is not None
+    is_measured = [
+        record.measure("write", case, "e4m3", functools.partial(advance_clock, seconds)) is not None
         for case, seconds in enumerate((8.0, 1.0, 9.0, 1.0, 1.0))
     ]
-    assert measured == [True] * 4 + [False]
+    assert is_measured == [True] * 4 + [False]
     assert record.skipped == ["write, 4, e4m3: no time left"]
 
 
@@ -310,23 +310,23 @@ def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, mon
 
 
 def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
-    """Compiling times nothing, and calls no attention of torch or transformers."""
+    """Compiling measures no times, and calls no attention of torch or transformers."""
     times = []
     monkeypatch.setattr(Stage, "time", lambda *args, **_more: times.append(args) or {})
 
-    def share(index, count):
+    def count_rows(index, count):
         rows = suite.compile_share("cpu", "torch", True, index, count)
         assert not [row for row in rows if "failed" in row]
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
 
-    single = share(0, 1)
-    assert len(times) == single.total()
-    assert share(0, 2) + share(1, 2) == single
-    assert {section for section, *_ in single} == set(suite.COMPILED_SECTIONS)
+    counts = count_rows(0, 1)
+    assert len(times) == counts.total()
+    assert count_rows(0, 2) + count_rows(1, 2) == counts
+    assert {section for section, *_ in counts} == set(suite.COMPILED_SECTIONS)
     for name in ("decode", "write", "latent"):
-        assert {kind.name for kind in (E4M3, E3M4, BF16)} <= {n for s, _, n in single if s == name}
-    assert not {goals.STOCK, goals.ABSORBED, "flex"} & {name for *_, name in single}
-    assert not [name for *_, name in single if name.startswith("sdpa")]
+        assert {kind.name for kind in (E4M3, E3M4, BF16)} <= {n for s, _, n in counts if s == name}
+    assert not {goals.STOCK, goals.ABSORBED, "flex"} & {name for *_, name in counts}
+    assert not [name for *_, name in counts if name.startswith("sdpa")]
 
 
 def test_a_step_is_compiled_once():
@@ -337,17 +337,17 @@ def test_a_step_is_compiled_once():
 
 
 def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
-    """Longer sequences would change neither the splits nor the widths of the plans."""
-    short = shorten(FULL)
+    """Longer sequences would change neither splits nor the widths of plans."""
+    short_sizes = shorten(FULL)
     for name in ("decode", "layer", "latents", "others"):
-        full, reduced = (
+        full_cases, short_cases = (
             {(len(x.lengths), x.heads, x.tokens, x.window, x.softcap) for x in getattr(sizes, name)}
-            for sizes in (FULL, short)
+            for sizes in (FULL, short_sizes)
         )
-        assert full == reduced
-        assert len(getattr(short, name)) == len(reduced)
-    # K and V of a layer take at most one GiB in 16 bits, because 15 processes share a GPU.
-    assert {(bool(stored), new) for stored, new in short.extend} == {
+        assert full_cases == short_cases
+        assert len(getattr(short_sizes, name)) == len(short_cases)
+    # A layer's K and V take at most 1 GiB in 16 bits, because 15 processes share a GPU.
+    assert {(bool(stored), new) for stored, new in short_sizes.extend} == {
         (bool(stored), new) for stored, new in FULL.extend
     }
 
@@ -381,13 +381,13 @@ def test_processes_compile_tiny_shapes():
 
 @pytest.mark.full
 def test_a_failing_engine_does_not_end_other_engines(record):
-    """The size of FP8 pages must be a power of two."""
-    small = replace(TINY, served=replace(TINY.served, requests=(2,), page_size=7))
+    """FP8 pages fail here, because the page size must be a power of two."""
+    sizes = replace(TINY, served=replace(TINY.served, requests=(2,), page_size=7))
     with torch.no_grad():
-        serving.measure(record, small, "torch")
-    failed = {row["name"]: row.get("failed", "") for row in record.rows}
-    assert "power of two" in failed["fp8 static"]
-    assert not failed["bf16 sdpa"]
+        serving.measure(record, sizes, "torch")
+    failures = {row["name"]: row.get("failed", "") for row in record.rows}
+    assert "power of two" in failures["fp8 static"]
+    assert not failures["bf16 sdpa"]
 
 
 def test_steps_of_a_layer_continue(record):
@@ -419,9 +419,9 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     # Three new tokens after two stored tokens attend to three, four and five tokens.
     assert Case((5,), tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
     assert Case((1000, 10), window=100, tokens=2).read == 101 + 10
-    padded = Case((100,) * 4).pad_left()
-    assert (padded.padding, padded.read) == ((0, 12, 25, 37), 400 - 74)
-    # 512 codes, two scales, and 64 positional values in 16 bits.
+    padded_case = Case((100,) * 4).pad_left()
+    assert (padded_case.padding, padded_case.read) == ((0, 12, 25, 37), 400 - 74)
+    # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
     for case in FULL.latents:
         assert (case.bytes_read(E3M4), case.bytes_read(BF16)) == (case.read * 644, case.read * 1152)
 
@@ -437,7 +437,8 @@ def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch
     sizes = replace(TINY, decode=(Case((70,), TINY.heads),))
     experiments.measure(record, sizes, "triton")
     assert len(record.rows) == 6
-    assert not failures(record, attention.measure_pages, sizes, "triton", "", sizes.decode[0], BF16)
+    pages = (attention.measure_pages, sizes, "triton", "", sizes.decode[0], BF16)
+    assert not measure_failures(record, *pages)
     from benchmarks.gpu.read_kernel import read_all
 
     source = torch.randint(-(2**31), 2**31 - 1, (4 * 3 * 2 * 64,), dtype=torch.int32)
@@ -446,7 +447,7 @@ def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch
 
 
 def attend_by_table(query, k, v, table, lengths):
-    """Attend from `[B, Hq, D]` to `[P, H, S, D]` with a block table."""
+    """Return attention of queries `[B, Hq, D]` to pages `[P, H, S, D]` with a block table."""
     groups, out = query.shape[1] // k.shape[1], query.new_empty(*query.shape[:2], v.shape[-1])
     for b, length in enumerate(lengths.tolist()):
         pages = (x[table[b].long()].float().transpose(0, 1).flatten(1, 2) for x in (k, v))
@@ -456,8 +457,8 @@ def attend_by_table(query, k, v, table, lengths):
     return out
 
 
-# The imports of vLLM's file, and the arguments of its function.
-VLLM = """
+# A stand-in for vLLM's file, with the same imports, and with the arguments of the function.
+VLLM_FILE = """
 import torch
 import vllm.envs as envs
 from vllm.logger import init_logger
@@ -480,18 +481,18 @@ VLLM_NAMES = {f"vllm triton {format_}" for format_ in ("bf16", "e4m3", "e4m3 per
 
 
 def test_the_kernel_of_vllm_is_measured(record, monkeypatch, tmp_path):
-    """A fake module replaces vLLM's file. Its function has the arguments of the real function."""
+    """A fake replaces vLLM's file. The fake function has the arguments of the real function."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"
     )
-    (file := tmp_path / "triton_unified_attention.py").write_text(VLLM)
+    (file := tmp_path / "triton_unified_attention.py").write_text(VLLM_FILE)
     monkeypatch.setenv(vllm_file.VARIABLE, str(file))
-    assert not failures(record, other_kernels.measure, TINY, "torch"), record.rows
+    assert not measure_failures(record, other_kernels.measure, TINY, "torch"), record.rows
     assert {row["name"] for row in record.rows} == VLLM_NAMES
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
-    changed = replace(TINY, decode=(Case((70, 3), TINY.heads, label="again"),), others=())
-    assert failures(record, other_kernels.measure, changed, "torch") == VLLM_NAMES
+    sizes = replace(TINY, decode=(Case((70, 3), TINY.heads, label="again"),), others=())
+    assert measure_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
     assert "vllm" not in sys.modules
     monkeypatch.setenv(vllm_file.VARIABLE, str(tmp_path / "none.py"))
     other_kernels.measure(record, TINY, "torch")

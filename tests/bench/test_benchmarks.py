@@ -22,12 +22,12 @@ SMALL_LOAD = Load("some", clients=3, requests=6, words=4, new_tokens=8, blocks=6
             streamed=40)  # fmt: skip
 
 
-def ignore(*_: object) -> None:
+def ignore_progress(*_: object) -> None:
     """Discard a progress message."""
 
 
 def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsys):
-    """The command line prints the rows and the conditions, or JSON. Wrong results are refused."""
+    """The command prints rows and conditions, or JSON. Wrong results raise an error."""
 
     def measure(**kwargs):
         return latent.measure_latents(context=(70,), heads=(4,), backend="torch", **kwargs)
@@ -47,9 +47,9 @@ def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsy
     for name in latent.PAGED:
         ratio = values[name, None] / values[latent.ABSORBED, None]
         assert values[name, latent.ABSORBED] == pytest.approx(ratio)
-    original = latent.fp8_paged_attention
+    attention = latent.fp8_paged_attention
     monkeypatch.setattr(
-        latent, "fp8_paged_attention", lambda *args, **kwargs: (original(*args, **kwargs)[0] * 1.2,)
+        latent, "fp8_paged_attention", lambda *x, **y: (attention(*x, **y)[0] * 1.2,)
     )
     with pytest.raises(RuntimeError, match="expected absorbed attention"):
         latent.make_steps(latent.make_module(4), 4, 70, "torch")
@@ -73,20 +73,20 @@ print(json.dumps([started, stack.cache.host_length()]))
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
     assert process.returncode == 0, process.stderr
-    started, length = json.loads(process.stdout)
+    kernels, length = json.loads(process.stdout)
     # The layers share a plan, and each layer attends.
-    assert (started.count("_plan"), started.count("_attend")) == (1, 2), started
+    assert (kernels.count("_plan"), kernels.count("_attend")) == (1, 2), kernels
     assert length == host.TOKENS + 1
-    rows = host.measure_host(turns=2, progress=ignore)["rows"]
+    rows = host.measure_host(turns=2, progress=ignore_progress)["rows"]
     values = {(row["cache"], row["layers"]): row["value"] for row in rows}
-    stock = f"{host.STOCK}, tiny"
+    stock_name = f"{host.STOCK}, tiny"
     assert values.keys() == {
-        (host.PAGED, 1), *((name, 32) for name in (host.PAGED, *host.REPLACEMENTS, stock)),
+        (host.PAGED, 1), *((name, 32) for name in (host.PAGED, *host.REPLACEMENTS, stock_name)),
     }  # fmt: skip
     assert all(value > 0 for value in values.values())
 
 
-# Grid: models with different windows. 1,000 tokens do not fill the last page.
+# Grid: Models with different windows. 1,000 tokens do not fill the last page.
 @pytest.mark.parametrize(
     "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
 )
@@ -108,23 +108,24 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
 
 @pytest.mark.full
 def test_memory_is_measured_in_a_separate_process():
-    result = measure_windows(models=("Gemma 3 270M",), tokens=(80,), progress=ignore)
+    result = measure_windows(models=("Gemma 3 270M",), tokens=(80,), progress=ignore_progress)
     assert len(result["rows"]) == 6
     assert all(row["peak"] is None or row["peak"] >= 0 for row in result["rows"])
     with pytest.raises(RuntimeError, match="ended with 1"):
-        measure_windows(models=("GPT-5",), progress=ignore)
+        measure_windows(models=("GPT-5",), progress=ignore_progress)
 
 
 @pytest.mark.full
 def test_a_prefix_store_is_measured_in_separate_processes(tmp_path: Path):
-    result = measure_prefix(model=save_chat_model(tmp_path), tokens=200, rounds=1, progress=ignore)
+    model = save_chat_model(tmp_path)
+    result = measure_prefix(model=model, tokens=200, rounds=1, progress=ignore_progress)
     stores = [(row["store"], row["found"]) for row in result["rows"]]
     assert stores == [("none", 0), ("empty", 0), ("full", 192)]
     assert result["difference"] < 0.1
     assert result["files"] == 3
 
 
-def test_a_load_is_summarized_by_turns_and_percentiles():
+def test_a_load_is_summarized_by_rounds_and_percentiles():
     servers = {}
     for name, factor in zip(serve.SERVERS, (1.0, 2.0, 1.5), strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
@@ -149,9 +150,9 @@ def test_all_servers_get_pages_of_the_same_total_size(tmp_path):
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
                          hidden_size=256, dtype="bfloat16")  # fmt: skip
     config.save_pretrained(tmp_path)
-    stock, fp8 = 100 * 64 * 2, 193 * (64 + 2)
+    stock_bytes, fp8_bytes = 100 * 64 * 2, 193 * (64 + 2)
     assert serve.count_equal_pages(str(tmp_path), 100, 16, "fp8") == 193
-    assert fp8 <= stock < fp8 + 66
+    assert fp8_bytes <= stock_bytes < fp8_bytes + 66
 
 
 @pytest.mark.full
@@ -159,7 +160,7 @@ def test_all_servers_answer_under_load(tmp_path):
     name = save_chat_model(tmp_path)
     result = serve.measure_serving(
         model=name, device="cpu", loads=[SMALL_LOAD], page_size=16, turns=2, batch_tokens=64,
-        progress=ignore,
+        progress=ignore_progress,
     )  # fmt: skip
     rows = {(row["measure"], row["server"]): row for row in result["rows"]}
     for server in serve.SERVERS:
@@ -171,14 +172,14 @@ def test_all_servers_answer_under_load(tmp_path):
 
 
 def test_a_loop_restores_its_cache():
-    """The loop removes its tokens, so all turns measure the same length."""
+    """A loop removes the tokens that it adds, so all turns measure the same length."""
     loops = make_loops("torch", "host, update, ")
     assert all(loop() > 0 for loop in loops.values() for _ in range(2))
 
 
 @pytest.mark.full
 def test_two_trees_are_measured_alternately(tmp_path: Path, capfd):
-    options = {"turns": 2, "progress": ignore}
+    options = {"turns": 2, "progress": ignore_progress}
     rows = compare_trees(THIS_TREE, backend="torch", loops="host, update, ", **options)["rows"]
     assert [row["loop"] for row in rows] == [n for n in LOOPS if n.startswith("host, update, ")]
     assert all(row["old"] > 0 and row["new"] > 0 for row in rows)

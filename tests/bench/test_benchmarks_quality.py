@@ -1,4 +1,4 @@
-"""Tests of the benchmarks of accuracy, and of the tables of results in the docs."""
+"""Tests of the accuracy benchmarks, and of the tables of results in the docs."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_the_default_stores_latents_better_than_a_scale_per_128_values():
             assert saturated > 10 * rows["latents fp8_e3m4, positions fp8_e4m3"]["kl"]
 
 
-# The outliers also enlarge K's bias. The second model rotates neighboring channels.
+# Outliers also enlarge the bias of K. The RoPE pairs of the second model are interleaved.
 @pytest.mark.parametrize("name", ["qwen2", "cohere"])
 def test_a_model_with_planted_outliers_gives_the_same_logits(name):
     model, _ = tiny(name, num_hidden_layers=2)
@@ -42,26 +42,26 @@ def test_a_model_with_planted_outliers_gives_the_same_logits(name):
         lambda module, args, out: keys.append(out)
     )
     with torch.no_grad():
-        before = model(input_ids=ids).logits
+        logits = model(input_ids=ids).logits
         with planted_outliers(model, 50.0):
-            planted = model(input_ids=ids).logits
-        after = model(input_ids=ids).logits
-    torch.testing.assert_close(planted, before, rtol=1e-4, atol=1e-4)
-    assert torch.equal(after, before)
+            outlier_logits = model(input_ids=ids).logits
+        restored_logits = model(input_ids=ids).logits
+    torch.testing.assert_close(outlier_logits, logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(restored_logits, logits)
     assert (keys[-2] / keys[0]).abs().max() > 25
 
 
 @pytest.mark.parametrize(
-    ("runs", "replaced"),
+    ("runs", "replaced_caches"),
     [("2026-11-23-long", ("default", "e3m4", "q8_0")), ("2026-11-24-plans", ())],
 )
-def test_the_tables_of_the_docs_match_the_runs(runs, replaced):
+def test_the_tables_of_the_docs_match_the_runs(runs, replaced_caches):
     docs = Path(__file__).parents[2] / "docs"
     names = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
     paths = [docs / "benchmarks" / f"{runs}-{name}.json" for name in names]
     results = [json.loads(path.read_text()) for path in paths]
     titles = {row["cache"]: row["title"] for result in results for row in result["caches"]
-              if row["cache"] not in replaced}  # fmt: skip
+              if row["cache"] not in replaced_caches}  # fmt: skip
     text = (docs / "accuracy.md").read_text()
     for cache, title in titles.items():
         kl = []
@@ -77,12 +77,12 @@ def test_the_tables_of_the_docs_match_the_runs(runs, replaced):
 def test_the_tables_of_a_gpu_match_the_run():
     """Check README.md and docs/performance.md. Empty cells were not measured.
 
-    The last columns are ratios on the H200 and on an H100. The second run on a GPU replaces rows
-    of its first run. The compiled steps of pages of the H100's first run are not shown.
+    The last columns are ratios on an H200 and on an H100. The second run on a GPU replaces rows of
+    the first run. The compiled steps with pages of the H100's first run are not shown.
     """
     root = Path(__file__).parents[2]
 
-    def load(*runs):
+    def load_runs(*runs):
         rows: dict[tuple[str, str, str], Any] = {}
         for run in runs:
             rows = {key: row for key, row in rows.items() if not re.match("FP8.* compiled", key[2])}
@@ -90,29 +90,28 @@ def test_the_tables_of_a_gpu_match_the_run():
             rows |= {(row["section"], row["case"], row["name"]): row for row in result["rows"]}
         return rows
 
-    newer = load("2026-11-27-gpu-h200")
     # Steps at 1 x 1k depend on the host, so all of them are from the run that measured all caches.
-    newer = {key: row for key, row in newer.items() if key[:2] != ("end to end", "1 x 1k")}
-    rows = load("2026-11-26-gpu-h200") | newer
-    older = load("2026-11-26-gpu-h100", "2026-11-26-gpu-h100-end-to-end")
+    rows, new_rows = load_runs("2026-11-26-gpu-h200"), load_runs("2026-11-27-gpu-h200")
+    rows |= {key: row for key, row in new_rows.items() if key[:2] != ("end to end", "1 x 1k")}
+    runs = rows, load_runs("2026-11-26-gpu-h100", "2026-11-26-gpu-h100-end-to-end")
 
-    def find(rows, section, case, names, field):
-        measured = [rows[key] for name in names.split(",")
+    def find_row(rows, section, case, names, field):
+        measured_rows = [rows[key] for name in names.split(",")
                  if field in rows.get(key := (section, case, name), {})]  # fmt: skip
         order = -1 if field == "tokens_per_s" else 0
-        return sorted(measured, key=lambda row: row[field])[order] if measured else None
+        return sorted(measured_rows, key=lambda row: row[field])[order] if measured_rows else None
 
-    def cell(section, case, names, field="us", shares=False):
-        row = find(rows, section, case, names, field)
+    def format_cell(section, case, names, field="us", has_share=False):
+        row = find_row(rows, section, case, names, field)
         if row is None:
             return ""
         value = row[field] / 1e9 if field == "peak_bytes" else row[field]
         text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-        return f"{text} ({row['of_read']:.2f})" if shares else text
+        return f"{text} ({row['of_read']:.2f})" if has_share else text
 
-    def ratio(rows, section, case, names, others, field="us"):
-        first, second = (find(rows, section, case, group, field) for group in (names, others))
-        return f"{first[field] / second[field]:.2f}" if first and second else ""
+    def format_ratio(rows, section, case, names, other_names, field="us"):
+        row, other_row = (find_row(rows, section, case, x, field) for x in (names, other_names))
+        return f"{row[field] / other_row[field]:.2f}" if row and other_row else ""
 
     readme = (root / "README.md").read_text()
     flash, cudnn = "sdpa flash,sdpa flash folded", "sdpa cudnn,sdpa cudnn folded"
@@ -135,23 +134,23 @@ def test_the_tables_of_a_gpu_match_the_run():
         ("decode step of MLA, 128 heads, 16 x 16k tokens, µs", "latent", "128 heads, 16 x 16k",
          "e3m4", "bf16 pages", "absorbed in torch,DynamicCache", "us"),
     ):  # fmt: skip
-        cells = [cell(section, case, names, field) for names in columns]
-        ours, _, best = columns
-        cells += [ratio(run, section, case, ours, best, field) for run in (rows, older)]
+        cells = [format_cell(section, case, names, field) for names in columns]
+        our_names, _, best_names = columns
+        cells += [format_ratio(run, section, case, our_names, best_names, field) for run in runs]
         assert f"\n| {title} | {' | '.join(cells)} |\n" in readme
     page = (root / "docs" / "performance.md").read_text()
     for case in ("8 x 32k", "64 x 32k", "1 x 256k", "2 x 128k", "98 x 4k", "1 x 32k", "1 x 1k"):
         contenders = ("e4m3", "e3m4", "int8", "bf16 pages", flash, cudnn)
-        cells = [cell("decode", case, names, shares=True) for names in contenders]
-        cells += [ratio(run, "decode", case, "e4m3", f"{flash},{cudnn}") for run in (rows, older)]
+        cells = [format_cell("decode", case, names, has_share=True) for names in contenders]
+        cells += [format_ratio(run, "decode", case, "e4m3", f"{flash},{cudnn}") for run in runs]
         assert f"\n| {case} | {' | '.join(cells)} |\n" in page
-    for stored, new in product((8192, 0, 32768), (64, 512, 2048, 8192)):
+    for num_stored, num_new in product((8192, 0, 32768), (64, 512, 2048, 8192)):
         contenders = ("e4m3", "bf16 pages", "sdpa flash", "sdpa cudnn")
-        case = f"{new} over {stored}"
-        cells = [cell("extend", case, names) for names in contenders]
-        cells += [ratio(run, "extend", case, "e4m3", base)
-                  for run in (rows, older) for base in ("sdpa flash", "sdpa cudnn")]  # fmt: skip
-        assert f"\n| {new:,} over {stored:,} | {' | '.join(cells)} |\n" in page
+        case = f"{num_new} over {num_stored}"
+        cells = [format_cell("extend", case, names) for names in contenders]
+        cells += [format_ratio(run, "extend", case, "e4m3", base)
+                  for run in runs for base in ("sdpa flash", "sdpa cudnn")]  # fmt: skip
+        assert f"\n| {num_new:,} over {num_stored:,} | {' | '.join(cells)} |\n" in page
     for title, name in (
         ("`FP8PagedCache`, compiled", f"{paged} compiled"),
         ("16-bit pages, compiled", f"{pages} compiled"),
@@ -160,14 +159,14 @@ def test_the_tables_of_a_gpu_match_the_run():
         ("16-bit pages, eager", f"{pages} eager"),
         ("`DynamicCache` and flash attention, eager", dynamic),
     ):
-        cells = [cell("end to end", case, name, "tokens_per_s")
+        cells = [format_cell("end to end", case, name, "tokens_per_s")
                  for case in ("8 x 32k", "1 x 32k", "8 x 1k", "1 x 1k")]  # fmt: skip
-        cells.insert(1, cell("end to end", "8 x 32k", name, "peak_bytes"))
+        cells.insert(1, format_cell("end to end", "8 x 32k", name, "peak_bytes"))
         assert f"\n| {title} | {' | '.join(cells)} |\n" in page
     for heads, tokens in product((16, 128), ("1 x 16k", "16 x 16k", "16 x 32k")):
         case = f"{heads} heads, {tokens}"
         contenders = ("e3m4", "e3m4 kernel", "absorbed in torch", "DynamicCache")
-        cells = [cell("latent", case, name) for name in contenders]
+        cells = [format_cell("latent", case, name) for name in contenders]
         assert any(
             line.startswith(f"| {case} | ") and f" | {' | '.join(cells)} | " in line
             for line in page.splitlines()

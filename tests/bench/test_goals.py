@@ -1,4 +1,4 @@
-"""Tests of the goals of the GPU benchmark, judged on made-up results."""
+"""Tests of the goals of the GPU benchmark, which are judged on artificial results."""
 
 from io import StringIO
 
@@ -11,61 +11,63 @@ from benchmarks.gpu.report import format_tables
 
 SHARE = "decode e4m3, share of reads, 256k tokens on"
 GENERATE = "generate() 8 x 32k, tokens/s over the strongest path in 16 bits"
+LAUNCHES = "one layer of a step, launches, 1 x 1k"
 LATENT = "latent, 128 heads, 16k, time over expanding"
 
 
-def row(section, case, name, **values):
+def make_row(section, case, name, **values):
     return {"section": section, "case": case, "name": name, **values}
 
 
-def decode(case, name, us, share=0.9, read=goals.LARGE):
-    return row("decode", case, name, us=us, moved=us * share * 4e6, read=read)
+def decode_row(case, name, us, share=0.9, read=goals.LARGE):
+    return make_row("decode", case, name, us=us, moved=us * share * 4e6, read=read)
 
 
-def good_rows():
-    rows = [row("ceilings", "read", "a", us=1000.0, moved=4e9)]
+def make_good_rows():
+    rows = [make_row("ceilings", "read", "a", us=1000.0, moved=4e9)]
     for case in goals.CASES:
         for name, us in (("e4m3", 100.0), ("e3m4", 104.0), ("bf16 pages", 200.0)):
-            rows.append(decode(case, name, us))
-    rows += [decode("1 x 1k", name, 7.0, 0.1, 1024) for name in goals.FORMATS]
-    rows += [row("layer", "1 x 1k", name, us=6.5, launches=2) for name in goals.FORMATS]
-    rows += [row("layer", "64 x 4k", name, us=300.0, launches=2) for name in goals.FORMATS]
-    rows += [row("write", "1 x 1 token", "e4m3", us=5.0), row("write", "1 x 8192", "e4m3", us=90.0)]
+            rows.append(decode_row(case, name, us))
+    rows += [decode_row("1 x 1k", name, 7.0, 0.1, 1024) for name in goals.FORMATS]
+    rows += [make_row("layer", "1 x 1k", name, us=6.5, launches=2) for name in goals.FORMATS]
+    rows += [make_row("layer", "64 x 4k", name, us=300.0, launches=2) for name in goals.FORMATS]
+    for case, us in (("1 x 1 token", 5.0), ("1 x 8192", 90.0)):
+        rows.append(make_row("write", case, "e4m3", us=us))
     for name, rate in (("e4m3", 90.0), ("sdpa flash", 100.0)):
-        rows.append(row("extend", "512 over 8192", name, us=1.0, flops=rate * 1e6))
+        rows.append(make_row("extend", "512 over 8192", name, us=1.0, flops=rate * 1e6))
     for name, speed, size in (
         (goals.PAGED, 170.0, 52), (goals.FLASH, 60.0, 100), (goals.AUTO, 100.0, 100),
         ("StaticCache (repeats K and V) compiled", 20.0, 100),
     ):  # fmt: skip
-        rows.append(row("end to end", "8 x 32k", name, tokens_per_s=speed, cache_bytes=size))
-        rows.append(row("end to end", "1 x 1k", name, tokens_per_s=1.0, cache_bytes=size))
+        rows.append(make_row("end to end", "8 x 32k", name, tokens_per_s=speed, cache_bytes=size))
+        rows.append(make_row("end to end", "1 x 1k", name, tokens_per_s=1.0, cache_bytes=size))
     times = {"e4m3": 10.0, "e3m4": 10.1, goals.STOCK: 600.0, goals.ABSORBED: 15.0}
     for heads in (16, 128):
         for batch in (1, 16):
             case = f"{heads} heads, {batch} x 16k"
-            rows += [row("latent", case, name, us=us) for name, us in times.items()]
+            rows += [make_row("latent", case, name, us=us) for name, us in times.items()]
     return rows
 
 
-def judge(rows, gpu="NVIDIA H200", dry=False):
+def judge_rows(rows, gpu="NVIDIA H200", dry=False):
     result = {"settings": {"dry": dry}, "hardware": {"gpu": gpu}, "sections": [], "rows": rows}
     return complete(result)
 
 
-def goal(rows, what, **conditions):
-    [result] = [goal for goal in judge(rows, **conditions)["goals"] if goal["what"] == what]
+def get_goal(rows, what, **conditions):
+    [result] = [x for x in judge_rows(rows, **conditions)["goals"] if x["what"] == what]
     return result
 
 
 def test_good_rows_meet_all_goals_and_missing_rows_meet_none():
-    result = judge(good_rows())
-    assert {goal["state"] for goal in result["goals"]} == {"met"}, result["goals"]
+    result = judge_rows(make_good_rows())
+    assert {x["state"] for x in result["goals"]} == {"met"}, result["goals"]
     summary = summarize(result)
     assert (summary["missed"], summary["not measured"]) == ([], [])
     assert summary["goals"][GENERATE] == 1.7
-    empty = judge([])
-    assert {goal["state"] for goal in empty["goals"]} == {"not measured"}
-    assert len(summarize(empty)["not measured"]) == len(result["goals"]) == 13
+    empty_result = judge_rows([])
+    assert {x["state"] for x in empty_result["goals"]} == {"not measured"}
+    assert len(summarize(empty_result)["not measured"]) == len(result["goals"]) == 13
 
 
 @pytest.mark.parametrize(
@@ -79,12 +81,12 @@ def test_good_rows_meet_all_goals_and_missing_rows_meet_none():
     ],
 )
 def test_goals_are_judged_on_any_gpu_but_not_in_a_dry_run(gpu, dry, state, share):
-    """Reads reach 4 TB/s. The share of a known GPU's datasheet bandwidth is printed."""
-    result = judge(good_rows(), gpu=gpu, dry=dry)
-    share_goal = next(goal for goal in result["goals"] if goal["what"] == SHARE)
+    """Reads reach 4 TB/s. For a known GPU, the share of the datasheet's bandwidth is printed."""
+    result = judge_rows(make_good_rows(), gpu=gpu, dry=dry)
+    share_goal = next(x for x in result["goals"] if x["what"] == SHARE)
     assert (share_goal["state"], share_goal["worst"]) == (state, pytest.approx(0.9))
     assert share_goal["of_datasheet"] == (share and pytest.approx(share))
-    assert [goal["of_datasheet"] for goal in result["goals"]][2:] == [None] * 11
+    assert [x["of_datasheet"] for x in result["goals"]][2:] == [None] * 11
     result.update(date="", settings={"dry": dry, "device": "cuda"})
     console = Console(width=200, file=StringIO())
     console.print(format_tables(result))
@@ -92,67 +94,70 @@ def test_goals_are_judged_on_any_gpu_but_not_in_a_dry_run(gpu, dry, state, share
     assert text in console.file.getvalue()
 
 
-# Each goal with a row that misses it.
-MISSES = [
-    (SHARE, decode("98 x 4k", "e4m3", 100.0, 0.84)),
-    (SHARE, decode("98 x 4k", "e4m3" + goals.PADDED, 100.0, 0.84)),
-    ("decode e3m4, time over e4m3, 256k tokens on", decode("8 x 32k", "e3m4", 106.0)),
-    ("decode e4m3, time over bf16 pages, 256k tokens on", decode("8 x 32k", "e4m3", 121.0, 0.86)),
-    ("one layer of a step, us, 1 x 1k", row("layer", "1 x 1k", "e3m4", us=7.5, launches=2)),
-    ("one layer of a step, launches, 1 x 1k", row("layer", "1 x 1k", "e3m4", us=6, launches=3)),
-    ("write one token, us", row("write", "4 x 1 token", "int8", us=6.5)),
+# Goals, each with a row that misses the goal.
+MISSED_GOALS = [
+    (SHARE, decode_row("98 x 4k", "e4m3", 100.0, 0.84)),
+    (SHARE, decode_row("98 x 4k", "e4m3" + goals.PADDED, 100.0, 0.84)),
+    ("decode e3m4, time over e4m3, 256k tokens on", decode_row("8 x 32k", "e3m4", 106.0)),
+    ("decode e4m3, time over bf16 pages, 256k tokens on", decode_row("8 x 32k", "e4m3", 121, 0.86)),
+    ("one layer of a step, us, 1 x 1k", make_row("layer", "1 x 1k", "e3m4", us=7.5, launches=2)),
+    (LAUNCHES, make_row("layer", "1 x 1k", "e3m4", us=6, launches=3)),
+    ("write one token, us", make_row("write", "4 x 1 token", "int8", us=6.5)),
     (
         "extend e4m3, rate over SDPA flash",
-        row("extend", "512 over 8192", "e4m3", us=1.0, flops=79e6),
+        make_row("extend", "512 over 8192", "e4m3", us=1.0, flops=79e6),
     ),
-    (GENERATE, row("end to end", "8 x 32k", goals.PAGED, tokens_per_s=159.0, cache_bytes=52)),
+    (GENERATE, make_row("end to end", "8 x 32k", goals.PAGED, tokens_per_s=159.0, cache_bytes=52)),
     (
         "generate() 8 x 32k, bytes of the cache over 16 bits",
-        row("end to end", "8 x 32k", goals.PAGED, tokens_per_s=170.0, cache_bytes=55),
+        make_row("end to end", "8 x 32k", goals.PAGED, tokens_per_s=170.0, cache_bytes=55),
     ),
-    (LATENT, row("latent", "128 heads, 16 x 16k", "e4m3", us=12.1)),
+    (LATENT, make_row("latent", "128 heads, 16 x 16k", "e4m3", us=12.1)),
     (
         "latent, time over absorbed bf16 in torch",
-        row("latent", "16 heads, 1 x 16k", "e3m4", us=15.1),
+        make_row("latent", "16 heads, 1 x 16k", "e3m4", us=15.1),
     ),
 ]
 
 
-@pytest.mark.parametrize(("what", "bad"), MISSES)
-def test_the_worst_value_counts_and_a_failure_misses_the_goal(what, bad):
+@pytest.mark.parametrize(("what", "bad_row"), MISSED_GOALS)
+def test_the_worst_value_counts_and_a_failure_misses_the_goal(what, bad_row):
     key_fields = ("section", "case", "name")
-    other_rows = [r for r in good_rows() if any(r[key] != bad[key] for key in key_fields)]
-    result = goal([*other_rows, bad], what)
+    other_rows = [r for r in make_good_rows() if any(r[key] != bad_row[key] for key in key_fields)]
+    result = get_goal([*other_rows, bad_row], what)
     assert result["state"] == "missed"
-    assert result["where"].startswith(f"{bad['case']}, {bad['name']}")
-    failed = goal([*other_rows, row(*(bad[key] for key in key_fields), failed="an error")], what)
-    assert (failed["state"], failed["why"]) == ("missed", f"failed: {bad['case']}")
+    assert result["where"].startswith(f"{bad_row['case']}, {bad_row['name']}")
+    failed_row = make_row(*(bad_row[key] for key in key_fields), failed="an error")
+    result = get_goal([*other_rows, failed_row], what)
+    assert (result["state"], result["why"]) == ("missed", f"failed: {bad_row['case']}")
 
 
 def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
-    strong = row("end to end", "8 x 32k", goals.STRONG[3], tokens_per_s=110.0)
-    result = goal([*good_rows(), strong], GENERATE)
+    strong_row = make_row("end to end", "8 x 32k", goals.STRONG[3], tokens_per_s=110.0)
+    result = get_goal([*make_good_rows(), strong_row], GENERATE)
     assert (result["state"], result["worst"]) == ("missed", pytest.approx(170 / 110))
-    small_read = decode("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE - 1)
-    assert goal([*good_rows(), small_read], SHARE)["state"] == "met"
-    short = [row("latent", "128 heads, 1 x 4k", name, us=10.0) for name in ("e4m3", goals.STOCK)]
-    assert goal([*good_rows(), *short], LATENT)["state"] == "met"
+    small_row = decode_row("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE - 1)
+    assert get_goal([*make_good_rows(), small_row], SHARE)["state"] == "met"
+    case = "128 heads, 1 x 4k"
+    rows = [make_row("latent", case, name, us=10.0) for name in ("e4m3", goals.STOCK)]
+    assert get_goal([*make_good_rows(), *rows], LATENT)["state"] == "met"
 
 
 @pytest.mark.parametrize(
     ("what", "section", "case", "name"),
     [
         (SHARE, "decode", "50 x 32k", "e4m3"),
-        ("one layer of a step, launches, 1 x 1k", "layer", "1 x 1k", "e4m3"),
+        (LAUNCHES, "layer", "1 x 1k", "e4m3"),
         (GENERATE, "end to end", "8 x 32k", goals.FLASH),
         (GENERATE, "end to end", "8 x 32k", goals.AUTO),
         (LATENT, "latent", "128 heads, 1 x 16k", goals.STOCK),
     ],
 )
 def test_a_goal_is_not_met_without_a_required_row(what, section, case, name):
-    rows = [r for r in good_rows() if (r["section"], r["case"], r["name"]) != (section, case, name)]
-    result = goal(rows, what)
+    key = (section, case, name)
+    rows = [r for r in make_good_rows() if (r["section"], r["case"], r["name"]) != key]
+    result = get_goal(rows, what)
     assert result["state"] == "not measured"
     assert case in result["why"]
-    bad_rows = [*rows, decode("16 x 32k", "e4m3", 100.0, 0.5)]
-    assert goal(bad_rows, SHARE)["state"] == "missed", "a bad value counts even if a row is missing"
+    bad_rows = [*rows, decode_row("16 x 32k", "e4m3", 100.0, 0.5)]
+    assert get_goal(bad_rows, SHARE)["state"] == "missed", "a bad value must count"

@@ -1,4 +1,4 @@
-"""States of torch for tests of caches: no gradients, and a compiler without graphs."""
+"""Fixtures for tests of caches: no gradients, and a compiler without graphs of other tests."""
 
 from collections.abc import Iterator
 

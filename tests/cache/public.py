@@ -1,4 +1,4 @@
-"""Calls that a model makes to a cache, and the state of the cache that such calls show."""
+"""Calls that a model makes to a cache, and functions that read the state of a cache."""
 
 import functools
 from typing import Any
@@ -20,10 +20,10 @@ def attend(query: torch.Tensor, key: Any, value: Any, scaling: float) -> torch.T
 
 
 def read_centers(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
-    """Return the centers of a layer's keys, `[B, Hkv, D]`, of a plan that does not rotate.
+    """Return the centers of a layer's keys, `[B, Hkv, D]`. The layer's plan must not rotate keys.
 
-    A fork stores tokens with one huge channel. The scale of such a token is so large that its other
-    channels round to 0, which reads as the center.
+    A fork stores two tokens with one huge channel each. The scale of such a token is so large that
+    its other channels round to 0, so they are read as the center.
     """
     fork = cache.fork()
     shapes = [handle.shape for handle in (fork.layers[layer].keys, fork.layers[layer].values)]
@@ -31,29 +31,29 @@ def read_centers(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
     key[:, :, 0, 0] = key[:, :, 1, 1] = 1e30
     length = int(fork.layers[layer].get_seq_length())
     fork.update(key, value, layer)
-    stored = fork.layers[layer].keys
-    first, second = stored.dense()[:, :, length - stored.start :][:, :, :2].unbind(2)
-    return torch.cat([second[..., :1], first[..., 1:]], -1)
+    keys = fork.layers[layer].keys
+    first_token, second_token = keys.dense()[:, :, length - keys.start :][:, :, :2].unbind(2)
+    return torch.cat([second_token[..., :1], first_token[..., 1:]], -1)
 
 
-def tensors_in(cache: FP8PagedCache) -> list[torch.Tensor]:
-    """Return every tensor that compiled code reads or writes of the stored keys and values."""
+def list_tensors(cache: FP8PagedCache) -> list[torch.Tensor]:
+    """Return all tensors of the stored keys and values that compiled code reads or writes."""
     handles = [handle for x in cache.paged_layers for handle in (x.keys, x.values)]
     return [getattr(x, name) for x in handles for name in x.__tensor_flatten__()[0]]
 
 
 @functools.cache
 def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a model and its prompt, which tests share and must not change."""
+    """Return a model and its prompt. Tests share them and must not change them."""
     return tiny(name, attn_implementation=attention)
 
 
 class OutOfMemory(TorchDispatchMode):
-    """Raise MemoryError instead of allocation number `at` of at least `min_bytes` bytes."""
+    """Raises MemoryError at allocation `number`, counting those of at least `min_bytes` bytes."""
 
-    def __init__(self, at: int, min_bytes: int) -> None:
+    def __init__(self, number: int, min_bytes: int) -> None:
         super().__init__()
-        self.remaining, self.min_bytes = at, min_bytes
+        self.remaining, self.min_bytes = number, min_bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,7 +1,7 @@
-"""A growing cache, whose pages are in several blocks of memory, with two backends.
+"""Tests of growing caches, whose pages are in several blocks of memory, with two backends.
 
-The "triton" backend is a stand-in that reads the blocks with the reference. test_offloading.py has
-all operations on such caches, and tests/ops/test_kernels_generate.py has the kernels.
+The "triton" backend is a stand-in that reads the blocks with the reference. test_offloading.py
+tests all operations on such caches, and tests/ops/test_kernels_generate.py tests the kernels.
 """
 
 import copy
@@ -15,7 +15,15 @@ import torch
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.paging import blocks
 from tests.cache.public import attend
-from tests.cache.test_offloading import DIM, HEADS, LAYERS, PAGE, assert_holds, config, feed
+from tests.cache.test_offloading import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    add_tokens,
+    assert_holds,
+    make_config,
+)
 from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
 from tests.helpers.standin import triton_standin
@@ -26,48 +34,48 @@ BATCH = 2
 
 
 @pytest.fixture(autouse=True)
-def _blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_standin(monkeypatch)
     # A block has one or two pages.
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 * PAGE * HEADS * (2 * DIM + 4))
 
 
-def pair(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
+def make_caches(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
     """Return a cache for each backend."""
     return [
-        FP8PagedCache(config(name), page_size=PAGE, backend=backend, **options)
+        FP8PagedCache(make_config(name), page_size=PAGE, backend=backend, **options)
         for backend in ("triton", "reference")
     ]
 
 
 def test_growth_and_forks_copy_no_full_page(tmp_path):
     """Blocks are not copied when a pool grows."""
-    caches = pair(dtype="fp8_e4m3", scales=0.02, prefill="stored")
-    feed(caches, 50 * PAGE, 0)
+    caches = make_caches(dtype="fp8_e4m3", scales=0.02, prefill="stored")
+    add_tokens(caches, 50 * PAGE, 0)
     actual, expected = (cache.memory_footprint() for cache in caches)
     for name in ("pages_bytes", "scales_bytes", "used_bytes", "tokens"):
         assert getattr(actual, name) == getattr(expected, name), name
     totals = []
     for cache in caches:
-        with BytesWritten() as written:
-            twin = cache.fork()
+        with BytesWritten() as counter:
+            fork = cache.fork()
             for step in range(6 * PAGE):
                 for index in range(LAYERS):
                     k = torch.full((BATCH, HEADS, 1, DIM), step / 8)
-                    twin.update(k, k, index)
-        totals.append(written.total)
-    held = caches[0].memory_footprint().used_bytes
-    assert max(totals) < held
+                    fork.update(k, k, index)
+        totals.append(counter.total)
+    used_bytes = caches[0].memory_footprint().used_bytes
+    assert max(totals) < used_bytes
     assert_holds(caches)
     files = [cache.save(tmp_path / str(i)).read_bytes() for i, cache in enumerate(caches)]
-    assert abs(len(files[0]) - len(files[1])) < 32, "only the name of the backend differs"
+    assert abs(len(files[0]) - len(files[1])) < 32, "only the names of the backends differ"
     for cache in caches:
         cache.crop(-47 * PAGE)
-    assert caches[0].memory_footprint().pages_bytes < held / 2, "memory is freed"
+    assert caches[0].memory_footprint().pages_bytes < used_bytes / 2, "memory is freed"
 
 
 def test_handles_keep_their_values_after_a_reset():
-    cache, _ = pair(prefill="stored")
+    cache, _ = make_caches(prefill="stored")
     key = cache.update(*torch.randn(2, BATCH, HEADS, 30, DIM), 0)[0]
     expected = key.dense().clone()
     storage = weakref.ref(key.block.untyped_storage())
@@ -83,39 +91,39 @@ def test_handles_keep_their_values_after_a_reset():
 
 def test_a_copied_layer_has_separate_blocks():
     for backend in ("cpu", "torch"):
-        cache = FP8PagedCache(config("llama"), page_size=PAGE, backend=backend, prefill="stored")
+        cache = FP8PagedCache(make_config(), page_size=PAGE, backend=backend, prefill="stored")
         for _ in range(9 * PAGE):
             cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
         layer = cache.layers[0]
-        copied, expected = copy.deepcopy(layer), [layer.keys.dense(), layer.values.dense()]
+        layer_copy, expected = copy.deepcopy(layer), [layer.keys.dense(), layer.values.dense()]
         cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
         cache.reset()
-        for handle, values in zip((copied.keys, copied.values), expected, strict=True):
+        for handle, values in zip((layer_copy.keys, layer_copy.values), expected, strict=True):
             assert_same(handle.dense(), values)
 
 
 def test_a_reset_cache_accepts_wider_values():
-    cache, fresh = (
+    reset_cache, new_cache = (
         FP8PagedCache(page_size=PAGE, backend="cpu", prefill="stored") for _ in range(2)
     )
     key, value = torch.randn(2, BATCH, HEADS, 5, DIM)
-    cache.update(key, value[..., :0], 0)
-    cache.reset()
-    actual, expected = (each.update(key, value, 0)[1].dense() for each in (cache, fresh))
+    reset_cache.update(key, value[..., :0], 0)
+    reset_cache.reset()
+    actual, expected = (x.update(key, value, 0)[1].dense() for x in (reset_cache, new_cache))
     assert_same(actual, expected)
 
 
 def test_compiled_attention_reads_blocks():
-    caches = pair(prefill="stored")
-    feed(caches, 30, 0)
+    caches = make_caches(prefill="stored")
+    add_tokens(caches, 30, 0)
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager")
     for _ in range(10):
         k, v = torch.randn(2, BATCH, HEADS, 1, DIM)
         query = torch.randn(BATCH, 2 * HEADS, 1, DIM)
         outputs = [
-            run(query, *cache.update(k, v, 0), 0.2)
-            for cache, run in zip(caches, (compiled, attend), strict=True)
+            function(query, *cache.update(k, v, 0), 0.2)
+            for cache, function in zip(caches, (compiled, attend), strict=True)
         ]
         assert_same(*outputs)
         for cache in caches:

@@ -1,4 +1,4 @@
-"""`FP8PagedCache`: contents after every operation, sizes, budgets and refused arguments."""
+"""Tests of `FP8PagedCache`: contents after every operation, sizes, budgets, invalid arguments."""
 
 import copy
 import pickle
@@ -32,35 +32,35 @@ pytestmark = pytest.mark.text
 LAYERS, HEADS, DIM = 2, 2, 16
 
 
-def config(name: str = "llama", **fields: Any) -> Any:
+def make_config(name: str = "llama", **fields: Any) -> Any:
     return causal_config(name, **fields)
 
 
-def tokens(count: int, batch: int = 2, seed: int = 0, dim: int = DIM) -> torch.Tensor:
-    """Return `[batch, HEADS, count, dim]` of values that every 8-bit float format holds exactly."""
+def make_tokens(count: int, batch: int = 2, seed: int = 0, dim: int = DIM) -> torch.Tensor:
+    """Return `[batch, HEADS, count, dim]`: values that 8-bit float formats represent exactly."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, (batch, HEADS, count, dim), generator=generator) / 2
 
 
-def feed(cache: FP8PagedCache, count: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
-    """Write tokens to every layer: K of layer i is larger by i / 2 than K of layer 0, V is -K."""
-    k = tokens(count, batch, seed)
+def add_tokens(cache: FP8PagedCache, count: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
+    """Store tokens in all layers, and return K of layer 0. Layer i adds i / 2 to K, and V is -K."""
+    k = make_tokens(count, batch, seed)
     for layer in range(LAYERS):
         cache.update(k + layer / 2, -k - layer / 2, layer)
     return k
 
 
-def content(cache: FP8PagedCache) -> torch.Tensor:
-    """Return K of layer 0, after checking that the other layer and V agree with it."""
-    stored = slice(0, cache.host_length())
-    keys = [layer.keys.dense()[:, :, stored] for layer in cache.layers]
+def read_content(cache: FP8PagedCache) -> torch.Tensor:
+    """Return K of layer 0, after checking that K of layer 1 and V of both layers match it."""
+    span = slice(0, cache.host_length())
+    keys = [layer.keys.dense()[:, :, span] for layer in cache.layers]
     for i, layer in enumerate(cache.layers):
         assert_same(keys[i], keys[0] + i / 2)
-        assert_same(layer.values.dense()[:, :, stored], -keys[i])
+        assert_same(layer.values.dense()[:, :, span], -keys[i])
     return keys[0]
 
 
-# A constant scale of 1 and values that the format holds: reads return the written values.
+# With a constant scale of 1 and values that a format represents, reads return written values.
 EXACT = {"scales": 1.0, "page_size": 8}
 
 
@@ -69,170 +69,165 @@ EXACT = {"scales": 1.0, "page_size": 8}
     ("dtype", "count"), [*((x, 9) for x in ("auto", *FORMATS)), *((None, x) for x in (1, 7, 8, 63))]
 )
 def test_written_tokens_are_read(dtype: str | None, count: int) -> None:
-    cache = FP8PagedCache(config(), dtype=dtype, **EXACT)
-    parts = [feed(cache, count), feed(cache, 1, 1), feed(cache, 9, 2)]
+    cache = FP8PagedCache(make_config(), dtype=dtype, **EXACT)
+    parts = [add_tokens(cache, count), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
     expected = torch.cat(parts, 2)
     # All values are multiples of 1/2.
-    rounded = {"fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round()}
-    if dtype in rounded:
-        assert_same(cache.layers[0].keys.dense(), rounded[dtype])
+    rounded_k = {"fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round()}
+    if dtype in rounded_k:
+        assert_same(cache.layers[0].keys.dense(), rounded_k[dtype])
     else:
-        assert_same(content(cache), expected)
+        assert_same(read_content(cache), expected)
     assert cache.get_seq_length() == count + 10
 
 
-@pytest.mark.parametrize(("dtype", "room"), [(torch.bfloat16, None), (torch.float16, 40)], ids=str)
-def test_auto_stores_sixteen_bits_unchanged(dtype: torch.dtype, room: int | None) -> None:
-    k = torch.randn(2, HEADS, 21, DIM).to(dtype)
-    cache = FP8PagedCache(config(), dtype="auto", page_size=8, max_cache_len=room)
+@pytest.mark.parametrize(("dtype", "max_len"), [("bfloat16", None), ("float16", 40)])
+def test_auto_stores_sixteen_bits_unchanged(dtype: str, max_len: int | None) -> None:
+    k = torch.randn(2, HEADS, 21, DIM).to(getattr(torch, dtype))
+    cache = FP8PagedCache(make_config(), dtype="auto", page_size=8, max_cache_len=max_len)
     for part in k.split(7, 2):
         cache.update(part, -part, 1)
-    for stored, expected in ((cache.layers[1].keys, k), (cache.layers[1].values, -k)):
-        assert_same(stored.dense()[:, :, :21], expected)
+    for handle, expected in ((cache.layers[1].keys, k), (cache.layers[1].values, -k)):
+        assert_same(handle.dense()[:, :, :21], expected)
 
 
-@pytest.mark.parametrize("room", [None, 40])
-def test_centers_follow_their_sequences(room: int | None) -> None:
-    cache = FP8PagedCache(config(), max_cache_len=room)
+@pytest.mark.parametrize("max_len", [None, 40])
+def test_centers_follow_their_sequences(max_len: int | None) -> None:
+    cache = FP8PagedCache(make_config(), max_cache_len=max_len)
     k = torch.randn(2, HEADS, 21, DIM) + torch.tensor([40.0, -40.0])[:, None, None, None]
     cache.update(k, k, 0)
-    read = cache.layers[0].keys.dense()[:, :, :21].clone()
-    assert (read - k)[..., -1].abs().max() < 0.1  # a channel that RoPE turns slowly
+    stored_k = cache.layers[0].keys.dense()[:, :, :21].clone()
+    assert (stored_k - k)[..., -1].abs().max() < 0.1  # a channel that RoPE rotates slowly
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert_same(cache.layers[0].keys.dense()[:, :, :21], read[[1, 0]])
+    assert_same(cache.layers[0].keys.dense()[:, :, :21], stored_k[[1, 0]])
 
 
-@pytest.mark.parametrize("preallocated", [False, True])
-def test_operations_on_sequences(preallocated: bool) -> None:
-    cache = FP8PagedCache(config(), max_cache_len=40 if preallocated else None, **EXACT)
-    k = feed(cache, 11)
+@pytest.mark.parametrize("is_preallocated", [False, True])
+def test_operations_on_sequences_apply_to_k_and_v(is_preallocated: bool) -> None:
+    cache = FP8PagedCache(make_config(), max_cache_len=40 if is_preallocated else None, **EXACT)
+    k = add_tokens(cache, 11)
 
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert_same(content(cache), k[[1, 1]])
-    extra = feed(cache, 3, 1)
-    assert_same(content(cache), torch.cat([k[[1, 1]], extra], 2), "equal rows diverge")
+    assert_same(read_content(cache), k[[1, 1]])
+    next_k = add_tokens(cache, 3, 1)
+    assert_same(read_content(cache), torch.cat([k[[1, 1]], next_k], 2), "equal rows diverge")
     cache.batch_repeat_interleave(2)
-    expected = torch.cat([k[[1, 1]], extra], 2).repeat_interleave(2, 0)
-    assert_same(content(cache), expected)
-    last = feed(cache, 2, 2, batch=4)
-    expected = torch.cat([expected, last], 2)
-    assert_same(content(cache), expected)
+    expected = torch.cat([k[[1, 1]], next_k], 2).repeat_interleave(2, 0)
+    assert_same(read_content(cache), expected)
+    beam_k = add_tokens(cache, 2, 2, batch=4)
+    expected = torch.cat([expected, beam_k], 2)
+    assert_same(read_content(cache), expected)
     cache.batch_select_indices(torch.tensor([3, 0]))
-    assert_same(content(cache), expected[[3, 0]])
+    assert_same(read_content(cache), expected[[3, 0]])
     cache.crop(-5)
-    assert_same(content(cache), expected[[3, 0]][:, :, :-5])
-    again = feed(cache, 6, 3)
-    assert_same(content(cache), torch.cat([expected[[3, 0]][:, :, :-5], again], 2))
+    assert_same(read_content(cache), expected[[3, 0]][:, :, :-5])
+    final_k = add_tokens(cache, 6, 3)
+    assert_same(read_content(cache), torch.cat([expected[[3, 0]][:, :, :-5], final_k], 2))
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_same(feed(cache, 4, 5), content(cache))
+    assert_same(add_tokens(cache, 4, 5), read_content(cache))
 
 
 def test_layers_may_have_different_lengths() -> None:
-    cache = FP8PagedCache(config(), **EXACT)
-    k = feed(cache, 10)
+    cache = FP8PagedCache(make_config(), **EXACT)
+    k = add_tokens(cache, 10)
     for _ in range(3):
-        cache.update(tokens(1), -tokens(1), 0)
+        cache.update(make_tokens(1), -make_tokens(1), 0)
     assert [layer.get_seq_length() for layer in cache.layers] == [13, 10]
     cache.layers[0].crop(-3)
-    assert_same(content(cache), k)
+    assert_same(read_content(cache), k)
 
 
 def test_forks_share_and_diverge() -> None:
-    # 2 sequences of 3 pages, and for each of 5 forks a copy of the last page of each sequence.
-    cache = FP8PagedCache(config(), max_pages=6 + 5 * 2, **EXACT)
-    k = feed(cache, 20)
+    # 2 sequences have 3 pages, and each of 5 forks copies the last page of each sequence.
+    cache = FP8PagedCache(make_config(), max_pages=6 + 5 * 2, **EXACT)
+    k = add_tokens(cache, 20)
     forks = [cache.fork() for _ in range(6)]
     for i, fork in enumerate(forks[:5]):
-        feed(fork, 1, 10 + i)
-    for count, pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new ones
-        with pytest.raises(OutOfPagesError, match="max_pages") as caught:
-            feed(forks[5], count)
-        assert (caught.value.needed, caught.value.available) == (pages, 0)
+        add_tokens(fork, 1, 10 + i)
+    for count, pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
+        with pytest.raises(OutOfPagesError, match="max_pages") as error:
+            add_tokens(forks[5], count)
+        assert (error.value.needed, error.value.available) == (pages, 0)
     for i, fork in enumerate(forks[:5]):
-        assert_same(content(fork), torch.cat([k, tokens(1, seed=10 + i)], 2))
+        assert_same(read_content(fork), torch.cat([k, make_tokens(1, seed=10 + i)], 2))
     for unchanged in (forks[5], cache):
-        assert_same(content(unchanged), k)
-    # Dropped forks free their pages at once, and the last holder of a page writes in place.
-    del forks, fork, unchanged, caught
-    extra = feed(cache, 44, 1)
+        assert_same(read_content(unchanged), k)
+    # Deleted forks free their pages at once, and the last cache that uses a page writes in place.
+    del forks, fork, unchanged, error
+    next_k = add_tokens(cache, 44, 1)
     fork = cache.fork()
     del cache
-    assert_same(content(fork), torch.cat([k, extra], 2))
+    assert_same(read_content(fork), torch.cat([k, next_k], 2))
     fork.reset()
-    assert fork.memory_footprint().total_bytes < 1000, "no cache holds a page"
+    assert fork.memory_footprint().total_bytes < 1000, "no page is in use"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_copies_of_a_preallocated_cache_allocate_as_few_pages(name: str, tmp_path: Path) -> None:
-    cache = FP8PagedCache(config(name), max_cache_len=20, **EXACT)
-    k = feed(cache, 11)
+def test_copies_of_a_preallocated_cache_allocate_equal_pages(name: str, tmp_path: Path) -> None:
+    cache = FP8PagedCache(make_config(name), max_cache_len=20, **EXACT)
+    k = add_tokens(cache, 11)
     footprint = cache.memory_footprint()
-    twins = [cache.fork(), pickle.loads(pickle.dumps(cache)),
+    copies = [cache.fork(), pickle.loads(pickle.dumps(cache)),
              FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]  # fmt: skip
-    for twin in twins:
-        assert twin.memory_footprint() == footprint
-        for i, layer in enumerate(twin.layers):
-            # A ring holds only the window.
+    for copied in copies:
+        assert copied.memory_footprint() == footprint
+        for i, layer in enumerate(copied.layers):
+            # A ring contains only the window.
             assert layer.keys.start == (11 - 8 + 1 if layer.is_sliding else 0)
             keys = layer.keys.dense()[:, :, : 11 - layer.keys.start]
             assert_same(keys, k[:, :, layer.keys.start :] + i / 2, f"layer {i}")
 
 
 def test_copies_have_the_attributes_of_a_subclass() -> None:
-    class Named(FP8PagedCache):
+    class NamedCache(FP8PagedCache):
         def __init__(self, name: str) -> None:
-            super().__init__(config())
+            super().__init__(make_config())
             self.name = name
 
-    cache = Named("first")
-    feed(cache, 5)
-    for twin in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
-        assert type(twin) is Named
-        twin.name += ", copied"
-        assert twin.name == "first, copied"
+    cache = NamedCache("first")
+    add_tokens(cache, 5)
+    for copied in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
+        assert type(copied) is NamedCache
+        copied.name += ", copied"
+        assert copied.name == "first, copied"
     assert cache.name == "first"
 
 
 def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
-    cache, stock = FP8PagedCache(config()), DynamicCache(config=config())
+    cache, stock_cache = FP8PagedCache(make_config()), DynamicCache(config=make_config())
     for layer in range(LAYERS):
-        big = torch.randn(4, HEADS, 16384, 64)
-        cache.update(big, big, layer)
-        stock.update(big, big, layer)
+        x = torch.randn(4, HEADS, 16384, 64)
+        cache.update(x, x, layer)
+        stock_cache.update(x, x, layer)
     index = torch.tensor([2, 0, 0, 3])
-    before = cache.memory_footprint()
+    footprint_before = cache.memory_footprint()
     bytes_written = []
-    for call in (
-        lambda: stock.reorder_cache(index),
-        lambda: cache.fork(),
-        lambda: cache.reorder_cache(index),
-    ):
-        with BytesWritten() as written:
-            call()
-        bytes_written.append(written.total)
-    assert bytes_written[0] >= sum(2 * layer.keys.nbytes for layer in stock.layers)
+    for call in (stock_cache.reorder_cache, lambda _: cache.fork(), cache.reorder_cache):
+        with BytesWritten() as counter:
+            call(index)
+        bytes_written.append(counter.total)
+    assert bytes_written[0] >= sum(2 * layer.keys.nbytes for layer in stock_cache.layers)
     # A fork or a reorder copies the indices of pages of 64 tokens.
     assert max(bytes_written[1:]) <= 100 * 4 * 16384 // 64
-    after = cache.memory_footprint()
-    assert after.pages_bytes <= before.pages_bytes
-    assert after.used_bytes == before.used_bytes * 3 // 4, (
-        "the pages of the dropped sequence are free"
-    )
-
-
-@pytest.mark.parametrize(("keywords", "share"), [({}, 0.54), ({"scales": 1.0}, 0.52)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_half_of_the_memory_at_8k(keywords: dict[str, Any], share: float, dim: int) -> None:
-    cache = FP8PagedCache(config(head_dim=dim), **keywords)
-    for layer in range(LAYERS):
-        big = torch.randn(1, HEADS, 8192, dim, dtype=torch.bfloat16)
-        cache.update(big, big, layer)
-        for _ in range(3):
-            cache.update(big[:, :, :1], big[:, :, :1], layer)
     footprint = cache.memory_footprint()
-    bf16 = 8195 * LAYERS * HEADS * dim * 2 * 2
-    assert footprint.total_bytes <= share * bf16, footprint
+    assert footprint.pages_bytes <= footprint_before.pages_bytes
+    # The pages of the dropped sequence are free.
+    assert footprint.used_bytes == footprint_before.used_bytes * 3 // 4
+
+
+@pytest.mark.parametrize(("keywords", "max_share"), [({}, 0.54), ({"scales": 1.0}, 0.52)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_8k_tokens_need_half_the_memory(keywords: dict, max_share: float, dim: int) -> None:
+    cache = FP8PagedCache(make_config(head_dim=dim), **keywords)
+    for layer in range(LAYERS):
+        x = torch.randn(1, HEADS, 8192, dim, dtype=torch.bfloat16)
+        cache.update(x, x, layer)
+        for _ in range(3):
+            cache.update(x[:, :, :1], x[:, :, :1], layer)
+    footprint = cache.memory_footprint()
+    bf16_bytes = 8195 * LAYERS * HEADS * dim * 2 * 2
+    assert footprint.total_bytes <= max_share * bf16_bytes, footprint
     assert footprint.used_bytes <= footprint.pages_bytes + footprint.scales_bytes
     assert footprint.tokens == 8195
 
@@ -240,55 +235,45 @@ def test_half_of_the_memory_at_8k(keywords: dict[str, Any], share: float, dim: i
 # -- scales and centers --------------------------------------------------------------------------
 
 
-def scales_per_head() -> KVScales:
-    k = torch.tensor([[0.01], [0.04]])
-    v = torch.tensor([[0.5], [0.002]])
-    return KVScales({i: LayerScales(k * (i + 1), v * (i + 1)) for i in range(LAYERS)})
+K_SCALE, V_SCALE = torch.tensor([[0.01], [0.04]]), torch.tensor([[0.5], [0.002]])
+HEAD_SCALES = KVScales(
+    {i: LayerScales(K_SCALE * (i + 1), V_SCALE * (i + 1)) for i in range(LAYERS)}
+)
 
 
 @pytest.mark.parametrize("dtype", list(FORMATS))
 def test_static_scales_are_converted_to_the_format(dtype: str) -> None:
-    scales = scales_per_head()
-    cache = FP8PagedCache(config(), dtype=dtype, scales=scales, page_size=8)
+    cache = FP8PagedCache(make_config(), dtype=dtype, scales=HEAD_SCALES, page_size=8)
     fmt = FORMATS[dtype]
-    # Values up to 448 times the scale of each head, the range that a scale for E4M3FN covers.
-    unit = tokens(9).sign() * torch.linspace(0.3, 1.0, 9)[:, None]
+    # Values are up to 448 times the scale of each head, the range that a scale for E4M3FN covers.
+    unit = make_tokens(9).sign() * torch.linspace(0.3, 1.0, 9)[:, None]
     for i in range(LAYERS):
-        layer = scales.layers[i]
+        layer = HEAD_SCALES.layers[i]
         cache.update(unit * 447 * layer.k[:, None], unit * 447 * layer.v[:, None], i)
     # The smallest value is 0.3 of the largest.
-    relative = max(2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 / (0.299 * fmt.max))
+    max_error = max(2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 / (0.299 * fmt.max))
     for i, layer in enumerate(cache.layers):
         for side, handle in (("k", layer.keys), ("v", layer.values)):
-            expected = unit * 447 * getattr(scales.layers[i], side)[:, None]
+            expected = unit * 447 * getattr(HEAD_SCALES.layers[i], side)[:, None]
             error = ((handle.dense() - expected).abs() / expected.abs().clamp(min=1e-6)).amax()
-            assert error <= relative * 1.01, (side, error)
+            assert error <= max_error * 1.01, (side, error)
 
 
 def test_centers_of_scales_remove_a_common_bias() -> None:
     bias = 50 * torch.randn(1, HEADS, 1, DIM)
-    scales = KVScales(
-        {
-            i: LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0])
-            for i in range(LAYERS)
-        }
-    )
+    layer = LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0])
+    scales = KVScales(dict.fromkeys(range(LAYERS), layer))
     # Static scales saturate far below the bias. A key equal to the center is stored as 0.
-    cache = FP8PagedCache(config(), scales=scales)
-    cache.update(bias.repeat(2, 1, 3, 1), tokens(3), 0)
+    cache = FP8PagedCache(make_config(), scales=scales)
+    cache.update(bias.repeat(2, 1, 3, 1), make_tokens(3), 0)
     assert_same(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
 
 
 def test_nan_stays_nan() -> None:
-    for keywords in (
-        {},
-        {"scales": 1.0},
-        {"dtype": "fp8_e3m4"},
-        *({"dtype": name, "scales": 1.0} for name in ("fp8_e3m4", "fp8_e2m5", "int8")),
-        {"dtype": "int8"},
-    ):
-        cache = FP8PagedCache(config(), **keywords)
-        k = tokens(3)
+    dtypes = (None, "fp8_e3m4", "fp8_e2m5", "int8")
+    for keywords in ({"dtype": x, "scales": y} for x in dtypes for y in (None, 1.0)):
+        cache = FP8PagedCache(make_config(), **keywords)
+        k = make_tokens(3)
         k[0, 0, 1, 3] = torch.nan
         cache.update(k, k, 0)
         for handle in (cache.layers[0].keys, cache.layers[0].values):
@@ -299,31 +284,31 @@ def test_nan_stays_nan() -> None:
 
 
 def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    declared = config()
-    declared.quantization_config = {
+    declared_config = make_config()
+    declared_config.quantization_config = {
         "quant_method": "compressed-tensors", "config_groups": {},
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"},
     }  # fmt: skip
     warn_once._WARNED.clear()
     for _ in range(2):
-        FP8PagedCache(declared)
+        FP8PagedCache(declared_config)
     assert sum("declares static KV scales" in r.message for r in caplog.records) == 1
-    FP8PagedCache(declared, scales=scales_per_head())
+    FP8PagedCache(declared_config, scales=HEAD_SCALES)
     assert len(caplog.records) == 1
 
 
 # -- skip_layers, offload, other layers -------------------------------------------------
 
 
-def test_skip_layers() -> None:
-    mixed = config("gemma3_text")
-    kinds = mixed.layer_types
-    by_type = FP8PagedCache(mixed, skip_layers=["sliding_attention"])
-    for kind, layer in zip(kinds, by_type.layers, strict=True):
-        assert (type(layer).__name__ == "FP8PagedLayer") == (kind != "sliding_attention")
-    by_index = FP8PagedCache(mixed, skip_layers=(0, -1))
-    stock = [type(layer).__name__ != "FP8PagedLayer" for layer in by_index.layers]
-    assert stock == [True, *[False] * (len(kinds) - 2), True]
+def test_skipped_layers_are_not_paged() -> None:
+    mixed_config = make_config("gemma3_text")
+    layer_types = mixed_config.layer_types
+    by_type = FP8PagedCache(mixed_config, skip_layers=["sliding_attention"])
+    for layer_type, layer in zip(layer_types, by_type.layers, strict=True):
+        assert (type(layer).__name__ == "FP8PagedLayer") == (layer_type != "sliding_attention")
+    by_index = FP8PagedCache(mixed_config, skip_layers=(0, -1))
+    is_stock = [type(layer).__name__ != "FP8PagedLayer" for layer in by_index.layers]
+    assert is_stock == [True, *[False] * (len(layer_types) - 2), True]
 
 
 # -- refused calls change nothing -----------------------------------------------------
@@ -373,172 +358,173 @@ def test_skip_layers() -> None:
 )
 def test_invalid_arguments_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(FP8KVError, match=message):
-        FP8PagedCache(**{"config": config(), **keywords})
+        FP8PagedCache(**{"config": make_config(), **keywords})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device for Triton")
 def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendError, match="triton"):
-        FP8PagedCache(config(), backend="triton")
+        FP8PagedCache(make_config(), backend="triton")
 
 
 def test_scales_of_a_different_model_are_refused() -> None:
-    three = LayerScales(torch.full((3, 1), 0.1), torch.full((3, 1), 0.1))
-    cache = FP8PagedCache(config(), scales=KVScales({0: three, 1: three}))
+    three_heads = LayerScales(torch.full((3, 1), 0.1), torch.full((3, 1), 0.1))
+    cache = FP8PagedCache(make_config(), scales=KVScales({0: three_heads, 1: three_heads}))
     with pytest.raises(ScaleError, match="heads"):
-        cache.update(tokens(3), tokens(3), 0)
+        cache.update(make_tokens(3), make_tokens(3), 0)
     assert cache.get_seq_length() == 0
-    wide = LayerScales(torch.full((2, 8), 0.1), torch.tensor(0.1))
+    wide_heads = LayerScales(torch.full((2, 8), 0.1), torch.tensor(0.1))
+    cache = FP8PagedCache(make_config(), scales=KVScales({0: wide_heads, 1: wide_heads}))
     with pytest.raises(ScaleError, match="head size"):
-        FP8PagedCache(config(), scales=KVScales({0: wide, 1: wide})).update(tokens(3), tokens(3), 0)
+        cache.update(make_tokens(3), make_tokens(3), 0)
 
 
-@pytest.mark.parametrize("preallocated", [False, True])
-def test_tokens_of_a_different_model_are_refused(preallocated: bool) -> None:
-    cache = FP8PagedCache(config(), max_cache_len=32 if preallocated else None, **EXACT)
-    k = feed(cache, 9)
-    fine = tokens(1)
-    bad: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {
+@pytest.mark.parametrize("is_preallocated", [False, True])
+def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
+    cache = FP8PagedCache(make_config(), max_cache_len=32 if is_preallocated else None, **EXACT)
+    k = add_tokens(cache, 9)
+    k_token = make_tokens(1)
+    invalid_calls: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {
         "heads": (torch.zeros(2, 3, 1, DIM), torch.zeros(2, 3, 1, DIM), 0),
         "head size": (torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0),
-        "batch": (tokens(1, 3), tokens(1, 3), 0),
-        "dtype": (fine.bfloat16(), fine.bfloat16(), 0),
-        "two dtypes": (fine, fine.bfloat16(), 0),
-        "integers": (fine.int(), fine.int(), 0),
-        "lengths": (tokens(2), fine, 0),
-        "no token": (tokens(0), tokens(0), 0),
-        "layer": (fine, fine, 2),
-        "rank": (fine[0], fine[0], 0),
-        "V on a different device": (fine, fine.to("meta"), 0),
-        "K on a different device": (fine.to("meta"), fine, 0),
+        "batch": (make_tokens(1, 3), make_tokens(1, 3), 0),
+        "dtype": (k_token.bfloat16(), k_token.bfloat16(), 0),
+        "two dtypes": (k_token, k_token.bfloat16(), 0),
+        "integers": (k_token.int(), k_token.int(), 0),
+        "lengths": (make_tokens(2), k_token, 0),
+        "no token": (make_tokens(0), make_tokens(0), 0),
+        "layer": (k_token, k_token, 2),
+        "rank": (k_token[0], k_token[0], 0),
+        "V on a different device": (k_token, k_token.to("meta"), 0),
+        "K on a different device": (k_token.to("meta"), k_token, 0),
     }
-    for case, (key, value, layer) in bad.items():
+    for case, (key, value, layer) in invalid_calls.items():
         with pytest.raises(ConfigError, match="expected"):
             cache.update(key, value, layer)
-        assert_same(content(cache), k, case)
+        assert_same(read_content(cache), k, case)
 
 
 def test_a_failure_in_a_later_layer_changes_nothing() -> None:
-    fine = LayerScales(torch.tensor(0.1), torch.tensor(0.1))
-    three = LayerScales(torch.full((3, 1), 0.1), torch.tensor(0.1))
-    cache = FP8PagedCache(config(), scales=KVScales({0: fine, 1: three}))
+    valid_scales = LayerScales(torch.tensor(0.1), torch.tensor(0.1))
+    three_heads = LayerScales(torch.full((3, 1), 0.1), torch.tensor(0.1))
+    cache = FP8PagedCache(make_config(), scales=KVScales({0: valid_scales, 1: three_heads}))
     with pytest.raises(ScaleError, match="heads"):
-        feed(cache, 5)
+        add_tokens(cache, 5)
     assert cache.get_seq_length() == cache.memory_footprint().used_bytes == 0
-    cache = FP8PagedCache(config(), **EXACT)
-    k = feed(cache, 9)
-    extra = tokens(4)
+    cache = FP8PagedCache(make_config(), **EXACT)
+    k = add_tokens(cache, 9)
+    x = make_tokens(4)
     for layer in range(LAYERS):
-        cache.update(extra, extra, layer)
+        cache.update(x, x, layer)
     with pytest.raises(ConfigError, match="one model"):
-        cache.update(extra, extra, LAYERS)
-    assert_same(content(cache), k)
+        cache.update(x, x, LAYERS)
+    assert_same(read_content(cache), k)
 
 
-def test_copies_of_empty_caches(tmp_path: Path) -> None:
+def test_copies_of_empty_caches_accept_tokens(tmp_path: Path) -> None:
     for length in (None, 32):
-        cache = FP8PagedCache(config(), max_cache_len=length, **EXACT)
+        cache = FP8PagedCache(make_config(), max_cache_len=length, **EXACT)
         for copied in (pickle.loads(pickle.dumps(cache)), cache.fork()):
-            k = feed(copied, 5)
-            assert_same(content(copied), k)
+            k = add_tokens(copied, 5)
+            assert_same(read_content(copied), k)
             assert cache.get_seq_length() == 0, "the original is still empty"
-        k = feed(FP8PagedCache.load(cache.save(tmp_path / "empty.safetensors")), 3)
-    sliding = FP8PagedCache(config("mistral"), **EXACT)
-    sliding.activate_past_recording()
-    assert sliding.fork().layers[0].record_past
+        k = add_tokens(FP8PagedCache.load(cache.save(tmp_path / "empty.safetensors")), 3)
+    sliding_cache = FP8PagedCache(make_config("mistral"), **EXACT)
+    sliding_cache.activate_past_recording()
+    assert sliding_cache.fork().layers[0].record_past
 
 
-# Grid: Numbers of kept tokens around a page size, and whether these are the first tokens.
+# Grid: Numbers of kept tokens around a page size, in random order or the first tokens.
 @pytest.mark.parametrize(
-    ("kept", "scattered"),
+    ("num_kept", "is_shuffled"),
     [(1, True), (7, False), (8, True), (8, False), (9, True), (20, False), (21, True)],
 )
-def test_assigned_keys_and_values_are_stored(kept: int, scattered: bool) -> None:
+def test_assigned_keys_and_values_are_stored(num_kept: int, is_shuffled: bool) -> None:
     """Libraries that drop tokens assign keys and values after each layer of a call."""
-    cache = FP8PagedCache(config(), page_size=8, scales=1.0)
-    rows = torch.arange(21) if not scattered else torch.randperm(21)
-    rows = rows[:kept]
-    k = tokens(21)
+    cache = FP8PagedCache(make_config(), page_size=8, scales=1.0)
+    indices = torch.arange(21) if not is_shuffled else torch.randperm(21)
+    indices = indices[:num_kept]
+    k = make_tokens(21)
     for index in range(LAYERS):
         cache.update(k + index / 2, -k - index / 2, index)
         layer = cache.layers[index]
         fork = cache.fork() if index == LAYERS - 1 else None
-        layer.keys = layer.keys[:, :, rows]
-        assert layer.get_seq_length() == 21, "half of an assignment changes nothing"
-        layer.values = layer.values[:, :, rows]
-    assert_same(content(cache), k[:, :, rows])
-    extra = feed(cache, 3, seed=1)
-    assert_same(content(cache), torch.cat([k[:, :, rows], extra], 2))
+        layer.keys = layer.keys[:, :, indices]
+        assert layer.get_seq_length() == 21, "assigning only keys changes nothing"
+        layer.values = layer.values[:, :, indices]
+    assert_same(read_content(cache), k[:, :, indices])
+    next_k = add_tokens(cache, 3, seed=1)
+    assert_same(read_content(cache), torch.cat([k[:, :, indices], next_k], 2))
     assert fork is not None
     assert_same(fork.layers[1].keys.dense(), k + 0.5)
 
 
 def test_assigning_the_first_tokens_does_not_encode_again() -> None:
-    cache = FP8PagedCache(config(), page_size=8)
+    cache = FP8PagedCache(make_config(), page_size=8)
     k, v = torch.randn(2, 2, HEADS, 210, DIM)
     cache.update(k, v, 0)
     layer = cache.layers[0]
     first_tokens = [x.dense()[:, :, :170].clone() for x in (layer.keys, layer.values)]
     layer.keys, layer.values = first_tokens
     assert layer.get_seq_length() == 170
-    for stored, dense in zip((layer.keys, layer.values), first_tokens, strict=True):
-        assert_same(stored.dense(), dense)
+    for handle, dense in zip((layer.keys, layer.values), first_tokens, strict=True):
+        assert_same(handle.dense(), dense)
 
 
 def test_invalid_assignments_are_refused() -> None:
-    cache = FP8PagedCache(config(), page_size=8)
-    feed(cache, 9)
+    cache = FP8PagedCache(make_config(), page_size=8)
+    add_tokens(cache, 9)
     layer = cache.layers[0]
-    extra = torch.randn(2, HEADS, 10, DIM)
+    x = torch.randn(2, HEADS, 10, DIM)
     for key, value, message in (
-        (extra, extra, "at most 9"),
-        (extra[:, :, :5], extra[:, :, :4], "expected keys"),
-        (extra[:, :1, :5], extra[:, :1, :5], "first call's"),
-        (extra[:1, :, :5], extra[:1, :, :5], "2 sequences"),
+        (x, x, "at most 9"),
+        (x[:, :, :5], x[:, :, :4], "expected keys"),
+        (x[:, :1, :5], x[:, :1, :5], "first call's"),
+        (x[:1, :, :5], x[:1, :, :5], "2 sequences"),
     ):
         layer.keys = key
         with pytest.raises(ConfigError, match=message):
             layer.values = value
-    layer.keys = extra[:, :, :5]
+    layer.keys = x[:, :, :5]
     with pytest.raises(ConfigError, match="only keys"):
-        cache.update(extra, extra, 0)
-    layer.values = extra[:, :, :5]
+        cache.update(x, x, 0)
+    layer.values = x[:, :, :5]
     assert layer.get_seq_length() == 5
-    layer.keys = extra
+    layer.keys = x
     cache.reset()
-    feed(cache, 3)
+    add_tokens(cache, 3)
     assert layer.get_seq_length() == 3
-    window = FP8PagedCache(config("mistral", sliding_window=8)).layers[0]
-    static = FP8PagedCache(config(), max_cache_len=20).layers[0]
-    for layer in (window, static):
-        layer.update(extra, extra)
-        layer.keys = extra[:, :, :5]
+    sliding_layer = FP8PagedCache(make_config("mistral", sliding_window=8)).layers[0]
+    preallocated_layer = FP8PagedCache(make_config(), max_cache_len=20).layers[0]
+    for layer in (sliding_layer, preallocated_layer):
+        layer.update(x, x)
+        layer.keys = x[:, :, :5]
         with pytest.raises(ConfigError, match=r"without a window|growing"):
-            layer.values = extra[:, :, :5]
+            layer.values = x[:, :, :5]
 
 
 def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the host keeps an upper bound and reads the length only near the end."""
-    cache = FP8PagedCache(config(), max_cache_len=20, **EXACT)
+    cache = FP8PagedCache(make_config(), max_cache_len=20, **EXACT)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     for count in (13, 5, 2):
         cache.get_mask_sizes(count, 0)
-        feed(cache, count)
+        add_tokens(cache, count)
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
         cache.get_mask_sizes(1, 0)
 
 
 def test_a_step_that_does_not_fit_in_all_layers_changes_nothing(tmp_path: Path) -> None:
-    mixed = config("gemma3_text")
-    cache = FP8PagedCache(mixed, max_pages=6, page_size=8)
-    key = tokens(17)
+    mixed_config = make_config("gemma3_text")
+    cache = FP8PagedCache(mixed_config, max_pages=6, page_size=8)
+    key = make_tokens(17)
     for layer in range(len(cache)):
         with pytest.raises(OutOfPagesError):
             cache.update(key, key, layer)
         assert cache.memory_footprint().used_bytes == 0
     assert cache.get_seq_length() == 0
-    # Four of six pages are in use. Each of the two groups needs two more.
+    # Four of six pages are in use, and each of the two groups of layers needs two more pages.
     for layer in range(len(cache)):
         cache.update(key[:, :, :1], key[:, :, :1], layer)
     copies = [pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "x.pt"))]
@@ -555,23 +541,23 @@ def test_short_prompts_and_masks_are_refused() -> None:
     ids = torch.arange(2, 22)[None]
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
-    before = cache.layers[0].keys.dense()
-    for prompt, padded, message in (
+    stored_k = cache.layers[0].keys.dense()
+    for num_tokens, num_padding, message in (
         (4, 0, "adds no tokens"), (10, 0, "adds no tokens"), (4, 1, "adds no tokens"),
         (12, 1, "attention_mask"), (20, 1, "attention_mask"),
     ):  # fmt: skip
-        mask = torch.ones(1, prompt, dtype=torch.long)
-        mask[:, :padded] = 0
+        mask = torch.ones(1, num_tokens, dtype=torch.long)
+        mask[:, :num_padding] = 0
         options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 3}
         with pytest.raises(ConfigError, match=message):
-            model.generate(ids[:, :prompt], **options)
+            model.generate(ids[:, :num_tokens], **options)
     with pytest.raises(ConfigError, match="adds no tokens"):
         model(input_ids=ids[:, :0], past_key_values=cache)
     with pytest.raises(ConfigError, match="attention_mask"):
         model(input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache)
     with pytest.raises(ConfigError, match="a row for each of 1 sequences, got \\(2, 22\\)"):
         model(input_ids=ids[:, :2], attention_mask=torch.ones(2, 22).long(), past_key_values=cache)
-    assert_same(cache.layers[0].keys.dense(), before)
+    assert_same(cache.layers[0].keys.dense(), stored_k)
     assert cache.get_seq_length() == 20
     for rows in (1, 3):  # one row applies to all sequences
         mask = torch.ones(rows, 5, dtype=torch.long)
@@ -580,8 +566,8 @@ def test_short_prompts_and_masks_are_refused() -> None:
 
 
 def test_missing_tokens_and_sequences_are_refused() -> None:
-    cache = FP8PagedCache(config(), **EXACT)
-    k = feed(cache, 9)
+    cache = FP8PagedCache(make_config(), **EXACT)
+    k = add_tokens(cache, 9)
     for length in (3, 1):
         with pytest.raises(ConfigError, match="crop"):
             cache.crop(length)
@@ -592,50 +578,43 @@ def test_missing_tokens_and_sequences_are_refused() -> None:
         cache.reorder_cache(torch.tensor([0, 5]))
     with pytest.raises(ConfigError, match="repeats"):
         cache.batch_repeat_interleave(0)
-    assert_same(content(cache), k)
+    assert_same(read_content(cache), k)
 
 
 # -- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preallocated", [False, True])
+@pytest.mark.parametrize("is_preallocated", [False, True])
 @pytest.mark.parametrize(
-    "keywords",
-    [
-        {},
-        {"scales": 0.5},
-        {"plan": "fp8 centered"},
-        {"dtype": "auto"},
-        {"scales": scales_per_head()},
-    ],
+    "options",
+    [{}, {"scales": 0.5}, {"plan": "fp8 centered"}, {"dtype": "auto"}, {"scales": HEAD_SCALES}],
     ids=["dynamic", "constant", "center", "auto", "per head"],
 )
-def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: Path) -> None:
-    cache = FP8PagedCache(
-        config(), page_size=8, max_cache_len=30 if preallocated else None, **keywords
-    )
-    feed(cache, 13)
+def test_a_saved_cache_continues(is_preallocated: bool, options: dict, tmp_path: Path) -> None:
+    max_len = 30 if is_preallocated else None
+    cache = FP8PagedCache(make_config(), page_size=8, max_cache_len=max_len, **options)
+    add_tokens(cache, 13)
     cache.reorder_cache(torch.tensor([1, 1]))
     path = cache.save(tmp_path / "a" / "cache.safetensors")
-    twin = FP8PagedCache.load(path)
-    for layer, other in zip(cache.layers, twin.layers, strict=True):
-        assert_same(layer.keys.dense(), other.keys.dense())
-        assert_same(layer.values.dense(), other.values.dense())
-    assert twin.memory_footprint().used_bytes == cache.memory_footprint().used_bytes, "still shared"
-    for each in (cache, twin):
-        feed(each, 4, 1)
-    assert_same(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())
+    loaded = FP8PagedCache.load(path)
+    for layer, loaded_layer in zip(cache.layers, loaded.layers, strict=True):
+        assert_same(layer.keys.dense(), loaded_layer.keys.dense())
+        assert_same(layer.values.dense(), loaded_layer.values.dense())
+    used_bytes, expected_bytes = (x.memory_footprint().used_bytes for x in (loaded, cache))
+    assert used_bytes == expected_bytes, "pages are still shared"
+    for x in (cache, loaded):
+        add_tokens(x, 4, 1)
+    assert_same(cache.layers[1].keys.dense(), loaded.layers[1].keys.dense())
     assert path.stat().st_size < 60_000
     assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file remains"
 
 
 @pytest.mark.parametrize("call", ["crop", "reset"])
-def test_a_budget_without_pages_for_copies(call: str) -> None:
-    """Two sequences share the pages of a preallocated cache, and the budget has none for copies."""
-    cache = FP8PagedCache(
-        config(num_hidden_layers=1), dtype="auto", page_size=16, max_cache_len=160, max_pages=18
-    )
-    k = tokens(40, 1)
+def test_a_reset_needs_no_pages_for_copies(call: str) -> None:
+    """Two sequences share pages of a preallocated cache, and the budget has no pages for copies."""
+    options = {"dtype": "auto", "page_size": 16, "max_cache_len": 160, "max_pages": 18}
+    cache = FP8PagedCache(make_config(num_hidden_layers=1), **options)
+    k = make_tokens(40, 1)
     cache.update(k, -k, 0)
     cache.batch_repeat_interleave(2)
     if call == "crop":
@@ -644,63 +623,63 @@ def test_a_budget_without_pages_for_copies(call: str) -> None:
         assert_same(cache.layers[0].keys.dense()[:, :, :40], k.repeat(2, 1, 1, 1))
         return
     cache.reset()
-    new = tokens(3, 1, 1)
-    cache.update(new, -new, 0)
-    assert_same(cache.layers[0].keys.dense()[:, :, :3], new)
+    new_k = make_tokens(3, 1, 1)
+    cache.update(new_k, -new_k, 0)
+    assert_same(cache.layers[0].keys.dense()[:, :, :3], new_k)
 
 
 def test_sequences_may_be_selected_in_inference_mode() -> None:
-    """The centers of a preallocated cache can still be written outside inference mode."""
-    cache = FP8PagedCache(config(), max_cache_len=64)
+    """After inference mode, the centers of a preallocated cache can be written outside it."""
+    cache = FP8PagedCache(make_config(), max_cache_len=64)
     with torch.inference_mode():
-        feed(cache, 12, batch=1)
+        add_tokens(cache, 12, batch=1)
         cache.batch_repeat_interleave(2)
     cache.reset()
-    feed(cache, 3)
+    add_tokens(cache, 3)
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.host_length() == 3
 
 
-def dense_keys(cache: Any) -> list[Any]:
-    """Return the keys of each layer, with or without pages."""
+def list_dense_keys(cache: Any) -> list[Any]:
+    """Return the dense keys of each layer, with or without pages."""
     return [x.keys.dense() if hasattr(x.keys, "dense") else x.keys for x in cache.layers]
 
 
-REFUSED: dict[str, Callable[[FP8PagedCache], Any]] = {
-    "step": lambda cache: feed(cache, 29),
+REFUSED_CALLS: dict[str, Callable[[FP8PagedCache], Any]] = {
+    "step": lambda cache: add_tokens(cache, 29),
     "select": lambda cache: cache.batch_select_indices(torch.tensor([False, False])),
     "crop": lambda cache: cache.crop(-2),
 }
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.parametrize("call", REFUSED_CALLS)
 def test_a_refused_call_changes_no_layer_of_transformers(call: str) -> None:
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     fields = windows if call == "crop" else {}
     cache = FP8PagedCache(
-        config("gemma3_text" if fields else "llama", **fields), dtype="auto", skip_layers=[0],
+        make_config("gemma3_text" if fields else "llama", **fields), dtype="auto", skip_layers=[0],
         page_size=8, max_pages=6,
     )  # fmt: skip
-    feed(cache, 20)
-    before = dense_keys(cache)
+    add_tokens(cache, 20)
+    keys = list_dense_keys(cache)
     with pytest.raises(FP8KVError):
-        REFUSED[call](cache)
-    assert all(map(torch.equal, dense_keys(cache), before))
+        REFUSED_CALLS[call](cache)
+    assert all(map(torch.equal, list_dense_keys(cache), keys))
     assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
 
 
-def test_convolution_layers_next_to_paged_layers() -> None:
+def test_convolution_layers_are_cropped_with_paged_layers() -> None:
     """Convolution layers have no length, and can be cropped if they record the past."""
-    types = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
-    cache = FP8PagedCache(config("lfm2", **types), dtype="auto", page_size=8, max_pages=6)
-    state = tokens(20, dim=1).flatten(1, 1)[..., 0]
+    fields = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
+    cache = FP8PagedCache(make_config("lfm2", **fields), dtype="auto", page_size=8, max_pages=6)
+    state = make_tokens(20, dim=1).flatten(1, 1)[..., 0]
     cache.activate_past_recording()
     cache.layers[0].lazy_initialization(conv_states=state[..., :3])
     cache.layers[0].update_conv_state(state)
-    k = tokens(20)
+    k = make_tokens(20)
     cache.update(k, -k, 1)
     with pytest.raises(OutOfPagesError):
-        cache.update(tokens(29), tokens(29), 1)
+        cache.update(make_tokens(29), make_tokens(29), 1)
     assert cache.host_length() == 20
     cache.crop(-2)
     assert cache.host_length() == 18
@@ -710,22 +689,23 @@ def test_convolution_layers_next_to_paged_layers() -> None:
 def test_a_refused_long_call_frees_its_pages() -> None:
     """A sliding layer keeps its previous window until it has stored the call."""
     fields = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
-    cache = FP8PagedCache(config("gemma3_text", **fields), dtype="auto", page_size=8, max_pages=30)
-    feed(cache, 12, batch=1)
-    pages, before = cache.budget.num_held, dense_keys(cache)
-    k = tokens(90, 1)
+    config = make_config("gemma3_text", **fields)
+    cache = FP8PagedCache(config, dtype="auto", page_size=8, max_pages=30)
+    add_tokens(cache, 12, batch=1)
+    num_pages, keys = cache.budget.num_held, list_dense_keys(cache)
+    k = make_tokens(90, 1)
     cache.update(k, k, 0)
-    assert torch.equal(dense_keys(cache)[1], before[1])
+    assert torch.equal(list_dense_keys(cache)[1], keys[1])
     with pytest.raises(ConfigError, match="like the first call's"):
         cache.update(k[..., :-1], k, 1)
-    assert all(map(torch.equal, dense_keys(cache), before))
-    assert cache.budget.num_held == pages
+    assert all(map(torch.equal, list_dense_keys(cache), keys))
+    assert cache.budget.num_held == num_pages
 
 
 def test_a_window_of_one_token_keeps_its_page() -> None:
     fields = {"sliding_window": 1, "layer_types": ["full_attention", "sliding_attention"]}
-    cache = FP8PagedCache(config("gemma3_text", **fields), page_size=8)
-    feed(cache, 18)
+    cache = FP8PagedCache(make_config("gemma3_text", **fields), page_size=8)
+    add_tokens(cache, 18)
     with pytest.raises(ConfigError, match="crop"):
         cache.crop(-2)
     cache.crop(-1)

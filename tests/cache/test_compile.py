@@ -1,4 +1,4 @@
-"""A preallocated cache under torch.compile: one graph for all steps, caches and resets.
+"""Tests of torch.compile with a preallocated cache: one graph for all steps, caches and resets.
 
 The conditions of a CUDA graph are read from the graph that a backend receives: the devices of its
 tensors, and the addresses that it writes to.
@@ -19,7 +19,7 @@ from transformers.cache_utils import StaticCache
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.cache.public import tensors_in
+from tests.cache.public import list_tensors
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import triton_standin
 from tests.helpers.tiny_models import tiny
@@ -33,14 +33,14 @@ pytestmark = [
 ]
 
 
-def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConfig:
-    """Return a config with which generate() also compiles on a CPU. A graph break is an error."""
+def make_config(backend: Any = "aot_eager", mode: str | None = None) -> CompileConfig:
+    """Return a config with which generate() compiles even on a CPU. A graph break is an error."""
     config = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=mode)
     config._compile_all_devices = True
     return config
 
 
-# Grid: The fast tier has one model. The last test has a graph of layers with a window.
+# Grid: The fast tier has one model. The last test compiles layers with a window.
 @pytest.mark.parametrize(
     ("name", "attention", "keywords"),
     [
@@ -56,19 +56,19 @@ def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConf
 def test_all_steps_use_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
     model, inputs = tiny(name, attn_implementation=attention)
 
-    def cache(**extra: Any) -> FP8PagedCache:
-        return FP8PagedCache(model.config, page_size=16, max_cache_len=50, **keywords, **extra)
+    def make_cache(**options: Any) -> FP8PagedCache:
+        return FP8PagedCache(model.config, page_size=16, max_cache_len=50, **keywords, **options)
 
     expected = model.generate(
         **inputs, past_key_values=FP8PagedCache(model.config, page_size=16, **keywords), **GREEDY
     )
-    first = cache()
-    options = {**GREEDY, "compile_config": compiled()}
-    assert_same(model.generate(**inputs, past_key_values=first, **options), expected)
+    first_cache = make_cache()
+    options = {**GREEDY, "compile_config": make_config()}
+    assert_same(model.generate(**inputs, past_key_values=first_cache, **options), expected)
     assert counters["stats"]["unique_graphs"] == 1, "a step was compiled again"
-    assert_same(model.generate(**inputs, past_key_values=cache(), **options), expected)
-    first.reset()
-    assert_same(model.generate(**inputs, past_key_values=first, **options), expected)
+    assert_same(model.generate(**inputs, past_key_values=make_cache(), **options), expected)
+    first_cache.reset()
+    assert_same(model.generate(**inputs, past_key_values=first_cache, **options), expected)
     assert counters["stats"]["unique_graphs"] == 1, (
         "a second cache, or a reset one, was compiled again"
     )
@@ -80,10 +80,10 @@ def test_all_steps_use_one_graph(name: str, attention: str, keywords: dict[str, 
 def test_twenty_steps_in_the_mode_of_generate(backend: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     options = {"page_size": 16, "backend": backend}
-    eager = FP8PagedCache(model.config, **options)
-    expected = model.generate(**inputs, past_key_values=eager, **GREEDY)
+    eager_cache = FP8PagedCache(model.config, **options)
+    expected = model.generate(**inputs, past_key_values=eager_cache, **GREEDY)
     cache = FP8PagedCache(model.config, max_cache_len=50, **options)
-    config = compiled("inductor", CompileConfig().mode)
+    config = make_config("inductor", CompileConfig().mode)
     assert config.mode == "reduce-overhead"
     with torch._dynamo.config.patch(error_on_recompile=True):
         actual = model.generate(**inputs, past_key_values=cache, compile_config=config, **GREEDY)
@@ -93,8 +93,8 @@ def test_twenty_steps_in_the_mode_of_generate(backend: str) -> None:
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])
-def test_when_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' static cache is treated in the same way."""
+def test_generate_compiles_only_on_cuda(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate() treats the static cache of transformers in the same way."""
     model, _ = tiny("gqa")
     device = torch.device("cuda" if on_cuda else "cpu")
     monkeypatch.setattr(type(model), "device", property(lambda _: device))
@@ -115,13 +115,13 @@ def test_addresses_do_not_change(keywords: dict[str, Any], monkeypatch: pytest.M
         model.config, page_size=16, max_cache_len=50, backend="triton", **keywords
     )
     model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)
-    before = [tensor.data_ptr() for tensor in tensors_in(cache)]
+    addresses = [tensor.data_ptr() for tensor in list_tensors(cache)]
     cache.reorder_cache(torch.tensor([1, 1]))
     cache.crop(-3)
     assert cache.host_length() == 13 + 20 - 1 - 3
     cache.reset()
     model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)
-    assert [tensor.data_ptr() for tensor in tensors_in(cache)] == before
+    assert [tensor.data_ptr() for tensor in list_tensors(cache)] == addresses
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_addresses_do_not_change(keywords: dict[str, Any], monkeypatch: pytest.M
 def test_overrun_raises_and_changes_nothing(mode: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=20)
-    options = {"disable_compile": True} if mode == "eager" else {"compile_config": compiled(mode)}
+    options = {"compile_config": make_config(mode), "disable_compile": mode == "eager"}
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
         model.generate(**inputs, past_key_values=cache, **options, **GREEDY)
     assert [int(layer.get_seq_length()) for layer in cache.paged_layers] == [20, 20]
@@ -143,7 +143,7 @@ def test_overrun_raises_and_changes_nothing(mode: str) -> None:
 def test_compiled_code_has_no_copy_of_the_pool(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test reads the code that inductor generates, which undoes functionalization."""
+    """Inductor undoes functionalization, so this test reads the code that it generates."""
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     if backend == "triton":
         triton_standin(monkeypatch)
@@ -151,11 +151,11 @@ def test_compiled_code_has_no_copy_of_the_pool(
     model(**inputs, past_key_values=cache)
     mask = torch.ones(2, 1, 1, 48, dtype=torch.bool)
     mask[..., 14:] = False
-    extra = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": mask}
-    extra["position_ids"] = torch.full((2, 1), 13)
-    expected = model(**extra, past_key_values=cache.fork()).logits
+    step_inputs = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": mask}
+    step_inputs["position_ids"] = torch.full((2, 1), 13)
+    expected = model(**step_inputs, past_key_values=cache.fork()).logits
     step = torch.compile(model.forward, fullgraph=True, dynamic=False)
-    out, sources = run_and_get_code(step, **extra, past_key_values=cache)
+    out, sources = run_and_get_code(step, **step_inputs, past_key_values=cache)
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
     code = "\n".join(sources)
     assert "hf_fp8kv.write" in code
@@ -170,12 +170,14 @@ def test_compiled_code_has_no_copy_of_the_pool(
 
 
 def test_only_operations_that_read_values_are_cudagraph_unsafe() -> None:
-    unsafe = torch.Tag.cudagraph_unsafe
+    unsafe_tag = torch.Tag.cudagraph_unsafe
     for name in ("write", "attend", "gather"):
-        safe, by_host = (getattr(torch.ops.hf_fp8kv, x).default for x in (name, f"{name}_by_host"))
-        assert unsafe not in safe.tags
-        assert unsafe in by_host.tags
-    assert unsafe not in torch.ops.hf_fp8kv.plan.default.tags
+        device_op, host_op = (
+            getattr(torch.ops.hf_fp8kv, x).default for x in (name, f"{name}_by_host")
+        )
+        assert unsafe_tag not in device_op.tags
+        assert unsafe_tag in host_op.tags
+    assert unsafe_tag not in torch.ops.hf_fp8kv.plan.default.tags
 
 
 # Grid: Layers with and without a window, static scales, and layers that share keys.
@@ -192,7 +194,7 @@ def test_only_operations_that_read_values_are_cudagraph_unsafe() -> None:
 def test_a_compiled_step_fits_a_cuda_graph(
     name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is traced on "meta", which like CUDA is not the CPU. Nothing is computed."""
+    """The step is traced on "meta", which, like CUDA, is not the CPU. Nothing is computed."""
     triton_standin(monkeypatch, computes=False)
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     model = model.to("meta")
@@ -200,11 +202,11 @@ def test_a_compiled_step_fits_a_cuda_graph(
     options = {"page_size": 16, "max_cache_len": 50, "backend": "triton"}
     cache = FP8PagedCache(model.config, **options, **keywords)
     graph: dict[str, Any] = {}
-    stored: dict[int, Any] = {}
+    stored_keys: dict[int, Any] = {}
 
-    def update(key: torch.Tensor, value: torch.Tensor, layer: int, **rest: Any) -> Any:
-        states = FP8PagedCache.update(cache, key, value, layer, **rest)
-        stored[layer] = states[0]
+    def update(key: torch.Tensor, value: torch.Tensor, layer: int, **kwargs: Any) -> Any:
+        states = FP8PagedCache.update(cache, key, value, layer, **kwargs)
+        stored_keys[layer] = states[0]
         return states
 
     def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -215,11 +217,11 @@ def test_a_compiled_step_fits_a_cuda_graph(
         nodes = list(module.graph.nodes)
         values = torch.utils._pytree.tree_leaves([node.meta.get("val") for node in nodes])
         graph["devices"] = {x.device.type for x in values if isinstance(x, torch.Tensor)}
-        # An operation that writes to its arguments is an argument of a node itself.
-        called = {y for node in nodes for y in (node.target, *node.args)}
-        unsafe = torch.Tag.cudagraph_unsafe
-        graph["unsafe"] = [x for x in called if unsafe in getattr(x, "tags", ())]
-        graph["calls"] = {str(x) for x in called if "hf_fp8kv" in str(x)}
+        # The node of an operation that writes to its arguments has the operation as an argument.
+        operations = {y for node in nodes for y in (node.target, *node.args)}
+        unsafe_tag = torch.Tag.cudagraph_unsafe
+        graph["unsafe"] = [x for x in operations if unsafe_tag in getattr(x, "tags", ())]
+        graph["calls"] = {str(x) for x in operations if "hf_fp8kv" in str(x)}
         return module
 
     model(tokens, past_key_values=cache)
@@ -229,11 +231,11 @@ def test_a_compiled_step_fits_a_cuda_graph(
     mask = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta")
     masks = mask if name == "gqa" else {"full_attention": mask, "sliding_attention": mask}
     positions = torch.full((2, 1), 13, device="meta")
-    call = {"input_ids": tokens[:, :1], "attention_mask": masks, "position_ids": positions}
+    step_inputs = {"input_ids": tokens[:, :1], "attention_mask": masks, "position_ids": positions}
     cache.update = update
-    model(**call, past_key_values=cache)
+    model(**step_inputs, past_key_values=cache)
     del cache.update
-    step(**call, past_key_values=cache)
+    step(**step_inputs, past_key_values=cache)
 
     assert graph["devices"] == {"meta"}, "a tensor of the CPU in the graph"
     assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("plan", "write", "attend")}
@@ -242,12 +244,12 @@ def test_a_compiled_step_fits_a_cuda_graph(
         mutated_input_idxs=graph["mutated"], static_input_idxs=graph["static"], placeholders=[]
     )
     assert cudagraph_utils.check_for_mutation(function, [], lambda _: False) is None
-    # The step writes the pool and the length of every layer, and a plan for each window.
-    written: Counter[Any] = Counter()
-    for layer, key in stored.items():
+    # The step writes the pages and the lengths of every layer, and a plan for each window.
+    writes: Counter[Any] = Counter()
+    for layer, key in stored_keys.items():
         parts = [key.block, key.lengths]
         window = cache.layers[layer].sliding_window
-        first = next(i for i in stored if cache.layers[i].sliding_window == window)
-        parts += [key.plan] if layer == first else []
-        written.update((tuple(part.shape), part.dtype) for part in parts)
-    assert Counter(graph["inputs"][i] for i in graph["mutated"]) == written
+        first_layer = next(i for i in stored_keys if cache.layers[i].sliding_window == window)
+        parts += [key.plan] if layer == first_layer else []
+        writes.update((tuple(part.shape), part.dtype) for part in parts)
+    assert Counter(graph["inputs"][i] for i in graph["mutated"]) == writes

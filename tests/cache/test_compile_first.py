@@ -1,4 +1,4 @@
-"""torch.compile and torch.export as the first call in a process, and the calls that they refuse."""
+"""Tests of torch.compile and torch.export as the first call, and of the calls that they refuse."""
 
 import os
 import subprocess
@@ -21,19 +21,20 @@ pytestmark = [
 ]
 
 
-def test_compile_first() -> None:
+def test_a_compiled_first_call_matches_eager_calls() -> None:
     model, inputs = tiny("llama", attn_implementation="fp8_paged", num_hidden_layers=1)
     compile_first("preallocated", model, inputs)
 
 
 @pytest.mark.full
-def test_compile_first_in_a_process() -> None:
-    run = subprocess.run(
+def test_compiled_first_calls_match_in_a_process() -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "tests.tools.compile_first"], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [f"{name} {case}" for name in CASES for case in CASES[name]]
+    assert process.returncode == 0, process.stderr
+    lines = [f"{name} {case}" for name in CASES for case in CASES[name]]
+    assert process.stdout.splitlines() == lines
 
 
 # In the fast tier, test_blocks.py compiles the attention with a growing cache.
@@ -46,18 +47,18 @@ def test_a_growing_cache_breaks_the_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("options", "message"),
     [({}, "max_cache_len"), ({"max_cache_len": 40, "max_pages": 99}, "early_initialization")],
 )
-def test_unsupported_graphs_name_the_remedy(keywords: dict[str, int], message: str) -> None:
+def test_unsupported_graphs_name_the_remedy(options: dict[str, int], message: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(Unsupported, match=message):
-        compiled(**inputs, past_key_values=FP8PagedCache(model.config, **keywords))
+        compiled(**inputs, past_key_values=FP8PagedCache(model.config, **options))
 
 
-class Holder(torch.nn.Module):
-    """Holds a model and its cache."""
+class CachedModel(torch.nn.Module):
+    """A model with its cache as an attribute, because a cache cannot be an argument of export."""
 
     def __init__(self, model: torch.nn.Module, cache: FP8PagedCache) -> None:
         super().__init__()
@@ -67,21 +68,21 @@ class Holder(torch.nn.Module):
         return self.model(ids, past_key_values=self.cache).logits
 
 
-@pytest.mark.parametrize("room", [None, 40])
-def test_export_with_a_cache(room: int | None) -> None:
+@pytest.mark.parametrize("max_cache_len", [None, 40])
+def test_export_requires_a_preallocated_cache(max_cache_len: int | None) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
-    cache = FP8PagedCache(model.config, max_cache_len=room)
+    cache = FP8PagedCache(model.config, max_cache_len=max_cache_len)
     ids = inputs["input_ids"]
     with pytest.raises(ConfigError, match="strict=True"):
-        torch.export.export(Holder(model, cache), (ids,), strict=False)
+        torch.export.export(CachedModel(model, cache), (ids,), strict=False)
     assert cache.layers[0].keys is None
     with pytest.raises(Exception, match=r"FP8PagedCache.*not supported"):
         torch.export.export(model, (ids,), {"past_key_values": cache}, strict=True)
-    if room is None:
+    if max_cache_len is None:
         with pytest.raises(Unsupported, match="max_cache_len"):
-            torch.export.export(Holder(model, cache), (ids,), strict=True)
+            torch.export.export(CachedModel(model, cache), (ids,), strict=True)
         return
-    exported = torch.export.export(Holder(model, cache), (ids,), strict=True)
+    exported = torch.export.export(CachedModel(model, cache), (ids,), strict=True)
     expected = model(ids, past_key_values=DynamicCache()).logits
     agree([exported.module()(ids)], [expected])
     assert cache.layers[0].keys is None

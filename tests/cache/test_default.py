@@ -1,4 +1,4 @@
-"""The default: E3M4, one scale per token and head, and K minus the center of the first call."""
+"""Tests of the default: E3M4, a scale per token and head, and K minus the first call's center."""
 
 from typing import Any
 
@@ -21,26 +21,26 @@ E3M4, E4M3 = "fp8_e3m4", "fp8_e4m3"
 HEADS, DIM = 2, 16
 
 
-def new_cache(**keywords: Any) -> FP8PagedCache:
+def make_cache(**keywords: Any) -> FP8PagedCache:
     """Return a cache of a model without RoPE. test_rope_rotation.py tests centers with RoPE."""
     config = causal_config("llama")
     config.rope_parameters = None
     return FP8PagedCache(config, page_size=8, **keywords)
 
 
-def biased(count: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Return `[batch, HEADS, count, DIM]` with a bias per channel much larger than the rest."""
+def make_states(num_tokens: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    """Return `[batch, HEADS, num_tokens, DIM]`: a bias per channel and small random values."""
     generator = torch.Generator().manual_seed(seed)
     bias = 20 * torch.randn(batch, HEADS, 1, DIM, generator=generator)
-    return bias + torch.randn(batch, HEADS, count, DIM, generator=generator)
+    return bias + torch.randn(batch, HEADS, num_tokens, DIM, generator=generator)
 
 
-def read(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
+def read_keys(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
     return cache.layers[layer].keys.dense()[:, :, : cache.host_length()]
 
 
 @pytest.mark.parametrize(
-    ("keywords", "formats", "centered"),
+    ("keywords", "formats", "is_centered"),
     [
         ({}, (E3M4, E3M4), True),
         ({"max_cache_len": 64}, (E3M4, E3M4), True),
@@ -68,100 +68,100 @@ def read(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
     ids=str,
 )  # fmt: skip
 def test_keywords_choose_the_plan(
-    keywords: dict[str, Any], formats: tuple[str, str], centered: bool
+    keywords: dict[str, Any], formats: tuple[str, str], is_centered: bool
 ) -> None:
-    cache = new_cache(**keywords)
-    cache.update(biased(9), biased(9, seed=1), 0)
+    cache = make_cache(**keywords)
+    cache.update(make_states(9), make_states(9, seed=1), 0)
     plan = cache.plan[0]
-    assert (plan.k.format, plan.v.format, plan.k.centered) == (*formats, centered)
+    assert (plan.k.format, plan.v.format, plan.k.centered) == (*formats, is_centered)
     # With a center, scales do not depend on the bias, so the error is small.
-    error = (read(cache) - biased(9)).abs().max()
-    assert (error < 0.2) == (centered or formats[0] == "auto")
+    error = (read_keys(cache) - make_states(9)).abs().max()
+    assert (error < 0.2) == (is_centered or formats[0] == "auto")
 
 
-# Grid: Counts around the 32 tokens of a center, each kind of cache with short and long calls.
+# Grid: Counts around the 32 tokens of a center. Each kind of cache has short and long calls.
 @pytest.mark.parametrize(
-    ("count", "room"), [(1, None), (31, 144), (32, None), (33, 144), (100, None), (100, 144)]
+    ("count", "max_len"), [(1, None), (31, 144), (32, None), (33, 144), (100, None), (100, 144)]
 )
-def test_the_center_is_the_mean_of_the_last_tokens(count: int, room: int | None) -> None:
-    k, v = biased(count), biased(count, seed=1)
-    cache = new_cache(max_cache_len=room)
+def test_the_center_is_the_mean_of_the_last_tokens(count: int, max_len: int | None) -> None:
+    k, v = make_states(count), make_states(count, seed=1)
+    cache = make_cache(max_cache_len=max_len)
     cache.update(k, v, 0)
-    extra = biased(3, seed=2)
-    cache.update(extra, extra, 0)
+    next_k = make_states(3, seed=2)
+    cache.update(next_k, next_k, 0)
     layer: Any = cache.layers[0]
     actual = read_centers(cache)
     torch.testing.assert_close(actual, k[:, :, -32:].mean(2), rtol=1e-6, atol=1e-6)
-    # K as the specification stores it, V without a center.
+    # K is stored as the specification says, and V without a center.
     fmt, center = FORMATS[E3M4], actual[:, :, None]
-    expected_keys = torch.cat([k, extra], 2) - center
+    expected_keys = torch.cat([k, next_k], 2) - center
     scale = search_scale(expected_keys, fmt).float()[..., None]
     expected = decode(encode(expected_keys * scale.reciprocal(), fmt), fmt) * scale + center
-    torch.testing.assert_close(read(cache), expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(read_keys(cache), expected, rtol=1e-6, atol=1e-5)
     values = layer.values.dense()[:, :, : count + 3]
-    assert_same(values[:, :, count:], new_values(extra))
-    assert (read(cache)[:, :, :count] - k).abs().max() < 0.2
+    assert_same(values[:, :, count:], round_values(next_k))
+    assert (read_keys(cache)[:, :, :count] - k).abs().max() < 0.2
 
 
-def new_values(v: torch.Tensor) -> torch.Tensor:
-    cache = new_cache(dtype=E3M4)
+def round_values(v: torch.Tensor) -> torch.Tensor:
+    cache = make_cache(dtype=E3M4)
     cache.update(v, v, 0)
     return cache.layers[0].values.dense()
 
 
 @pytest.mark.parametrize(
-    ("junk", "max_cache_len"),
+    ("value", "max_cache_len"),
     [(7.0, 520), (1e30, None), (torch.nan, 520), (torch.nan, None), (-torch.inf, None)],
 )
 def test_padding_on_the_left_does_not_change_the_center(
-    junk: float, max_cache_len: int | None
+    value: float, max_cache_len: int | None
 ) -> None:
     """480 of 512 columns are padding in one row, and none in the other."""
-    k = biased(512)
+    k = make_states(512)
     padded = k.clone()
-    padded[0, :, :480] = junk
+    padded[0, :, :480] = value
     caches = []
     for keys in (k, padded):
-        cache = new_cache(max_cache_len=max_cache_len)
+        cache = make_cache(max_cache_len=max_cache_len)
         cache.update(keys, keys, 0)
         caches.append(cache)
-    unpadded, padded_values = (read(cache) for cache in caches)
-    assert_same(padded_values[1], unpadded[1])
-    assert_same(padded_values[0, :, 480:], unpadded[0, :, 480:])
+    expected, actual = (read_keys(cache) for cache in caches)
+    assert_same(actual[1], expected[1])
+    assert_same(actual[0, :, 480:], expected[0, :, 480:])
 
 
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
-def test_a_channel_with_a_nonfinite_value_has_no_center(junk: float) -> None:
-    k = biased(12)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_channel_with_a_nonfinite_value_has_no_center(value: float) -> None:
+    k = make_states(12)
     expected = k.mean(2)
-    k[1, 0, 4, 3], expected[1, 0, 3] = junk, 0.0
-    cache = new_cache()
+    k[1, 0, 4, 3], expected[1, 0, 3] = value, 0.0
+    cache = make_cache()
     cache.update(k, torch.ones_like(k), 0)
     torch.testing.assert_close(read_centers(cache), expected)
-    assert (read(cache)[0] - k[0]).abs().max() < 0.2
+    assert (read_keys(cache)[0] - k[0]).abs().max() < 0.2
 
 
 # Grid: Each model once, with padding or without, growing and preallocated.
 @pytest.mark.parametrize(
-    ("name", "room", "padded"),
+    ("name", "max_len", "is_padded"),
     [("gqa", None, False), ("gqa", 64, True), ("sliding_and_full", None, True)],
 )
 @torch.no_grad()
-def test_a_first_call_adds_few_operations(name: str, room: int | None, padded: bool) -> None:
-    """The center adds at most 8 operations per layer."""
+def test_a_first_call_adds_few_operations(name: str, max_len: int | None, is_padded: bool) -> None:
+    """Centering adds at most 8 operations per layer."""
     model, _ = tiny(name, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (2, 44), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
-    mask[0, :4] = 0 if padded else 1
+    mask[0, :4] = 0 if is_padded else 1
     counts = []
-    for layers in (2, 1, 2):  # the first run creates factors that are reused
+    for num_layers in (2, 1, 2):  # the first run creates factors that are reused
         for plan in ("fp8_e3m4", "fp8_e3m4 centered"):
-            cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=room)
-            skipped = model.model.layers[layers:]
-            model.model.layers = model.model.layers[:layers]
+            cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=max_len)
+            removed_layers = model.model.layers[num_layers:]
+            model.model.layers = model.model.layers[:num_layers]
             with Operations() as operations:
                 model.model(ids, attention_mask=mask, past_key_values=cache)
-            model.model.layers.extend(skipped)
+            model.model.layers.extend(removed_layers)
             counts.append(operations.count)
     # The difference cancels operations that run once for all layers.
     assert (counts[5] - counts[3]) - (counts[4] - counts[2]) <= 8
@@ -170,29 +170,29 @@ def test_a_first_call_adds_few_operations(name: str, room: int | None, padded: b
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent")
 
 
-# Grid: Each model once, alternately growing and preallocated, since both have the same readers.
-@pytest.mark.parametrize(("name", "room"), [*zip(MODELS, [None, 64] * 4, strict=True)])
+# Grid: Each model once, alternately growing and preallocated, since the same code reads both.
+@pytest.mark.parametrize(("name", "max_len"), [*zip(MODELS, [None, 64] * 4, strict=True)])
 @torch.no_grad()
-def test_pages_and_dense_keys_give_the_same_logits(name: str, room: int | None) -> None:
-    """Readers of pages add the center back if it matters: for softcap, sinks and dense K."""
-    dense = "eager" if name in ("sinks", "softcap") else "sdpa"
+def test_pages_and_dense_keys_give_the_same_logits(name: str, max_len: int | None) -> None:
+    """Attention adds the center back if it changes the result: for softcap, sinks and dense K."""
+    dense_attention = "eager" if name in ("sinks", "softcap") else "sdpa"
     logits = []
-    for attention in ("fp8_paged", dense):
+    for attention in ("fp8_paged", dense_attention):
         model, inputs = tiny(name, attn_implementation=attention)
         shift_keys(model)
-        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room)
-        ids, mask = lengthen(inputs)
+        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=max_len)
+        ids, mask = lengthen_prompt(inputs)
         outputs = []
-        for part in (ids, ids[:, 2:5], ids[:, 4:5]):
-            mask = mask if not outputs else torch.cat([mask, torch.ones_like(part)], 1)
-            outputs.append(model(part, attention_mask=mask, past_key_values=cache).logits)
+        for call_ids in (ids, ids[:, 2:5], ids[:, 4:5]):
+            mask = mask if not outputs else torch.cat([mask, torch.ones_like(call_ids)], 1)
+            outputs.append(model(call_ids, attention_mask=mask, past_key_values=cache).logits)
         assert name == "latent" or all(plan.k.centered for plan in cache.plan.values())
         # Outputs of padding are not compared.
         logits.append(torch.cat([outputs[0][:, -1:], *outputs[1:]], 1))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def lengthen(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def lengthen_prompt(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and a mask with more tokens than a center averages."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     return ids.repeat(1, 4), torch.cat([mask, mask[:, -1:].repeat(1, 3 * ids.shape[1])], 1)

@@ -1,7 +1,7 @@
-"""Layers on several devices, as device_map places them. Pages are on the device of their layer.
+"""Tests of layers on several devices, as device_map places them. Pages follow their layers.
 
-The tests have one device. "meta" stands for a second device. It computes nothing, and torch refuses
-to mix it with the CPU. Models with layers on disk show that values stay correct.
+The tests have one device, and "meta" represents a second. It computes nothing, and torch refuses
+to mix it with the CPU. Tests of models with layers on disk check the values.
 """
 
 import inspect
@@ -21,47 +21,47 @@ from tests.helpers.tiny_models import prompt, tiny
 
 pytestmark = pytest.mark.text
 
-CPU, OTHER = torch.device("cpu"), torch.device("meta")
+CPU, META = torch.device("cpu"), torch.device("meta")
 LAYERS, HEADS, DIM = 4, 2, 16
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-DEVICES = (CPU, OTHER, OTHER, CPU)
+DEVICES = (CPU, META, META, CPU)
 
 
-def scales(layers: int = LAYERS) -> KVScales:
+def make_scales(num_layers: int = LAYERS) -> KVScales:
     generator = torch.Generator().manual_seed(5)
 
     def draw(size: int) -> torch.Tensor:
         return (0.5 + torch.rand(HEADS, size, generator=generator)) / 448
 
-    return KVScales({i: LayerScales(draw(1), draw(1), 448 * draw(DIM)) for i in range(layers)})
+    return KVScales({i: LayerScales(draw(1), draw(1), 448 * draw(DIM)) for i in range(num_layers)})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "center of the first call": {"plan": "fp8 centered"},
-    "static scales": {"scales": scales()},
-    "unquantized keys": {"key_dtype": "auto", "scales": scales()},
+    "static scales": {"scales": make_scales()},
+    "unquantized keys": {"key_dtype": "auto", "scales": make_scales()},
 }
 
 
 @pytest.fixture(params=OPTIONS.values(), ids=OPTIONS)
-def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-def new_cache(kind: dict[str, Any], **keywords: Any) -> FP8PagedCache:
+def make_cache(options: dict[str, Any], **keywords: Any) -> FP8PagedCache:
     model, _ = tiny("mistral", num_hidden_layers=LAYERS, sliding_window=None)
-    options = {"page_size": 8, "backend": "torch", "prefill": "stored"}
-    return FP8PagedCache(model.config, **options, **kind, **keywords)
+    options = {"page_size": 8, "backend": "torch", "prefill": "stored", **options}
+    return FP8PagedCache(model.config, **options, **keywords)
 
 
-def devices_of(handle: Any) -> set[torch.device]:
+def list_devices(handle: Any) -> set[torch.device]:
     """Return the devices of all tensors behind stored keys or values."""
     return {getattr(handle, name).device for name in handle.__tensor_flatten__()[0]}
 
 
-class Steps:
-    """Feed a cache the same random tokens on any devices, and check where its tensors are."""
+class StepRunner:
+    """Stores the same random tokens in a cache on any devices, and checks where its tensors are."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.devices = devices
@@ -75,7 +75,7 @@ class Steps:
             k, v, q = (torch.randn(s, generator=self.generator).to(device) for s in shapes)
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
-            assert devices_of(key) == {device}
+            assert list_devices(key) == {device}
             outputs.append(attend(q, key, value, 0.25))
             assert outputs[-1].device == key.dense().device == device
         return outputs
@@ -88,10 +88,10 @@ def assert_same_on_cpu(actual: list[torch.Tensor], expected: list[torch.Tensor])
             assert_same(x, y)
 
 
-def test_pages_are_on_the_device_of_their_layer(kind):
+def test_pages_are_on_the_device_of_their_layer(options):
     """A cache on two devices matches a cache on one device after growth, forks, beams and crops."""
-    caches = [new_cache(kind), new_cache(kind)]
-    steps = [Steps(DEVICES), Steps((CPU,) * LAYERS)]
+    caches = [make_cache(options), make_cache(options)]
+    steps = [StepRunner(DEVICES), StepRunner((CPU,) * LAYERS)]
 
     def store_in_both(batch: int, tokens: int) -> None:
         assert_same_on_cpu(*(step(c, batch, tokens) for step, c in zip(steps, caches, strict=True)))
@@ -119,20 +119,20 @@ def test_pages_are_on_the_device_of_their_layer(kind):
     store_in_both(1, 3)
 
 
-def test_preallocated_pages_are_on_the_device_of_their_layer(kind):
-    cache, steps = new_cache(kind, max_cache_len=24), Steps(DEVICES)
-    alone, expected = new_cache(kind, max_cache_len=24), Steps((CPU,) * LAYERS)
+def test_preallocated_pages_are_on_the_device_of_their_layer(options):
+    cache, steps = make_cache(options, max_cache_len=24), StepRunner(DEVICES)
+    cpu_cache, expected_steps = make_cache(options, max_cache_len=24), StepRunner((CPU,) * LAYERS)
     for batch, tokens in ((2, 9), (2, 1)):
-        assert_same_on_cpu(steps(cache, batch, tokens), expected(alone, batch, tokens))
+        assert_same_on_cpu(steps(cache, batch, tokens), expected_steps(cpu_cache, batch, tokens))
 
 
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
-def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
-    """The file is read to one device. Each layer moves to the device of its next tokens."""
-    cache, steps = new_cache(kind, **form), Steps((CPU,) * LAYERS)
+@pytest.mark.parametrize("size", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
+def test_a_cache_from_a_file_follows_the_model(options, size, tmp_path):
+    """A file is loaded to one device. Each layer moves to the device of its next tokens."""
+    cache, steps = make_cache(options, **size), StepRunner((CPU,) * LAYERS)
     steps(cache, 2, 9)
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-    moved_steps = Steps(DEVICES)
+    moved_steps = StepRunner(DEVICES)
     moved_steps.generator.set_state(steps.generator.get_state())
     assert_same_on_cpu(moved_steps(loaded, 2, 3), steps(cache, 2, 3))
     assert_same_on_cpu(moved_steps(loaded, 2, 1), steps(cache, 2, 1))
@@ -140,12 +140,12 @@ def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
 
 def test_a_cache_of_the_cpu_backend_refuses_another_device():
     options = {"page_size": 8, "backend": "cpu", "prefill": "stored"}
-    cache = FP8PagedCache(new_cache({}).config, **options)
+    cache = FP8PagedCache(make_cache({}).config, **options)
     tokens = torch.randn(1, HEADS, 3, DIM)
     for layer in range(LAYERS):
         cache.update(tokens, tokens, layer)
     with pytest.raises(BackendError, match="expected pages on the CPU, got meta"):
-        cache.update(tokens.to(OTHER), tokens.to(OTHER), 0)
+        cache.update(tokens.to(META), tokens.to(META), 0)
     assert cache.layers[0].keys.device == CPU
     key, _ = cache.update(tokens, tokens, 0)
     assert key.device == CPU
@@ -155,17 +155,17 @@ def test_a_cache_of_the_cpu_backend_refuses_another_device():
 # -- models --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
-def test_a_model_on_two_devices(form):
+@pytest.mark.parametrize("size", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
+def test_a_model_may_be_on_two_devices(size):
     """The hooks of accelerate move the tensors between layers, and do not change the cache."""
     model, inputs = tiny("gqa", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
-    devices = (CPU, CPU, OTHER, OTHER)  # no tensor can be copied from "meta"
+    devices = (CPU, CPU, META, META)  # no tensor can be copied from "meta"
     for layer, device in zip(model.model.layers, devices, strict=True):
         hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
         add_hook_to_module(layer, hook)
-    add_hook_to_module(model.model.norm, AlignDevicesHook(OTHER, place_submodules=True))
-    add_hook_to_module(model.lm_head, AlignDevicesHook(OTHER, place_submodules=True))
-    cache = FP8PagedCache(model.config, scales=scales(), page_size=8, backend="torch", **form)
+    add_hook_to_module(model.model.norm, AlignDevicesHook(META, place_submodules=True))
+    add_hook_to_module(model.lm_head, AlignDevicesHook(META, place_submodules=True))
+    cache = FP8PagedCache(model.config, scales=make_scales(), page_size=8, backend="torch", **size)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad():
         for stop in (9, 12, 13):
@@ -174,8 +174,8 @@ def test_a_model_on_two_devices(form):
             assert out.logits.shape[:2] == (2, stop - start)
     assert out.past_key_values is cache
     for layer, device in zip(cache.layers, devices, strict=True):
-        if device == CPU or not form:
-            assert devices_of(layer.keys) == {device}
+        if device == CPU or not size:
+            assert list_devices(layer.keys) == {device}
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
+def load_with_disk_layer(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
     """Return the model with its second layer on disk, which accelerate loads for each call."""
     locations = {
         "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
@@ -201,40 +201,37 @@ def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
 
 # Grid: Each attention function once, and each kind of cache.
 @pytest.mark.parametrize(
-    ("attention", "form"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
+    ("attention", "size"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
 )
-def test_layers_on_disk_give_the_same_tokens(checkpoint, tmp_path, attention, form):
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
-    split = on_disk(checkpoint, tmp_path, attention)
-    answers = [
-        model.generate(
-            **prompt(), past_key_values=FP8PagedCache(model.config, scales=scales(2), **form),
-            **GREEDY,
-        ).tolist()
-        for model in (whole, split)
-    ]  # fmt: skip
-    assert answers[0] == answers[1]
-    plain = whole.generate(**prompt(), **GREEDY).tolist()
-    assert answers[0] != plain  # coarse scales change the tokens
+def test_layers_on_disk_give_the_same_tokens(checkpoint, tmp_path, attention, size):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
+    disk_model = load_with_disk_layer(checkpoint, tmp_path, attention)
+    outputs = []
+    for x in (model, disk_model):
+        cache = FP8PagedCache(x.config, scales=make_scales(2), **size)
+        outputs.append(x.generate(**prompt(), past_key_values=cache, **GREEDY).tolist())
+    assert outputs[0] == outputs[1]
+    stock_tokens = model.generate(**prompt(), **GREEDY).tolist()
+    assert outputs[0] != stock_tokens  # coarse scales change tokens
 
 
-def test_enable_and_calibrate_with_layers_on_disk(checkpoint, tmp_path):
-    split = on_disk(checkpoint, tmp_path, "sdpa")
-    hf_fp8kv.enable(split, scales=scales(2))
-    actual = split.generate(**prompt(), **GREEDY).tolist()
-    hf_fp8kv.disable(split)
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="fp8_paged").eval()
-    cache = FP8PagedCache(whole.config, scales=scales(2))
-    assert actual == whole.generate(**prompt(), past_key_values=cache, **GREEDY).tolist()
+def test_enable_and_calibrate_support_layers_on_disk(checkpoint, tmp_path):
+    disk_model = load_with_disk_layer(checkpoint, tmp_path, "sdpa")
+    hf_fp8kv.enable(disk_model, scales=make_scales(2))
+    actual = disk_model.generate(**prompt(), **GREEDY).tolist()
+    hf_fp8kv.disable(disk_model)
+    cpu_model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="fp8_paged")
+    cache = FP8PagedCache(cpu_model.eval().config, scales=make_scales(2))
+    assert actual == cpu_model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist()
     texts = torch.randint(4, 90, (4, 96), generator=torch.Generator().manual_seed(3)).tolist()
     digests = [
-        calibrate(model, texts, held_out=0, progress=False).digest for model in (split, whole)
+        calibrate(x, texts, held_out=0, progress=False).digest for x in (disk_model, cpu_model)
     ]  # fmt: skip
     assert digests[0] == digests[1]
 
 
 def test_no_argument_or_method_names_a_device():
-    """The model decides the devices. accelerate would call a method `to` for each layer."""
+    """The model determines the devices. accelerate would call a method `to` for each layer."""
     assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
     assert not any("device" in name for name in inspect.signature(FP8PagedCache).parameters)
 
@@ -259,34 +256,34 @@ DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", DEVICE_CASES)
 def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) -> None:
-    """Tensors for the CPU are created on the CPU. Half of the models use `enable`."""
-    enabled = list(DEVICE_CASES).index(case) % 2 == 0
+    """Tensors for the CPU are created on the CPU. Half of the cases use `enable`."""
+    uses_enable = list(DEVICE_CASES).index(case) % 2 == 0
     name, keywords, options = DEVICE_CASES[case]
     options = {"max_new_tokens": 6, "do_sample": False, **options}
     model, _ = tiny(name)
     ids, mask = prompt(tokens=20).values()
-    longer = torch.cat([ids, ids[:, :5] + 1], 1)
+    longer_ids = torch.cat([ids, ids[:, :5] + 1], 1)
 
-    def answers() -> list[torch.Tensor]:
+    def run_calls() -> list[torch.Tensor]:
         cache = FP8PagedCache(model.config, **keywords)
         call = {"attention_mask": mask, "past_key_values": cache, **options}
         outputs = [model.generate(ids, **call)]
-        if enabled:
-            call["attention_mask"] = mask.new_ones(mask.shape[0], longer.shape[1])
+        if uses_enable:
+            call["attention_mask"] = mask.new_ones(mask.shape[0], longer_ids.shape[1])
             call["attention_mask"][:, : mask.shape[1]] = mask
-            outputs.append(model.generate(longer, **call))
+            outputs.append(model.generate(longer_ids, **call))
         cache.memory_footprint()
         if case != "recurrent":
             cache.batch_select_indices([1])
             cache.save(tmp_path / "cache.safetensors")
-            again = FP8PagedCache.load(tmp_path / "cache.safetensors")
-            again.fork().batch_repeat_interleave(2)
+            loaded = FP8PagedCache.load(tmp_path / "cache.safetensors")
+            loaded.fork().batch_repeat_interleave(2)
         return outputs
 
-    if enabled:
+    if uses_enable:
         hf_fp8kv.enable(model)
-    expected = answers()
+    expected = run_calls()
     with torch.device("meta"):
-        actual = answers()
+        actual = run_calls()
     for x, y in zip(actual, expected, strict=True):
         assert_same(x, y, case)

@@ -1,4 +1,4 @@
-"""Features of generate() on tiny models. dtype="auto" gives the tokens of DynamicCache."""
+"""Tests of generate() on tiny models. dtype="auto" must give the tokens of DynamicCache."""
 
 import copy
 import functools
@@ -24,136 +24,133 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 GREEDY = {"max_new_tokens": 11, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Ten times the change of a logit when these models add in a different order in float32.
-LEAST_MARGIN = 1e-4
-# Prompts have 13 tokens, and 11 more are generated, so tokens leave every window of 8.
+# Ten times the change of a logit if these models sum in a different order in float32.
+MIN_MARGIN = 1e-4
+# Prompts have 13 tokens and answers 11, so the oldest tokens leave each window of 8 tokens.
 MODELS = (
     "gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent",
 )  # fmt: skip
 
 
 def dense_attention(name: str) -> str:
-    """Return the ordinary attention of a model. gpt-oss has no sdpa."""
+    """Return the standard attention function of a model. gpt-oss does not support sdpa."""
     return "eager" if name in ("sinks", "softcap") else "sdpa"
 
 
-def model_of(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    return shared_tiny(name, dense_attention(name) if attention == "own" else attention)
+def get_model(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    return shared_tiny(name, dense_attention(name) if attention == "stock" else attention)
 
 
-def new_cache(model: Any, **keywords: Any) -> FP8PagedCache:
+def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
     return FP8PagedCache(model.config, **{"page_size": 8, **keywords})
 
 
 def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of a model. Greedy tokens must win by a margin larger than rounding.
+    """Return a model's tokens. Logits of greedy tokens must win by more than rounding errors.
 
-    An assistant's draft uses the same processors, so its tokens are not checked.
+    With drafts, tokens are not checked, because the draft model would use the same processors.
     """
     if keywords.keys().isdisjoint({"num_beams", "prompt_lookup_num_tokens", "assistant_model"}):
-        keywords.setdefault("logits_processor", wide_margins(LEAST_MARGIN))
+        keywords.setdefault("logits_processor", wide_margins(MIN_MARGIN))
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **keywords})
 
 
-def unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the second row of the prompt, which has no padding."""
     return {name: tensor[1:] for name, tensor in inputs.items()}
 
 
 @functools.cache
-def stock_answer(name: str, row: bool = False, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of the model with its ordinary attention and a `DynamicCache`."""
-    stock, inputs = shared_tiny(name, dense_attention(name))
-    cache = DynamicCache(config=stock.config)
-    return generate(stock, unpadded(inputs) if row else inputs, cache, **keywords)
+def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
+    """Return the tokens of a model with its standard attention and a `DynamicCache`."""
+    stock_model, inputs = shared_tiny(name, dense_attention(name))
+    cache = DynamicCache(config=stock_model.config)
+    inputs = select_unpadded(inputs) if is_unpadded else inputs
+    return generate(stock_model, inputs, cache, **keywords)
 
 
-@pytest.fixture(params=["own", "fp8_paged"])
+@pytest.fixture(params=["stock", "fp8_paged"])
 def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Grid: Each model once with "fp8_paged" and its own attention twice. `prefill` alternates, because
-# it decides only what the first call reads. The full tier has all combinations.
-def of_every_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
-    fast = [(name, values[i % 2], "fp8_paged") for i, name in enumerate(names)]
-    fast += [("gqa", values[1], "own"), ("sliding_and_full", values[0], "own")]
-    every = itertools.product(names, values, ("own", "fp8_paged"))
-    full = [pytest.param(*case, marks=pytest.mark.full) for case in every if case not in fast]
-    return pytest.mark.parametrize(("name", axis, "attention"), [*fast, *full])
+# Grid: Each model once with "fp8_paged", and two with standard attention. `prefill` alternates, as
+# it only determines what the first call reads. The full tier has all combinations.
+def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
+    fast_cases = [(name, values[i % 2], "fp8_paged") for i, name in enumerate(names)]
+    fast_cases += [("gqa", values[1], "stock"), ("sliding_and_full", values[0], "stock")]
+    all_cases = itertools.product(names, values, ("stock", "fp8_paged"))
+    other_cases = set(all_cases).difference(fast_cases)
+    full_cases = [pytest.param(*case, marks=pytest.mark.full) for case in sorted(other_cases)]
+    return pytest.mark.parametrize(("name", axis, "attention"), [*fast_cases, *full_cases])
 
 
-@of_every_model("prefill", ("exact", "stored"))
+@for_each_model("prefill", ("exact", "stored"))
 class TestAuto:
-    """dtype="auto" stores exact values, so any difference is a lost or misplaced token."""
+    """dtype="auto" stores exact values, so a difference means a lost or misplaced token."""
 
     def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
-        model, inputs = model_of(name, attention)
-        for keywords in (
-            {},
-            {"num_beams": 3, "num_return_sequences": 2},
-            {"prefill_chunk_size": 5},
-        ):
-            cache = new_cache(model, dtype="auto", prefill=prefill)
+        model, inputs = get_model(name, attention)
+        beams = {"num_beams": 3, "num_return_sequences": 2}
+        for keywords in ({}, beams, {"prefill_chunk_size": 5}):
+            cache = make_cache(model, dtype="auto", prefill=prefill)
             tokens = generate(model, inputs, cache, **keywords)
-            assert_same(tokens, stock_answer(name, **keywords), keywords)
+            assert_same(tokens, generate_stock(name, **keywords), keywords)
 
-    def test_rollback(self, name: str, prefill: str, attention: str) -> None:
-        model, inputs = model_of(name, attention)
-        row = unpadded(inputs)
-        expected = stock_answer(name, row=True)
+    def test_drafts_are_rolled_back(self, name: str, prefill: str, attention: str) -> None:
+        model, inputs = get_model(name, attention)
+        prompt = select_unpadded(inputs)
+        expected = generate_stock(name, is_unpadded=True)
         draft, _ = tiny(name, attn_implementation=dense_attention(name))
         with torch.no_grad():
             for weight in draft.parameters():
                 if weight.ndim > 1:
                     weight.add_(0.02 * weight.std() * torch.randn_like(weight))
         drafts = ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft})
-        for keywords, room in (
-            (drafts[0], None),
-            (drafts[1], None),
-            (drafts[prefill == "exact"], 60),
-        ):
-            cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=room)
-            tokens = generate(model, row, cache, disable_compile=True, **keywords)
-            assert_same(tokens, expected, (list(keywords), room))
+        cases = (drafts[0], None), (drafts[1], None), (drafts[prefill == "exact"], 60)
+        for keywords, max_len in cases:
+            cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
+            tokens = generate(model, prompt, cache, disable_compile=True, **keywords)
+            assert_same(tokens, expected, (list(keywords), max_len))
             assert cache.get_seq_length() >= expected.shape[1] - 1
 
-    def test_preallocated_cache(self, name: str, prefill: str, attention: str) -> None:
-        model, inputs = model_of(name, attention)
-        cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
+    def test_preallocated_caches(self, name: str, prefill: str, attention: str) -> None:
+        model, inputs = get_model(name, attention)
+        cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
         for _ in range(2):
             tokens = generate(model, inputs, cache, disable_compile=True)
-            assert_same(tokens, stock_answer(name))
+            assert_same(tokens, generate_stock(name))
             cache.reset()
-        cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
+        cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
         tokens = generate(model, inputs, cache, num_beams=3, disable_compile=True)
-        assert_same(tokens, stock_answer(name, num_beams=3))
+        assert_same(tokens, generate_stock(name, num_beams=3))
 
 
-STORED = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
+STORED_MODELS = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
 
 
-@of_every_model("dtype", ("fp8_e4m3", "fp8_e3m4"), STORED)
+@for_each_model("dtype", ("fp8_e4m3", "fp8_e3m4"), STORED_MODELS)
 class TestStored:
-    """With prefill="stored" every call reads the same bytes with any chunks."""
+    """With prefill="stored", all calls read the same bytes, whatever the chunks of a prompt."""
 
     def test_one_answer_per_prompt(self, name: str, dtype: str, attention: str) -> None:
-        model, inputs = model_of(name, attention)
+        model, inputs = get_model(name, attention)
 
-        def cache() -> FP8PagedCache:
-            return new_cache(model, dtype=dtype, prefill="stored")
+        def make_stored_cache() -> FP8PagedCache:
+            return make_cache(model, dtype=dtype, prefill="stored")
 
-        expected = generate(model, inputs, cache())
-        assert_same(generate(model, inputs, cache(), prefill_chunk_size=4), expected)
-        row = unpadded(inputs)
-        alone = generate(model, row, cache())
-        assert_same(alone, expected[1:], "padding of a different row changed this row")
-        assert_same(generate(model, row, cache(), prompt_lookup_num_tokens=4), alone)
+        expected = generate(model, inputs, make_stored_cache())
+        assert_same(generate(model, inputs, make_stored_cache(), prefill_chunk_size=4), expected)
+        prompt = select_unpadded(inputs)
+        tokens = generate(model, prompt, make_stored_cache())
+        assert_same(tokens, expected[1:], "padding of the first row changed the second row")
+        draft_tokens = generate(model, prompt, make_stored_cache(), prompt_lookup_num_tokens=4)
+        assert_same(draft_tokens, tokens)
         draft, _ = tiny(name, seed=1, attn_implementation=dense_attention(name))
-        assert_same(generate(model, row, cache(), assistant_model=draft), alone)
+        assert_same(generate(model, prompt, make_stored_cache(), assistant_model=draft), tokens)
 
 
-# Grid: Each model once, and each kind of scales with the first model.
+# Grid: Each model once, and each kind of scales once.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
@@ -166,10 +163,10 @@ def test_all_copies_continue_with_the_same_tokens(
     name: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
     model, inputs = shared_tiny(name, "fp8_paged")
-    row = unpadded(inputs)
-    expected = generate(model, row, new_cache(model, **keywords))
-    cache = new_cache(model, **keywords)
-    start = generate(model, row, cache, max_new_tokens=5)
+    prompt = select_unpadded(inputs)
+    expected = generate(model, prompt, make_cache(model, **keywords))
+    cache = make_cache(model, **keywords)
+    ids = generate(model, prompt, cache, max_new_tokens=5)
     buffer = io.BytesIO()
     torch.save(cache, buffer)
     buffer.seek(0)
@@ -183,39 +180,41 @@ def test_all_copies_continue_with_the_same_tokens(
         copies["save"] = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
     copies["original"] = cache
     # A mask is necessary, because a generated token may be the padding token.
-    text = {"input_ids": start, "attention_mask": torch.ones_like(start)}
-    for method, twin in copies.items():
-        rest = generate(model, text, twin, max_new_tokens=6)
-        assert_same(rest, expected, method)
+    next_inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for method, copied in copies.items():
+        tokens = generate(model, next_inputs, copied, max_new_tokens=6)
+        assert_same(tokens, expected, method)
 
 
 @pytest.mark.parametrize(
-    ("name", "bare"),
+    ("name", "is_bare"),
     [("cross_attention", False), ("position_bias", False), ("speech", False), ("speech", True)],
 )
-def test_encoder_decoder(name: str, bare: bool) -> None:
+def test_encoder_decoders_give_the_same_tokens(name: str, is_bare: bool) -> None:
     model, inputs = tiny(name)
     options = {**GREEDY, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options)
-    for attention in ("own", "fp8_paged"):
-        if attention != "own":
+    for attention in ("stock", "fp8_paged"):
+        if attention != "stock":
             model.set_attn_implementation(attention)
-        cache: Any = new_cache(model, dtype="auto")
-        if not bare:
-            cache = EncoderDecoderCache(cache, new_cache(model, dtype="auto"))
+        cache: Any = make_cache(model, dtype="auto")
+        if not is_bare:
+            cache = EncoderDecoderCache(cache, make_cache(model, dtype="auto"))
         actual = model.generate(**inputs, past_key_values=cache, **options)
         assert_same(actual, expected, attention)
-        eight = EncoderDecoderCache(new_cache(model), new_cache(model))
-        assert model.generate(**inputs, past_key_values=eight, **options).shape == expected.shape
+        fp8_cache = EncoderDecoderCache(make_cache(model), make_cache(model))
+        fp8_tokens = model.generate(**inputs, past_key_values=fp8_cache, **options)
+        assert fp8_tokens.shape == expected.shape
         if name == "cross_attention":
-            pair = EncoderDecoderCache(*(new_cache(model, dtype="auto") for _ in "ab"))
-            row = {"past_key_values": pair, "prompt_lookup_num_tokens": 3, **unpadded(inputs)}
-            assert_same(model.generate(**row, **options), expected[1:], "rolled back")
+            pair = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in "ab"))
+            drafts = {"past_key_values": pair, "prompt_lookup_num_tokens": 3}
+            actual = model.generate(**select_unpadded(inputs), **drafts, **options)
+            assert_same(actual, expected[1:], "after a rollback")
 
 
 @pytest.mark.parametrize("name", [pytest.param("gqa", marks=pytest.mark.full), "sliding"])
-def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex attention is not compiled here, because its CPU code does not build everywhere."""
+def test_flex_attention_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention is not compiled, because its CPU code cannot be built on all machines."""
     from torch.nn.attention.flex_attention import flex_attention
     from transformers.integrations import flex_attention as module
 
@@ -224,92 +223,93 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
         expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
-        cache = new_cache(model, dtype="auto")
+        cache = make_cache(model, dtype="auto")
         assert_same(generate(model, inputs, cache, max_new_tokens=6), expected)
 
 
 def test_a_model_may_change_to_flex_attention_between_steps() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    cache = new_cache(model, dtype="auto", prefill="stored")
+    cache = make_cache(model, dtype="auto", prefill="stored")
     for name in ("fp8_paged", "flex_attention", "fp8_paged", "flex_attention"):
         model.config._attn_implementation = name
-        kinds = [type(cache.update(*torch.randn(2, 1, 2, 1, 16), layer)[0]) for layer in (0, 1)]
-        assert [kind is torch.Tensor for kind in kinds] == [name == "flex_attention"] * 2
+        types = [type(cache.update(*torch.randn(2, 1, 2, 1, 16), layer)[0]) for layer in (0, 1)]
+        assert [key_type is torch.Tensor for key_type in types] == [name == "flex_attention"] * 2
 
 
 def test_guidance_uses_a_separate_cache() -> None:
     model, inputs = shared_tiny("gqa", "fp8_paged")
-    stock, _ = shared_tiny("gqa", "sdpa")
-    row = unpadded(inputs)
+    stock_model, _ = shared_tiny("gqa", "sdpa")
+    prompt = select_unpadded(inputs)
     options = {**GREEDY, "guidance_scale": 1.5}
-    expected = stock.generate(**row, **options)
-    actual = model.generate(**row, past_key_values=new_cache(model, dtype="auto"), **options)
+    expected = stock_model.generate(**prompt, **options)
+    actual = model.generate(**prompt, past_key_values=make_cache(model, dtype="auto"), **options)
     assert_same(actual, expected)
 
 
 # Grid: A pairwise cover.
 @pytest.mark.parametrize(
     ("name", "skipped", "length", "attention"),
-    pairwise(["sliding", "sliding_and_full"], [(0,), (-1,)], [None, 41], ["own", "fp8_paged"]),
+    pairwise(["sliding", "sliding_and_full"], [(0,), (-1,)], [None, 41], ["stock", "fp8_paged"]),
 )
-def test_skipped_layers_next_to_paged_layers(
+def test_skipped_layers_give_the_same_tokens(
     name: str, skipped: tuple[int], length: int | None, attention: str
 ) -> None:
-    stock, inputs = shared_tiny(name, "sdpa" if attention == "own" else attention)
-    cache = new_cache(stock, dtype="auto", skip_layers=skipped, max_cache_len=length)
-    assert_same(generate(stock, inputs, cache, disable_compile=True), stock_answer(name))
+    stock_model, inputs = shared_tiny(name, "sdpa" if attention == "stock" else attention)
+    cache = make_cache(stock_model, dtype="auto", skip_layers=skipped, max_cache_len=length)
+    assert_same(generate(stock_model, inputs, cache, disable_compile=True), generate_stock(name))
 
 
-def test_a_window_that_a_model_does_not_pass() -> None:
-    """Masks must be complete if the attention function does not receive the window."""
-    stock, inputs = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
+def test_a_model_that_does_not_pass_its_window_is_correct() -> None:
+    """A mask must include the window if the attention function does not receive the window."""
+    stock_model, inputs = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
     model, _ = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
     model.config.model_type = "a type that no table names"
     model.set_attn_implementation("fp8_paged")
-    expected = generate(stock, inputs, DynamicCache(config=stock.config))
-    assert_same(generate(model, inputs, new_cache(model, dtype="auto")), expected)
+    expected = generate(stock_model, inputs, DynamicCache(config=stock_model.config))
+    assert_same(generate(model, inputs, make_cache(model, dtype="auto")), expected)
 
 
 def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
     model, inputs = tiny("sliding", attn_implementation="fp8_paged")
-    stock, _ = tiny("sliding", attn_implementation="sdpa")
+    stock_model, _ = tiny("sliding", attn_implementation="sdpa")
     for keywords in ({}, {"use_cache": False}):
-        expected = stock.generate(**inputs, **GREEDY, **keywords)
+        expected = stock_model.generate(**inputs, **GREEDY, **keywords)
         assert_same(model.generate(**inputs, **GREEDY, **keywords), expected)
     model.train()
-    stock.train()
-    losses = [m(**inputs, labels=inputs["input_ids"], use_cache=False).loss for m in (stock, model)]
+    stock_model.train()
+    options = {"labels": inputs["input_ids"], "use_cache": False}
+    losses = [m(**inputs, **options).loss for m in (stock_model, model)]
     assert torch.allclose(*losses, rtol=1e-5)
     losses[1].backward()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("columns", [3, 10, 15, 16, 17])
-def test_a_short_mask_with_a_stock_cache(columns: int) -> None:
-    """After 13 cached and 3 new tokens, transformers hides tokens that the mask does not cover."""
+@pytest.mark.parametrize("num_columns", [3, 10, 15, 16, 17])
+def test_a_short_mask_gives_the_logits_of_sdpa(num_columns: int) -> None:
+    """With 13 cached and 3 new tokens, transformers hides tokens that the mask does not cover."""
     model, inputs = shared_tiny("gqa", "fp8_paged")
-    stock, _ = shared_tiny("gqa", "sdpa")
-    mask = torch.ones(2, columns, dtype=torch.long)
+    stock_model, _ = shared_tiny("gqa", "sdpa")
+    mask = torch.ones(2, num_columns, dtype=torch.long)
     mask[0, :2] = 0
     logits = []
-    for each in (model, stock):
+    for x in (model, stock_model):
         cache = DynamicCache()
-        each(inputs["input_ids"], past_key_values=cache)
-        extra = inputs["input_ids"][:, :3]
-        logits.append(each(extra, attention_mask=mask, past_key_values=cache).logits)
+        x(inputs["input_ids"], past_key_values=cache)
+        next_ids = inputs["input_ids"][:, :3]
+        logits.append(x(next_ids, attention_mask=mask, past_key_values=cache).logits)
     assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_custom_4d_mask() -> None:
+def test_a_custom_4d_mask_gives_the_same_logits() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    stock, _ = tiny("gqa", attn_implementation="sdpa")
+    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
     ids = inputs["input_ids"]
-    visible = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
-    visible[:, :, 6:, 2] = False
-    later = torch.ones(2, 1, 3, 16, dtype=torch.bool).tril(13)
-    later[0, :, :, 5] = False
-    extra = ids[:, :3]
-    for form in (
+    is_visible = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
+    is_visible[:, :, 6:, 2] = False
+    next_is_visible = torch.ones(2, 1, 3, 16, dtype=torch.bool).tril(13)
+    next_is_visible[0, :, :, 5] = False
+    next_ids = ids[:, :3]
+    for convert in (
         lambda m: m,
         lambda m: m[:, :].expand(-1, 4, -1, -1).clone(),
         lambda m: m[:1] & m[1:],
@@ -317,85 +317,85 @@ def test_custom_4d_mask() -> None:
     ):
         logits = []
         for m, cache in (
-            (stock, DynamicCache(config=stock.config)),
-            (model, new_cache(model, dtype="auto", prefill="stored")),
+            (stock_model, DynamicCache(config=stock_model.config)),
+            (model, make_cache(model, dtype="auto", prefill="stored")),
         ):
             with torch.no_grad():
-                first = m(input_ids=ids, attention_mask=form(visible), past_key_values=cache)
-                second = m(input_ids=extra, attention_mask=form(later), past_key_values=cache)
-            logits.append(torch.cat([first.logits, second.logits], 1))
+                outputs = [
+                    m(input_ids=x, attention_mask=convert(mask), past_key_values=cache).logits
+                    for x, mask in ((ids, is_visible), (next_ids, next_is_visible))
+                ]
+            logits.append(torch.cat(outputs, 1))
         assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_enable_and_disable() -> None:
+def test_enable_and_disable_switch_the_cache() -> None:
     model, inputs = tiny("gqa")
-    before = model.config._attn_implementation
+    attention = model.config._attn_implementation
     options = {**GREEDY, "return_dict_in_generate": True}
-    expected = generate(model, inputs, new_cache(model, page_size=64, dtype="fp8_e3m4"))
+    expected = generate(model, inputs, make_cache(model, page_size=64, dtype="fp8_e3m4"))
     assert enable(model, dtype="fp8_e3m4") is model
     out = model.generate(**inputs, **options)
     assert isinstance(out.past_key_values, FP8PagedCache)
     assert_same(out.sequences, expected)
-    assert isinstance(
-        model.generate(**inputs, past_key_values=DynamicCache(), **options).past_key_values,
-        DynamicCache,
-    )
+    out = model.generate(**inputs, past_key_values=DynamicCache(), **options)
+    assert isinstance(out.past_key_values, DynamicCache)
     enable(model, dtype="auto")
     plans = model.generate(**inputs, **options).past_key_values.plan.values()
     assert {plan.k.format for plan in plans} == {"auto"}
     disable(model)
     disable(model)
-    assert model.config._attn_implementation == before
+    assert model.config._attn_implementation == attention
     assert type(model.generate(**inputs, **options).past_key_values) is DynamicCache
     with pytest.raises(ConfigError, match="dtype"):
         enable(model, dtype="int4")
 
 
-def test_enable_long_speech() -> None:
-    """Whisper generates once for each segment of sound, each with a new cache."""
+def test_enable_supports_long_speech() -> None:
+    """Whisper generates once for each audio segment, with a new cache for each."""
     model, _ = tiny("speech")
     config = model.generation_config
     config.no_timestamps_token_id, config.is_multilingual = 90, False
     config.return_timestamps, config.max_initial_timestamp_index = True, 2
-    sound = torch.randn(1, 16, 3 * 128, generator=torch.Generator().manual_seed(1))
+    features = torch.randn(1, 16, 3 * 128, generator=torch.Generator().manual_seed(1))
     options = {"return_timestamps": True, "max_new_tokens": 8}
     options["attention_mask"] = torch.ones(1, 3 * 128, dtype=torch.long)
-    expected = model.generate(sound, **options)
+    expected = model.generate(features, **options)
     enable(model, dtype="auto")
-    assert_same(model.generate(sound, **options), expected)
+    assert_same(model.generate(features, **options), expected)
     disable(model)
 
 
-@pytest.mark.parametrize(("length", "backend"), [(None, "auto"), (64, "torch")])
-def test_inference_mode_and_outside(length: int | None, backend: str) -> None:
+@pytest.mark.parametrize(("max_cache_len", "backend"), [(None, "auto"), (64, "torch")])
+def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend: str) -> None:
     model, inputs = shared_tiny("gqa", "fp8_paged")
-    ids, options = inputs["input_ids"][1:], {"backend": backend, "max_cache_len": length}
-    longer = {"input_ids": torch.cat([ids, ids[:, :2]], 1)}
-    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
-    answers = []
+    ids, options = inputs["input_ids"][1:], {"backend": backend, "max_cache_len": max_cache_len}
+    longer_inputs = {"input_ids": torch.cat([ids, ids[:, :2]], 1)}
+    longer_inputs["attention_mask"] = torch.ones_like(longer_inputs["input_ids"])
+    outputs = []
     for mode in (torch.inference_mode, torch.no_grad):
-        cache = new_cache(model, **options)
+        cache = make_cache(model, **options)
         with mode():
             model(ids, past_key_values=cache)
         fork = cache.fork()
         for branch in (cache, fork):
             branch.reorder_cache(torch.tensor([0]))
-            answers.append(generate(model, longer, branch, disable_compile=True))
+            outputs.append(generate(model, longer_inputs, branch, disable_compile=True))
         cache.reset()
-    assert all(torch.equal(answer, answers[0]) for answer in answers)
+    assert all(torch.equal(tokens, outputs[0]) for tokens in outputs)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
-def test_autocast(dtype: str, attention: str) -> None:
+def test_autocast_gives_the_same_tokens(dtype: str, attention: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="sdpa")
-    if attention != "own":
+    if attention != "stock":
         model.set_attn_implementation(attention)
     with torch.autocast("cpu", torch.bfloat16):
-        # 16 bits have no margin, but both caches use the same arithmetic.
-        free: dict[str, Any] = {"logits_processor": None}
-        expected = generate(model, inputs, DynamicCache(config=model.config), **free)
-        actual = generate(model, inputs, new_cache(model, dtype=dtype), **free)
-    if dtype == "auto" and attention == "own":
+        # 16-bit logits have no margin, but both caches use the same arithmetic.
+        no_margin: dict[str, Any] = {"logits_processor": None}
+        expected = generate(model, inputs, DynamicCache(config=model.config), **no_margin)
+        actual = generate(model, inputs, make_cache(model, dtype=dtype), **no_margin)
+    if dtype == "auto" and attention == "stock":
         assert_same(actual, expected)
     assert actual.shape == expected.shape
 
@@ -409,20 +409,20 @@ def test_autocast(dtype: str, attention: str) -> None:
         ("cross_attention", "fused"),
     ],
 )  # fmt: skip
-def test_check_model(name: str, path: str) -> None:
+def test_check_model_reports_the_path(name: str, path: str) -> None:
     model, _ = tiny(name)
-    before = model.config._attn_implementation
+    attention = model.config._attn_implementation
     report = check_model(model)
     assert report.path == path, str(report)
     assert report.to_dict()["path"] == path
-    assert model.config._attn_implementation == before
+    assert model.config._attn_implementation == attention
     if path == "dense":
         assert "dense" in str(report)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "openai-gpt", "minimax", "blt"])
-def test_models_without_attention_are_refused(kind: str) -> None:
-    model, _ = tiny(kind)
+@pytest.mark.parametrize("name", ["mamba", "openai-gpt", "minimax", "blt"])
+def test_models_without_attention_are_refused(name: str) -> None:
+    model, _ = tiny(name)
     assert check_model(model).path == "refused"
     with pytest.raises(ConfigError, match="can use this cache"):
         FP8PagedCache(model.config)
@@ -432,19 +432,19 @@ def test_models_without_attention_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(["past_key_values", CACHE]))
-def test_either_name_of_the_cache(name: str) -> None:
-    """Model code from the Hub uses the name from before transformers 5.24. No call warns."""
+def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
+    """Model code on the Hub uses the name that transformers had before 5.24. No call warns."""
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    kind = type(model)
+    model_class = type(model)
 
-    def old(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **{CACHE: past_key_values}, **kwargs)
+    def old_forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return model_class.forward(self, *args, **{CACHE: past_key_values}, **kwargs)
 
-    def new(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **{CACHE: cache}, **kwargs)
+    def new_forward(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        return model_class.forward(self, *args, **{CACHE: cache}, **kwargs)
 
-    forward = old if name == "past_key_values" else new
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    forward = old_forward if name == "past_key_values" else new_forward
+    model.__class__ = type(model_class.__name__, (model_class,), {"forward": forward})
     texts = torch.randint(4, 90, (4, 24)).tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

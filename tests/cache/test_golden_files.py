@@ -1,4 +1,4 @@
-"""Cache files: intact files load and continue with the same values, changed files are refused."""
+"""Tests of cache files: intact files load and give the same values, invalid files are refused."""
 
 import copy
 import json
@@ -37,21 +37,22 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def assert_same_file(actual: Path, expected: Path) -> None:
     """Assert the same metadata, and the same bytes of every tensor."""
-    (meta, tensors), (other_meta, others) = read_file(actual), read_file(expected)
-    if other_meta["options"]["plan"] == ["auto", "auto"]:  # the name in earlier versions
-        other_meta["options"]["plan"] = ["model", "model"]
-    assert meta == other_meta
-    assert tensors.keys() == others.keys()
+    (meta, tensors), (expected_meta, expected_tensors) = read_file(actual), read_file(expected)
+    if expected_meta["options"]["plan"] == ["auto", "auto"]:  # the name in earlier versions
+        expected_meta["options"]["plan"] = ["model", "model"]
+    assert meta == expected_meta
+    assert tensors.keys() == expected_tensors.keys()
     for name, tensor in tensors.items():
-        assert tensor.dtype == others[name].dtype, name
-        assert torch.equal(tensor, others[name]), name
+        assert tensor.dtype == expected_tensors[name].dtype, name
+        assert torch.equal(tensor, expected_tensors[name]), name
 
 
 def assert_same_content(actual: FP8PagedCache, expected: FP8PagedCache) -> None:
-    """Assert that two caches hold the same values at the same positions."""
+    """Assert that two caches contain the same values at the same positions."""
     assert actual.get_seq_length() == expected.get_seq_length()
-    for layer, other in zip(actual.layers, expected.layers, strict=True):
-        for tensor, expected_tensor in ((layer.keys, other.keys), (layer.values, other.values)):
+    for layer, expected_layer in zip(actual.layers, expected.layers, strict=True):
+        for name in ("keys", "values"):
+            tensor, expected_tensor = getattr(layer, name), getattr(expected_layer, name)
             if expected_tensor is None:
                 assert tensor is None
             else:
@@ -61,10 +62,10 @@ def assert_same_content(actual: FP8PagedCache, expected: FP8PagedCache) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_golden_file_loads_and_continues(name: str, tmp_path: Path) -> None:
     golden = FOLDER / f"{name}.safetensors"
-    original, cache = make_cache(name), FP8PagedCache.load(golden)
-    assert_same_file(original.save(tmp_path / "original.safetensors"), golden)
-    assert_same_content(cache, original)
-    assert cache.plan == original.plan
+    expected_cache, cache = make_cache(name), FP8PagedCache.load(golden)
+    assert_same_file(expected_cache.save(tmp_path / "original.safetensors"), golden)
+    assert_same_content(cache, expected_cache)
+    assert cache.plan == expected_cache.plan
     continue_cache(cache)
     expected = FP8PagedCache.load(FOLDER / f"{name}.continued.safetensors")
     assert_same_content(cache, expected)
@@ -75,7 +76,7 @@ def test_a_golden_file_loads_and_continues(name: str, tmp_path: Path) -> None:
 
 def test_every_golden_file_is_tested() -> None:
     names = {path.name for path in FOLDER.glob("*.safetensors")}
-    assert names == {f"{name}{part}.safetensors" for name in CASES for part in ("", ".continued")}
+    assert names == {f"{name}{end}.safetensors" for name in CASES for end in ("", ".continued")}
 
 
 # -- changed files ---------------------------------------------------------------------------------
@@ -83,33 +84,33 @@ def test_every_golden_file_is_tested() -> None:
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
-def write(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
-    """Write a file with a valid digest, as an attacker can, unless `header` has a digest."""
+def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
+    """Write a file with a valid digest, as an attacker could, unless `header` contains a digest."""
     tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
     fields = {"format": "hf_fp8kv.cache", "version": "3", "meta": json.dumps(meta)}
     save_file(tensors, path, metadata=fields | {"digest": digest_of(fields, tensors)} | header)
     return path
 
 
-def set_fact(value: Any, *place: Any) -> Change:
-    """Return a change of one entry of the metadata."""
+def set_entry(value: Any, *path: Any) -> Change:
+    """Return a function that sets the entry of the metadata at `path` to `value`."""
 
     def change(meta: dict[str, Any], _: object) -> None:
         parent: Any = meta
-        for key in place[:-1]:
+        for key in path[:-1]:
             parent = parent[key]
-        parent[place[-1]] = value
+        parent[path[-1]] = value
 
     return change
 
 
-def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Return a change of one tensor."""
+def edit_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Return a function that applies `change` to the tensor `name`."""
     return lambda _, tensors: tensors.update({name: change(tensors[name])})
 
 
-def move_on(pages: int) -> Change:
-    """Return a change that adds pages before the window."""
+def shift_window(pages: int) -> Change:
+    """Return a function that adds a number of pages before the window of all layers."""
 
     def change(meta: dict[str, Any], _: object) -> None:
         for layer in (x for group in meta["groups"] for x in group["layers"]):
@@ -121,31 +122,31 @@ def move_on(pages: int) -> Change:
 TABLE, PAGES, CENTER = "groups.0.table", "layers.1.pages", "layers.0.k_center"
 LAYER = ("groups", 0, "layers", 0)
 CHANGES: dict[str, tuple[str, Change, str]] = {
-    "length beyond the table": ("dynamic", set_fact(1000, *LAYER, "length"), f"{TABLE}: first"),
-    "negative length": ("dynamic", set_fact(-5, *LAYER, "length"), "length: .* got -5"),
-    "half a token": ("dynamic", set_fact(12.5, *LAYER, "length"), "length: .* got 12.5"),
-    "first page of a layer without a window": ("dynamic", move_on(1), "first page: .* to 0, got 1"),
-    "more pages before the window than any memory holds": (
-        "sliding.continued", move_on(1 << 27), f"{TABLE}: places"
+    "length beyond the table": ("dynamic", set_entry(1000, *LAYER, "length"), f"{TABLE}: first"),
+    "negative length": ("dynamic", set_entry(-5, *LAYER, "length"), "length: .* got -5"),
+    "half a token": ("dynamic", set_entry(12.5, *LAYER, "length"), "length: .* got 12.5"),
+    "first page without a window": ("dynamic", shift_window(1), "first page: .* to 0, got 1"),
+    "more pages before the window than memory can hold": (
+        "sliding.continued", shift_window(1 << 27), f"{TABLE}: places"
     ),
     "page that does not exist": (
-        "dynamic", set_tensor(TABLE, lambda x: x.clamp(max=0) - 1), f"{TABLE}: pages"
+        "dynamic", edit_tensor(TABLE, lambda x: x.clamp(max=0) - 1), f"{TABLE}: pages"
     ),
-    "page far away": ("dynamic", set_tensor(TABLE, lambda x: x + 300_000), f"{TABLE}: pages"),
-    "table of a different dtype": ("dynamic", set_tensor(TABLE, torch.Tensor.long), TABLE),
+    "page beyond any": ("dynamic", edit_tensor(TABLE, lambda x: x + 300_000), f"{TABLE}: pages"),
+    "table of a different dtype": ("dynamic", edit_tensor(TABLE, torch.Tensor.long), TABLE),
     "two batches": (
-        "two-groups", set_tensor("groups.1.table", lambda x: x[:1]), "numbers of sequences"
+        "two-groups", edit_tensor("groups.1.table", lambda x: x[:1]), "numbers of sequences"
     ),
     "layer in two groups": (
-        "two-groups", set_fact(0, "groups", 1, "layers", 0, "index"), "layer 0 is in another"
+        "two-groups", set_entry(0, "groups", 1, "layers", 0, "index"), "layer 0 is in another"
     ),
-    "layer that is missing": ("empty", set_fact(2, *LAYER, "index"), r"too many: .*\[2\]"),
-    "missing page": ("dynamic", set_tensor(PAGES, lambda x: x[:1]), f"{PAGES}: "),
-    "missing byte": ("dynamic", set_tensor(PAGES, lambda x: x[:, :-1]), f"{PAGES}: "),
-    "pages of type int8": ("dynamic", set_tensor(PAGES, lambda x: x.view(torch.int8)), PAGES),
-    "more heads": ("dynamic", set_fact([3, 16, 16], *LAYER, "shape"), r"layers\.0\.pages: "),
-    "center of one value": ("centered", set_tensor(CENTER, lambda x: x[0, 0, :1]), CENTER),
-    "center in 16 bits": ("centered", set_tensor(CENTER, torch.Tensor.half), CENTER),
+    "layer that is missing": ("empty", set_entry(2, *LAYER, "index"), r"too many: .*\[2\]"),
+    "missing page": ("dynamic", edit_tensor(PAGES, lambda x: x[:1]), f"{PAGES}: "),
+    "missing byte": ("dynamic", edit_tensor(PAGES, lambda x: x[:, :-1]), f"{PAGES}: "),
+    "pages of type int8": ("dynamic", edit_tensor(PAGES, lambda x: x.view(torch.int8)), PAGES),
+    "more heads": ("dynamic", set_entry([3, 16, 16], *LAYER, "shape"), r"layers\.0\.pages: "),
+    "center of one value": ("centered", edit_tensor(CENTER, lambda x: x[0, 0, :1]), CENTER),
+    "center in 16 bits": ("centered", edit_tensor(CENTER, torch.Tensor.half), CENTER),
     "no center": ("centered", lambda _, tensors: tensors.pop(CENTER), CENTER),
     "center without a plan": (
         "dynamic", lambda _, tensors: tensors.update({CENTER: torch.ones(2, 2, 16)}), CENTER
@@ -153,12 +154,12 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "plan without a layer": (
         "planned", lambda meta, _: meta["options"]["plan"].pop("1"), "none for layer 1"
     ),
-    "dtype that no model has": ("dynamic", set_fact(["uint8"] * 2, *LAYER, "dtypes"), "uint8"),
-    "page_size of 0": ("dynamic", set_fact(0, "options", "page_size"), "page_size: "),
-    "no room": ("preallocated", set_fact(1 << 40, "options", "max_cache_len"), "places"),
-    "turns": ("dynamic", set_fact(-1.0, *LAYER, "turns", "base"), "turns"),
-    "window of transformers' layer": ("stock-layers", set_fact(0, "stock", 0, "window"), "window"),
-    "tokens of transformers' layer": ("stock-layers", set_fact(5, "stock", 0, "seen"), "seen"),
+    "dtype that no model has": ("dynamic", set_entry(["uint8"] * 2, *LAYER, "dtypes"), "uint8"),
+    "page_size of 0": ("dynamic", set_entry(0, "options", "page_size"), "page_size: "),
+    "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "places"),
+    "turns": ("dynamic", set_entry(-1.0, *LAYER, "turns", "base"), "turns"),
+    "window of a stock layer": ("stock-layers", set_entry(0, "stock", 0, "window"), "window"),
+    "tokens of a stock layer": ("stock-layers", set_entry(5, "stock", 0, "seen"), "seen"),
 }  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def test_errors_name_the_invalid_entry(name: str, tmp_path: Path) -> None:
     source, change, message = CHANGES[name]
     meta, tensors = read_file(FOLDER / f"{source}.safetensors")
     change(meta, tensors)
-    path = write(tmp_path / "x", meta, tensors)
+    path = write_file(tmp_path / "x", meta, tensors)
     with pytest.raises(ConfigError, match=f"{path}: expected a whole file.*{message}"):
         FP8PagedCache.load(path)
 
@@ -180,38 +181,39 @@ def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
         ({"digest": 64 * "0"}, "digest: "),
     ):
         with pytest.raises(ConfigError, match=message):
-            FP8PagedCache.load(write(tmp_path / "x", meta, tensors, **header))
+            FP8PagedCache.load(write_file(tmp_path / "x", meta, tensors, **header))
     with pytest.raises(ConfigError, match="nowhere"):
         FP8PagedCache.load(tmp_path / "nowhere")
     meta["options"]["max_pages"] = 1
     with pytest.raises(OutOfPagesError, match="max_pages"):
-        FP8PagedCache.load(write(tmp_path / "x", meta, tensors))
+        FP8PagedCache.load(write_file(tmp_path / "x", meta, tensors))
 
 
 def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
-    """Yield each layer's index, its first visible token, and keys and values `[B, H, N, D]`."""
-    size, plans, scales = (meta["options"][name] for name in ("page_size", "plan", "scales"))
-    static = isinstance(scales, int | float) or any(name.endswith((".k", ".v")) for name in tensors)
+    """Yield the index, the first visible token, and K and V `[B, H, N, D]` of each stored layer."""
+    page_size, plans, scales = (meta["options"][name] for name in ("page_size", "plan", "scales"))
+    is_static = isinstance(scales, int | float) or any(x.endswith((".k", ".v")) for x in tensors)
     layers = [(g, group, x) for g, group in enumerate(meta["groups"]) for x in group["layers"]]
     for g, group, layer in (x for x in layers if x[2].get("length")):
         i, table = layer["index"], tensors[f"groups.{g}.table"]
         start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
-        at = torch.arange(start, layer["length"])
-        longest = max(x.get("length", 0) for x in group["layers"])
-        pages = table[:, at // size - (-(-longest // size) - table.shape[1])].long()
+        positions = torch.arange(start, layer["length"])
+        max_length = max(x.get("length", 0) for x in group["layers"])
+        first_page = -(-max_length // page_size) - table.shape[1]
+        pages = table[:, positions // page_size - first_page].long()
         (heads, *dims), sides = layer["shape"], []
         plan = [*map(SidePlan.parse, plans if isinstance(plans, list) else plans[str(i)])]
         dtypes = [getattr(torch, dtype) for dtype in layer["dtypes"]]
-        codes = [y if x.is_auto else torch.uint8 for x, y in zip(plan, dtypes, strict=True)]
-        has_scales = not static and not all(side.is_auto for side in plan)
-        layout = page_layout(heads, size, *dims, *codes, has_scales)
+        codes = [dtype if x.is_auto else torch.uint8 for x, dtype in zip(plan, dtypes, strict=True)]
+        has_scales = not is_static and not all(side.is_auto for side in plan)
+        layout = page_layout(heads, page_size, *dims, *codes, has_scales)
         parts = layout.split(tensors[f"layers.{i}.pages"])
         for side_index, side in enumerate(plan):
-            x = (parts["v"].mT if side_index else parts["k"])[pages, :, at % size]
+            x = (parts["v"].mT if side_index else parts["k"])[pages, :, positions % page_size]
             if not side.is_auto:
                 x, name = decode(x, FORMATS[side.format]), f"scales.{i}.{'kv'[side_index]}"
                 if has_scales:
-                    scale = parts["token_scales"][pages, :, at % size, side_index, None]
+                    scale = parts["token_scales"][pages, :, positions % page_size, side_index, None]
                 elif name in tensors:
                     scale = tensors[name] * FORMATS[side.format].scale_from_e4m3
                 else:
@@ -225,26 +227,26 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[A
 
 
 def check_values(cache: FP8PagedCache, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Assert that a cache holds the values that are stored in a file."""
+    """Assert that a cache contains the values that are stored in a file."""
     for index, start, *expected in read_values(meta, tensors):
         layer = cache.layers[index]
         for handle, values in zip((layer.keys, layer.values), expected, strict=True):
-            first = start - handle.start
-            actual = densify(handle)[:, :, first : first + values.shape[2]]
+            offset = start - handle.start
+            actual = densify(handle)[:, :, offset : offset + values.shape[2]]
             torch.testing.assert_close(actual, values, equal_nan=True)
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of new tensors, and the peak of bytes that Python holds."""
+    """Adds up the bytes of all new tensors and the peak of the bytes that Python allocates."""
 
     def __enter__(self) -> "Allocations":
         tracemalloc.reset_peak()
-        self.bytes, self.before = 0, tracemalloc.get_traced_memory()[0]
+        self.total_bytes, self.initial_bytes = 0, tracemalloc.get_traced_memory()[0]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.bytes += tracemalloc.get_traced_memory()[1] - self.before
+        self.total_bytes += tracemalloc.get_traced_memory()[1] - self.initial_bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -252,7 +254,7 @@ class Allocations(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.device.type == "cpu":
             is_new = all(x.alias_info is None for x in function._schema.returns)
-            self.bytes += result.nbytes * is_new
+            self.total_bytes += result.nbytes * is_new
         return result
 
 
@@ -272,49 +274,49 @@ TENSOR_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]  # fmt: skip
 
 
-def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all metadata entries, including nested entries."""
-    parts: Any = value.items() if isinstance(value, dict) else ()
+def list_paths(value: Any, parent: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all entries of the metadata, including nested entries."""
+    entries: Any = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
-        parts = enumerate(value)
-    nested = [path for key, part in parts for path in leaves(part, (*place, key))]
-    return [place, *nested] if place else nested
+        entries = enumerate(value)
+    nested = [path for key, entry in entries for path in list_paths(entry, (*parent, key))]
+    return [parent, *nested] if parent else nested
 
 
-def mutate(rng: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Change the metadata or a tensor in place, at random."""
-    name, kind = rng.choice([*tensors, "none"]), rng.randrange(8)
-    if kind < 4 and name == "none":
+def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Apply a random change to the metadata or the tensors, in place."""
+    name, action = rng.choice([*tensors, "none"]), rng.randrange(8)
+    if action < 4 and name == "none":
         tensors[name] = torch.zeros(1)
-    elif kind == 0:
+    elif action == 0:
         tensors.pop(name)
-    elif kind == 1:
+    elif action == 1:
         tensors[rng.choice([*tensors, "layers.0.x", "layers.9.k"])] = tensors[name]
-    elif kind < 4:
+    elif action < 4:
         tensors[name] = rng.choice(TENSOR_CHANGES)(tensors[name])
     else:
-        place = rng.choice(leaves(meta))
+        path = rng.choice(list_paths(meta))
         parent = meta
-        for key in place[:-1]:
+        for key in path[:-1]:
             parent = parent[key]
-        if kind == 4:
-            del parent[place[-1]]
-        elif kind == 5 and isinstance(parent, list):
-            parent.append(copy.deepcopy(parent[place[-1]]))
+        if action == 4:
+            del parent[path[-1]]
+        elif action == 5 and isinstance(parent, list):
+            parent.append(copy.deepcopy(parent[path[-1]]))
         else:
-            parent[place[-1]] = rng.choice(VALUES)
+            parent[path[-1]] = rng.choice(VALUES)
 
 
 @pytest.fixture(scope="module")
-def good_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return files of all formats: golden files and new files."""
+def valid_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return valid files of all formats: golden files and files of new caches."""
     folder = tmp_path_factory.mktemp("good")
     golden = sorted(FOLDER.glob("*.safetensors"))
     caches = {path.name: FP8PagedCache.load(path) for path in golden}
     caches["offloaded"] = FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)
-    for name, form in (("indexed", {}), ("indexed and preallocated", {"max_cache_len": 32})):
+    for name, options in (("indexed", {}), ("indexed and preallocated", {"max_cache_len": 32})):
         config = DeepseekV32Config(num_hidden_layers=2)
-        caches[name] = FP8PagedCache(config, page_size=8, **form)
+        caches[name] = FP8PagedCache(config, page_size=8, **options)
     caches["large"] = FP8PagedCache(dtype="fp8_e4m3", page_size=8)
     caches["large"].update(*torch.ones(2, 1, 8, 1024, 128), 0)
     for name in ("offloaded", "indexed", "indexed and preallocated"):
@@ -325,22 +327,22 @@ def good_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
-def test_changed_files(count: int, good_files: list[Path], tmp_path: Path) -> None:
-    """A file raises ConfigError, or the cache holds the values of the file.
+def test_changed_files_are_refused_or_load(count: int, valid_files: list, tmp_path: Path) -> None:
+    """Loading a file raises ConfigError, or the cache contains the values of the file.
 
-    In every fourth file a byte is changed, or the end is missing. Other files have a valid digest.
+    In every fourth file, a byte is changed or the end is missing. Other files have a valid digest.
     """
     tracemalloc.start()
-    path, loaded = tmp_path / "x", 0
+    path, num_loaded = tmp_path / "x", 0
     for number in range(count):
         rng = random.Random(number)
         if number % 4:
-            meta, tensors = read_file(rng.choice(good_files))
+            meta, tensors = read_file(rng.choice(valid_files))
             for _ in range(rng.choice((1, 1, 2))):
-                mutate(rng, meta, tensors)
-            write(path, meta, tensors)
+                edit_at_random(rng, meta, tensors)
+            write_file(path, meta, tensors)
         else:
-            source = rng.choice(good_files[len(good_files) // 2 :])
+            source = rng.choice(valid_files[len(valid_files) // 2 :])
             meta, tensors = read_file(source)
             data = bytearray(source.read_bytes())
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -348,7 +350,7 @@ def test_changed_files(count: int, good_files: list[Path], tmp_path: Path) -> No
         try:
             with Allocations() as allocations:
                 cache = FP8PagedCache.load(path)
-            loaded += 1
+            num_loaded += 1
             check_values(cache, meta, tensors)
         except ConfigError:
             pass
@@ -356,30 +358,31 @@ def test_changed_files(count: int, good_files: list[Path], tmp_path: Path) -> No
             assert meta["options"]["max_pages"], number
         except Exception as error:
             raise AssertionError(number) from error
-        assert allocations.bytes < 4 * path.stat().st_size + (1 << 20), number
+        assert allocations.total_bytes < 4 * path.stat().st_size + (1 << 20), number
     tracemalloc.stop()
-    assert count // 20 < loaded < count // 4, loaded
+    assert count // 20 < num_loaded < count // 4, num_loaded
 
 
 @pytest.mark.parametrize(
-    ("source", "change", "room"),
+    ("source", "change", "max_len"),
     [
-        ("sliding.continued", move_on((1 << 20) - 10), 0),
-        ("preallocated", set_fact(1 << 15, "options", "max_cache_len"), 1 << 15),
+        ("sliding.continued", shift_window((1 << 20) - 10), 0),
+        ("preallocated", set_entry(1 << 15, "options", "max_cache_len"), 1 << 15),
     ],
 )
-def test_memory_of_a_loaded_cache(source: str, change: Change, room: int, tmp_path: Path) -> None:
-    """A block table has at most 16 MiB, and pages have room for `max_cache_len` tokens."""
+def test_a_load_allocates_little(source: str, change: Change, max_len: int, tmp_path: Path) -> None:
+    """A block table takes at most 16 MiB, and there are pages for `max_len` tokens."""
     meta, tensors = read_file(FOLDER / f"{source}.safetensors")
     change(meta, tensors)
-    path = write(tmp_path / "x", meta, tensors)
+    path = write_file(tmp_path / "x", meta, tensors)
     tracemalloc.start()
     with Allocations() as allocations:
         cache = FP8PagedCache.load(path)
     tracemalloc.stop()
     check_values(cache, meta, tensors)
-    # Two layers of two sequences with 2 heads: K and V of 16 values, and two scales of 2 bytes.
-    assert allocations.bytes < 4 * path.stat().st_size + (17 << 20) + 8 * room * (16 + 16 + 4)
+    # For 2 layers, 2 sequences and 2 heads: K and V of 16 bytes, and two scales of 2 bytes.
+    page_bytes = 8 * max_len * (16 + 16 + 4)
+    assert allocations.total_bytes < 4 * path.stat().st_size + (17 << 20) + page_bytes
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -388,14 +391,14 @@ def test_memory_of_a_loaded_cache(source: str, change: Change, room: int, tmp_pa
 def test_a_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is synced before it is renamed, and the folder afterwards."""
     steps: list[tuple[str, int]] = []
-    sync, replace = os.fsync, os.replace
+    fsync, replace = os.fsync, os.replace
 
-    def record(call: str, inode: int) -> None:
+    def add_step(call: str, inode: int) -> None:
         steps.append((call, inode))
 
-    monkeypatch.setattr(os, "fsync", lambda fd: (record("sync", os.fstat(fd).st_ino), sync(fd)))
+    monkeypatch.setattr(os, "fsync", lambda fd: (add_step("sync", os.fstat(fd).st_ino), fsync(fd)))
     monkeypatch.setattr(
-        os, "replace", lambda a, b: (record("replace", os.stat(a).st_ino), replace(a, b))
+        os, "replace", lambda a, b: (add_step("replace", os.stat(a).st_ino), replace(a, b))
     )
     for save in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
         steps.clear()
@@ -422,7 +425,7 @@ def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None
 
 def test_a_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_cache("empty").save(tmp_path / "cache")
-    before = path.read_bytes()
+    old_content = path.read_bytes()
 
     def fail(*_: object) -> None:
         raise OSError("no room")
@@ -432,4 +435,4 @@ def test_a_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="no room"):
             make_cache("sliding").save(target)
     assert [*tmp_path.iterdir()] == [path]
-    assert path.read_bytes() == before
+    assert path.read_bytes() == old_content

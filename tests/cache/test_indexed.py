@@ -20,6 +20,7 @@ pytestmark = [
 # Types of models with an indexer. Each query attends to 8 of the 21 tokens of a prompt.
 TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
 CACHE_OPTIONS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
+every_model = pytest.mark.parametrize("model", TYPES, indirect=True)
 make_model = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")[0])
 
 
@@ -43,7 +44,7 @@ def ids():
 
 
 def fill_cache(model, ids, **cache_options):
-    """Return a cache that has read a prompt in two calls."""
+    """Return a cache that stores a prompt after two calls of the model."""
     cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **cache_options)
     model(ids[:, :12], past_key_values=cache)
     model(ids[:, 12:], past_key_values=cache)
@@ -52,22 +53,19 @@ def fill_cache(model, ids, **cache_options):
 
 def check_continues(model, cache, ids):
     """Assert that three more tokens get the same logits as in one call without a cache."""
-    extra = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
-    expected = model(torch.cat([ids, extra], 1), use_cache=False).logits[:, -3:]
-    actual = [model(extra[:, :1], past_key_values=cache).logits]
-    actual.append(model(extra[:, 1:], past_key_values=cache).logits)
+    next_ids = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
+    expected = model(torch.cat([ids, next_ids], 1), use_cache=False).logits[:, -3:]
+    actual = [model(next_ids[:, :1], past_key_values=cache).logits]
+    actual.append(model(next_ids[:, 1:], past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=1e-4)
-
-
-every_model = pytest.mark.parametrize("model", TYPES, indirect=True)
 
 
 @every_model
 def test_indexed_layers_are_paged(model, cache_options, ids):
     cache = fill_cache(model, ids, **cache_options)
     assert cache.paged_layers
-    held = sum(layer.indexer_keys.nbytes for layer in cache.paged_layers)
-    assert cache.memory_footprint().other_bytes >= held > 0
+    indexer_bytes = sum(layer.indexer_keys.nbytes for layer in cache.paged_layers)
+    assert cache.memory_footprint().other_bytes >= indexer_bytes > 0
     for layer in cache.paged_layers:
         layer.offload()
     cache.paged_layers[0].prefetch()
@@ -76,7 +74,7 @@ def test_indexed_layers_are_paged(model, cache_options, ids):
 
 
 @pytest.mark.parametrize("tokens", [5, 16, 21])
-def test_crop_and_reset(model, cache_options, ids, tokens):
+def test_crop_and_reset_apply_to_the_indexer(model, cache_options, ids, tokens):
     cache = fill_cache(model, ids, **cache_options)
     cache.crop(-tokens)
     if tokens < ids.shape[1]:
@@ -87,7 +85,7 @@ def test_crop_and_reset(model, cache_options, ids, tokens):
 
 
 @pytest.mark.parametrize("rows", [[1, 1], [1], [0, 0, 1, 1]])
-def test_select(model, cache_options, ids, rows):
+def test_selection_applies_to_the_indexer(model, cache_options, ids, rows):
     cache = fill_cache(model, ids, **cache_options)
     if len(rows) == 2:
         cache.reorder_cache(torch.tensor(rows))
@@ -99,7 +97,7 @@ def test_select(model, cache_options, ids, rows):
 
 
 @every_model
-def test_fork_pickle_and_file(model, cache_options, ids, tmp_path):
+def test_copies_contain_the_indexer(model, cache_options, ids, tmp_path):
     cache = fill_cache(model, ids, **cache_options)
     if hasattr(cache, "position_ids"):
         pytest.skip("this version of transformers keeps positions as an attribute of the cache")
@@ -157,7 +155,7 @@ def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
     layer_names = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
     assert [name == "DummyLayer" for name in layer_names] == [False, False, False, True, False]
     assert [layer.index for layer in cache.paged_layers] == [0, 1, 4]
-    assert cache.layers[1].store.stored_handles()[1].shape[3] == 0  # this layer has no positions
+    assert cache.layers[1].store.stored_handles()[1].shape[3] == 0  # this layer has no RoPE part
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([1, 2, 3]))
     cache.reorder_cache(torch.tensor([2, 1, 1]))

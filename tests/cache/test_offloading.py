@@ -1,7 +1,7 @@
-"""Pages of layers that do not compute are in host memory. Tokens are equal, and copies are few.
+"""Tests of offloading: idle layers keep pages in host memory, tokens are equal, copies are few.
 
 On a CPU both tiers are ordinary memory, but the cache copies between them as it does on a GPU. New
-memory reads as NaN here, so a page that was not copied back is noticed.
+memory contains NaN here, so a page that was not copied back is noticed.
 """
 
 import copy
@@ -40,11 +40,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-# Two layers with a window before the layer without a window, and one after it.
+# Two layers with a window precede the layer without a window, and one follows it.
 MIXED = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 }
-# The last two layers read the keys and values of the two layers before.
+# The last two layers read the keys and values of the first two layers.
 SHARED = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
@@ -52,12 +52,12 @@ SHARED = {
 }
 
 
-def config(name: str = "llama", **fields: Any) -> Any:
+def make_config(name: str = "llama", **fields: Any) -> Any:
     mixed = MIXED if name == "gemma3_text" else {}
     return causal_config(name, **{"num_hidden_layers": LAYERS, **mixed, **fields})
 
 
-def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
+def add_tokens(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
     """Store the same tokens in all caches, and compare the returned keys and values."""
     for index in range(len(caches[0].layers)):
         generator = torch.Generator().manual_seed(100 * seed + index)
@@ -67,7 +67,7 @@ def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
             assert [type(x) for x in output] == [type(x) for x in outputs[0]]
             for side, actual, expected in zip("KV", output, outputs[0], strict=True):
                 assert_same(actual.clone(), expected.clone(), f"layer {index}, {side}")
-            check(cache)
+            check_layers_on_device(cache)
 
 
 def assert_holds(caches: list[Any]) -> None:
@@ -79,7 +79,7 @@ def assert_holds(caches: list[Any]) -> None:
                 assert_same(actual, dense[0], f"layer {index}, {side}")
 
 
-def check(cache: FP8PagedCache) -> None:
+def check_layers_on_device(cache: FP8PagedCache) -> None:
     """Assert that at most two layers are on the device if all layers are offloaded."""
     if cache.options.offloading is True:
         sizes = [layer.store.memory_footprint() for layer in cache.paged_layers]
@@ -87,18 +87,18 @@ def check(cache: FP8PagedCache) -> None:
 
 
 def make_caches(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
-    """Return a cache, and the same cache with its pages in host memory."""
+    """Return a cache with all pages on the device, and an offloaded cache with equal options."""
     keywords = {"page_size": PAGE, **keywords}
-    fields = config(name)
-    return [FP8PagedCache(fields, **keywords, **where) for where in ({}, {"offloading": True})]
+    fields = make_config(name)
+    return [FP8PagedCache(fields, **keywords, **x) for x in ({}, {"offloading": True})]
 
 
-def call(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
+def call_method(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
     for cache in caches:
         getattr(cache, method)(*arguments)
 
 
-def bytes_copied(cache: FP8PagedCache) -> tuple[int, int]:
+def count_copied_bytes(cache: FP8PagedCache) -> tuple[int, int]:
     sizes = cache.memory_footprint()
     return sizes.fetched_bytes, sizes.returned_bytes
 
@@ -108,31 +108,31 @@ def bytes_copied(cache: FP8PagedCache) -> tuple[int, int]:
 
 # Grid: A pairwise cover.
 @pytest.mark.parametrize(
-    ("name", "calls", "kind", "where"),
+    ("name", "calls", "storage", "offloading"),
     pairwise(
         ["gqa", "sliding", "sliding_and_full", "latent", "kv_sharing"], list(CALLS),
-        [("auto", "own"), ("auto", "fp8_paged"), (None, "fp8_paged")], OPTIONS,
+        [("auto", "stock"), ("auto", "fp8_paged"), (None, "fp8_paged")], OPTIONS,
     ),
     ids=str,
 )  # fmt: skip
 def test_offloading_does_not_change_the_tokens(
-    name: str, calls: str, kind: tuple[str | None, str], where: dict[str, Any]
+    name: str, calls: str, storage: tuple[str | None, str], offloading: dict[str, Any]
 ) -> None:
-    layers = {"sliding_and_full": MIXED, "kv_sharing": SHARED}.get(name, {})
-    model, inputs = tiny(name, num_hidden_layers=LAYERS, **layers)
-    dtype, attention = kind
-    if attention != "own":
+    fields = {"sliding_and_full": MIXED, "kv_sharing": SHARED}.get(name, {})
+    model, inputs = tiny(name, num_hidden_layers=LAYERS, **fields)
+    dtype, attention = storage
+    if attention != "stock":
         model.set_attn_implementation(attention)
     keywords = {**GREEDY, **CALLS[calls]}
-    row = {k: v[1:] for k, v in inputs.items()} if calls == "drafts" else inputs
-    resident, cache = (
+    prompt = {k: v[1:] for k, v in inputs.items()} if calls == "drafts" else inputs
+    resident_cache, cache = (
         FP8PagedCache(model.config, page_size=PAGE, dtype=dtype, **options)
-        for options in ({}, where)
+        for options in ({}, offloading)
     )
-    expected = model.generate(**row, past_key_values=resident, **keywords)
-    assert_same(model.generate(**row, past_key_values=cache, **keywords), expected)
+    expected = model.generate(**prompt, past_key_values=resident_cache, **keywords)
+    assert_same(model.generate(**prompt, past_key_values=cache, **keywords), expected)
     assert cache.memory_footprint().fetched_bytes > 0
-    check(cache)
+    check_layers_on_device(cache)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("position_bias", "auto"), ("speech", None)])
@@ -141,21 +141,20 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
     layers_field = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
     model, inputs = tiny(name, **{"num_decoder_layers": 4, layers_field: 4})
     model.set_attn_implementation("fp8_paged")
+    options = {"dtype": dtype, "page_size": PAGE}
     for keywords in ({}, {"num_beams": 2}):
         expected = None
-        for where in ({}, {"offloading": True}, {"offloading": 1}):
-            caches = [
-                FP8PagedCache(model.config, dtype=dtype, page_size=PAGE, **where) for _ in range(2)
-            ]
+        for offloading in ({}, {"offloading": True}, {"offloading": 1}):
+            caches = [FP8PagedCache(model.config, **options, **offloading) for _ in range(2)]
             pair = EncoderDecoderCache(*caches)
             actual = model.generate(**inputs, past_key_values=pair, **GREEDY, **keywords)
             expected = actual if expected is None else expected
-            assert_same(actual, expected, (keywords, where))
+            assert_same(actual, expected, (keywords, offloading))
             for cache in caches:
-                assert bool(min(bytes_copied(cache))) == bool(where)
-                check(cache)
+                assert bool(min(count_copied_bytes(cache))) == bool(offloading)
+                check_layers_on_device(cache)
             sizes = caches[1].memory_footprint()
-            assert sizes.returned_bytes <= sizes.host_bytes, "written once, and then only read"
+            assert sizes.returned_bytes <= sizes.host_bytes, "each page is written once"
 
 
 def test_generate_with_an_offloaded_cache_implementation() -> None:
@@ -167,49 +166,49 @@ def test_generate_with_an_offloaded_cache_implementation() -> None:
     out = model.generate(**inputs, **requested)
     assert_same(out.sequences, expected.sequences)
     assert isinstance(out.past_key_values, FP8PagedCache)
-    assert min(bytes_copied(out.past_key_values)) > 0
-    assert bytes_copied(expected.past_key_values) == (0, 0)
+    assert min(count_copied_bytes(out.past_key_values)) > 0
+    assert count_copied_bytes(expected.past_key_values) == (0, 0)
     model.generation_config.cache_implementation = "offloaded"
-    assert min(bytes_copied(model.generate(**inputs, **options).past_key_values)) > 0
+    assert min(count_copied_bytes(model.generate(**inputs, **options).past_key_values)) > 0
     assert model.generation_config.cache_implementation == "offloaded"
     enable(model, max_cache_len=64)
     with pytest.raises(ConfigError, match="offloading: expected a cache that grows"):
         model.generate(**inputs, **requested)
 
 
-@pytest.mark.parametrize("where", OPTIONS, ids=str)
-def test_offloaded_caches_use_a_prefix_store(where: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("offloading", OPTIONS, ids=str)
+def test_offloaded_caches_use_a_prefix_store(offloading: dict[str, Any], tmp_path: Path) -> None:
     model, inputs = tiny("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
     ids = inputs["input_ids"][1:].repeat(1, 4)
     options = {**GREEDY, "return_dict_in_generate": True}
     enable(model, page_size=PAGE, prefill="stored")
     expected = model.generate(ids, **options).sequences
     for hits in range(2):
-        store = PrefixStore(tmp_path, max_bytes=1 << 30)
-        enable(model, page_size=PAGE, prefix_store=store, **where)
+        prefix_store = PrefixStore(tmp_path, max_bytes=1 << 30)
+        enable(model, page_size=PAGE, prefix_store=prefix_store, **offloading)
         out = model.generate(ids, **options)
         assert_same(out.sequences, expected)
         assert out.past_key_values.restored_tokens == hits * (ids.shape[1] - 1) // PAGE * PAGE
-        assert min(bytes_copied(out.past_key_values)) > 0
+        assert min(count_copied_bytes(out.past_key_values)) > 0
 
 
 def test_draft_models_may_be_offloaded() -> None:
     model, inputs = tiny("gqa", num_hidden_layers=4)
     draft, _ = tiny("gqa", num_hidden_layers=2)
-    row = {name: tensor[1:] for name, tensor in inputs.items()}
+    prompt = {name: tensor[1:] for name, tensor in inputs.items()}
     model.set_attn_implementation("fp8_paged")
     expected = None
-    for where in ({}, {"offloading": True}, {"offloading": 1}):
-        enable(draft, page_size=PAGE, dtype="auto", **where)
-        cache = FP8PagedCache(model.config, page_size=PAGE, prefill="stored", **where)
-        actual = model.generate(**row, past_key_values=cache, assistant_model=draft, **GREEDY)
+    for offloading in ({}, {"offloading": True}, {"offloading": 1}):
+        enable(draft, page_size=PAGE, dtype="auto", **offloading)
+        cache = FP8PagedCache(model.config, page_size=PAGE, prefill="stored", **offloading)
+        actual = model.generate(**prompt, past_key_values=cache, assistant_model=draft, **GREEDY)
         expected = actual if expected is None else expected
-        assert_same(actual, expected, where)
+        assert_same(actual, expected, offloading)
 
 
 # -- stored keys and values ----------------------------------------------------------------------
 
-FORMS: dict[str, dict[str, Any]] = {
+STORAGE: dict[str, dict[str, Any]] = {
     "default": {},
     "static": {"scales": 0.02},
     "one side": {"key_dtype": "auto", "value_dtype": "fp8_e5m2"},
@@ -219,131 +218,131 @@ FORMS: dict[str, dict[str, Any]] = {
 
 # Grid: A pairwise cover.
 @pytest.mark.parametrize(
-    ("name", "form", "pages", "backend"),
-    pairwise(["llama", "mistral", "gemma3_text"], list(FORMS), [0, None, 1, 7], ["auto", "triton"]),
+    ("name", "storage", "pages", "backend"),
+    pairwise(["llama", "mistral", "gemma3_text"], [*STORAGE], [0, None, 1, 7], ["auto", "triton"]),
 )
-def test_all_operations(
-    name: str, form: str, pages: int | None, backend: str, tmp_path: Path,
+def test_all_operations_match_the_reference(
+    name: str, storage: str, pages: int | None, backend: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The reference has one tensor and one tier (0 pages). "triton" has blocks and late writes."""
     if backend == "triton":
         triton_standin(monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
-    where = {"offloading": True if pages is None else pages or False}
-    fields, keywords = config(name), {"page_size": PAGE, **FORMS[form]}
-    resident = FP8PagedCache(
-        fields, backend="reference" if backend == "triton" else backend, **keywords
-    )
-    cache = FP8PagedCache(fields, backend=backend, **keywords, **where)
-    pair = [resident, cache]
-    call(pair, "activate_past_recording")
+    offloading = {"offloading": True if pages is None else pages or False}
+    fields, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
+    resident_backend = "reference" if backend == "triton" else backend
+    resident_cache = FP8PagedCache(fields, backend=resident_backend, **keywords)
+    cache = FP8PagedCache(fields, backend=backend, **keywords, **offloading)
+    caches = [resident_cache, cache]
+    call_method(caches, "activate_past_recording")
     for step, count in enumerate((21, 1, 1, 9, 1)):
-        feed(pair, count, step)
-    forks = [cache.fork() for cache in pair]
-    feed(pair, 3, 5)
-    feed(forks, 1, 6)
-    feed(pair, 1, 7)
+        add_tokens(caches, count, step)
+    forks = [cache.fork() for cache in caches]
+    add_tokens(caches, 3, 5)
+    add_tokens(forks, 1, 6)
+    add_tokens(caches, 1, 7)
     assert_holds(forks)
-    call(pair, "reorder_cache", torch.tensor([1, 1]))
-    feed(pair, 2, 8)
-    call(pair, "crop", -4)
-    feed(pair, 1, 9)
+    call_method(caches, "reorder_cache", torch.tensor([1, 1]))
+    add_tokens(caches, 2, 8)
+    call_method(caches, "crop", -4)
+    add_tokens(caches, 1, 9)
     del forks
-    call(pair, "batch_repeat_interleave", 2)
-    feed(pair, 1, 10, batch=4)
-    call(pair, "batch_select_indices", torch.tensor([2, 0]))
-    feed(pair, 1, 11)
+    call_method(caches, "batch_repeat_interleave", 2)
+    add_tokens(caches, 1, 10, batch=4)
+    call_method(caches, "batch_select_indices", torch.tensor([2, 0]))
+    add_tokens(caches, 1, 11)
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-    twins = [resident, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
-    feed([copy.deepcopy(resident), *twins[1:]], 5, 12)
-    assert pages in (0, 7) or all(min(bytes_copied(twin)) > 0 for twin in twins[1:])
-    del twins, loaded
-    call(pair, "crop", -30 if name == "llama" else -1)
-    feed(pair, 1, 13)
+    copies = [resident_cache, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
+    add_tokens([copy.deepcopy(resident_cache), *copies[1:]], 5, 12)
+    assert pages in (0, 7) or all(min(count_copied_bytes(copied)) > 0 for copied in copies[1:])
+    del copies, loaded
+    call_method(caches, "crop", -30 if name == "llama" else -1)
+    add_tokens(caches, 1, 13)
     for layer in cache.paged_layers:
         layer.offload()
         assert not pages or not layer.store.memory_footprint().get("pages")
         layer.prefetch()
-    assert_holds(pair)
-    call(pair, "reset")
-    assert max(cache.memory_footprint().total_bytes for cache in pair) < 100
-    feed(pair, 4, 14, batch=3)
-    assert_holds(pair)
+    assert_holds(caches)
+    call_method(caches, "reset")
+    assert max(cache.memory_footprint().total_bytes for cache in caches) < 100
+    add_tokens(caches, 4, 14, batch=3)
+    assert_holds(caches)
 
 
 def test_a_crop_frees_host_memory() -> None:
-    pair = make_caches()
-    feed(pair, 300)
-    before = pair[1].memory_footprint()
-    call(pair, "crop", -280)
-    after = pair[1].memory_footprint()
-    assert after.host_bytes < before.host_bytes / 4
-    assert after.pages_bytes == 0, "pages are fetched when their layer computes"
-    assert_holds(pair)
-    feed(pair, 1, 1)
+    caches = make_caches()
+    add_tokens(caches, 300)
+    full_footprint = caches[1].memory_footprint()
+    call_method(caches, "crop", -280)
+    footprint = caches[1].memory_footprint()
+    assert footprint.host_bytes < full_footprint.host_bytes / 4
+    assert footprint.pages_bytes == 0, "pages are fetched when their layer computes"
+    assert_holds(caches)
+    add_tokens(caches, 1, 1)
     # Assign every second token.
-    for layer in (layer for cache in pair for layer in cache.paged_layers):
+    for layer in (layer for cache in caches for layer in cache.paged_layers):
         k, v = layer.keys.dense(), layer.values.dense()
         layer.keys, layer.values = k[:, :, ::2], v[:, :, ::2]
-    feed(pair, 1, 2)
-    assert_holds(pair)
+    add_tokens(caches, 1, 2)
+    assert_holds(caches)
 
 
 def test_long_calls_pass_through_a_window() -> None:
-    pair = make_caches("mistral", prefill="stored")
+    caches = make_caches("mistral", prefill="stored")
     for step, count in enumerate((40, 1, 33, 1, 1, 25, 7)):
-        feed(pair, count, step)
-        forks = [cache.fork() for cache in pair]
-        feed(forks, 17, 50 + step)
+        add_tokens(caches, count, step)
+        forks = [cache.fork() for cache in caches]
+        add_tokens(forks, 17, 50 + step)
 
 
 def test_a_refused_step_changes_nothing() -> None:
-    pair = make_caches(max_pages=6)
-    feed(pair, 21)
-    for cache in pair:
+    caches = make_caches(max_pages=6)
+    add_tokens(caches, 21)
+    for cache in caches:
         for index in range(LAYERS):
             with pytest.raises(OutOfPagesError):
                 cache.update(*torch.randn(2, 2, HEADS, 9, DIM), index)
-    feed(pair, 3, 1)
-    assert_holds(pair)
+    add_tokens(caches, 3, 1)
+    assert_holds(caches)
 
 
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("name", "offloading"),
     [("gemma3_text", {}), ("llama", {"offloading": True}), ("gemma3_text", {"offloading": 9})],
 )
-def test_an_allocation_that_fails_in_a_step_can_be_undone(name: str, where: dict[str, Any]) -> None:
+def test_a_step_that_cannot_allocate_can_be_undone(name: str, offloading: dict[str, Any]) -> None:
     """Each allocation of a step fails once. The step can be undone, and forks do not change."""
-    for at in itertools.count(1):
-        pair = [FP8PagedCache(config(name), page_size=PAGE, dtype="fp8", **x) for x in ({}, where)]
-        for cache in pair:
+    fields, options = make_config(name), {"page_size": PAGE, "dtype": "fp8"}
+    for number in itertools.count(1):
+        caches = [FP8PagedCache(fields, **options, **x) for x in ({}, offloading)]
+        for cache in caches:
             cache.activate_past_recording()
-        feed(pair, 21)
-        forks = [cache.fork() for cache in pair]  # so that pages are copied
+        add_tokens(caches, 21)
+        forks = [cache.fork() for cache in caches]  # pages are shared, so a write copies them
         try:
-            with OutOfMemory(at, PAGE_BYTES):
-                pair[1].update(*torch.randn(2, 2, HEADS, 5, DIM), 0)
+            with OutOfMemory(number, PAGE_BYTES):
+                caches[1].update(*torch.randn(2, 2, HEADS, 5, DIM), 0)
             break
         except MemoryError:
-            pair[1].layers[0].crop(pair[0].get_seq_length() - pair[1].get_seq_length())
+            caches[1].layers[0].crop(caches[0].get_seq_length() - caches[1].get_seq_length())
         assert_holds(forks)
-        # All continue in the shared page, which must still have two holders.
-        feed(pair, 3, at)
-        feed(forks, 3, -at)
-        assert_holds(pair)
+        # All caches continue in the shared page, which two caches must still refer to.
+        add_tokens(caches, 3, number)
+        add_tokens(forks, 3, -number)
+        assert_holds(caches)
         assert_holds(forks)
-    assert at > 2
+    assert number > 2
 
 
-@pytest.mark.parametrize("where", [{}, {"offloading": True}], ids=str)
-def test_an_allocation_that_fails_in_a_crop_leaves_layers_consistent(where: dict[str, Any]) -> None:
+@pytest.mark.parametrize("offloading", [{}, {"offloading": True}], ids=str)
+def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[str, Any]) -> None:
     """A crop that cannot move pages keeps all tokens or none, the same in every layer."""
-    for at in itertools.count(1):
-        cache, reference = (FP8PagedCache(config(), **EXACT, **where) for _ in "ab")
-        feed([cache, reference], 40 * PAGE)
+    for number in itertools.count(1):
+        cache, reference = (FP8PagedCache(make_config(), **EXACT, **offloading) for _ in "ab")
+        add_tokens([cache, reference], 40 * PAGE)
         try:
-            with OutOfMemory(at, PAGE_BYTES):
+            with OutOfMemory(number, PAGE_BYTES):
                 cache.crop(-39 * PAGE)
             break
         except MemoryError:
@@ -354,22 +353,23 @@ def test_an_allocation_that_fails_in_a_crop_leaves_layers_consistent(where: dict
         elif lengths == {PAGE}:
             reference.crop(-39 * PAGE)
         for count, seed in ((7 * PAGE + 3, 1), (2, 2)):
-            feed([cache, reference], count, seed)
+            add_tokens([cache, reference], count, seed)
         assert_holds([cache, reference])
-    assert at > 1
+    assert number > 1
 
 
 def test_layers_of_transformers_stay_on_the_device() -> None:
-    fields = config("gemma3_text")
-    skipped = {"skip_layers": ["sliding_attention"], "page_size": PAGE}
-    pair = [FP8PagedCache(fields, **skipped), FP8PagedCache(fields, **skipped, offloading=True)]
+    fields = make_config("gemma3_text")
+    skipped: dict[str, Any] = {"skip_layers": ["sliding_attention"], "page_size": PAGE}
+    caches = [FP8PagedCache(fields, **skipped), FP8PagedCache(fields, **skipped, offloading=True)]
     for step, count in enumerate((21, 1, 1)):
-        feed(pair, count, step)
+        add_tokens(caches, count, step)
     # A single layer never evicts pages.
-    single = FP8PagedCache(config(), offloading=True, skip_layers=range(1, LAYERS), page_size=PAGE)
+    skipped["skip_layers"] = range(1, LAYERS)
+    cache = FP8PagedCache(make_config(), **skipped, offloading=True)
     for step in range(3):
-        feed([single], 9, step)
-    assert bytes_copied(single)[0] == 0
+        add_tokens([cache], 9, step)
+    assert count_copied_bytes(cache)[0] == 0
 
 
 # -- copies between the tiers --------------------------------------------------------------------
@@ -379,74 +379,78 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
     ("name", "pages"), [("llama", None), ("mistral", None), ("gemma3_text", None), ("mistral", 4)]
 )
 def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) -> None:
-    """The stored tokens or the window are fetched. The pages that the step wrote are returned."""
-    where = {"offloading": pages or True}
+    """A step fetches the stored tokens or the window, and returns the pages that it wrote."""
+    offloading = {"offloading": pages or True}
     window = {} if name == "llama" else {"sliding_window": 16}
-    cache = FP8PagedCache(config(name, **window), **EXACT, **where)
-    feed([cache], 100)
-    feed([cache], 1, 1)
-    start, fetched_bytes, returned_bytes = bytes_copied(cache), 0, 0
+    cache = FP8PagedCache(make_config(name, **window), **EXACT, **offloading)
+    add_tokens([cache], 100)
+    add_tokens([cache], 1, 1)
+    initial_bytes, fetched_bytes, returned_bytes = count_copied_bytes(cache), 0, 0
     for step in range(2, 20):
         length = cache.get_seq_length()
-        feed([cache], 1, step)
+        add_tokens([cache], 1, step)
         for layer in cache.paged_layers:
-            # The pages of the first layer come at the end of the previous step.
+            # The pages of the first layer are fetched at the end of the previous step.
             tokens = length + (layer.index == 0)
-            first = 0 if layer.sliding_window is None else tokens - layer.sliding_window + 1
-            pages_in_window = -(-tokens // PAGE) - first // PAGE
+            first_token = 0 if layer.sliding_window is None else tokens - layer.sliding_window + 1
+            pages_in_window = -(-tokens // PAGE) - first_token // PAGE
             fetched_bytes += pages_in_window * 2 * PAGE_BYTES
             returned_bytes += 2 * PAGE_BYTES
-        fetched, returned = (now - old for now, old in zip(bytes_copied(cache), start, strict=True))
+        actual = tuple(x - y for x, y in zip(count_copied_bytes(cache), initial_bytes, strict=True))
         if pages is None:
-            assert (fetched, returned) == (fetched_bytes, returned_bytes)
+            assert actual == (fetched_bytes, returned_bytes)
         else:
-            # Some pages come early for the next step, or leave late after the previous step.
-            assert 0 < fetched <= fetched_bytes * step / (step - 1)
-            assert 0 < returned <= returned_bytes * step / (step - 1)
+            # Some pages are fetched for the next step, or returned after the previous step.
+            assert 0 < actual[0] <= fetched_bytes * step / (step - 1)
+            assert 0 < actual[1] <= returned_bytes * step / (step - 1)
 
 
-@pytest.mark.parametrize(("room", "crossing"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)])
-def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
+@pytest.mark.parametrize(
+    ("num_resident", "num_fetched"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)]
+)
+def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetched: int) -> None:
     """With memory for five of six layers, each layer's call fetches one layer instead of all."""
-    fields, layers = config(num_hidden_layers=6), 6
-    resident = FP8PagedCache(fields, **EXACT)
-    feed([resident], 129)
-    feed([resident], 1, 1)
-    sizes = resident.memory_footprint()
-    # Pages of a layer, with the room for growth.
+    fields, layers = make_config(num_hidden_layers=6), 6
+    resident_cache = FP8PagedCache(fields, **EXACT)
+    add_tokens([resident_cache], 129)
+    add_tokens([resident_cache], 1, 1)
+    sizes = resident_cache.memory_footprint()
+    # The pages of a layer, including free pages for growth.
     pages = sizes.pages_bytes // PAGE_BYTES // layers
-    cache = FP8PagedCache(fields, offloading=-(-pages * room // layers), **EXACT)
+    cache = FP8PagedCache(fields, offloading=-(-pages * num_resident // layers), **EXACT)
     for step, count in enumerate((129, 1, 1, 1)):
-        feed([cache], count, step)
-    before = bytes_copied(cache)
+        add_tokens([cache], count, step)
+    bytes_before = count_copied_bytes(cache)
     for step in range(4, 8):
-        feed([cache], 1, step)
+        add_tokens([cache], 1, step)
     layer_bytes = sizes.used_bytes // layers
-    assert bytes_copied(cache)[0] - before[0] == crossing * layers * layer_bytes
-    if not crossing:
-        assert bytes_copied(cache) == (0, 0)
+    assert count_copied_bytes(cache)[0] - bytes_before[0] == num_fetched * layers * layer_bytes
+    if not num_fetched:
+        assert count_copied_bytes(cache) == (0, 0)
         assert cache.memory_footprint().host_bytes == 0
 
 
-@pytest.mark.parametrize(("where", "both_fit"), [(OPTIONS[0], True), ({"offloading": 1}, False)])
-def test_the_next_layer_is_fetched_early(where: dict[str, Any], both_fit: bool) -> None:
-    cache = FP8PagedCache(config(), **EXACT, **where)
-    feed([cache], 124)
-    feed([cache], 1, 1)
+@pytest.mark.parametrize(
+    ("offloading", "two_fit"), [(OPTIONS[0], True), ({"offloading": 1}, False)]
+)
+def test_the_next_layer_is_fetched_early(offloading: dict[str, Any], two_fit: bool) -> None:
+    cache = FP8PagedCache(make_config(), **EXACT, **offloading)
+    add_tokens([cache], 124)
+    add_tokens([cache], 1, 1)
     for layer in cache.layers:
         cache.update(*torch.randn(2, 2, HEADS, 1, DIM), layer.index)
         sizes = [x.store.memory_footprint().get("pages") for x in cache.layers]
-        following = (layer.index + 1) % LAYERS
+        next_layer = (layer.index + 1) % LAYERS
         assert [i for i, size in enumerate(sizes) if size] == sorted(
-            {layer.index, following} if both_fit else {layer.index}
+            {layer.index, next_layer} if two_fit else {layer.index}
         )
 
 
 def test_sizes_of_both_tiers() -> None:
-    resident, cache = make_caches(scales=1.0)
-    for each in (resident, cache):
-        feed([each], 61)
-    sizes, expected = cache.memory_footprint(), resident.memory_footprint()
+    resident_cache, cache = make_caches(scales=1.0)
+    for x in (resident_cache, cache):
+        add_tokens([x], 61)
+    sizes, expected = cache.memory_footprint(), resident_cache.memory_footprint()
     page = PAGE_BYTES
     assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * page
     assert expected.host_bytes == expected.fetched_bytes == expected.returned_bytes == 0
@@ -461,8 +465,8 @@ def test_sizes_of_both_tiers() -> None:
 def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delayed writes, records and tables do not keep the pages of a layer on the device."""
     triton_standin(monkeypatch)
-    cache = FP8PagedCache(config("gemma3_text"), offloading=True, backend="triton", page_size=PAGE)
-    feed([cache], 21)
+    _, cache = make_caches("gemma3_text", backend="triton")
+    add_tokens([cache], 21)
     storages: list[weakref.ref[Any]] = []
     for _ in range(3):
         for index in range(LAYERS):
@@ -474,10 +478,10 @@ def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.Monke
 
 
 def test_memory_is_freed_without_the_garbage_collector() -> None:
-    cache = FP8PagedCache(config(), offloading=True, page_size=PAGE)
-    feed([cache], 21)
+    cache = FP8PagedCache(make_config(), offloading=True, page_size=PAGE)
+    add_tokens([cache], 21)
     fork = cache.fork()
-    feed([fork], 1, 1)
+    add_tokens([fork], 1, 1)
     keys = fork.layers[LAYERS - 1].keys
     storage = weakref.ref(keys.block.untyped_storage())
     gc.disable()

@@ -1,4 +1,4 @@
-"""Scales with a storage plan for each layer, in caches and in files."""
+"""Tests of scales with a storage plan for each layer, in caches and in files."""
 
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,18 @@ from tests.helpers.tiny_models import causal_config, tiny
 HEADS, DIM, LAYERS = 2, 16, 3
 
 
-def config() -> Any:
+def make_config() -> Any:
     return causal_config("llama", num_hidden_layers=LAYERS)
 
 
-def states(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def make_states(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(batch, HEADS, count, DIM, generator=generator) for _ in "kv")
     return 1.5 * k, v
 
 
-def stored(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
-    """Return K or V, `[B, H, T, D]`, as it is read after storage, by definition of the plan."""
+def apply_plan(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
+    """Return K or V, `[B, H, T, D]`, as the plan of a layer defines the values that are read."""
     plan, scale = getattr(layer.plan, side), getattr(layer, side)
     fmt = FORMATS[plan.format]
     center = layer.k_center[:, None] if plan.centered else 0.0
@@ -47,33 +47,33 @@ def stored(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 40}], ids=["", "preallocated"])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 40}], ids=["", "preallocated"])
 def test_each_layer_is_stored_by_its_plan(
-    backend: str, is_dynamic: bool, keywords: dict[str, Any]
+    backend: str, is_dynamic: bool, options: dict[str, Any]
 ) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
-    keywords = {**keywords, **as_keyword(scales)}
-    cache = FP8PagedCache(config(), page_size=8, backend=backend, **keywords)
+    options = {**options, **as_keyword(scales)}
+    cache = FP8PagedCache(make_config(), page_size=8, backend=backend, **options)
     assert cache.plan == dict(enumerate(PLANS))
-    k, v = states(17)
+    k, v = make_states(17)
     for index in range(LAYERS):
         for start, stop in ((0, 9), (9, 16), (16, 17)):
             cache.update(k[:, :, start:stop] + index, v[:, :, start:stop] - index, index)
     for index, layer in enumerate(cache.layers):
         for side, x in (("k", k + index), ("v", v - index)):
             actual = (layer.keys if side == "k" else layer.values).dense()[:, :, :17]
-            expected = stored(x, scales.layers[index], side)
+            expected = apply_plan(x, scales.layers[index], side)
             # Rotated back in float32, possibly in a different order.
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
-    path = FP8PagedCache(config()).save(tmp_path / "cache.safetensors")
+    path = FP8PagedCache(make_config()).save(tmp_path / "cache.safetensors")
     with pytest.raises(ScaleError, match="expected scales, got a cache of"):
-        FP8PagedCache(config(), scales=path)
+        FP8PagedCache(make_config(), scales=path)
 
 
-def answer(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Tensor:
+def generate(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Tensor:
     return model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
 
 
@@ -87,14 +87,14 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
     name = "plan" if is_dynamic else "scales"
     for source in (scales, tmp_path, str(tmp_path / "kv_scales.safetensors")):
         cache = FP8PagedCache(model.config, page_size=8, prefill="stored", **{name: source})
-        answers.append(answer(model, prompt, cache))
+        answers.append(generate(model, prompt, cache))
         loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
         assert loaded.plan == cache.plan
         assert loaded.options.scales.digest == scales.digest
-        # The next token's bytes follow the same plan, scales and centers.
+        # The next token is stored with the same plan, scales and centers.
         for index in range(LAYERS):
-            for each in (cache, loaded):
-                each.update(*states(1, seed=index), index)
+            for x in (cache, loaded):
+                x.update(*make_states(1, seed=index), index)
             assert_same(loaded.layers[index].keys.dense(), cache.layers[index].keys.dense())
             assert_same(loaded.layers[index].values.dense(), cache.layers[index].values.dense())
     assert all(torch.equal(tokens, answers[0]) for tokens in answers[1:])
@@ -103,13 +103,13 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_training_rounds_as_pages_do(is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
-    options = FP8PagedCache(config(), prefill="stored", **as_keyword(scales)).options
-    k, v = states(19)
+    options = FP8PagedCache(make_config(), prefill="stored", **as_keyword(scales)).options
+    k, v = make_states(19)
     for index, layer in scales.layers.items():
         rounding = StoredRounding(options, index, k, v)
         rounded_values = rounding.read(rounding.store(k, v), k, v)
         for side, x, rounded in zip("kv", (k, v), rounded_values, strict=True):
-            expected = stored(x, layer, side)
+            expected = apply_plan(x, layer, side)
             torch.testing.assert_close(rounded, expected, rtol=0, atol=1e-5)
 
 
@@ -122,25 +122,24 @@ def test_a_storage_plan_without_centers_matches_an_explicit_plan() -> None:
         FP8PagedCache(model.config, page_size=8, prefill="stored", plan=value)
         for value in (plan, plans)
     ]
-    tokens = [answer(model, prompt, cache) for cache in caches]
+    tokens = [generate(model, prompt, cache) for cache in caches]
     assert torch.equal(*tokens)
-    for layer, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert_same(layer.keys.dense(), other.keys.dense())
-        assert_same(layer.values.dense(), other.values.dense())
+    for layer, explicit_layer in zip(*(cache.layers for cache in caches), strict=True):
+        assert_same(layer.keys.dense(), explicit_layer.keys.dense())
+        assert_same(layer.values.dense(), explicit_layer.values.dense())
 
 
 def test_the_footprint_and_repr_name_the_plans() -> None:
-    cache = FP8PagedCache(config(), scales=planned_scales(), skip_layers=[1])
+    cache = FP8PagedCache(make_config(), scales=planned_scales(), skip_layers=[1])
     plans = {str(PLANS[0]): 1, str(PLANS[2]): 1}
     assert cache.memory_footprint().layers_by_plan == plans
     assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
-    assert FP8PagedCache(config(), dtype="fp8").memory_footprint().layers_by_plan == {
-        "K fp8_e4m3, V fp8_e4m3": 3
-    }
+    plans = FP8PagedCache(make_config(), dtype="fp8").memory_footprint().layers_by_plan
+    assert plans == {"K fp8_e4m3, V fp8_e4m3": 3}
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("options", "message"),
     [
         ({"dtype": "fp8"}, "dtype: expected None, since the scales"),
         ({"key_dtype": "auto"}, "key_dtype: expected None"),
@@ -148,20 +147,20 @@ def test_the_footprint_and_repr_name_the_plans() -> None:
     ],
     ids=str,
 )
-def test_other_storage_options_are_refused_with_a_plan(keywords: dict, message: str) -> None:
+def test_other_storage_options_are_refused_with_a_plan(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FP8PagedCache(config(), scales=planned_scales(), **keywords)
+        FP8PagedCache(make_config(), scales=planned_scales(), **options)
 
 
-SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
+PLAN = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("options", "message"),
     [
-        ({"plan": SAFE, "dtype": "fp8"}, "dtype: expected None, since the plan says"),
-        ({"plan": SAFE, "value_dtype": "fp8"}, "value_dtype: expected None"),
-        ({"plan": SAFE, "scales": KVScales.uniform(3)}, "scales: expected None"),
+        ({"plan": PLAN, "dtype": "fp8"}, "dtype: expected None, since the plan says"),
+        ({"plan": PLAN, "value_dtype": "fp8"}, "value_dtype: expected None"),
+        ({"plan": PLAN, "scales": KVScales.uniform(3)}, "scales: expected None"),
         ({"plan": planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
         ({"scales": planned_scales(is_dynamic=True)}, "pass it as plan"),
         ({"plan": {}}, "expected a StoragePlan"),
@@ -169,45 +168,45 @@ SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"plan": "no_such_plan"}, "path of a saved plan, or text that begins with one of model"),
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
-        ({"plan": {0: SAFE}}, "got none for layer 1; add it"),
-        ({"plan": dict.fromkeys(range(5), SAFE)}, r"from 0 to 2, .*got also \[3, 4\]; leave them"),
-        ({"plan": dict.fromkeys(range(5), SAFE), "max_cache_len": 64}, r"from 0 to 2, .*\[3, 4\]"),
-        ({"plan": {-1: SAFE}}, "layers from 0 on, got -1; use the keys"),
+        ({"plan": {0: PLAN}}, "got none for layer 1; add it"),
+        ({"plan": dict.fromkeys(range(5), PLAN)}, r"from 0 to 2, .*got also \[3, 4\]; leave them"),
+        ({"plan": dict.fromkeys(range(5), PLAN), "max_cache_len": 64}, r"from 0 to 2, .*\[3, 4\]"),
+        ({"plan": {-1: PLAN}}, "layers from 0 on, got -1; use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
         ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlan, got"),
-        ({"plan": {1: LayerPlan(SAFE.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
+        ({"plan": {1: LayerPlan(PLAN.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, "; leave 'centered' out"),
         ({"dtype": "adaptive"}, r"choose_plan\(model\)"),
     ],
     ids=str,
 )  # fmt: skip
-def test_contradictory_options_are_refused(keywords: dict[str, Any], message: str) -> None:
+def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FP8PagedCache(config(), **keywords)
+        FP8PagedCache(make_config(), **options)
 
 
 def test_invalid_plans_are_refused(tmp_path: Path) -> None:
-    invalid: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
-    for text in invalid:
+    invalid_plans: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
+    for text in invalid_plans:
         with pytest.raises(ConfigError, match=r"Write it|expected one of|Choose an 8-bit"):
             SidePlan.parse(text)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")
     planned_scales().save_pretrained(tmp_path)
     with pytest.raises(ScaleError, match=r"expected a StoragePlan in .* Pass static scales as"):
-        FP8PagedCache(config(), plan=tmp_path)
+        FP8PagedCache(make_config(), plan=tmp_path)
     with pytest.raises(ScaleError, match="without static scales"):
         StoragePlan(planned_scales().layers)
 
 
 @pytest.mark.parametrize("attention", ["fp8_paged", "sdpa"])
 def test_a_plan_gives_the_same_bytes_in_all_caches(attention: str) -> None:
-    """The batch, preallocation and a reset do not change the bytes."""
+    """The batch size, preallocation and a reset do not change the stored bytes."""
     model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation=attention)
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
     plan, results = planned_scales(is_dynamic=True), []
-    for batch, room in ((1, None), (2, None), (1, 64)):
-        cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=room)
+    for batch, max_len in ((1, None), (2, None), (1, 64)):
+        cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=max_len)
         for _ in range(2):
             cache.reset()
             with torch.no_grad():
@@ -220,14 +219,14 @@ def test_a_plan_gives_the_same_bytes_in_all_caches(attention: str) -> None:
 
 
 def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:
-    """All calls store the same codes, here with a chosen plan."""
+    """Calls with any batch size store the same codes, here with the plan of `choose_plan`."""
     model, _ = tiny("llama", num_hidden_layers=LAYERS)
     ids = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"plan": choose_plan(model), "page_size": 16}
     enable(model, deterministic=True, **options)
     caches = []
-    for batch, room in ((1, None), (2, None), (1, 64)):
-        cache = FP8PagedCache(model.config, prefill="stored", max_cache_len=room, **options)
+    for batch, max_len in ((1, None), (2, None), (1, 64)):
+        cache = FP8PagedCache(model.config, prefill="stored", max_cache_len=max_len, **options)
         with torch.no_grad():
             model(ids[:batch], past_key_values=cache)
         caches.append(cache)
@@ -244,14 +243,14 @@ def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:
             assert all(torch.equal(first_values, values) for values in other_values)
 
 
-@pytest.mark.parametrize("size", [{}, {"max_cache_len": 64}], ids=str)
-def test_a_plan_for_different_layers_is_refused(size: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=str)
+def test_a_plan_for_different_layers_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
-        FP8PagedCache(config(), scales=planned_scales(2), **size)
-    assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2], **size).plan
+        FP8PagedCache(make_config(), scales=planned_scales(2), **options)
+    assert FP8PagedCache(make_config(), scales=planned_scales(2), skip_layers=[2], **options).plan
     with pytest.raises(ScaleError, match=r"from 0 to 2, .*also \[3, 4\]; use the scales"):
-        FP8PagedCache(config(), scales=planned_scales(5), **size)
+        FP8PagedCache(make_config(), scales=planned_scales(5), **options)
     with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*use the plan of this model"):
-        FP8PagedCache(config(), plan=planned_scales(2, is_dynamic=True), **size)
-    # Scales without a plan may name more layers, because checkpoints have layers for drafts.
-    assert FP8PagedCache(config(), scales=KVScales.uniform(5), **size).plan
+        FP8PagedCache(make_config(), plan=planned_scales(2, is_dynamic=True), **options)
+    # Scales without a plan may name more layers, because checkpoints contain draft layers.
+    assert FP8PagedCache(make_config(), scales=KVScales.uniform(5), **options).plan

@@ -1,4 +1,4 @@
-"""The rotation of keys by RoPE, and the center of rotated keys."""
+"""Tests of the RoPE rotation of keys, and of the centers of rotated keys."""
 
 import dataclasses
 import sys
@@ -17,9 +17,9 @@ from tests.helpers.tiny_models import build, causal_config
 pytestmark = pytest.mark.text
 
 DISTANCE = 37
-# Kinds of RoPE: halves, interleaved (also as complex numbers), a part of the head, one theta for
+# Kinds of RoPE: halves, interleaved (or as complex numbers), a part of the head, one theta for
 # each type of layer, the latents of MLA, and layers without RoPE.
-MODELS: dict[str, dict[str, Any]] = {
+MODEL_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
     "deepseek_v3": {"kv_lora_rank": 24}, "cohere2": {}, "exaone4": {},
     "smollm3": {"no_rope_layers": [1, 0]}, "llama4_text": {}, "granitemoehybrid": {},
@@ -28,37 +28,37 @@ MODELS: dict[str, dict[str, Any]] = {
 find_rotations = RopeRotation.from_config
 
 
-def rotate_keys(rope: RopeRotation, x: torch.Tensor, positions: int) -> torch.Tensor:
+def rotate_keys(rope: RopeRotation, x: torch.Tensor, distance: int) -> torch.Tensor:
     """Return float32 keys, `[..., D]`, rotated by a number of positions."""
     dim = x.shape[-1]
-    before, rotated = rope.mla or (0, int(dim * rope.rotary_fraction))
-    if before + rotated > dim or (rope.mla and before + rotated != dim):
+    start, rotated = rope.mla or (0, int(dim * rope.rotary_fraction))
+    if start + rotated > dim or (rope.mla and start + rotated != dim):
         return x  # latents
     pairs = rotated // 2
     pair = torch.arange(pairs)
     speeds = rope.theta ** -(pair / max(pairs, 1))
     speeds = speeds.where(pair < int(pairs * rope.rotating_fraction), 0.0)
-    cos, sin = (speeds.double() * positions).float().cos(), (speeds * positions).sin()
-    part = x[..., before : before + 2 * pairs]
+    cos, sin = (speeds.double() * distance).float().cos(), (speeds * distance).sin()
+    part = x[..., start : start + 2 * pairs]
     axis = -1 if rope.interleaved else -2
     a, b = part.unflatten(-1, (pairs, 2) if rope.interleaved else (2, pairs)).unbind(axis)
     part = torch.stack([a * cos - b * sin, a * sin + b * cos], axis).flatten(-2)
-    return torch.cat([x[..., :before], part, x[..., before + 2 * pairs :]], -1)
+    return torch.cat([x[..., :start], part, x[..., start + 2 * pairs :]], -1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
 @torch.no_grad()
 def test_keys_rotate_as_in_the_model(name: str) -> None:
-    model, inputs = build(name, **MODELS[name])
+    model, inputs = build(name, **MODEL_CONFIGS[name])
     ids = inputs["input_ids"][:1, -8:]
     caches = []
     for start in (0, DISTANCE):
         caches.append(FP8PagedCache(model.config, dtype="auto"))
         position_ids = torch.arange(start, start + ids.shape[1])[None]
         model(ids, position_ids=position_ids, past_key_values=caches[-1])
-    for near, far in zip(*(cache.paged_layers for cache in caches), strict=True):
-        keys, expected = (layer.keys.dense()[:, :, :8].float() for layer in (near, far))
-        rope = find_rotations(model.config)(near.index)
+    for layer, far_layer in zip(*(cache.paged_layers for cache in caches), strict=True):
+        keys, expected = (x.keys.dense()[:, :, :8].float() for x in (layer, far_layer))
+        rope = find_rotations(model.config)(layer.index)
         keys = rotate_keys(rope, keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
 
@@ -78,7 +78,7 @@ def test_layers_without_rope_do_not_rotate() -> None:
     cohere2 = causal_config("cohere2")
     rotations = map(find_rotations(cohere2), range(len(cohere2.layer_types)))
     results = [rotation == NO_ROPE for rotation in rotations]
-    assert results == [kind == "full_attention" for kind in cohere2.layer_types]
+    assert results == [layer_type == "full_attention" for layer_type in cohere2.layer_types]
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_layers_without_rope_do_not_rotate() -> None:
 )
 def test_an_averaged_center_is_the_mean_over_positions(rope: RopeRotation) -> None:
     center = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
-    mean = sum(rotate_keys(rope, center, at) for at in range(-300, 301)) / 601
+    mean = sum(rotate_keys(rope, center, position) for position in range(-300, 301)) / 601
     torch.testing.assert_close(rope.average(center), mean, rtol=0, atol=0.01)
-    far = dataclasses.replace(rope, max_positions=1 << 20).average(center)
-    assert (far.abs() <= center.abs()).all()
-    assert (far - rope.average(center)).abs().max() > 0.05
+    wide_average = dataclasses.replace(rope, max_positions=1 << 20).average(center)
+    assert (wide_average.abs() <= center.abs()).all()
+    assert (wide_average - rope.average(center)).abs().max() > 0.05
 
 
 def test_a_center_keeps_channels_that_hardly_rotate() -> None:
@@ -115,7 +115,7 @@ def test_a_center_keeps_channels_that_hardly_rotate() -> None:
 
 
 def test_rotations_do_not_depend_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No earlier test has inspected this model code, which rotates channels 2i and 2i + 1."""
+    """The result for this model code is not cached. The code rotates channels 2i and 2i + 1."""
     module = ModuleType("modeling_probe")
     vars(module)["rotate_half"] = modeling_glm.rotate_half
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny_models import tiny
 
-LAYERS = 6
+NUM_LAYERS = 6
 
 
 @pytest.fixture(scope="session")
-def biased() -> Any:
-    """Return a tiny model with a large bias of K."""
+def biased_model() -> Any:
+    """Return a tiny model whose keys have a large bias."""
     return tiny("qwen2", key_bias=30.0)[0]
 
 
@@ -22,10 +22,10 @@ def biased() -> Any:
 def real_model(demo_model_path: Path) -> tuple[Any, Any]:
     """Return the first layers of the demo model, in float32, and its tokenizer.
 
-    K and V come from a trained model. The predictions do not, but they show errors of K and V
-    as well as predictions of the whole model.
+    K and V are from a trained model. The predictions are not, but errors of K and V change them
+    as much as predictions of the whole model.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        demo_model_path, num_hidden_layers=LAYERS, dtype=torch.float32
+        demo_model_path, num_hidden_layers=NUM_LAYERS, dtype=torch.float32
     )
     return model, AutoTokenizer.from_pretrained(demo_model_path)

@@ -19,22 +19,23 @@ from tests.helpers.tiny_models import VOCAB, tiny, type_names
 pytestmark = pytest.mark.text
 
 QUIET = {"max_length": 24, "held_out": 60, "progress": False}
-# Comparing predictions takes most of the time of a calibration. Tests that need no comparison
-# hold out little text or none.
-FEW = QUIET | {"held_out": 24}
-NONE = QUIET | {"held_out": 0}
+# The comparison of predictions takes most of the time of a calibration. Tests that need none
+# hold out little text or no text.
+HELD_OUT_24 = QUIET | {"held_out": 24}
+HELD_OUT_0 = QUIET | {"held_out": 0}
 
 
-def texts(count: int = 16, seed: int = 0) -> list[torch.Tensor]:
-    """Return texts of 8 to 40 token ids. Some texts are cut into two windows."""
+def make_texts(num_texts: int = 16, seed: int = 0) -> list[torch.Tensor]:
+    """Return texts of 8 to 40 token ids. Texts of more than 24 tokens have two windows."""
     generator = torch.Generator().manual_seed(seed)
     # No text has 25 tokens, because a window of one token is dropped.
-    lengths = [n + (n == 25) for n in torch.randint(8, 41, (count,), generator=generator).tolist()]
+    lengths = torch.randint(8, 41, (num_texts,), generator=generator)
+    lengths = [n + (n == 25) for n in lengths.tolist()]
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
 
-def observed(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return K and V, `[N, H, D]` in float32, of every layer, from a cache of transformers.
+def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return K and V, `[N, H, D]` in float32, of each layer, from a cache of transformers.
 
     Each window is read once from each position in `starts`.
     """
@@ -60,29 +61,28 @@ def llama():
 
 @pytest.fixture(scope="module")
 def llama_scales(llama):
-    return calibrate(llama, texts(), **QUIET)
+    return calibrate(llama, make_texts(), **QUIET)
 
 
 # -- scales ----------------------------------------------------------------------------------------
 
 
-# Grid: every granularity once, and every format and margin at least once.
+# Grid: Each granularity, format and margin occurs at least once.
 @pytest.mark.parametrize(
     ("granularity", "dtype", "margin"),
     [("tensor", "fp8_e4m3", 1.0), ("head", "fp8_e3m4", 2.0), ("channel", "fp8_e4m3", 1.5)],
 )
 def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, margin):
-    windows = [text[:24] for text in texts(8)]
-    scales = calibrate(
-        llama, windows, granularity=granularity, center=False, dtype=dtype, margin=margin, **NONE
-    )
+    windows = [text[:24] for text in make_texts(8)]
+    options = {"granularity": granularity, "dtype": dtype, "margin": margin, **HELD_OUT_0}
+    scales = calibrate(llama, windows, center=False, **options)
     assert scales.report.margin == margin
     assert (scales.report.quality, scales.report.held_out_tokens) == ((), 0)
     dims = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}[granularity]
     shape = {"tensor": (), "head": (2, 1), "channel": (2, 16)}[granularity]
-    for index, (k, v) in observed(llama, windows).items():
+    for index, (k, v) in observe_kv(llama, windows).items():
         layer = scales.layers[index]
-        # The search covers an octave. K also has room for its values at other positions.
+        # The search covers an octave, and K may be larger at other positions.
         for side, x, limit in (("k", k, 2 * 2**0.5 * 2), ("v", v, 2)):
             scale = getattr(layer, side)
             assert scale.shape == shape
@@ -93,26 +93,27 @@ def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, mar
                 assert (reach <= limit + 1e-5).all(), (index, side, reach)
 
 
-@pytest.mark.parametrize("name", ["llama", "biased"])
+@pytest.mark.parametrize("name", ["llama", "biased_model"])
 def test_scales_per_channel_cover_other_positions(request, name):
-    """RoPE rotates pairs of channels, so at some position a channel has its partner's value."""
-    model, windows = request.getfixturevalue(name), [text[:24] for text in texts(16)]
-    scales = calibrate(model, texts(16), granularity="channel", center=name == "biased", **NONE)
-    assert scales.centered == (name == "biased")
-    for index, (k, _) in observed(model, windows[:6], range(0, 231, 11)).items():
+    """RoPE rotates pairs, so at some position a channel has the value of the paired channel."""
+    model, windows = request.getfixturevalue(name), [text[:24] for text in make_texts(16)]
+    is_biased, options = name == "biased_model", {"granularity": "channel", **HELD_OUT_0}
+    scales = calibrate(model, make_texts(16), center=is_biased, **options)
+    assert scales.centered == is_biased
+    for index, (k, _) in observe_kv(model, windows[:6], range(0, 231, 11)).items():
         layer = scales.layers[index]
-        stored = k if layer.k_center is None else k - layer.k_center
-        assert (stored.abs().amax(0) <= 448 * layer.k * (1 + 1e-4)).all()
+        centered_k = k if layer.k_center is None else k - layer.k_center
+        assert (centered_k.abs().amax(0) <= 448 * layer.k * (1 + 1e-4)).all()
 
 
 def test_a_head_of_zeros_gets_the_scale_of_its_neighbors():
     model = tiny("llama")[0]
-    first, second = (layer.self_attn for layer in model.model.layers)
+    first, last = (layer.self_attn for layer in model.model.layers)
     with torch.no_grad():
-        for small, zero in ((first.k_proj, second.k_proj), (first.v_proj, second.v_proj)):
-            small.weight[:16] = 0
-            zero.weight[:] = 0
-    scales = calibrate(model, texts(4), **NONE)
+        for zero_head, zero_layer in ((first.k_proj, last.k_proj), (first.v_proj, last.v_proj)):
+            zero_head.weight[:16] = 0
+            zero_layer.weight[:] = 0
+    scales = calibrate(model, make_texts(4), **HELD_OUT_0)
     for scale, zero_scale in (
         (scales.layers[0].k, scales.layers[1].k), (scales.layers[0].v, scales.layers[1].v)
     ):  # fmt: skip
@@ -124,27 +125,27 @@ def test_a_head_of_zeros_gets_the_scale_of_its_neighbors():
 # -- centers ---------------------------------------------------------------------------------------
 
 
-def test_centers_are_chosen_only_if_k_is_biased(biased, llama_scales):
+def test_centers_are_chosen_only_if_k_is_biased(biased_model, llama_scales):
     options = QUIET | {"held_out": 100}
-    with_center, without = (
-        calibrate(biased, texts(24), center=center, **options) for center in (True, False)
+    centered, uncentered = (
+        calibrate(biased_model, make_texts(24), center=x, **options) for x in (True, False)
     )
-    assert with_center.centered
-    assert with_center.report.centers.startswith("Centers in ")
+    assert centered.centered
+    assert centered.report.centers.startswith("Centers in ")
     # The center is the mean over positions up to 192, not the mean within the windows.
-    windows = [text[:24] for text in texts(24)[:6]]
+    windows = [text[:24] for text in make_texts(24)[:6]]
     window_mean, overall_mean = (
-        observed(biased, windows, starts)[0][0].mean(0) for starts in ([0], range(0, 169, 12))
+        observe_kv(biased_model, windows, x)[0][0].mean(0) for x in ([0], range(0, 169, 12))
     )
-    distance = (with_center.layers[0].k_center - overall_mean).abs().max()
+    distance = (centered.layers[0].k_center - overall_mean).abs().max()
     assert distance < 0.25 * overall_mean.abs().max()
-    assert distance < 0.5 * (with_center.layers[0].k_center - window_mean).abs().max()
-    rows = {row.cache: row for row in with_center.report.quality}
-    assert not without.centered
-    assert without.report.centers == "Centers of K were not requested."
-    plain_rows = {row.cache: row for row in without.report.quality}
+    assert distance < 0.5 * (centered.layers[0].k_center - window_mean).abs().max()
+    rows = {row.cache: row for row in centered.report.quality}
+    assert not uncentered.centered
+    assert uncentered.report.centers == "Centers of K were not requested."
+    plain_rows = {row.cache: row for row in uncentered.report.quality}
     assert rows["static fp8_e4m3"].kl < plain_rows["static fp8_e4m3"].kl
-    assert all(layer.centered for layer in with_center.report.layers.values())
+    assert all(layer.centered for layer in centered.report.layers.values())
     assert not llama_scales.centered
     assert llama_scales.report.centers.startswith("No centers: ")
 
@@ -153,29 +154,31 @@ def test_centers_are_chosen_only_if_k_is_biased(biased, llama_scales):
 
 
 @pytest.mark.parametrize("batch_size", [3, pytest.param(1, marks=pytest.mark.full)])
-def test_any_order_of_texts_gives_the_same_scales(biased, batch_size):
-    first = calibrate(biased, texts(7), batch_size=batch_size, **FEW)
-    shuffled = texts(7)
-    random.Random(batch_size).shuffle(shuffled)
-    second = calibrate(biased, shuffled, batch_size=batch_size, **FEW)
-    assert second.digest == first.digest
-    assert second.report.quality == first.report.quality
-    assert second.report.far_quality == first.report.far_quality
+def test_any_order_of_texts_gives_the_same_scales(biased_model, batch_size):
+    expected = calibrate(biased_model, make_texts(7), batch_size=batch_size, **HELD_OUT_24)
+    shuffled_texts = make_texts(7)
+    random.Random(batch_size).shuffle(shuffled_texts)
+    actual = calibrate(biased_model, shuffled_texts, batch_size=batch_size, **HELD_OUT_24)
+    assert actual.digest == expected.digest
+    assert actual.report.quality == expected.report.quality
+    assert actual.report.far_quality == expected.report.far_quality
 
 
 def test_padding_has_no_effect():
-    """Token 0 pads a batch. In this model its embedding is far larger than other embeddings."""
+    """Token 0 pads a batch, and this model has a far larger embedding for token 0."""
     model = tiny("llama")[0]
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
         for layer in model.model.layers:
             layer.input_layernorm.weight.fill_(1.0)
-            layer.input_layernorm.variance_epsilon = 1e12  # keeps the norm from scaling it down
-    single, batched = (calibrate(model, texts(5), batch_size=size, **NONE) for size in (1, 5))
-    for index in single.layers:
+            layer.input_layernorm.variance_epsilon = 1e12  # so that the norm does not scale it down
+    expected, actual = (
+        calibrate(model, make_texts(5), batch_size=size, **HELD_OUT_0) for size in (1, 5)
+    )
+    for index in expected.layers:
         for side in ("k", "v"):
             torch.testing.assert_close(
-                getattr(batched.layers[index], side), getattr(single.layers[index], side),
+                getattr(actual.layers[index], side), getattr(expected.layers[index], side),
                 rtol=0.05, atol=0,
             )  # fmt: skip
 
@@ -188,23 +191,23 @@ def test_the_report_describes_the_run_and_each_layer(llama, llama_scales):
     report = scales.report
     assert report.scales_digest == scales.digest
     assert (report.dtype, report.granularity, report.texts) == ("fp8_e4m3", "head", 16)
-    assert report.tokens + report.held_out_tokens == sum(map(len, texts()))
+    assert report.tokens + report.held_out_tokens == sum(map(len, make_texts()))
     assert 30 <= report.held_out_tokens <= 120
     names = [row.cache for row in report.quality]
     assert names == [
         "unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"
     ]  # fmt: skip
-    plain, *quantized = report.quality
-    assert plain.kl == 0.0
-    assert plain.top1 == 1.0
-    assert all(0 < row.kl < 0.5 and row.tokens == plain.tokens for row in quantized)
+    unquantized, *quantized = report.quality
+    assert unquantized.kl == 0.0
+    assert unquantized.top1 == 1.0
+    assert all(0 < row.kl < 0.5 and row.tokens == unquantized.tokens for row in quantized)
     for index, layer in report.layers.items():
         for side in (layer.k, layer.v):
             assert len(side.amax) == 2
             assert 0.01 < side.error["fp8_e4m3"] < 0.04
             assert side.error["fp8_e3m4"] < 0.6 * side.error["fp8_e4m3"]
             assert side.error["fp8_e5m2"] > 1.7 * side.error["fp8_e4m3"]
-        k, _ = observed(llama, [text[:24] for text in texts()])[index]
+        k, _ = observe_kv(llama, [text[:24] for text in make_texts()])[index]
         assert max(layer.k.amax) <= k.abs().max() * 1.001
 
 
@@ -214,8 +217,8 @@ def test_a_report_is_saved_and_loaded_with_its_scales(llama_scales, tmp_path, ca
     assert KVScales.from_pretrained(tmp_path).report == llama_scales.report
     assert KVScales.from_file(tmp_path / "kv_scales.safetensors").report == llama_scales.report
     assert "report" not in caplog.text
-    changed = json.loads((tmp_path / REPORT_FILE).read_text()) | {"scales_digest": 64 * "0"}
-    (tmp_path / REPORT_FILE).write_text(json.dumps(changed))
+    changed_report = json.loads((tmp_path / REPORT_FILE).read_text()) | {"scales_digest": 64 * "0"}
+    (tmp_path / REPORT_FILE).write_text(json.dumps(changed_report))
     assert KVScales.from_pretrained(tmp_path).report is None
     assert "different scales" in caplog.text
     (tmp_path / REPORT_FILE).write_text('{"model": 1}')
@@ -224,24 +227,25 @@ def test_a_report_is_saved_and_loaded_with_its_scales(llama_scales, tmp_path, ca
 
 
 def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
-    plain, held_out = llama_scales, texts(5, seed=9)
+    scales, held_out = llama_scales, make_texts(5, seed=9)
     options = {"max_length": 24, "progress": False}
-    plain.save_pretrained(tmp_path)
-    good = measure(llama, tmp_path, held_out, **options)
-    assert good.scales_digest == plain.digest
-    assert (good.texts, good.tokens, good.held_out_tokens) == (0, 0, sum(map(len, held_out)))
-    small = KVScales({i: type(s)(s.k / 8, s.v) for i, s in plain.layers.items()})
-    bad = measure(llama, small, held_out, **options)
-    for index in plain.layers:
-        assert bad.layers[index].k.saturated > 0.05
-        assert bad.layers[index].k.error["fp8_e4m3"] > 4 * good.layers[index].k.error["fp8_e4m3"]
-        assert bad.layers[index].v == good.layers[index].v
+    scales.save_pretrained(tmp_path)
+    report = measure(llama, tmp_path, held_out, **options)
+    assert report.scales_digest == scales.digest
+    assert (report.texts, report.tokens, report.held_out_tokens) == (0, 0, sum(map(len, held_out)))
+    small_scales = KVScales({i: type(s)(s.k / 8, s.v) for i, s in scales.layers.items()})
+    small_report = measure(llama, small_scales, held_out, **options)
+    for index in scales.layers:
+        assert small_report.layers[index].k.saturated > 0.05
+        layer, expected_layer = small_report.layers[index], report.layers[index]
+        assert layer.k.error["fp8_e4m3"] > 4 * expected_layer.k.error["fp8_e4m3"]
+        assert layer.v == expected_layer.v
     caplog.clear()
-    large = KVScales({i: type(s)(s.k, s.v * 2.0**14) for i, s in plain.layers.items()})
-    coarse = measure(llama, large, held_out, **options)
-    assert coarse.layers[0].v.underflow > 0.02
-    assert coarse.quality[1].kl > 1.2 * good.quality[1].kl
-    ratio = coarse.quality[1].kl / coarse.quality[2].kl
+    large_scales = KVScales({i: type(s)(s.k, s.v * 2.0**14) for i, s in scales.layers.items()})
+    large_report = measure(llama, large_scales, held_out, **options)
+    assert large_report.layers[0].v.underflow > 0.02
+    assert large_report.quality[1].kl > 1.2 * report.quality[1].kl
+    ratio = large_report.quality[1].kl / large_report.quality[2].kl
     assert ratio > 1.5
     assert f"{ratio:.1f} times the KL of dynamic" in caplog.text
     with pytest.raises(ConfigError, match="scales: expected KVScales, a path"):
@@ -251,7 +255,7 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("static", "warned"),
+    ("static_kl", "has_warning"),
     [
         ([0.2, 0.2, 0.2, 0.2], True),
         ([0.14, 0.14, 0.14, 0.14], False),
@@ -259,12 +263,12 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
         ([0.2], False),
     ],
 )
-def test_static_scales_much_worse_than_dynamic_scales_cause_a_warning(static, warned, caplog):
-    dynamic = torch.full((len(static),), 0.1)
+def test_static_scales_that_are_much_worse_cause_a_warning(static_kl, has_warning, caplog):
+    dynamic_kl = torch.full((len(static_kl),), 0.1)
     batches = [Batch((torch.arange(24),), start) for start in (None, 100)]
-    warn_if_worse(torch.tensor(static), dynamic, "fp8_e4m3", batches)
+    warn_if_worse(torch.tensor(static_kl), dynamic_kl, "fp8_e4m3", batches)
     expected = "up to 124 static scales in fp8_e4m3 have 2.0 times the KL of dynamic scales"
-    assert (expected in caplog.text) == warned == bool(caplog.records)
+    assert (expected in caplog.text) == has_warning == bool(caplog.records)
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -288,7 +292,7 @@ ARCHITECTURES = {
 }
 
 
-# Grid: every architecture once, each granularity with and without other positions.
+# Grid: Each architecture once, and two granularities with and without far positions.
 @pytest.mark.parametrize(
     "name",
     [
@@ -296,16 +300,16 @@ ARCHITECTURES = {
         for name in ARCHITECTURES
     ],
 )
-def test_every_architecture_is_calibrated_up_to_its_reach(name):
-    """Every architecture is calibrated up to its reach, and a cache accepts the scales."""
-    model_type, granularity, config, reach = ARCHITECTURES[name]
+def test_every_architecture_is_calibrated(name):
+    """Calibration covers positions up to the expected maximum, and a cache accepts the scales."""
+    model_type, granularity, config, max_position = ARCHITECTURES[name]
     model, inputs = tiny(model_type, **config)
-    scales = calibrate(model, texts(6), granularity=granularity, **FEW)
+    scales = calibrate(model, make_texts(6), granularity=granularity, **HELD_OUT_24)
     cache = FP8PagedCache(model.config, scales=scales)
     assert set(scales.layers) == {layer.index for layer in cache.paged_layers}
     assert 0 < scales.report.quality[1].kl < 0.5
-    assert scales.report.max_position == reach
-    if reach is None:
+    assert scales.report.max_position == max_position
+    if max_position is None:
         assert scales.report.far_quality == ()
     else:
         assert 0 < scales.report.far_quality[1].kl < 0.5
@@ -316,12 +320,12 @@ def test_every_architecture_is_calibrated_up_to_its_reach(name):
 
 def test_layers_without_keys_and_values_are_rejected():
     if "glm5_next" not in type_names():
-        pytest.skip("this version of transformers has no such model")
+        pytest.skip("this version of transformers does not have the model")
     model, _ = tiny("glm5_next")
     if not caches_latents(model.config.get_text_config(decoder=True)):
-        pytest.skip("in this version of transformers it has keys and values")
+        pytest.skip("in this version of transformers, the model has keys and values")
     with pytest.raises(ConfigError, match="layer 1: expected keys and values, got latents without"):
-        calibrate(model, texts(), **QUIET)
+        calibrate(model, make_texts(), **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +333,7 @@ def test_layers_without_keys_and_values_are_rejected():
 )
 def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
     model, _ = tiny("deepseek_v3")
-    scales = calibrate(model, texts(8), **keywords, **FEW)
+    scales = calibrate(model, make_texts(8), **keywords, **HELD_OUT_24)
     cache = FP8PagedCache(model.config, scales=scales)
     assert not scales.centered
     assert {str(plan.v) for plan in cache.plan.values()} == {"model"}
@@ -338,33 +342,33 @@ def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
 
 def test_layers_without_attention_need_no_scales():
     model = tiny("qwen3_next")[0]
-    scales = calibrate(model, texts(2), **NONE)
-    paged = {x.index for x in FP8PagedCache(model.config).paged_layers}
-    assert set(scales.layers) == paged < set(range(2))
+    scales = calibrate(model, make_texts(2), **HELD_OUT_0)
+    paged_indices = {x.index for x in FP8PagedCache(model.config).paged_layers}
+    assert set(scales.layers) == paged_indices < set(range(2))
 
 
 def test_a_model_with_offloaded_weights_gets_the_same_scales():
     from accelerate import cpu_offload
 
-    expected = calibrate(tiny("llama")[0], texts(4), **NONE)
+    expected = calibrate(tiny("llama")[0], make_texts(4), **HELD_OUT_0)
     model = cpu_offload(tiny("llama")[0], execution_device=torch.device("cpu"))
-    actual = calibrate(model, texts(4), **NONE)
+    actual = calibrate(model, make_texts(4), **HELD_OUT_0)
     assert actual.digest == expected.digest
 
 
-def test_calibration_leaves_the_model_unchanged(biased):
-    biased.train()
-    biased.model.layers[0].eval()
-    biased.set_attn_implementation("eager")
+def test_calibration_leaves_the_model_unchanged(biased_model):
+    biased_model.train()
+    biased_model.model.layers[0].eval()
+    biased_model.set_attn_implementation("eager")
     try:
-        calibrate(biased, texts(4), **FEW)
-        assert biased.training
-        assert biased.model.layers[1].training
-        assert not biased.model.layers[0].training
-        assert biased.config._attn_implementation == "eager"
+        calibrate(biased_model, make_texts(4), **HELD_OUT_24)
+        assert biased_model.training
+        assert biased_model.model.layers[1].training
+        assert not biased_model.model.layers[0].training
+        assert biased_model.config._attn_implementation == "eager"
     finally:
-        biased.eval()
-        biased.set_attn_implementation("sdpa")
+        biased_model.eval()
+        biased_model.set_attn_implementation("sdpa")
 
 
 def test_nan_is_an_error_that_names_the_layer():
@@ -372,7 +376,7 @@ def test_nan_is_an_error_that_names_the_layer():
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
     with pytest.raises(ConfigError, match="layer 1: expected finite V, got NaN"):
-        calibrate(model, texts(), **QUIET)
+        calibrate(model, make_texts(), **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -396,19 +400,19 @@ def test_nan_is_an_error_that_names_the_layer():
 )
 def test_invalid_arguments_are_rejected(llama, changes, message):
     with pytest.raises(ConfigError, match=message):
-        calibrate(**{"model": llama, "texts": texts()} | QUIET | changes)
+        calibrate(**{"model": llama, "texts": make_texts()} | QUIET | changes)
 
 
 def test_a_sub_config_without_an_attention_implementation_is_accepted():
-    """dbrx has such a sub-config, and transformers rejects setting it again."""
+    """dbrx has such a sub-config, and transformers rejects a second assignment."""
     model = tiny("dbrx")[0]
-    before = model.config.attn_config._attn_implementation
-    assert calibrate(model, texts(4), **FEW).report.quality
-    assert model.config.attn_config._attn_implementation == before
+    implementation = model.config.attn_config._attn_implementation
+    assert calibrate(model, make_texts(4), **HELD_OUT_24).report.quality
+    assert model.config.attn_config._attn_implementation == implementation
 
 
-def test_texts_can_be_too_short_for_centers(biased):
-    scales = calibrate(biased, [[5, 6, 7], [8, 9]], progress=False)
+def test_texts_can_be_too_short_for_centers(biased_model):
+    scales = calibrate(biased_model, [[5, 6, 7], [8, 9]], progress=False)
     assert not scales.centered
     assert "too short" in scales.report.centers
     assert scales.report.quality == ()
@@ -417,7 +421,7 @@ def test_texts_can_be_too_short_for_centers(biased):
 def test_a_layer_without_calls_gets_no_scales(caplog):
     model = tiny("llama")[0]
     model.config.num_hidden_layers = 3
-    scales = calibrate(model, texts(4), **FEW)
+    scales = calibrate(model, make_texts(4), **HELD_OUT_24)
     assert "skip_layers=[2]" in caplog.text
     assert set(scales.layers) == {0, 1}
     assert scales.report.quality
@@ -426,15 +430,15 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
 
 def test_unsupported_models_are_rejected():
     with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
-        calibrate(tiny("seq2seq/whisper")[0], texts(), **QUIET)
+        calibrate(tiny("seq2seq/whisper")[0], make_texts(), **QUIET)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB, "state_size": 4}
     with pytest.raises(ConfigError, match="expected the config of a model that can use this"):
-        calibrate(MambaForCausalLM(MambaConfig(**sizes)), texts(), **QUIET)
+        calibrate(MambaForCausalLM(MambaConfig(**sizes)), make_texts(), **QUIET)
 
 
 def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):
-    """The scales are calibrated, and a warning says that the predictions are not compared."""
-    scales = calibrate(tiny("prophetnet")[0], texts(6), **FEW)
+    """Scales are calibrated, and a warning says that predictions are not compared."""
+    scales = calibrate(tiny("prophetnet")[0], make_texts(6), **HELD_OUT_24)
     assert scales.report.quality == ()
     assert not scales.centered
     assert "the predictions are not compared" in caplog.text
@@ -442,23 +446,23 @@ def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):
 
 @pytest.mark.full
 def test_centers_help_a_trained_model_at_all_positions(real_model):
-    """Centers reduce the KL at near and far positions. Static scales are nearly as good."""
+    """Centers decrease the KL at near and far positions. Static scales are nearly as accurate."""
     from pydoc_data.topics import topics
 
     model, tokenizer = real_model
-    texts = [topics[name] for name in sorted(topics)]
+    topic_texts = [topics[name] for name in sorted(topics)]
     scales = calibrate(
-        model, texts, tokenizer=tokenizer, max_tokens=640, max_length=64, held_out=256,
+        model, topic_texts, tokenizer=tokenizer, max_tokens=640, max_length=64, held_out=256,
         progress=False,
     )  # fmt: skip
     report = scales.report
     assert scales.centered, report.centers
-    # E4M3 suffices for this model: no observed value saturates.
+    # E4M3 suffices for this model, because no observed value saturates.
     assert all(s.k.amax() * FORMATS["fp8_e4m3"].max < 448 for s in scales.layers.values())
     assert report.max_position == 512
     for rows in (report.quality, report.far_quality):
-        plain, static, dynamic, constant = rows
-        assert plain.kl == 0.0
+        unquantized, static, dynamic, constant = rows
+        assert unquantized.kl == 0.0
         assert 0 < static.kl < 3 * dynamic.kl, rows
         assert static.kl < 0.9 * constant.kl, rows
         assert static.top1 > 0.85

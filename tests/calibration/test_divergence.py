@@ -1,10 +1,11 @@
-"""Tests of the effect of 8-bit K and V on predictions. Other files test that kernels agree.
+"""Tests of the effect of 8-bit K and V on predictions.
 
-The bounds are means over several texts, because a few tokens decide the mean of one text.
+Bounds apply to means over several texts, because a few tokens dominate the mean of one text.
 """
 
 import math
 import pydoc_data.topics
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ PREFILL, SCORED = 128, 64
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.full)])
-def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]]:
-    """Measure each cache on the demo model, or on a tiny model that ranks the caches alike."""
+def measured_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]]:
+    """Return a model's name, and the result of each cache. The tiny model ranks caches alike."""
     if request.param == "tiny":
         model, _ = tiny("llama")
         ids = torch.randint(3, VOCAB, (len(TEXTS), PREFILL + SCORED))
@@ -35,15 +36,9 @@ def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]
         ids_of_texts = [tokenizer(topics[name], return_tensors="pt").input_ids for name in TEXTS]
         ids = torch.cat([row[:, : PREFILL + SCORED] for row in ids_of_texts])
 
-    def cache(**keywords: Any) -> Any:
-        return lambda: FP8PagedCache(model.config, **keywords)
-
-    caches = {
-        "e4m3": cache(dtype="fp8_e4m3"),
-        "e3m4": cache(dtype="fp8_e3m4"),
-        "e5m2": cache(dtype="fp8_e5m2"),
-        "K auto, V e4m3": cache(dtype="fp8_e4m3", key_dtype="auto"),
-    }
+    options: dict[str, Any] = {name: {"dtype": f"fp8_{name}"} for name in ("e4m3", "e3m4", "e5m2")}
+    options["K auto, V e4m3"] = {"dtype": "fp8_e4m3", "key_dtype": "auto"}
+    caches = {n: partial(FP8PagedCache, model.config, **x) for n, x in options.items()}
     if hasattr(cache_utils, "Fp8QuantizedLayer"):
         caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
     with paged_attention(model):
@@ -51,36 +46,36 @@ def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]
     return request.param, {name: score.summarize() for name, score in scores.items()}
 
 
-BOUNDS = {"e4m3": 3e-3, "e3m4": 8e-4, "e5m2": 1.5e-2, "K auto, V e4m3": 5e-4}
+MAX_KL = {"e4m3": 3e-3, "e3m4": 8e-4, "e5m2": 1.5e-2, "K auto, V e4m3": 5e-4}
 
 
-def test_a_mantissa_bit_more_is_better_and_a_bit_less_is_worse(measured: Any) -> None:
-    model, rows = measured
-    for name, bound in BOUNDS.items():
+def test_a_mantissa_bit_more_is_better_and_a_bit_less_is_worse(measured_rows: Any) -> None:
+    model, rows = measured_rows
+    for name, bound in MAX_KL.items():
         assert rows[name].tokens == len(TEXTS) * SCORED
         assert 0 < rows[name].kl <= bound, (name, rows[name])
     assert rows["e3m4"].kl < rows["e4m3"].kl / 2
     assert rows["e4m3"].kl < rows["e5m2"].kl / 2
     assert rows["e3m4"].top1 > 0.95
     # K matters more than V in a trained model.
-    share = 3 if model == "real" else 1
-    assert rows["K auto, V e4m3"].kl < rows["e4m3"].kl / share
+    ratio = 3 if model == "real" else 1
+    assert rows["K auto, V e4m3"].kl < rows["e4m3"].kl / ratio
 
 
-def test_divergence_is_lower_than_in_transformers(measured: Any) -> None:
-    _, rows = measured
-    stock = rows.get("transformers fp8")
-    if stock is None:
+def test_divergence_is_lower_than_in_transformers(measured_rows: Any) -> None:
+    _, rows = measured_rows
+    stock_row = rows.get("transformers fp8")
+    if stock_row is None:
         pytest.skip("this version of transformers has no FP8 cache")
     for name in ("e4m3", "e3m4"):
-        assert rows[name].kl < stock.kl, (name, rows[name], stock)
+        assert rows[name].kl < stock_row.kl, (name, rows[name], stock_row)
 
 
 # -- scores of a tiny model ------------------------------------------------------------------------
 
 
-def logprobs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> torch.Tensor:
-    """Return the log probabilities after each token past the prefill, `[B, N - prefill, V]`."""
+def get_log_probs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> Any:
+    """Return log-probabilities after each token that follows the prefill, `[B, N - prefill, V]`."""
     logits = []
     with torch.no_grad():
         for chunk_ids in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
@@ -97,38 +92,39 @@ def test_scores_match_the_log_probabilities(chunk: int) -> None:
         model, ids, {"fp8": lambda: FP8PagedCache(model.config, scales=0.25)},
         prefill=prefill, chunk=chunk,
     )  # fmt: skip
-    plain = logprobs(model, ids, DynamicCache(config=model.config), prefill, chunk)
-    quantized = logprobs(model, ids, FP8PagedCache(model.config, scales=0.25), prefill, chunk)
-    for name, logs in ((UNQUANTIZED, plain), ("fp8", quantized)):
+    expected = get_log_probs(model, ids, DynamicCache(config=model.config), prefill, chunk)
+    cache = FP8PagedCache(model.config, scales=0.25)
+    quantized = get_log_probs(model, ids, cache, prefill, chunk)
+    for name, log_probs in ((UNQUANTIZED, expected), ("fp8", quantized)):
         quality = scores[name].summarize()
-        kl = (plain.exp() * (plain - logs)).sum(-1)
+        kl = (expected.exp() * (expected - log_probs)).sum(-1)
         assert quality.tokens == 2 * (24 - prefill)
         assert quality.kl == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
         assert quality.kl_max == pytest.approx(kl.max().item(), rel=1e-3, abs=1e-9)
-        top1 = (plain.argmax(-1) == logs.argmax(-1)).double().mean().item()
+        top1 = (expected.argmax(-1) == log_probs.argmax(-1)).double().mean().item()
         assert quality.top1 == pytest.approx(top1)
-        # The token after the last token is unknown.
-        predicted = logs[:, :-1].flatten(0, 1)
+        # The last token has no next token.
+        predicted = log_probs[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(predicted, ids[:, prefill + 1 :].flatten())
         assert quality.perplexity == pytest.approx(loss.exp().item(), rel=1e-3)
     assert scores["fp8"].summarize().kl > 1e-6
 
 
-def logs(*rows: list[float]) -> torch.Tensor:
-    """Return the logarithms of probabilities, `[1, T, vocabulary]`."""
+def make_log_probs(*rows: list[float]) -> torch.Tensor:
+    """Return logarithms of probabilities, `[1, T, vocabulary]`."""
     return torch.tensor([rows], dtype=torch.float64).log()
 
 
 def test_kl_is_asymmetric_and_kl_max_is_its_largest_value() -> None:
-    expected = logs([0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
-    got = logs([0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8])
-    scores = compute_scores(expected, got, torch.tensor([[2, 0]]))
-    third = 0.4 * math.log(2) + 0.6 * math.log(0.6 / 0.8)
-    assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third])
+    expected = make_log_probs([0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
+    actual = make_log_probs([0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8])
+    scores = compute_scores(expected, actual, torch.tensor([[2, 0]]))
+    third_kl = 0.4 * math.log(2) + 0.6 * math.log(0.6 / 0.8)
+    assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third_kl])
     assert scores.top1_match.tolist() == [0.0, 1.0, 1.0]
     assert scores.nll.tolist() == pytest.approx([math.log(4), math.log(2)])
     quality = scores.summarize()
-    assert quality.kl == pytest.approx((0.25 * math.log(2) + third) / 3)
+    assert quality.kl == pytest.approx((0.25 * math.log(2) + third_kl) / 3)
     assert quality.kl_max == pytest.approx(0.25 * math.log(2))
     assert quality.top1 == pytest.approx(2 / 3)
     assert quality.perplexity == pytest.approx(8**0.5)
@@ -136,9 +132,10 @@ def test_kl_is_asymmetric_and_kl_max_is_its_largest_value() -> None:
 
 
 def test_an_impossible_token_adds_no_divergence() -> None:
-    expected, got = logs([0.5, 0.5, 0.0], [1.0, 0.0, 0.0]), logs([0.25, 0.75, 0.0], [0.5, 0.5, 0.0])
-    scores = compute_scores(expected, got, torch.tensor([[0, 0]]))
-    first = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
-    assert scores.kl.tolist() == pytest.approx([first, math.log(2)])
+    expected = make_log_probs([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])
+    actual = make_log_probs([0.25, 0.75, 0.0], [0.5, 0.5, 0.0])
+    scores = compute_scores(expected, actual, torch.tensor([[0, 0]]))
+    first_kl = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
+    assert scores.kl.tolist() == pytest.approx([first_kl, math.log(2)])
     # A possible token that becomes impossible makes the divergence infinite.
-    assert compute_scores(got, expected, torch.tensor([[0, 0]])).kl[1] == math.inf
+    assert compute_scores(actual, expected, torch.tensor([[0, 0]])).kl[1] == math.inf

@@ -1,4 +1,4 @@
-"""Tests of storage plans that a calibration or `choose_plan` chooses."""
+"""Tests of the storage plans that a calibration or `choose_plan` chooses."""
 
 import subprocess
 import sys
@@ -31,8 +31,8 @@ from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.scales import LayerScales
-from tests.cache.test_plans import stored
-from tests.calibration.test_calibrate import FEW, NONE, QUIET, observed, texts
+from tests.cache.test_plans import apply_plan
+from tests.calibration.test_calibrate import HELD_OUT_0, HELD_OUT_24, QUIET, make_texts, observe_kv
 from tests.calibration.test_texts import make_tokenizer
 from tests.helpers.tiny_models import VOCAB, tiny, type_names
 
@@ -46,8 +46,8 @@ HELD_OUT_50 = QUIET | {"held_out": 50}
 LONG_CONTEXT = {"max_position_embeddings": 8192}
 
 
-def model_with_outliers() -> Any:
-    """Return a model with biased K, and one pair of 50-fold channels in head 0 of layer 0."""
+def make_outlier_model() -> Any:
+    """Return a model with biased K, and a pair of 50 times larger channels in head 0 of layer 0."""
     model = tiny("qwen2", key_bias=30.0, **LONG_CONTEXT)[0]
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
@@ -61,37 +61,37 @@ def model_with_outliers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def measured(biased: Any) -> KVScales:
-    return calibrate(biased, texts(12), plan="measured", **HELD_OUT_50)
+def measured_scales(biased_model: Any) -> KVScales:
+    return calibrate(biased_model, make_texts(12), plan="measured", **HELD_OUT_50)
 
 
-def kl(scales: KVScales, cache: str) -> list[float]:
+def list_kl(scales: KVScales, cache: str) -> list[float]:
     rows = (*scales.report.quality, *scales.report.far_quality)
     return [row.kl for row in rows if row.cache == cache]
 
 
-def test_a_measured_plan_is_closer_at_all_positions(measured: KVScales) -> None:
-    assert measured.report.centers.startswith("Measured plans in 2 of 2 layers: KL")
-    assert measured.report.dtype == "plan"
-    for plan in measured.plan.values():
+def test_a_measured_plan_is_closer_at_all_positions(measured_scales: KVScales) -> None:
+    assert measured_scales.report.centers.startswith("Measured plans in 2 of 2 layers: KL")
+    assert measured_scales.report.dtype == "plan"
+    for plan in measured_scales.plan.values():
         assert plan.k.centered
         assert plan.v.rotated
     max_ratio = {"static, the plan": 0.3, "dynamic, the plan": 0.1}
     for name, ratio in max_ratio.items():
-        for plan_kl, e4m3 in zip(kl(measured, name), kl(measured, "dynamic fp8_e4m3"), strict=True):
-            assert plan_kl < ratio * e4m3, name
+        plan_kl, e4m3_kl = (list_kl(measured_scales, x) for x in (name, "dynamic fp8_e4m3"))
+        assert all(x < ratio * y for x, y in zip(plan_kl, e4m3_kl, strict=True)), name
 
 
 @pytest.mark.parametrize("name", ["measured", "explicit"])
-def test_scales_cover_the_stored_values(biased: Any, measured: Any, name: str) -> None:
-    """The scales cover rotated and centered values at all positions, with little margin."""
-    windows = [text[:24] for text in texts(12)]
-    scales = measured
+def test_scales_cover_the_stored_values(biased_model: Any, measured_scales: Any, name: str) -> None:
+    """Scales cover rotated and centered values at all positions, with little margin."""
+    windows = [text[:24] for text in make_texts(12)]
+    scales = measured_scales
     if name == "explicit":
-        scales = calibrate(biased, windows, plan=EXPLICIT_PLAN, **NONE)
+        scales = calibrate(biased_model, windows, plan=EXPLICIT_PLAN, **HELD_OUT_0)
         assert scales.plan == EXPLICIT_PLAN
         assert scales.report.centers == "The plan was given."
-    for index, (k, v) in observed(biased, windows).items():
+    for index, (k, v) in observe_kv(biased_model, windows).items():
         layer = scales.layers[index]
         if layer.plan.k.centered:
             k = k - layer.k_center
@@ -99,16 +99,18 @@ def test_scales_cover_the_stored_values(biased: Any, measured: Any, name: str) -
             plan = getattr(layer.plan, side)
             x = rotate(x) if plan.rotated else x
             amax = x.abs().amax((0, 2))
-            reach = 448 * getattr(layer, side)[:, 0]
+
             # The search covers an octave. K may be larger at other positions.
-            assert (reach >= amax * (1 - 1e-5) if name == "explicit" else reach > 0.8 * amax).all()
-            assert (reach <= (4 if side == "k" else 2.01) * amax).all(), (index, side)
+            min_ratio = 1 - 1e-5 if name == "explicit" else 0.8
+            ratio = 448 * getattr(layer, side)[:, 0] / amax
+            assert (ratio >= min_ratio).all(), (index, side)
+            assert (ratio <= (4 if side == "k" else 2.01)).all(), (index, side)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("plan", ["int8 rotated centered", "fp8_e2m5 rotated", "fp8_e4m3"])
 def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> None:
-    """The cost is measured in the model's basis, even if the stored values are rotated."""
+    """The cost is measured in the basis of the model, even if stored values are rotated."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(40, 2, 16, generator=generator) + 2
     q = torch.randn(4, 9, 16, generator=generator)
@@ -120,16 +122,16 @@ def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> N
     scale = scale_e4m3 / FORMATS[side_plan.format].scale_from_e4m3
     cost = candidate.measure(x, queries, scale).sum().double()
     layer = LayerScales(scale, scale_e4m3, center, plan=LayerPlan(side_plan, SidePlan("int8")))
-    error = stored(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
+    error = apply_plan(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
     expected = queries.cost(side, error, "head").sum().double()
     torch.testing.assert_close(cost, expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("near", "far", "best"),
+    ("near", "far", "expected"),
     [
         ([9.0, 4.0, 2.0], [9.0, 4.0, 2.0], 2),
-        ([9.0, 4.0, 2.0], [9.0, 4.0, 8.5], 1),  # a gain at near positions alone does not count
+        ([9.0, 4.0, 2.0], [9.0, 4.0, 8.5], 1),  # a gain only at near positions does not count
         ([9.0, 8.8, 8.6], [9.0, 1.0, 1.0], 0),
         ([9.0, 8.8, 8.5], [9.0, 1.0, 1.0], 2),
         ([9.0, 4.0, 2.0], None, 2),
@@ -137,69 +139,70 @@ def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> N
         (None, None, 0),
     ],
 )
-def test_pick_candidate_minimizes_the_worst_case_cost(near: Any, far: Any, best: int) -> None:
+def test_pick_candidate_minimizes_the_worst_cost(near: Any, far: Any, expected: int) -> None:
     costs = [stage for stage in (near, far) if stage is not None]
-    assert pick_candidate([*zip(*costs, strict=True)], 0.95) == best
+    assert pick_candidate([*zip(*costs, strict=True)], 0.95) == expected
 
 
 @pytest.mark.full
 def test_static_scales_of_rotating_outliers_are_not_rotated() -> None:
-    """A Hadamard rotation spreads the outliers. Without it, a float format can represent them."""
-    scales = calibrate(model_with_outliers(), texts(12), plan="measured", **FEW)
+    """A Hadamard rotation spreads outliers. Without a rotation, a float format represents them."""
+    scales = calibrate(make_outlier_model(), make_texts(12), plan="measured", **HELD_OUT_24)
     assert [plan.k.rotated for plan in scales.plan.values()] == [False, True]
 
 
 def test_keys_are_not_rotated_if_far_positions_cannot_be_tried(
-    biased: Any, monkeypatch: Any
+    biased_model: Any, monkeypatch: Any
 ) -> None:
-    original = stages.collect_ranges
+    collect_ranges = stages.collect_ranges
 
     def collect(job: Any, name: str, *args: Any) -> Any:
         if name.startswith("far"):
             raise ConfigError("model: position_ids are not supported")
-        return original(job, name, *args)
+        return collect_ranges(job, name, *args)
 
     monkeypatch.setattr(stages, "collect_ranges", collect)
-    scales = calibrate(biased, texts(8), plan="measured", **FEW)
+    scales = calibrate(biased_model, make_texts(8), plan="measured", **HELD_OUT_24)
     assert {plan.k.rotated or plan.k.centered for plan in scales.plan.values()} == {False}
 
 
-def test_rotated_keys_get_one_scale_per_head(biased: Any) -> None:
+def test_rotated_keys_get_one_scale_per_head(biased_model: Any) -> None:
     plan = LayerPlan.parse("fp8_e2m5 rotated", "fp8_e3m4")
-    scales = calibrate(biased, texts(8), plan=plan, granularity="channel", **FEW)
+    options = {"granularity": "channel", **HELD_OUT_24}
+    scales = calibrate(biased_model, make_texts(8), plan=plan, **options)
     assert scales.plan == dict.fromkeys((0, 1), plan)
     assert {layer.k.shape for layer in scales.layers.values()} == {(2, 1)}
     assert {layer.v.shape for layer in scales.layers.values()} == {(2, 16)}
 
 
-def test_an_uncertain_gain_is_rejected(biased: Any, monkeypatch: Any) -> None:
-    original, names = scoring.score_caches, []
+def test_an_uncertain_gain_is_rejected(biased_model: Any, monkeypatch: Any) -> None:
+    score_caches, names = scoring.score_caches, []
 
     def score(job: Any, name: str, *args: Any) -> Any:
-        scores = original(job, name, *args)
-        if name.startswith("far predictions"):  # at near positions the plan helps
+        scores = score_caches(job, name, *args)
+        if name.startswith("far predictions"):  # the plan helps at near positions
             scores["with"] = scores["without"]
         names.append(name)
         return scores
 
     monkeypatch.setattr(scoring, "score_caches", score)
-    scales = calibrate(biased, texts(8), plan="measured", **FEW)
+    scales = calibrate(biased_model, make_texts(8), plan="measured", **HELD_OUT_24)
     assert names[:2] == ["predictions", "far predictions"]
     assert set(scales.plan.values()) == {E4M3}
     assert "the gain is uncertain" in scales.report.centers
 
 
-def test_planned_scales_can_be_measured(biased: Any, measured: KVScales, tmp_path: Path) -> None:
-    measured.save_pretrained(tmp_path)
-    report = measure(biased, tmp_path, texts(6, seed=3), max_length=24, progress=False)
+def test_planned_scales_can_be_measured(biased_model, measured_scales, tmp_path: Path) -> None:
+    measured_scales.save_pretrained(tmp_path)
+    report = measure(biased_model, tmp_path, make_texts(6, seed=3), max_length=24, progress=False)
     assert report.dtype == "plan"
     assert [row.cache for row in report.quality][1:3] == ["static, the plan", "dynamic, the plan"]
-    assert KVScales.from_pretrained(tmp_path).report.scales_digest == measured.digest
-    # Errors are measured on the stored values. Rotated values have different errors.
+    assert KVScales.from_pretrained(tmp_path).report.scales_digest == measured_scales.digest
+    # Errors are measured on stored values, and rotated values have different errors.
     for layer in report.layers.values():
         assert 0 < layer.k.error["fp8_e2m5"] < layer.k.error["fp8_e4m3"]
     with pytest.raises(ConfigError, match="dtype: expected None"):
-        measure(biased, measured, texts(6), dtype="fp8", max_length=24, progress=False)
+        measure(biased_model, measured_scales, make_texts(6), dtype="fp8", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +218,9 @@ def test_planned_scales_can_be_measured(biased: Any, measured: KVScales, tmp_pat
     ],
     ids=str,
 )
-def test_invalid_plans_are_rejected(biased: Any, keywords: dict, message: str) -> None:
+def test_invalid_plans_are_rejected(biased_model: Any, keywords: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        calibrate(biased, texts(8), **QUIET, **keywords)
+        calibrate(biased_model, make_texts(8), **QUIET, **keywords)
 
 
 # -- plan of a model without texts -----------------------------------------------------------------
@@ -229,91 +232,91 @@ def llama() -> Any:
 
 
 @pytest.fixture(scope="module")
-def chosen(llama: Any) -> StoragePlan:
+def chosen_plan(llama: Any) -> StoragePlan:
     return choose_plan(llama)
 
 
-def compare(model: Any, plan: StoragePlan, tokens: int = 300) -> tuple[float, float]:
-    """Return the KL, in nats, with the default and with a plan, on tokens that chose neither."""
-    ids = torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(9))
+def compare_plans(model: Any, plan: StoragePlan, num_tokens: int = 300) -> tuple[float, float]:
+    """Return the KL, in nats, of the default and of a plan on tokens that chose neither."""
+    ids = torch.randint(3, VOCAB, (2, num_tokens), generator=torch.Generator().manual_seed(9))
     caches = {
         name: lambda options=options: FP8PagedCache(model.config, **options)
         for name, options in (("default", {}), ("plan", {"plan": plan}))
     }
     with paged_attention(model):
-        scores = compare_caches(model, ids, caches, prefill=tokens // 2)
+        scores = compare_caches(model, ids, caches, prefill=num_tokens // 2)
     return scores["default"].summarize().kl, scores["plan"].summarize().kl
 
 
-def test_gaussian_values_get_narrow_rotated_formats(llama: Any, chosen: StoragePlan) -> None:
-    for plan in chosen.plan.values():
+def test_gaussian_values_get_narrow_rotated_formats(llama: Any, chosen_plan: StoragePlan) -> None:
+    for plan in chosen_plan.plan.values():
         assert plan.k.rotated
         assert plan.v.rotated
         assert {plan.k.format, plan.v.format} <= {"fp8_e2m5", "int8"}
-    default, planned = compare(llama, chosen)
-    assert planned < 0.5 * default
-    assert repr(chosen).startswith("StoragePlan(")
-    assert repr(chosen).endswith(" chosen on 128 random tokens)")
+    default_kl, plan_kl = compare_plans(llama, chosen_plan)
+    assert plan_kl < 0.5 * default_kl
+    assert repr(chosen_plan).startswith("StoragePlan(")
+    assert repr(chosen_plan).endswith(" chosen on 128 random tokens)")
 
 
-def test_a_plan_is_reproducible(llama: Any, chosen: StoragePlan, tmp_path: Path) -> None:
-    """The plan does not depend on train mode, attention or threads. The model is unchanged."""
+def test_a_plan_is_reproducible(llama: Any, chosen_plan: StoragePlan, tmp_path: Path) -> None:
+    """A plan does not depend on train mode, attention or threads, and the model does not change."""
     llama.train()
     llama.set_attn_implementation("eager")
     state = torch.get_rng_state()
     try:
-        assert choose_plan(llama).digest == chosen.digest
+        assert choose_plan(llama).digest == chosen_plan.digest
         assert llama.training
         assert llama.config._attn_implementation == "eager"
         assert torch.equal(torch.get_rng_state(), state)
         torch.set_num_threads(2)
-        two_threads = choose_plan(llama)
+        threaded_plan = choose_plan(llama)
     finally:
         torch.set_num_threads(1)
         llama.eval()
         llama.set_attn_implementation("sdpa")
-    assert two_threads.plan == chosen.plan
-    chosen.save_pretrained(tmp_path)
+    assert threaded_plan.plan == chosen_plan.plan
+    chosen_plan.save_pretrained(tmp_path)
     cache = FP8PagedCache(llama.config, plan=tmp_path)
-    assert cache.plan == chosen.plan
+    assert cache.plan == chosen_plan.plan
     for path in (tmp_path, str(tmp_path), tmp_path / "kv_scales.safetensors"):
         loaded = StoragePlan.load(path)
-        assert (loaded.digest, loaded.plan) == (chosen.digest, chosen.plan)
+        assert (loaded.digest, loaded.plan) == (chosen_plan.digest, chosen_plan.plan)
         assert loaded.made_for(llama)
 
 
 @pytest.mark.full
-def test_a_different_process_chooses_the_same_plan(chosen: StoragePlan) -> None:
+def test_a_different_process_chooses_the_same_plan(chosen_plan: StoragePlan) -> None:
     code = (
         f"import torch\ntorch.set_num_threads({torch.get_num_threads()})\n"
         "from hf_fp8kv import choose_plan\nfrom tests.helpers.tiny_models import tiny\n"
         f"print(choose_plan(tiny('llama', **{LONG_CONTEXT})[0]).digest)"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    assert child.stdout.split()[-1] == chosen.digest
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert output.split()[-1] == chosen_plan.digest
 
 
 def test_rotating_outliers_prevent_a_rotation_of_k() -> None:
     model = tiny("llama", head_dim=64, **LONG_CONTEXT)[0]
     assert all(layer.k.rotated for layer in choose_plan(model).plan.values())
-    with planted_outliers(model, 50.0, head_stride=2):  # in one of two heads
+    with planted_outliers(model, 50.0, head_stride=2):  # one of two heads has outliers
         plan = choose_plan(model)
         assert not any(layer.k.rotated for layer in plan.plan.values())
-        default, planned = compare(model, plan)
-    assert planned <= default
+        default_kl, plan_kl = compare_plans(model, plan)
+    assert plan_kl <= default_kl
 
 
-FALLBACK, LATENT = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
+FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
 
 
 @pytest.mark.parametrize(
     ("name", "k", "v"),
     [
-        ("mha", {FALLBACK}, None),  # 256 positions, so far positions cannot be tried
+        ("mha", {FALLBACK}, None),  # the model has 256 positions, so far positions cannot be tried
         ("sliding_and_full", {FALLBACK}, None),
         ("gpt2", None, None),  # no RoPE
-        ("latent", LATENT, {"model"}),
-        ("alibi", {FALLBACK}, {FALLBACK}),  # its attention function does not expose queries
+        ("latent", LATENT_PLANS, {"model"}),
+        ("alibi", {FALLBACK}, {FALLBACK}),  # the attention function does not expose queries
         ("cross_attention", {FALLBACK}, {FALLBACK}),
         ("position_bias", {FALLBACK}, {FALLBACK}),
         *(
@@ -325,7 +328,7 @@ FALLBACK, LATENT = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
     ],
 )
 def test_every_model_type_gets_a_plan(name: str, k: Any, v: Any) -> None:
-    """A model for which nothing can be tried gets the fallback format."""
+    """A model for which no plan can be tried gets the fallback format."""
     try:
         model, inputs = tiny(name)
         paged_layers(model)
@@ -347,21 +350,21 @@ def test_rotating_keys_are_tried_at_far_positions(name: str) -> None:
     assert all(layer.k.rotated for layer in plan.plan.values())
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("accepts_positions", [False, True])
 def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
-    llama: Any, monkeypatch: Any, named: bool
+    llama: Any, monkeypatch: Any, accepts_positions: bool
 ) -> None:
-    """The model accepts no `position_ids`, or fails if they are passed."""
-    original = plan_choice.observe_queries
+    """The model does not accept `position_ids`, or fails if they are passed."""
+    observe_queries = plan_choice.observe_queries
 
     def observe(model: Any, batch: Any, layers: Any, on_layer: Any) -> None:
         if batch.start is not None:
             raise ConfigError("model: position_ids are not supported")
-        original(model, batch, layers, on_layer)
+        observe_queries(model, batch, layers, on_layer)
 
     monkeypatch.setattr(plan_choice, "observe_queries", observe)
-    monkeypatch.setattr(plan_choice, "accepts", lambda *_: named)
-    for texts_or_none in (None, texts()):
+    monkeypatch.setattr(plan_choice, "accepts", lambda *_: accepts_positions)
+    for texts_or_none in (None, make_texts()):
         plan = choose_plan(llama, texts_or_none)
         assert {str(layer.k) for layer in plan.plan.values()} == {FALLBACK}
         assert all(layer.v.rotated for layer in plan.plan.values())
@@ -373,10 +376,10 @@ def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
     ids = [tokenizer(line).input_ids for line in text]
     assert plan.digest == choose_plan(llama, ids).digest
     assert plan.origin == "chosen on 280 tokens of text"
-    assert choose_plan(llama, texts()).digest != plan.digest
+    assert choose_plan(llama, make_texts()).digest != plan.digest
     rows = [{"body": line} for line in text]
-    by_column = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
-    assert by_column.digest == plan.digest
+    column_plan = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
+    assert column_plan.digest == plan.digest
 
 
 def test_choose_plan_warns_once_about_few_tokens(llama: Any, caplog: Any) -> None:
@@ -398,40 +401,40 @@ def test_choose_plan_rejects_invalid_input(llama: Any) -> None:
         choose_plan(model)
 
 
-def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen: StoragePlan) -> None:
+def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen_plan: StoragePlan) -> None:
     model, inputs = tiny("llama", **LONG_CONTEXT)
     calls: list[Any] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
 
-    def plan_of(**keywords: Any) -> Any:
+    def read_digest(**keywords: Any) -> Any:
         enable(model, dtype="adaptive", **keywords)
         output = model.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
         return output.past_key_values.options.scales.digest
 
-    assert plan_of() == chosen.digest
-    calls_before = len(calls)
-    assert plan_of(page_size=16) == chosen.digest
+    assert read_digest() == chosen_plan.digest
+    num_calls = len(calls)
+    assert read_digest(page_size=16) == chosen_plan.digest
     serving.enable(model, dtype="adaptive", probe=False)
     serving.disable(model)
-    assert len(calls) == calls_before + 1, "only generate() may run the model"
+    assert len(calls) == num_calls + 1, "expected only generate() to run the model"
     for module in (model.model.embed_tokens, model.model.layers[0].self_attn.k_proj):
-        before = plan_of()
+        old_digest = read_digest()
         with torch.no_grad():
             module.weight.mul_(-2)
-        assert plan_of() == choose_plan(model).digest != before
+        assert read_digest() == choose_plan(model).digest != old_digest
     for switch in (enable, serving.enable):
         with pytest.raises(ConfigError, match="plan: expected None with dtype='adaptive'"):
-            switch(model, dtype="adaptive", plan=chosen)
+            switch(model, dtype="adaptive", plan=chosen_plan)
     with pytest.raises(ConfigError, match="choose_plan"):
         FP8PagedCache(model.config, dtype="adaptive")
 
 
-@pytest.mark.parametrize(("token_lists", "reads"), [(None, 3), (8 * [list(range(3, 67))], 24)])
-def test_choosing_a_plan_needs_few_operations(token_lists: Any, reads: int) -> None:
-    """Bound per layer: 60 operations to compare, 11 per call of the model, and 6 per weight."""
+@pytest.mark.parametrize(("token_lists", "num_reads"), [(None, 3), (8 * [list(range(3, 67))], 24)])
+def test_choosing_a_plan_needs_few_operations(token_lists: Any, num_reads: int) -> None:
+    """A layer needs at most 60 operations to compare, 11 per call of the model and 6 per weight."""
 
-    def count(layers: int) -> tuple[int, int]:
-        model, calls = tiny("llama", num_hidden_layers=layers, **LONG_CONTEXT)[0], []
+    def count_operations(num_layers: int) -> tuple[int, int]:
+        model, calls = tiny("llama", num_hidden_layers=num_layers, **LONG_CONTEXT)[0], []
         hook = model.register_forward_pre_hook(
             lambda _, args, keywords: calls.append(keywords), with_kwargs=True
         )
@@ -441,8 +444,10 @@ def test_choosing_a_plan_needs_few_operations(token_lists: Any, reads: int) -> N
         with Operations() as forward, torch.no_grad():
             for keywords in calls:
                 model(**keywords | {CACHE: DynamicCache(config=model.config)})
-        assert len(calls) == reads
-        return operations.count - forward.count, len([*model.model.layers.parameters()]) // layers
+        assert len(calls) == num_reads
+        weights = [*model.model.layers.parameters()]
+        return operations.count - forward.count, len(weights) // num_layers
 
-    _, (two_layers, weights), (four_layers, _) = map(count, (2, 2, 4))  # the first builds tables
-    assert four_layers - two_layers <= 2 * (60 + 11 * reads + 6 * weights)
+    count_operations(2)  # this run creates tables
+    (two_layers, weights), (four_layers, _) = map(count_operations, (2, 4))
+    assert four_layers - two_layers <= 2 * (60 + 11 * num_reads + 6 * weights)

@@ -1,4 +1,4 @@
-"""Tests of reading texts for a calibration: types, files, windows, and held-out windows."""
+"""Tests of reading calibration texts: types, files, windows, and held-out windows."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ from hypothesis import given
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_fp8kv.calibration import texts as reading
+from hf_fp8kv.calibration import texts as texts_module
 from hf_fp8kv.calibration.texts import Corpus, read_corpus
 from hf_fp8kv.errors import ConfigError
 
@@ -61,9 +61,9 @@ def window_ids(corpus: Corpus) -> list[list[int]]:
 
 
 def read_error(texts, tokenizer=TOKENIZER, **options) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         read_texts(texts, tokenizer, **options)
-    message = str(caught.value)
+    message = str(error.value)
     assert "expected" in message
     assert "got" in message
     return message
@@ -76,7 +76,7 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
 class Dataset:
-    """A dataset that can be iterated repeatedly, as in the package datasets."""
+    """A stand-in for `datasets.Dataset`, which can be iterated repeatedly."""
 
     def __init__(self, *rows) -> None:
         self.rows = rows
@@ -114,11 +114,9 @@ def test_each_type_of_item_is_tokenized(item, expected):
 def test_columns_and_token_ids_are_read_as_given():
     rows = [[A, B], [C, D]]
     assert window_ids(read_texts(torch.tensor(rows))) == rows
-    assert (
-        window_ids(read_texts(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body"))
-        == rows
-    )
-    # Token ids need no tokenizer and are copied.
+    corpus = read_texts(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body")
+    assert window_ids(corpus) == rows
+    # Token ids need no tokenizer, and are copied.
     given_ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
     corpus = read_texts([given_ids], None)
     given_ids.zero_()
@@ -154,7 +152,7 @@ def test_long_texts_cause_no_tokenizer_warning(tmp_path):
     (path := tmp_path / "x.txt").write_text("a b c d " * 5)
     read_texts(["a b c d " * 5, CHAT], tokenizer)
     read_texts(path, tokenizer)
-    assert not tokenizer.deprecation_warnings  # the warnings of the tokenizer
+    assert not tokenizer.deprecation_warnings  # the warnings that the tokenizer has issued
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -198,23 +196,23 @@ def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
     assert corpus.texts == 3
 
 
-LONG = "b" * 15
+LONG_WORDS = " ".join(["b" * 15] * 12)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("a a a a a a\n\nb b\nb b b", ["a a a a a a", "b b\nb b b"]),
-        # A paragraph that ends in the first half would leave a short piece.
+        # A split after a paragraph that ends in the first half would leave a short chunk.
         ("a\n\nb b b\nb b b\nc c c", ["a\n\nb b b\nb b b", "c c c"]),
-        (f"a a a a a a\n{LONG} {LONG} {LONG} {LONG} {LONG}", ["a a a a a a", " ".join([LONG] * 5)]),
-        (" ".join([LONG] * 12), [" ".join([LONG] * 10), " ".join([LONG] * 2)]),
+        (f"a a a a a a\n{LONG_WORDS[:79]}", ["a a a a a a", LONG_WORDS[:79]]),
+        (LONG_WORDS, [LONG_WORDS[:159], LONG_WORDS[160:]]),
     ],
 )
 def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
-    corpus = read_texts(path, max_length=11)  # one token is reserved for special tokens
-    assert sorted(window_ids(corpus)) == sorted(TOKENIZER(piece)["input_ids"] for piece in expected)
+    corpus = read_texts(path, max_length=11)  # max_length reserves a token for special tokens
+    assert sorted(window_ids(corpus)) == sorted(TOKENIZER(chunk)["input_ids"] for chunk in expected)
 
 
 @given(text=st.text("abcd\n\n  é日\r", max_size=600), max_length=st.integers(2, 40))
@@ -231,7 +229,7 @@ def test_a_text_file_keeps_all_of_its_letters(tmp_path_factory, text, max_length
 
 
 def read_traced(*arguments, **options) -> tuple[Corpus, int]:
-    """Return a corpus, and the peak of the memory that reading it took, in bytes."""
+    """Return a corpus, and the peak memory of reading it, in bytes."""
     tracemalloc.start()
     try:
         return read_texts(*arguments, **options), tracemalloc.get_traced_memory()[1]
@@ -242,33 +240,31 @@ def read_traced(*arguments, **options) -> tuple[Corpus, int]:
 @pytest.mark.parametrize("text", [b"x" * 8, b"a b c d\n"])
 def test_a_huge_file_is_streamed(tmp_path, text):
     os.mkfifo(path := tmp_path / "x.txt")
-    written = 0
+    num_written = 0
 
-    def write() -> None:
-        nonlocal written
+    def write_pipe() -> None:
+        nonlocal num_written
         with contextlib.suppress(BrokenPipeError), path.open("wb", buffering=0) as pipe:
-            while written < 50_000_000:
-                written += pipe.write(text * 1000)
+            while num_written < 50_000_000:
+                num_written += pipe.write(text * 1000)
 
     read_texts(["a b"])
-    writer = threading.Thread(target=write, daemon=True)
+    writer = threading.Thread(target=write_pipe, daemon=True)
     writer.start()
-    corpus, peak = read_traced(
-        path, make_tokenizer(by_letter=True), max_tokens=1000, max_length=128
-    )
+    tokenizer = make_tokenizer(by_letter=True)
+    corpus, peak = read_traced(path, tokenizer, max_tokens=1000, max_length=128)
     writer.join(60)
-    assert written < 1 << 20, "expected to read only what the tokens need and the pipe buffers"
+    assert num_written < 1 << 20, "expected to read only what the tokens need and the pipe buffers"
     assert peak < 16 << 20
     assert 999 <= corpus.tokens <= 1000
 
 
-def test_a_long_line_is_split_as_if_it_were_read_in_one_piece(tmp_path, monkeypatch):
+def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
     (path := tmp_path / "x.txt").write_text("a b c d " * 3000 + "\n" + "a" * 5000 + " b")
-    whole = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    monkeypatch.setattr(reading, "_CHARACTERS_PER_READ", 100)
-    assert window_ids(
-        read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    ) == window_ids(whole)
+    expected = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
+    monkeypatch.setattr(texts_module, "_CHARACTERS_PER_READ", 100)
+    actual = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
+    assert window_ids(actual) == window_ids(expected)
 
 
 def test_blank_lines_use_no_memory(tmp_path):
@@ -280,11 +276,11 @@ def test_blank_lines_use_no_memory(tmp_path):
 
 def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
     characters = []
-    original = PreTrainedTokenizerFast.__call__
+    tokenize = PreTrainedTokenizerFast.__call__
 
     def count_and_call(self, text, *args, **kwargs):
         characters.extend(map(len, text))
-        return original(self, text, *args, **kwargs)
+        return tokenize(self, text, *args, **kwargs)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count_and_call)
     (path := tmp_path / "x.txt").write_text("a b c d\n" * 500_000)
@@ -415,8 +411,8 @@ CORPORA = st.lists(TOKENS, min_size=1, max_size=12).filter(
 )
 
 
-def windows_of(text: list[int], max_length: int) -> list[tuple[int, ...]]:
-    """Return the expected windows of a text: consecutive, without windows of one token."""
+def split_windows(text: list[int], max_length: int) -> list[tuple[int, ...]]:
+    """Return the expected windows of a text, which are consecutive and have at least two tokens."""
     windows = [tuple(text[i : i + max_length]) for i in range(0, len(text), max_length)]
     return [window for window in windows if len(window) > 1]
 
@@ -428,45 +424,45 @@ def window_tuples(windows) -> list[tuple[int, ...]]:
 @given(corpus=CORPORA, max_length=st.integers(2, 12), held_out=st.integers(0, 60))
 def test_no_token_is_lost_or_added(corpus, max_length, held_out):
     result = read_texts(corpus, max_length=max_length, held_out=held_out)
-    calibration, held_out_windows = window_tuples(result.windows), window_tuples(result.held_out)
-    expected = Counter(window for text in corpus for window in windows_of(text, max_length))
-    assert Counter(calibration + held_out_windows) == expected
-    assert result.tokens == sum(map(len, calibration))
-    assert not set(calibration) & set(held_out_windows)
-    assert calibration
+    windows, held_out_windows = window_tuples(result.windows), window_tuples(result.held_out)
+    expected = Counter(window for text in corpus for window in split_windows(text, max_length))
+    assert Counter(windows + held_out_windows) == expected
+    assert result.tokens == sum(map(len, windows))
+    assert not set(windows) & set(held_out_windows)
+    assert windows
     assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
-    for part in (calibration, held_out_windows):
-        assert [len(window) for window in part] == sorted(map(len, part), reverse=True)
-    total, num_held_out = (
-        result.tokens + sum(map(len, held_out_windows)),
-        sum(map(len, held_out_windows)),
-    )
-    if num_held_out > min(
-        2 * held_out, total // 4
-    ):  # in this case one window is held out, with its copies
+    for window_list in (windows, held_out_windows):
+        assert [len(window) for window in window_list] == sorted(
+            map(len, window_list), reverse=True
+        )
+    num_held_out = sum(map(len, held_out_windows))
+    total = result.tokens + num_held_out
+    if num_held_out > min(2 * held_out, total // 4):
+        # In this case, one window and all copies of it are held out.
         assert len(set(held_out_windows)) <= 1
         assert 2 * num_held_out <= total
 
 
 @given(st.data(), CORPORA, st.integers(2, 12), st.integers(0, 60))
 def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_out):
-    permuted = data.draw(st.permutations(corpus))
-    total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
+    permuted_corpus = data.draw(st.permutations(corpus))
+    total = sum(len(window) for text in corpus for window in split_windows(text, max_length))
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
-        first, second = read_texts(corpus, **options), read_texts(permuted, **options)
-        assert window_tuples(first.windows) == window_tuples(second.windows)
-        assert window_tuples(first.held_out) == window_tuples(second.held_out)
-        assert (first.texts, first.tokens) == (second.texts, second.tokens) or max_tokens == total
+        expected, actual = read_texts(corpus, **options), read_texts(permuted_corpus, **options)
+        assert window_tuples(expected.windows) == window_tuples(actual.windows)
+        assert window_tuples(expected.held_out) == window_tuples(actual.held_out)
+        if max_tokens != total:
+            assert (expected.texts, expected.tokens) == (actual.texts, actual.tokens)
 
 
 @given(CORPORA, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
     result = read_texts(corpus, max_length=max_length, max_tokens=max_tokens)
-    total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
+    total = sum(len(window) for text in corpus for window in split_windows(text, max_length))
     assert result.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
     assert min(map(len, result.windows)) >= 2
-    # The last window is cut.
+    # The last window is shortened.
     result = read_texts(["a b c", "b c d a"], max_tokens=5)
     assert window_ids(result) == [[A, B, C], [B, C]]
 
@@ -484,9 +480,9 @@ def test_an_infinite_generator_is_read_only_as_far_as_needed():
     assert len(items) == 100
 
 
-def distinct_texts(count: int, length: int, start: int = 0) -> list[list[int]]:
-    """Return texts of token ids that share no window."""
-    return [[start + i] * length for i in range(count)]
+def distinct_texts(num_texts: int, length: int, start: int = 0) -> list[list[int]]:
+    """Return texts of token ids, no two of which share a window."""
+    return [[start + i] * length for i in range(num_texts)]
 
 
 def test_a_text_is_not_split_between_calibration_and_held_out():
@@ -513,19 +509,19 @@ def test_a_window_does_not_keep_its_text_in_memory():
     ("corpus", "held_out", "expected"),
     [
         ([[1] * 10], 100, []),  # one window
-        ([[1] * 10, [1] * 10], 100, []),  # one window, twice
+        ([[1] * 10, [1] * 10], 100, []),  # one window, which occurs twice
         ([[1] * 10, [2] * 3], 100, [3]),
         (distinct_texts(3, 10), 100, [10]),
         (distinct_texts(100, 10), 1, [10]),  # at least one window
         ([[9] * 100, *distinct_texts(8, 30)], 1, [30]),  # within a quarter
         (distinct_texts(8, 10), 0, []),
-        # The longest windows are held out.
+        # The longest windows are preferred.
         (
-            [*distinct_texts(40, 5), *distinct_texts(40, 10, 100), *distinct_texts(40, 7, 200)],
+            [text for i, n in enumerate((5, 10, 7)) for text in distinct_texts(40, n, 100 * i)],
             50,
             [10] * 5,
         ),
-        # Single windows of one long text are held out, at most a quarter.
+        # From one long text, single windows are held out, up to a quarter.
         ([list(range(1000))], 40, [10] * 4),
         ([list(range(1000))], 4000, [10] * 25),
     ],

@@ -1,1 +1,1 @@
-"""Tests of cards."""
+"""Tests of model cards."""

@@ -1,4 +1,4 @@
-"""Tests of `hf-fp8kv card`: correct values, findings about defects, and resuming a card."""
+"""Tests of `hf-fp8kv card`: values are correct, defects are found, and a card can be resumed."""
 
 import json
 import math
@@ -42,8 +42,8 @@ from tests.helpers import command_line
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
-SMALL = Size(positions=(96, 192), scored=16, answers=2, drift=256, free=8, asked=0, stored=(64,))
-TINIEST = replace(SMALL, positions=(96,), free=0, asked=4, length=512)
+SIZE = Size(positions=(96, 192), scored=16, answers=2, drift=256, free=8, asked=0, stored=(64,))
+SMALLEST_SIZE = replace(SIZE, positions=(96,), free=0, asked=4, length=512)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,13 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    monkeypatch.setitem(measure.SIZES, "quick", SMALL)
+def run_command(monkeypatch, capsys):
+    monkeypatch.setitem(measure.SIZES, "quick", SIZE)
     return command_line.runner(monkeypatch, capsys)
 
 
-def without_times(card: dict[str, Any]) -> dict[str, Any]:
-    """Return a card without the measured times, which differ between runs."""
+def remove_times(card: dict[str, Any]) -> dict[str, Any]:
+    """Remove the fields that differ between runs from a card, and return the card."""
     for name in ("date", "command", "idle", "used_by_others"):
         del card[name]
     for cache in card["caches"].values():
@@ -66,9 +66,9 @@ def without_times(card: dict[str, Any]) -> dict[str, Any]:
     return card
 
 
-def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, tmp_path):
+def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monkeypatch, tmp_path):
     options = ("card", folder, "--quick", "--device", "cpu", "--caches", "default,fp8,bf16")
-    code, out, err = run(*options, "--out", str(tmp_path / "whole"))
+    code, out, err = run_command(*options, "--out", str(tmp_path / "whole"))
     assert code == 0, err
     files = {path.name for path in (tmp_path / "whole").iterdir()}
     assert {"card.json", "card.md", "badge.svg"} <= files <= {
@@ -79,7 +79,7 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
     caches = card["caches"]
     kl = {name: cache["verdict"]["kl"] for name, cache in caches.items()}
     assert 0 < kl["bf16"] < kl["default"] < kl["fp8"]
-    # 2 layers, K and V, 2 heads of 16: a byte each and a 16-bit scale, or 16 bits.
+    # 2 layers with K and V of 2 heads of 16 values: bytes with a 16-bit scale, or 16-bit values.
     assert {name: cache["bytes_per_token"] for name, cache in caches.items()} == {
         "default": 144, "fp8": 144, "bf16": 256
     }  # fmt: skip
@@ -92,27 +92,27 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())
     ET.fromstring((tmp_path / "whole" / "badge.svg").read_text())
 
-    started: list[str] = []
-    follow = measure.follow_answers
+    started_parts: list[str] = []
+    follow_original = measure.follow_answers
 
     def interrupt(*arguments: Any) -> Any:
-        started.append("drift")
-        if started.count("drift") == 1:
+        started_parts.append("drift")
+        if started_parts.count("drift") == 1:
             raise KeyboardInterrupt
-        return follow(*arguments)
+        return follow_original(*arguments)
 
     monkeypatch.setattr(measure, "follow_answers", interrupt)
     score = measure.score_text
     monkeypatch.setattr(
-        measure, "score_text", lambda *a, **k: started.append("text") or score(*a, **k)
+        measure, "score_text", lambda *x, **y: started_parts.append("text") or score(*x, **y)
     )
-    assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 130
+    assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 130
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
-    assert started == ["text"] * 5 + ["drift"]
-    assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 0
-    assert started == ["text"] * 5 + ["drift"] * 2, "finished parts must not be repeated"
+    assert started_parts == ["text"] * 5 + ["drift"]
+    assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 0
+    assert started_parts == ["text"] * 5 + ["drift"] * 2, "finished parts must not be repeated"
     resumed = json.loads((tmp_path / "resumed" / "card.json").read_text())
-    assert without_times(resumed) == without_times(card)
+    assert remove_times(resumed) == remove_times(card)
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
         (("--scales", "/no/such/folder"), 1, "/no/such/folder"),
     ],
 )
-def test_invalid_options_are_rejected(run, folder, options, code, message, tmp_path):
-    exit_code, out, err = run("card", folder, *options, "--out", str(tmp_path / "card"))
+def test_invalid_options_are_rejected(run_command, folder, options, code, message, tmp_path):
+    exit_code, out, err = run_command("card", folder, *options, "--out", str(tmp_path / "card"))
     assert (exit_code, out) == (code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
 
 
-def test_a_card_omits_free_answers_and_tasks(run, folder, monkeypatch, tmp_path):
-    """This tokenizer has one token for all words of the tasks, so no task is measured."""
-    monkeypatch.setitem(measure.SIZES, "quick", TINIEST)
+def test_a_card_omits_free_answers_and_tasks(run_command, folder, monkeypatch, tmp_path):
+    """The tokenizer has one token for all words of the tasks, so no task is measured."""
+    monkeypatch.setitem(measure.SIZES, "quick", SMALLEST_SIZE)
     monkeypatch.chdir(folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
-    code, _, err = run("card", ".", *options)
+    code, _, err = run_command("card", ".", *options)
     assert code == 0, err
     markdown = (tmp_path / "card" / "card.md").read_text()
     assert markdown.startswith(f"# {Path(folder).name}: losses")
@@ -144,10 +144,10 @@ def test_a_card_omits_free_answers_and_tasks(run, folder, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
 def test_cards_support_windows_latents_and_shared_layers(name):
-    """Layers with a window count only the tokens in the window, with and without quantization."""
+    """Layers with a window count only tokens in the window, with and without quantization."""
     model, _ = tiny(name)
     states = read_states(model, torch.randint(4, 90, (1, 80)))
-    assert not _findings(CONTENDERS["default"], model, states)
+    assert not _find_defects(CONTENDERS["default"], model, states)
     unquantized = measure_bytes(UNQUANTIZED, model, states)
     assert unquantized == measure_bytes(CONTENDERS["bf16"], model, states)
     if name == "deepseek_v3":
@@ -166,9 +166,11 @@ def test_unsupported_models_are_rejected(name, folder, tmp_path):
 
 
 def test_a_broken_cache_is_described():
-    """A cache with infinite divergences gets a tier but no slope."""
-    broken = torch.full((4,), math.inf, dtype=torch.float64)
-    row = measure.summarize_scores([Scores(broken, torch.ones_like(broken), broken)] * 2)
+    """A cache with infinite divergence gets a tier but no slope."""
+    divergences = torch.full((4,), math.inf, dtype=torch.float64)
+    row = measure.summarize_scores(
+        [Scores(divergences, torch.ones_like(divergences), divergences)] * 2
+    )
     drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
     cache = {"predictions": [{**row, "kind": measure.ALL_KINDS}], "stored": None, "tasks": {},
              "drift": {**drift, "kl": math.inf}}  # fmt: skip
@@ -176,7 +178,7 @@ def test_a_broken_cache_is_described():
 
 
 def test_changed_settings_discard_saved_parts(folder, tmp_path):
-    """Results of different caches or weights are never combined in one card."""
+    """A card never combines results of different caches or weights."""
     parts = measure.Parts(tmp_path / "parts.json", {"caches": ["default"]})
     assert parts.get("one", lambda: 1) == 1
     assert measure.Parts(tmp_path / "parts.json", {"caches": ["default"]}).get("one", dict) == 1
@@ -201,7 +203,7 @@ class ScaledValuesCache(FP8PagedCache):
         return super().update(key_states, 1.02 * value_states, layer_idx, *args, **kwargs)
 
 
-def _wrongly_centered_cache(model) -> FP8PagedCache:
+def _make_wrongly_centered_cache(model) -> FP8PagedCache:
     """Return a cache with the centers of a different model."""
     torch.manual_seed(5)
     plan = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
@@ -209,11 +211,11 @@ def _wrongly_centered_cache(model) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=StoragePlan(layers))
 
 
-def _findings(contender: Contender, model: Any, states: list[States]) -> list[str]:
+def _find_defects(contender: Contender, model: Any, states: list[States]) -> list[str]:
     row = {"kind": measure.ALL_KINDS, "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    stored = compare_states(contender, model, states)
-    cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": {}}
+    stored_result = compare_states(contender, model, states)
+    cache = {"predictions": [row], "drift": drift, "stored": stored_result, "tasks": {}}
     return judge_cache(cache, None)["findings"]
 
 
@@ -221,14 +223,14 @@ def test_planted_defects_of_stored_states_are_found():
     model, _ = tiny("llama", num_hidden_layers=2)
     states = read_states(model, torch.randint(4, 90, (1, 80)))
     for name in ("default", "adaptive", "fp8"):
-        assert not _findings(CONTENDERS[name], model, states)
+        assert not _find_defects(CONTENDERS[name], model, states)
     defects = {
         "V is stored 2.": lambda model: ScaledValuesCache(model.config),
         "1 stored tokens are lost (at 40).": lambda model: TokenLossCache(model.config),
-        "The centers do not fit": _wrongly_centered_cache,
+        "The centers do not fit": _make_wrongly_centered_cache,
     }
     for finding, make_cache in defects.items():
-        findings = _findings(Contender("defect", make_cache), model, states)
+        findings = _find_defects(Contender("defect", make_cache), model, states)
         assert any(text.startswith(finding) for text in findings), (finding, findings)
 
 
@@ -245,27 +247,28 @@ def test_a_jump_is_found_and_a_trend_is_not():
 
 
 def test_an_answer_is_followed_as_it_was_decoded():
-    """Scoring the answer in chunks gives the divergences of decoding it token by token."""
+    """An answer that is scored in chunks has the divergences of decoding it token by token."""
     model, _ = tiny("llama", num_hidden_layers=2)
     prompts = torch.randint(4, 90, (2, 24))
     with paged_attention(model):
-        sampled = sample_answers(model, prompts, CONTENDERS["default"], 12)
-        answers = torch.cat([ids for _, ids in sampled], 1)
-        free = run_freely(model, prompts, answers, CONTENDERS["default"])
-        assert free["first"] == [None, None]
+        samples = sample_answers(model, prompts, CONTENDERS["default"], 12)
+        answers = torch.cat([ids for _, ids in samples], 1)
+        free_result = run_freely(model, prompts, answers, CONTENDERS["default"])
+        assert free_result["first"] == [None, None]
         kl = follow_answers(model, prompts, answers, {"default": CONTENDERS["default"]})
         caches = DynamicCache(config=model.config), FP8PagedCache(model.config)
-        decoded = []
+        decoded_kls = []
         for step in range(-1, 12):
             ids = prompts if step < 0 else answers[:, step : step + 1]
             with torch.no_grad():
                 logits = [model(ids, past_key_values=cache).logits[:, -1] for cache in caches]
             expected, actual = (x.double().log_softmax(-1) for x in logits)
-            decoded.append((expected.exp() * (expected - actual)).sum(-1))
-    decoded_kl = torch.stack(decoded[1:], 1)
+            decoded_kls.append((expected.exp() * (expected - actual)).sum(-1))
+    decoded_kl = torch.stack(decoded_kls[1:], 1)
     assert decoded_kl.min() > 0
     torch.testing.assert_close(kl["default"], decoded_kl, rtol=0.02, atol=1e-10)
-    assert free["kl_before"] == pytest.approx(torch.stack(decoded[:-1]).mean().item(), rel=0.02)
+    mean_kl = torch.stack(decoded_kls[:-1]).mean().item()
+    assert free_result["kl_before"] == pytest.approx(mean_kl, rel=0.02)
 
 
 def test_slopes_and_intervals_match_planted_drift():
@@ -313,23 +316,24 @@ def test_an_answer_is_right_if_its_token_beats_all_wrong_tokens():
         question_ids = torch.tensor([[index + 4, 9, index + 20]])
         with torch.no_grad():
             order = model(torch.cat((ids, question_ids), 1)).logits[0, -1].argsort(descending=True)
-        first, *others, last = order.tolist()
-        right = Step(2, first, (*others, last)), Step(2, last, (first,))
-        questions.append(Question(question_ids, ((right[index >= 8],),)))
+        best, *middle, worst = order.tolist()
+        steps = Step(2, best, (*middle, worst)), Step(2, worst, (best,))
+        questions.append(Question(question_ids, ((steps[index >= 8],),)))
     haystack = Haystack(ids, tuple(questions))
-    whole = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
+    contenders = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
     with paged_attention(model):
-        result = run_task(model, [haystack], whole)
-        # The model answers most questions wrongly, so the task is dropped.
-        hard = run_task(model, [replace(haystack, questions=haystack.questions[7:])], whole)
+        result = run_task(model, [haystack], contenders)
+        # The model answers most of these questions wrongly, so the task is dropped.
+        hard = replace(haystack, questions=haystack.questions[7:])
+        hard_result = run_task(model, [hard], contenders)
     assert (result["asked"], result["right"]) == (10, 8)
     assert result["caches"] == {"whole": {"lost": 0, "won": 0}}
-    assert (hard["dropped"], hard["caches"]) == (True, {})
+    assert (hard_result["dropped"], hard_result["caches"]) == (True, {})
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_questions_have_their_answers_in_the_text(task):
-    """The answer occurs before the question, and the question fits after the text."""
+    """The text contains the answer, and the question fits into the length after the text."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     for haystack in write_haystacks(tokenizer, task, 1024, 10):
         text = tokenizer.decode(haystack.ids[0])
@@ -341,7 +345,7 @@ def test_questions_have_their_answers_in_the_text(task):
                 key = tokenizer.decode(question.ids[0]).split("number for ")[1].split(" is")[0]
                 assert f"for {key} is" in text
                 other_keys = [key[:-1] + digit for digit in "0123456789" if digit != key[-1]]
-                assert sum(f"for {other} is" in text for other in other_keys) == 3
+                assert sum(f"for {other_key} is" in text for other_key in other_keys) == 3
 
 
 def test_lost_and_won_answers_cancel():
@@ -362,32 +366,32 @@ def test_lost_and_won_answers_cancel():
 
 
 @pytest.mark.parametrize(
-    ("size", "rotated", "block_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
-)  # With head size 80, the last block has 16 values. K is rotated over a power of two, V over 64.
-def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotated, block_size):
+    ("size", "rotation", "block_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
+)  # With head size 80, the last block has 16 values. K is rotated over 128 values, V over 64.
+def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotation, block_size):
     states = torch.randn(1, 2, 5, size)
     states[..., 40] *= 50
-    stored, exact = (
+    rounded, expected = (
         rotate(x.unflatten(-1, (-1, block_size))).flatten(-2) if block_size else x
-        for x in (round_to_q8_0(states, rotated), states)
+        for x in (round_to_q8_0(states, rotation), states)
     )
-    for block, values in zip(stored.split(32, -1), exact.split(32, -1), strict=True):
+    for block, values in zip(rounded.split(32, -1), expected.split(32, -1), strict=True):
         step = values.abs().amax(-1, keepdim=True) / 127
-        # The bound is half a step, and the error of a scale in float16.
+        # The bound is half a step plus the error of a scale in float16.
         assert ((block - values).abs() <= 0.501 * step + 127 * step * 2**-11).all()
         assert (block - values).abs().max() > 0.3 * step.min()
 
 
 def test_caches_are_selected_by_name_or_plan(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    contenders, rejected = choose_contenders(model)
+    contenders, reasons = choose_contenders(model)
     assert [*contenders] == ["default", "adaptive", "fp8", "QuantizedCache", "bf16"]
-    assert not rejected
+    assert not reasons
     contenders, _ = choose_contenders(model, ["int8 rotated"])
     assert str(contenders["int8 rotated"].make(model).plan[0].v) == "int8 rotated"
-    contenders, rejected = choose_contenders(model, ["checkpoint", "bf16"])
+    contenders, reasons = choose_contenders(model, ["checkpoint", "bf16"])
     assert [*contenders] == ["bf16"]
-    assert "checkpoint" in rejected
+    assert "checkpoint" in reasons
     with pytest.raises(ConfigError, match="caches: expected some of default"):
         choose_contenders(model, ["fp9"])
     with pytest.raises(ConfigError, match="caches: expected one to measure"):
@@ -411,10 +415,10 @@ def test_the_docs_contain_the_cards():
             indices = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
             for cache, column in zip(card["caches"], columns, strict=True):
                 value = column[measures.index("KL at 2,048")].split(" ")[0]
-                assert kl.setdefault((cache, name), value) == value  # both runs have the default
+                assert kl.setdefault((cache, name), value) == value  # the default is in both files
                 if path.startswith("cards"):
                     cells = [column[n] for n in indices]
-                else:  # drift is relative to a floor, which is missing here
+                else:  # this file lacks the floor to which drift is relative
                     cells = ["" if "drift" in measures[n] else column[n] for n in indices]
                 if cache != "default" or path.startswith("cards"):
                     assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines

@@ -28,16 +28,16 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 600
-# On a busy machine, about one of 50 launches is aborted by torch while its threads end. In about
-# one of 200, the C library reports damaged lists of free memory.
+TIMEOUT_SECONDS = 600
+# On a busy machine, torch aborts about one of 50 launches while threads end. In about one of 200,
+# the C library reports damaged lists of free memory.
 # 56 rounds of the last cases in one launch, 30 launches with checks of each block of memory, and
-# 6,000 process groups alone have not shown the cause. The log has the stacks of all threads.
-ABORTED = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")
+# 6,000 process groups alone did not show the cause. The log has the stacks of all threads.
+ABORTS = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")
 
 
-def launch(*command: str | Path, log: Path, tries: int = 3) -> str:
-    """Run Python in a new session, kill its remaining processes, and return the output."""
+def launch(*command: str | Path, log: Path, num_tries: int = 3) -> str:
+    """Run Python in a new session, kill the processes that remain, and return the output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -53,17 +53,17 @@ def launch(*command: str | Path, log: Path, tries: int = 3) -> str:
             start_new_session=True, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            code: int | str = process.wait(SECONDS)
+            code: int | str = process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            code = f"none after {SECONDS} seconds"
+            code = f"none after {TIMEOUT_SECONDS} seconds"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     output = log.read_text(errors="replace")
-    if code != 0 and tries > 1 and any(message in output for message in ABORTED):
+    if code != 0 and num_tries > 1 and any(message in output for message in ABORTS):
         sys.__stderr__.write(f"\nlaunched again after:\n{output[-8000:]}\n")
-        return launch(*command, log=log, tries=tries - 1)
+        return launch(*command, log=log, num_tries=num_tries - 1)
     if code != 0:
         lines = [line for line in output.splitlines() if "Loading weights" not in line]
         pytest.fail(f"exit code {code}\n" + "\n".join(lines[-60:]), pytrace=False)
@@ -95,48 +95,49 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _alone(folder: Path, name: str) -> str:
+def _run_alone(folder: Path, name: str) -> str:
     model_name, run = cases.CASES[name]
-    model = cases.load(folder, model_name, attn_implementation="fp8_paged")
+    model = cases.load_model(folder, model_name, attn_implementation="fp8_paged")
     return json.dumps(run(model, {}, folder))
 
 
-def alone(folder: Path, name: str) -> Any:
-    """Return the result of one process with the whole model."""
-    return json.loads(_alone(folder, name))
+def run_alone(folder: Path, name: str) -> Any:
+    """Return the result of a case in one process with the whole model."""
+    return json.loads(_run_alone(folder, name))
 
 
 # -- the same tokens -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cases.EQUAL)
+@pytest.mark.parametrize("name", cases.EQUAL_CASES)
 def test_two_processes_give_the_tokens_of_one_process(folder, results, name):
-    first, second = (result[name] for result in results)
-    expected = alone(folder, name)
+    result, other_result = (rank_results[name] for rank_results in results)
+    expected = run_alone(folder, name)
     if isinstance(expected, dict):
         heads = expected.pop("heads")
-        for rank_result in (first, second):
+        for rank_result in (result, other_result):
             assert rank_result.pop("heads") == (heads if "gathered" in name else heads // PROCESSES)
-    assert first == expected
-    assert second == expected
+    assert result == expected
+    assert other_result == expected
 
 
 def test_scales_of_the_wrong_rank_change_the_tokens(folder, results):
-    expected = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
-    first, second = (result["other rank's scales"] for result in results)
-    assert first == second
-    assert first != expected
+    expected = run_alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
+    tokens, other_tokens = (result["other rank's scales"] for result in results)
+    assert tokens == other_tokens
+    assert tokens != expected
 
 
 def test_scales_and_kinds_of_cache_give_different_tokens(folder):
-    """The comparisons would prove nothing if all cases gave the same tokens."""
-    names = [n for n, (model, _) in cases.EQUAL.items() if model == "8q-4kv"]
-    answers = {json.dumps(alone(folder, n)) for n in names if "sdpa" not in n and "eager" not in n}
-    # enable, from_pretrained and "per head" use the same scales.
+    """If all cases gave the same tokens, comparisons of tokens would prove nothing."""
+    names = [n for n, (model, _) in cases.EQUAL_CASES.items() if model == "8q-4kv"]
+    names = [n for n in names if "sdpa" not in n and "eager" not in n]
+    answers = {json.dumps(run_alone(folder, n)) for n in names}
+    # The cases for enable, from_pretrained and "per head" use the same scales.
     assert len(answers) >= len(names) - 4
 
 
-@pytest.mark.full  # launched by torchrun, while the fast tier forks the processes of one launch
+@pytest.mark.full  # torchrun launches this test, and the fast tier forks processes of one launch
 def test_the_script_in_the_docs_runs(folder, tmp_path):
     page = (ROOT / "docs/distributed.md").read_text()
     block = next(
@@ -149,9 +150,9 @@ def test_the_script_in_the_docs_runs(folder, tmp_path):
         "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", str(PROCESSES), script, name, name, log=tmp_path / "log",
     )  # fmt: skip
-    model = cases.load(folder, "8q-4kv", attn_implementation="fp8_paged")
+    model = cases.load_model(folder, "8q-4kv", attn_implementation="fp8_paged")
     ids = AutoTokenizer.from_pretrained(name)("London is the capital of", return_tensors="pt")
-    cache = FP8PagedCache(model.config, scales=cases.scales("head", model))
+    cache = FP8PagedCache(model.config, scales=cases.make_scales("head", model))
     expected = model.generate(
         **ids, past_key_values=cache, max_new_tokens=20, do_sample=False
     )[0].tolist()  # fmt: skip
@@ -165,7 +166,7 @@ def test_the_script_in_the_docs_runs(folder, tmp_path):
 def test_a_model_has_a_rank_if_its_heads_are_split(results):
     for rank, result in enumerate(results):
         assert result["ranks"] == [rank, 2]
-        # A plan that gathers K and V leaves all heads in every process.
+        # A plan that gathers K and V leaves all heads in each process.
         assert result["ranks, gathered heads"] == [0, 1]
     model, _ = tiny("gqa")
     assert tensor_parallel(model) == TensorParallel(0, 1)
@@ -174,7 +175,7 @@ def test_a_model_has_a_rank_if_its_heads_are_split(results):
 
 
 def test_a_split_model_can_be_checked(folder, results):
-    expected = alone(folder, "report")
+    expected = run_alone(folder, "report")
     assert expected["path"] == "fused"
     assert [result["report"] for result in results] == [expected, expected]
 
@@ -199,7 +200,7 @@ def test_a_refused_case_reports_the_reason_and_changes_nothing(folder, results, 
         result = rank_results[case]
         if isinstance(result, dict):
             assert result["stored"] == [0, 0]
-            expected = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
+            expected = run_alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
             assert result["tokens"]
             assert result["tokens"] == expected or case == "ranks, heads not split"
             result = result["error"]
@@ -208,25 +209,25 @@ def test_a_refused_case_reports_the_reason_and_changes_nothing(folder, results, 
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "head"])
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 40}], ids=["growing", "static"])
-def test_a_rank_for_an_unsplit_model_is_refused(kind, form):
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 40}], ids=["growing", "static"])
+def test_a_rank_for_an_unsplit_model_is_refused(kind, options):
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    scales = None if kind == "dynamic" else cases.scales(kind, model)
+    scales = None if kind == "dynamic" else cases.make_scales(kind, model)
     ranks = TensorParallel(1, 2)
-    cache = FP8PagedCache(model.config, scales=scales, tensor_parallel=ranks, **form)
-    for fork in (cache, cache.fork()):
+    cache = FP8PagedCache(model.config, scales=scales, tensor_parallel=ranks, **options)
+    for x in (cache, cache.fork()):
         with pytest.raises(ConfigError, match=r"tensor_parallel: expected 1 of .* got all of them"):
-            model.generate(**inputs, past_key_values=fork, **cases.GREEDY)
-        assert fork.host_length() == 0
-        assert fork.memory_footprint().total_bytes == 0
+            model.generate(**inputs, past_key_values=x, **cases.GREEDY)
+        assert x.host_length() == 0
+        assert x.memory_footprint().total_bytes == 0
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "message"),
+    ("num_heads", "size", "message"),
     [(4, 3, "divides the 4 KV heads .* got 3. Use 1 or 2 or 4"), (1, 2, "Use 1, or one process")],
 )
-def test_a_cache_for_uneven_heads_is_refused(heads, size, message):
-    model, _ = tiny("llama", num_key_value_heads=heads)
+def test_a_cache_for_uneven_heads_is_refused(num_heads, size, message):
+    model, _ = tiny("llama", num_key_value_heads=num_heads)
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(model.config, tensor_parallel=TensorParallel(0, size))
 

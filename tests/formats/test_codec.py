@@ -1,4 +1,4 @@
-"""Tests of every format against its definition: all codes, all 16-bit inputs, ties and edges.
+"""Tests of each format against its definition: all codes, all 16-bit inputs, ties and edges.
 
 The references share no code with the library. They follow the papers in exact rational or float64
 arithmetic, and this file has its own table of formats.
@@ -26,11 +26,11 @@ INF, NAN = float("inf"), float("nan")
 
 @dataclass(frozen=True)
 class Spec:
-    """A format as its paper defines it. `nan` and `inf` are sets of codes."""
+    """A format as a paper defines it. `nan` and `inf` are sets of codes."""
 
     mantissa_bits: int
     bias: int
-    largest: float
+    max_value: float
     nan: frozenset[int]
     inf: frozenset[int] = frozenset()
     # Codes of a NaN of either sign.
@@ -47,18 +47,18 @@ SPECS = {
     "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN, frozenset({0x7C, 0xFC})),
     "fp8_e3m4": Spec(4, 3, 31.0, **ONLY_0X80, has_negative_zero=False),
     "fp8_e2m5": Spec(5, 1, 7.875, **ONLY_0X80, has_negative_zero=False),
-    # All steps are one without exponent bits.
+    # Without exponent bits, all steps are 1.
     "int8": Spec(7, -6, 127.0, **ONLY_0X80, has_negative_zero=False),
 }
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
-formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
 # -- references ------------------------------------------------------------------------------------
 
 
-def exact_value(code: int, spec: Spec) -> Fraction:
+def compute_value(code: int, spec: Spec) -> Fraction:
     """Return the value of a finite code."""
     sign = -1 if code & 0x80 else 1
     exponent, fraction = divmod(code & 0x7F, 1 << spec.mantissa_bits)
@@ -68,40 +68,40 @@ def exact_value(code: int, spec: Spec) -> Fraction:
     return sign * mantissa * Fraction(2) ** (exponent - spec.bias)
 
 
-def finite_codes(spec: Spec) -> list[int]:
+def list_finite_codes(spec: Spec) -> list[int]:
     """Return the codes with finite values, in the order of the codes."""
     return [c for c in range(256) if c not in spec.nan | spec.inf]
 
 
-def grid(spec: Spec) -> Floats:
-    """Return the values of the codes 0, 1, 2, ... up to the largest value."""
-    values = [float(exact_value(c, spec)) for c in finite_codes(spec) if c < 0x80]
+def list_levels(spec: Spec) -> Floats:
+    """Return the values of the codes 0, 1, 2, ... up to the code of the largest value."""
+    values = [float(compute_value(c, spec)) for c in list_finite_codes(spec) if c < 0x80]
     assert values == sorted(values)
-    assert values[-1] == spec.largest
+    assert values[-1] == spec.max_value
     return np.array(values)
 
 
-def expected_codes(values: Floats, spec: Spec, negative: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """Return the nearest code, ties to even, saturating. The search covers values and midpoints.
+def round_to_codes(values: Floats, spec: Spec, negative: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Return the nearest codes, with ties to even and saturation, as uint8.
 
-    Midpoints of neighbors and all inputs (float32 or narrower) are exact in float64.
+    The search is exact, because midpoints and all inputs (up to float32) are exact in float64.
     """
-    levels = grid(spec)
-    magnitude = np.minimum(np.abs(values), spec.largest)
+    levels = list_levels(spec)
+    magnitude = np.minimum(np.abs(values), spec.max_value)
     with np.errstate(invalid="ignore"):
-        below = np.clip(np.searchsorted(levels, magnitude, side="right") - 1, 0, len(levels) - 2)
-        middle = (levels[below] + levels[below + 1]) / 2
-        up = (magnitude > middle) | ((magnitude == middle) & (below % 2 == 1))
-    code = below + up
+        lower = np.clip(np.searchsorted(levels, magnitude, side="right") - 1, 0, len(levels) - 2)
+        midpoints = (levels[lower] + levels[lower + 1]) / 2
+        rounds_up = (magnitude > midpoints) | ((magnitude == midpoints) & (lower % 2 == 1))
+    code = lower + rounds_up
     code = np.where(negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
     nan_code = np.where(negative, spec.negative_nan, spec.positive_nan)
     return torch.from_numpy(np.where(np.isnan(values), nan_code, code).astype(np.uint8))
 
 
 def assert_codes(x: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, spec: Spec) -> None:
-    """Check that codes are equal, and report the first difference. A NaN may have either sign.
+    """Assert that codes are equal, and report the first difference. NaN may have either sign.
 
-    CUDA's conversion drops the sign of a NaN, and a CPU's conversion keeps it.
+    The conversion on CUDA drops the sign of a NaN, and the conversion on a CPU keeps it.
     """
     assert actual.dtype == torch.uint8
     assert actual.shape == x.shape
@@ -123,45 +123,47 @@ def from_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return the values, and whether their sign bits are set. Numpy reads both from the bits."""
+    """Return the values and whether the sign bits are set, both read from the bits by numpy."""
     if x.dtype == torch.bfloat16:
         bits = x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
-        narrow: npt.NDArray[np.floating] = bits.view(np.float32)
+        floats: npt.NDArray[np.floating] = bits.view(np.float32)
     else:
-        narrow = x.numpy()
+        floats = x.numpy()
     with np.errstate(invalid="ignore"):
-        return narrow.astype(np.float64), np.signbit(narrow)
+        return floats.astype(np.float64), np.signbit(floats)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
 
 
 @functools.cache
-def float32_grid() -> torch.Tensor:
-    """Return all signs and exponents, with mantissas on, next to and between a format's mantissas.
+def make_float32_grid() -> torch.Tensor:
+    """Return all signs and exponents, with mantissas at, next to and between 5-bit values.
 
-    The last exponent gives infinities, and NaN with many payloads.
+    The last exponent gives infinities and NaN with many payloads.
     """
-    high = np.arange(32) << 18
-    low = np.array([0, 1, 2, 0x1FFFF, 0x20000, 0x20001, 0x3FFFE, 0x3FFFF])
-    single = 1 << np.arange(23)
-    mantissas = np.unique(np.concatenate([(high[:, None] | low).ravel(), single, single - 1]))
+    high_bits = np.arange(32) << 18
+    low_bits = np.array([0, 1, 2, 0x1FFFF, 0x20000, 0x20001, 0x3FFFE, 0x3FFFF])
+    single_bits = 1 << np.arange(23)
+    mantissas = np.unique(
+        np.concatenate([(high_bits[:, None] | low_bits).ravel(), single_bits, single_bits - 1])
+    )
     exponents = np.arange(256) << 23
     positive = (exponents[:, None] | mantissas).ravel()
     return from_bits(np.concatenate([positive, positive | 1 << 31]), torch.float32)
 
 
-def float32_ties(spec: Spec) -> torch.Tensor:
-    """Return every value, midpoint and saturation edge, each with its neighbors in float32.
+def make_float32_ties(spec: Spec) -> torch.Tensor:
+    """Return all values, midpoints and edges of saturation, each with two float32 neighbors.
 
-    One step past the largest value, the midpoint to the next value is also included.
+    The edges include the midpoint to the value that would follow the largest value.
     """
-    values = grid(spec)
+    values = list_levels(spec)
     step = values[-1] - values[-2]
-    edge = [spec.largest + step * f for f in (0.25, 0.5, 0.75, 1.0, 2.0)]
-    exact = np.concatenate([values, (values[1:] + values[:-1]) / 2, edge]).astype(np.float32)
-    neighbors = [np.nextafter(exact, np.float32(to), dtype=np.float32) for to in (-np.inf, np.inf)]
-    all_values = np.concatenate([exact, *neighbors])
+    edges = [spec.max_value + step * f for f in (0.25, 0.5, 0.75, 1.0, 2.0)]
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, edges]).astype(np.float32)
+    neighbors = [np.nextafter(points, np.float32(x), dtype=np.float32) for x in (-np.inf, np.inf)]
+    all_values = np.concatenate([points, *neighbors])
     return torch.from_numpy(np.concatenate([all_values, -all_values]))
 
 
@@ -169,24 +171,24 @@ EVERY_16_BIT_PATTERN = np.arange(1 << 16)
 
 
 @functools.cache
-def inputs(kind: str, spec: Spec) -> torch.Tensor:
-    """Return the inputs of a test case."""
+def make_inputs(kind: str, spec: Spec) -> torch.Tensor:
+    """Return the inputs of a kind, which may depend on the format."""
     if kind == "every-bfloat16":
         return from_bits(EVERY_16_BIT_PATTERN, torch.bfloat16)
     if kind == "every-float16":
         return from_bits(EVERY_16_BIT_PATTERN, torch.float16)
-    return float32_grid() if kind == "float32-grid" else float32_ties(spec)
+    return make_float32_grid() if kind == "float32-grid" else make_float32_ties(spec)
 
 
 KINDS = ["every-bfloat16", "every-float16", "float32-grid", "float32-ties"]
-kinds = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @functools.cache
-def expected(kind: str, spec: Spec) -> torch.Tensor:
-    """Return the expected codes of these inputs."""
-    values, negative = as_float64(inputs(kind, spec))
-    return expected_codes(values, spec, negative)
+def expect_codes(kind: str, spec: Spec) -> torch.Tensor:
+    """Return the expected codes of the inputs of a kind."""
+    values, negative = as_float64(make_inputs(kind, spec))
+    return round_to_codes(values, spec, negative)
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -196,11 +198,11 @@ def test_the_formats_match_this_file():
     assert list(FORMATS) == list(SPECS)
 
 
-@formats
+@each_format
 def test_the_constants_of_a_format_follow_from_its_definition(fmt):
     spec = SPECS[fmt.name]
-    values = grid(spec)
-    assert fmt.max == spec.largest == values[fmt.max_code]
+    values = list_levels(spec)
+    assert fmt.max == spec.max_value == values[fmt.max_code]
     assert fmt.max_code == len(values) - 1
     assert fmt.min_subnormal == values[1]
     assert fmt.max_step == values[-1] - values[-2]
@@ -209,7 +211,7 @@ def test_the_constants_of_a_format_follow_from_its_definition(fmt):
     assert fmt.unsigned_zero is not spec.has_negative_zero
 
 
-@formats
+@each_format
 def test_every_code_decodes_to_its_definition(fmt, device):
     spec = SPECS[fmt.name]
     actual = decode(ALL_CODES.to(device), fmt)
@@ -220,8 +222,8 @@ def test_every_code_decodes_to_its_definition(fmt, device):
         elif code in spec.inf:
             assert value == (-INF if code & 0x80 else INF), f"{code:#04x}"
         else:
-            assert Fraction(value) == exact_value(code, spec), f"{code:#04x}"
-            # The sign of zero must also match.
+            assert Fraction(value) == compute_value(code, spec), f"{code:#04x}"
+            # The sign of a zero must match as well.
             assert math.copysign(1, value) == (-1 if code & 0x80 else 1), f"{code:#04x}"
     if fmt.torch_dtype:
         torch_values = ALL_CODES.view(fmt.torch_dtype).float()
@@ -231,19 +233,19 @@ def test_every_code_decodes_to_its_definition(fmt, device):
 # -- encoding --------------------------------------------------------------------------------------
 
 
-@kinds
-@formats
+@each_kind
+@each_format
 def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     spec = SPECS[fmt.name]
-    x = inputs(kind, spec)
-    assert_codes(x, encode(x.to(device), fmt), expected(kind, spec), spec)
+    x = make_inputs(kind, spec)
+    assert_codes(x, encode(x.to(device), fmt), expect_codes(kind, spec), spec)
 
 
 def test_codes_do_not_depend_on_shapes_and_strides():
     fmt, x = FORMATS["fp8_e4m3"], torch.randn(6, 10) * 1000
-    before = x.clone()
+    x_copy = x.clone()
     codes = encode(x, fmt)
-    assert torch.equal(x, before), "the input must not change"
+    assert torch.equal(x, x_copy), "the input must not change"
     assert torch.equal(encode(x.T, fmt), codes.T)
     assert torch.equal(encode(x[::2, 1::3], fmt), codes[::2, 1::3])
     assert torch.equal(encode(x[2, 3], fmt), codes[2, 3])
@@ -255,7 +257,7 @@ def test_codes_do_not_depend_on_shapes_and_strides():
 # -- dynamic scales --------------------------------------------------------------------------------
 
 
-@formats
+@each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_vector_of_zeros_or_tiny_values_gets_the_smallest_scale(fmt, dtype):
     x = torch.tensor([[0.0, 0.0], [-0.0, 0.0], [1e-45, -1e-40]], dtype=dtype)
@@ -264,11 +266,11 @@ def test_a_vector_of_zeros_or_tiny_values_gets_the_smallest_scale(fmt, dtype):
     assert not decode(encode(x.float() * scale.float().reciprocal()[:, None], fmt), fmt).any()
 
 
-@formats
-@pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
+@each_format
+@pytest.mark.parametrize("value", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt, bad, dtype):
-    x = torch.tensor([[1.0, bad, 0.0], [1.0, 2.0, 3.0]], dtype=dtype)
+def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt, value, dtype):
+    x = torch.tensor([[1.0, value, 0.0], [1.0, 2.0, 3.0]], dtype=dtype)
     scale = dynamic_scale(x, fmt)
     assert scale[0].isnan()
     assert scale[1].isfinite()
@@ -277,27 +279,27 @@ def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt
     assert (decode(codes, fmt) * scale.float()[:, None])[0].isnan().all()
 
 
-@formats
+@each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, device):
-    # One vector for each positive finite pattern: half of the value, and its negative.
+    # Each positive finite value has a vector: half of the value, and the negative value.
     if dtype == torch.float32:
-        x = float32_grid()
+        x = make_float32_grid()
     else:
         x = from_bits(EVERY_16_BIT_PATTERN, dtype)
     largest = x[x.isfinite() & (x >= 0)]
     x = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
     scale = dynamic_scale(x.to(device), fmt).cpu()
     assert scale.shape == x.shape[:-1]
-    # numpy rounds as IEEE specifies. Rounding up to bfloat16 adds one to the upper half.
+    # numpy rounds as IEEE 754 specifies. Rounding up to bfloat16 adds 1 to the upper half.
     quotient = largest.float().numpy() / np.float32(fmt.max)
     bits = np.maximum(quotient, np.float32(MIN_SCALE)).view(np.uint32)
-    expected = (bits >> 16) + (bits & 0xFFFF > 0)
-    assert np.array_equal(scale.view(torch.int16).numpy().view(np.uint16), expected)
+    expected_bits = (bits >> 16) + (bits & 0xFFFF > 0)
+    assert np.array_equal(scale.view(torch.int16).numpy().view(np.uint16), expected_bits)
     # No value saturates. The quotient, the reciprocal and the product round by 2^-24 each.
     scaled = x[:, 1].float() * scale.float().reciprocal()
     assert scaled.abs().max() <= fmt.max * (1 + 2.0**-22)
-    # Rounding up costs less than 2^-7: less than half of the last step, or one step of int8.
+    # Rounding up costs less than 2^-7, which is less than half of the last step, or a step of int8.
     tolerance = 1 if fmt.name == "int8" else 0
     codes = encode(scaled[torch.from_numpy(quotient >= MIN_SCALE)], fmt) & 0x7F
     assert codes.min() >= fmt.max_code - tolerance
@@ -306,7 +308,7 @@ def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, de
 # -- compatibility ---------------------------------------------------------------------------------
 
 
-# Digests of 2026-11-22. A changed digest would change the meaning of saved caches and scales.
+# Digests of 2026-11-22. If a digest changes, saved caches and scales change their meaning.
 GOLDEN = {
     "fp8_e4m3": "53f788649983ea3c",
     "fp8_e4m3fnuz": "e575762e9ff01098",
@@ -320,11 +322,11 @@ GOLDEN = {
 @pytest.mark.parametrize("name", SPECS)
 def test_codes_values_and_scales_match_earlier_versions(name):
     fmt = FORMATS[name]
-    # The values are computed, because a generator's values may differ between versions of torch.
-    spread = (torch.arange(80 * 64) * 2654435761 % 2**32 - 2**31).float() * 2.0**-31
-    vectors = spread.view(80, 64) ** 3 * 2.0 ** torch.arange(-40, 40)[:, None]
+    # The values are not random, because generators may differ between versions of torch.
+    x = (torch.arange(80 * 64) * 2654435761 % 2**32 - 2**31).float() * 2.0**-31
+    vectors = x.view(80, 64) ** 3 * 2.0 ** torch.arange(-40, 40)[:, None]
     results = [
-        encode(torch.cat([float32_grid(), float32_ties(SPECS[name])]), fmt),
+        encode(torch.cat([make_float32_grid(), make_float32_ties(SPECS[name])]), fmt),
         decode(ALL_CODES, fmt).nan_to_num(nan=-12345.0),
         dynamic_scale(vectors, fmt),
         search_scale(vectors, fmt),
@@ -342,7 +344,7 @@ FACTORS = {
 }  # fmt: skip
 
 
-@formats
+@each_format
 def test_a_scale_for_e4m3_still_covers_448(fmt):
     assert fmt.scale_from_e4m3 == FACTORS[fmt.name]
     largest = torch.tensor([448.0]) / fmt.scale_from_e4m3
@@ -356,11 +358,11 @@ def test_a_scale_for_e4m3_still_covers_448(fmt):
 
 @pytest.fixture
 def flushed_subnormals() -> Iterator[None]:
-    """Flush subnormal values to zero. Use one thread, because the setting is per thread."""
-    threads = torch.get_num_threads()
+    """Flush subnormal values to zero in one thread, because each thread has the setting."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if not torch.set_flush_denormal(True):
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
         pytest.skip("this CPU cannot flush subnormal values")
     code_table.cache_clear()
     try:
@@ -368,20 +370,20 @@ def flushed_subnormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
         code_table.cache_clear()
 
 
-@formats
+@each_format
 def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
-    codes = [encode(inputs(kind, SPECS[fmt.name]), fmt) for kind in KINDS]
-    x = float32_grid()[:, None]
+    codes = [encode(make_inputs(kind, SPECS[fmt.name]), fmt) for kind in KINDS]
+    x = make_float32_grid()[:, None]
     values, scales = decode(ALL_CODES, fmt), dynamic_scale(x, fmt)
     torch.set_flush_denormal(False)
     code_table.cache_clear()
     for kind, actual in zip(KINDS, codes, strict=True):
         spec = SPECS[fmt.name]
-        assert_codes(inputs(kind, spec), actual, expected(kind, spec), spec)
+        assert_codes(make_inputs(kind, spec), actual, expect_codes(kind, spec), spec)
     assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
     assert torch.equal(scales.view(torch.int16), dynamic_scale(x, fmt).view(torch.int16))
 

@@ -1,4 +1,4 @@
-"""Tests of the rotation, which multiplies blocks by Hadamard's matrix and is its own inverse."""
+"""Tests of the rotation, which multiplies blocks by a Hadamard matrix and is its own inverse."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from hf_fp8kv.formats.rotation import rotate, rotation_block
 
 
-def hadamard(size: int) -> torch.Tensor:
-    """Return Hadamard's matrix by Sylvester's construction, `[size, size]`, float64."""
+def make_hadamard(size: int) -> torch.Tensor:
+    """Return the Hadamard matrix of Sylvester's construction, `[size, size]`, in float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -17,10 +17,10 @@ def hadamard(size: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dim", "block"), [(1, 1), (2, 2), (24, 8), (64, 64), (80, 16), (96, 32), (192, 64), (256, 256)]
 )
-def test_rotation_is_the_product_with_hadamards_matrix_by_blocks(dim, block):
+def test_rotation_multiplies_blocks_by_a_hadamard_matrix(dim, block):
     assert rotation_block(dim) == block
     x = torch.randn(3, 5, dim)
-    expected = x.double().unflatten(-1, (-1, block)) @ hadamard(block)
+    expected = x.double().unflatten(-1, (-1, block)) @ make_hadamard(block)
     # Each of the log2(block) sums is rounded once, relative to the norm of the vector.
     bound = 2.0**-23 * x.double().norm(dim=-1).max()
     assert (rotate(x).double() - expected.flatten(-2)).abs().max() <= bound

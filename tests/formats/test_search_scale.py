@@ -1,4 +1,4 @@
-"""Tests of the search for K's scale: identical bits in every backend, and the gain in accuracy."""
+"""Tests of the search for scales of K: identical bits in all backends, and the gain in accuracy."""
 
 import math
 
@@ -14,21 +14,21 @@ from hf_fp8kv.ops import Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
 from tests.helpers.grids import pairwise
 
-NUMBA = pytest.param(
+CPU = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
         ops.available_backends()["cpu"] is not None, reason=str(ops.available_backends()["cpu"])
     ),
 )
-BACKENDS = ["reference", "torch", NUMBA]
-NAMES = sorted(FORMATS)
+BACKENDS = ["reference", "torch", CPU]
+FORMAT_NAMES = sorted(FORMATS)
 HEADS, SLOTS = 2, 16
 Tensor = torch.Tensor
 
 
-def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pages:
-    """Return pages of one sequence, in which every byte is NaN or 0xFF."""
-    columns = -(-tokens // SLOTS)
+def make_pages(name: str, num_tokens: int, dim: int, center: Tensor | None = None) -> Pages:
+    """Return pages of one sequence, whose codes are 0xFF and whose scales are NaN."""
+    columns = -(-num_tokens // SLOTS)
     scales = torch.full((columns, HEADS, SLOTS, 2), math.nan, dtype=torch.bfloat16)
     k, v = (
         torch.full((columns, HEADS, *shape), 0xFF, dtype=torch.uint8)
@@ -43,30 +43,31 @@ def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pag
 def write_and_read(
     key: Tensor, name: str, backend: str, center: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write `key`, `[1, H, T, D]`, as K and V. Return K's codes, and the scales of K and V."""
+    """Write `key`, `[1, H, T, D]`, as K and V, and return the codes of K and the scales of both."""
     tokens = key.shape[2]
-    stored = pages(name, tokens, key.shape[3], center)
-    ops.write(stored, key, key, torch.tensor([tokens], dtype=torch.int32), backend)
+    pages = make_pages(name, tokens, key.shape[3], center)
+    ops.write(pages, key, key, torch.tensor([tokens], dtype=torch.int32), backend)
 
-    def in_order(pool: Tensor | None) -> Tensor:
+    def read_in_order(pool: Tensor | None) -> Tensor:
         assert pool is not None
-        return pool[stored.table[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
+        return pool[pages.table[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
 
-    assert stored.token_scales is not None
-    k_scales, v_scales = (in_order(x) for x in stored.token_scales.unbind(-1))
-    return in_order(stored.k_codes), k_scales, v_scales
+    assert pages.token_scales is not None
+    k_scales, v_scales = (read_in_order(x) for x in pages.token_scales.unbind(-1))
+    return read_in_order(pages.k_codes), k_scales, v_scales
 
 
-def ordinary(dim: int, rows: int = 30) -> Tensor:
-    """Return vectors of very different size and shape, `[3 * rows, dim]`."""
-    size = torch.exp2(torch.randint(-60, 60, (3 * rows, 1)))
-    outlier = torch.randn(rows, dim)
+def make_ordinary(dim: int, num_rows: int = 30) -> Tensor:
+    """Return vectors with very different magnitudes and distributions, `[3 * rows, dim]`."""
+    magnitude = torch.exp2(torch.randint(-60, 60, (3 * num_rows, 1)))
+    outlier = torch.randn(num_rows, dim)
     outlier[:, 0] *= 30
-    return torch.cat([torch.randn(rows, dim), torch.randn(2, rows, dim).prod(0), outlier]) * size
+    x = torch.cat([torch.randn(num_rows, dim), torch.randn(2, num_rows, dim).prod(0), outlier])
+    return x * magnitude
 
 
-def special(dim: int) -> Tensor:
-    """Return vectors with values at the edges of float32, alone or next to ordinary values."""
+def make_special(dim: int) -> Tensor:
+    """Return vectors with values at the limits of float32, next to zeros or ordinary values."""
     edges = [0.0, -0.0, 1e-45, -1e-40, 1e-35, -1e-35, 1e-30, 1e38, -3.4e38]
     edges += [math.inf, -math.inf, math.nan]
     vectors = [torch.zeros(len(edges), dim), torch.randn(len(edges), dim)]
@@ -77,15 +78,15 @@ def special(dim: int) -> Tensor:
     return torch.cat(vectors)
 
 
-def ties(dim: int) -> Tensor:
-    """Return short values, many of which lie between two codes for some of the scales."""
+def make_ties(dim: int) -> Tensor:
+    """Return values with few bits, many of which are midpoints of two codes for some scales."""
     vectors = torch.randint(-511, 512, (30, dim)) / 2.0 ** torch.randint(0, 9, (30, 1))
     vectors[:10] = vectors[:10].abs().clamp(min=257)
     return vectors
 
 
 def assert_same_codes(actual: Tensor, expected: Tensor, name: str) -> None:
-    """Check that codes are equal. A NaN may have either sign."""
+    """Assert that codes are equal. A NaN may have either sign."""
     fmt = FORMATS[name]
     nan = decode(expected, fmt).isnan()
     assert torch.equal(decode(actual, fmt).isnan(), nan)
@@ -93,79 +94,81 @@ def assert_same_codes(actual: Tensor, expected: Tensor, name: str) -> None:
 
 
 def assert_same_scales(actual: Tensor, expected: Tensor) -> None:
-    """Check that scales are equal. Any NaN equals any other NaN."""
+    """Assert that scales are equal. All NaN are equal."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def check(key: Tensor, name: str, backend: str, center: Tensor | None = None) -> None:
-    """Check that written codes and scales match `search_scale` and `encode`."""
+def check_write(key: Tensor, name: str, backend: str, center: Tensor | None = None) -> None:
+    """Assert that written codes and scales match `search_scale` and `encode`."""
     codes, scales, v_scales = write_and_read(key, name, backend, center)
     fmt, x = FORMATS[name], key[0].float()
-    centered = x if center is None else x - center[0, :, None]
-    expected = search_scale(centered, fmt)
+    centered_x = x if center is None else x - center[0, :, None]
+    expected = search_scale(centered_x, fmt)
     assert_same_scales(scales, expected)
     assert_same_scales(v_scales, dynamic_scale(x, fmt))
-    assert_same_codes(codes, encode(centered * expected.float().reciprocal()[..., None], fmt), name)
+    expected_codes = encode(centered_x * expected.float().reciprocal()[..., None], fmt)
+    assert_same_codes(codes, expected_codes, name)
 
 
-def as_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Reshape vectors to `[1, H, T, D]`. Vectors of an incomplete token are dropped."""
+def to_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Reshape vectors to `[1, H, T, D]`, and drop the vectors of an incomplete token."""
     tokens = len(vectors) // HEADS
     return vectors[: tokens * HEADS].view(1, HEADS, tokens, -1).to(dtype)
 
 
-# Grid: backends vectorize over the values of a vector. Each format meets each size and dtype, on
+# Grid: Backends vectorize over the values of a vector. Each format meets each size and dtype, on
 # each backend, with and without a center.
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-GRID = pairwise(
-    NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "cpu"]
+WRITE_CASES = pairwise(
+    FORMAT_NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "cpu"]
 )
 
 
-@pytest.mark.parametrize(("name", "dim", "dtype", "centered", "backend"), GRID, ids=str)
-def test_every_backend_writes_the_same_bytes(name, dim, dtype, centered, backend):
+@pytest.mark.parametrize(("name", "dim", "dtype", "is_centered", "backend"), WRITE_CASES, ids=str)
+def test_every_backend_writes_the_same_bytes(name, dim, dtype, is_centered, backend):
     if reason := ops.available_backends().get(backend):
         pytest.skip(reason)
-    key = as_keys(torch.cat([ordinary(dim), ties(dim), special(dim)]), dtype)
-    if not centered:
-        check(key, name, backend)
+    key = to_keys(torch.cat([make_ordinary(dim), make_ties(dim), make_special(dim)]), dtype)
+    if not is_centered:
+        check_write(key, name, backend)
         return
     center = 3 * torch.randn(1, HEADS, dim)
     key = torch.cat([key, (center[:, :, None] + torch.randn(1, HEADS, 40, dim)).to(dtype)], 2)
     key[..., -1, :] = center.to(dtype)
     key[..., -2, 0] = math.nan
     key[..., -3, -1] = -math.inf
-    check(key, name, backend, center)
+    check_write(key, name, backend, center)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dim", [1023, 1024, 1040, 4096])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     fmt = FORMATS[name]
-    top = 2.0 ** math.floor(math.log2(fmt.max))
-    step = max(top * 2.0**-fmt.mantissa_bits, fmt.min_subnormal)
-    # The first scale is 1, and all values except one are nearly half-way between two codes.
-    share = torch.randint(500, 513, (4, dim)) / 1024
-    worst = (top + step * (torch.randint(0, 4, (4, dim)) + share)) * torch.randn(4, dim).sign()
-    worst[:, 3] = fmt.max
-    error = (decode(encode(worst, fmt), fmt) - worst).abs() * fmt.error_unit
+    max_power = 2.0 ** math.floor(math.log2(fmt.max))
+    step = max(max_power * 2.0**-fmt.mantissa_bits, fmt.min_subnormal)
+    # The first scale is 1, and all values except one are nearly midpoints of two codes.
+    fractions = torch.randint(500, 513, (4, dim)) / 1024
+    magnitudes = max_power + step * (torch.randint(0, 4, (4, dim)) + fractions)
+    x = magnitudes * torch.randn(4, dim).sign()
+    x[:, 3] = fmt.max
+    error = (decode(encode(x, fmt), fmt) - x).abs() * fmt.error_unit
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
-    check(as_keys(torch.cat([worst, worst * 1.001, torch.randn(8, dim)])), name, backend)
+    check_write(to_keys(torch.cat([x, x * 1.001, torch.randn(8, dim)])), name, backend)
 
 
 def test_a_scale_does_not_depend_on_other_vectors():
-    x = torch.cat([ordinary(48), special(48)])
+    x = torch.cat([make_ordinary(48), make_special(48)])
     fmt = FORMATS["fp8_e3m4"]
     expected = search_scale(x, fmt)
     assert_same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
     assert search_scale(x.view(2, -1, 1, 48), fmt).shape == (2, len(x) // 2, 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_choice_does_not_depend_on_the_magnitude(name):
-    """At the smallest magnitude, the squares are zero in float32."""
-    fmt, x = FORMATS[name], torch.randn(200, 64) * unit_size(name)
+    """At the smallest magnitude, squares underflow to zero in float32."""
+    fmt, x = FORMATS[name], torch.randn(200, 64) * unit_magnitude(name)
     expected = search_scale(x, fmt).double()
     assert len((expected / dynamic_scale(x, fmt).double()).unique()) > 8
     for power in (-95, -60, -1, 30, 80):
@@ -173,15 +176,15 @@ def test_the_choice_does_not_depend_on_the_magnitude(name):
         assert torch.equal(scaled, expected * 2.0**power)
 
 
-def unit_size(name: str) -> float:
-    """Return a size of vectors for which scales are about one."""
+def unit_magnitude(name: str) -> float:
+    """Return a factor for normal vectors with which scales are about 1."""
     return FORMATS[name].max / 3
 
 
 # -- gain in accuracy ------------------------------------------------------------------------------
 
 
-def squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
+def compute_squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
     """Return the error of each vector after encoding and decoding with `scale`, in float64."""
     fmt = FORMATS[name]
     codes = encode(x * scale.float().reciprocal()[..., None], fmt)
@@ -189,43 +192,43 @@ def squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
     return (decoded - x.double()).square().sum(-1)
 
 
-def candidates(x: Tensor, name: str) -> list[Tensor]:
-    first = dynamic_scale(x, FORMATS[name]).double()
+def list_candidates(x: Tensor, name: str) -> list[Tensor]:
+    first_scale = dynamic_scale(x, FORMATS[name]).double()
     scales = []
     for step in range(codec.SEARCH_STEPS):
-        mantissa, exponent = torch.frexp((first * 2.0 ** (step / codec.SEARCH_STEPS)).float())
-        up = torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent)
-        scales.append(up.to(torch.bfloat16))
+        mantissa, exponent = torch.frexp((first_scale * 2.0 ** (step / codec.SEARCH_STEPS)).float())
+        rounded_up = torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent)
+        scales.append(rounded_up.to(torch.bfloat16))
     return scales
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_best_scale_of_an_octave_is_chosen(name, dim):
     x = torch.cat([torch.randn(300, dim), torch.randn(2, 300, dim).prod(0)])
-    chosen, scales = search_scale(x, FORMATS[name]), torch.stack(candidates(x, name))
-    assert (scales == chosen).any(0).all()
-    best = torch.stack([squared_error(x, scale, name) for scale in scales]).amin(0)
+    chosen_scales, scales = search_scale(x, FORMATS[name]), torch.stack(list_candidates(x, name))
+    assert (scales == chosen_scales).any(0).all()
+    min_errors = torch.stack([compute_squared_error(x, scale, name) for scale in scales]).amin(0)
     # The search ranks rounded errors, and the first scale is among the candidates.
-    assert (squared_error(x, chosen, name) <= 1.02 * best).all()
-    plain = squared_error(x, dynamic_scale(x, FORMATS[name]), name)
-    assert (best <= plain).all()
+    assert (compute_squared_error(x, chosen_scales, name) <= 1.02 * min_errors).all()
+    base_errors = compute_squared_error(x, dynamic_scale(x, FORMATS[name]), name)
+    assert (min_errors <= base_errors).all()
     if name in ("fp8_e4m3", "fp8_e3m4"):
-        normal = squared_error(x, chosen, name)[:300].sum() / plain[:300].sum()
-        assert normal.sqrt() <= 0.92, "docs/architecture.md promises this for Gaussian vectors"
+        ratio = compute_squared_error(x, chosen_scales, name)[:300].sum() / base_errors[:300].sum()
+        assert ratio.sqrt() <= 0.92, "docs/architecture.md promises this for Gaussian vectors"
 
 
 @given(
     largest=st.floats(min_value=2.0**-80, max_value=2.0**127, width=32),
-    name=st.sampled_from(NAMES),
-    others=st.lists(st.floats(min_value=-1, max_value=1, width=32), max_size=20),
+    name=st.sampled_from(FORMAT_NAMES),
+    fractions=st.lists(st.floats(min_value=-1, max_value=1, width=32), max_size=20),
 )
-def test_the_largest_value_never_saturates(largest, name, others):
+def test_the_largest_value_never_saturates(largest, name, fractions):
     fmt = FORMATS[name]
-    x = torch.tensor([largest, *(other * largest for other in others)])
+    x = torch.tensor([largest, *(fraction * largest for fraction in fractions)])
     scale = search_scale(x, fmt)
     scaled = x * scale.float().reciprocal()
-    # The reciprocal is rounded, so the quotient may be one step past the largest value.
+    # The reciprocal is rounded, so the quotient may be slightly above the largest value.
     assert scaled[0] <= fmt.max * (1 + 2.0**-22)
     decoded = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
     step = max(largest * 2.0**-fmt.mantissa_bits, fmt.min_subnormal * scale.item())
@@ -234,14 +237,14 @@ def test_the_largest_value_never_saturates(largest, name, others):
 
 @pytest.mark.parametrize("dim", [1, 64, 80])
 def test_dynamic_errors_of_several_formats_match_the_reference(dim: int) -> None:
-    """The values have all sizes or are zero, and are stored as V in each format."""
-    x = torch.randn(len(NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))
+    """The values have all magnitudes or are zero, and are stored as V in each format."""
+    x = torch.randn(len(FORMAT_NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))
     x *= torch.logspace(-35, 30, 200)[:, None]
     x[..., ::7, 1:] = 0.0
-    errors_by_format = dynamic_errors(x, tuple(FORMATS[name] for name in NAMES))
-    for name, values, errors in zip(NAMES, x, errors_by_format, strict=True):
-        stored = StoredSide(None, None, name, dim)
-        codes, scales = reference.quantize(values, stored, search=False)
+    errors_by_format = dynamic_errors(x, tuple(FORMATS[name] for name in FORMAT_NAMES))
+    for name, values, errors in zip(FORMAT_NAMES, x, errors_by_format, strict=True):
+        side = StoredSide(None, None, name, dim)
+        codes, scales = reference.quantize(values, side, search=False)
         expected = decode(codes, FORMATS[name]) * scales.float()[..., None] - values
         # A quotient and a product with a reciprocal may differ in their last bit.
         size = values.abs().amax(-1, keepdim=True)

@@ -1,6 +1,6 @@
 """Tests of models whose K and V compressed-tensors rounds: caches get the unrounded K and V.
 
-`original` is a model without a declared KV cache. `declared` has the same weights and declares one
+`original` is a model without a declared KV cache. `declared` has equal weights and declares one
 whose scales are much too small.
 """
 
@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, serving
-from hf_fp8kv.modeling import exact_states as module
+from hf_fp8kv.modeling import exact_states as exact_states_module
 from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounding_note
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8
@@ -33,46 +33,46 @@ IDS = torch.randint(3, 99, (2, 65), generator=torch.Generator().manual_seed(2))
 @pytest.fixture(scope="module")
 def dense_folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("dense")
-    plain = save_plain(root / "plain")
-    return plain, declare(plain, root / "declared")
+    plain_folder = save_plain(root / "plain")
+    return plain_folder, declare(plain_folder, root / "declared")
 
 
 @pytest.fixture(scope="module")
 def w8a8_folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("w8a8")
-    plain = save_w8a8(root / "plain")
-    return plain, declare(plain, root / "declared")
+    plain_folder = save_w8a8(root / "plain")
+    return plain_folder, declare(plain_folder, root / "declared")
 
 
 @pytest.fixture
-def pair(dense_folders):
+def models(dense_folders):
     return tuple(load(folder) for folder in dense_folders)
 
 
 @torch.no_grad()
-def run(model: Any, cache: Any, ids: torch.Tensor = IDS, prompt: int = 63) -> list[torch.Tensor]:
-    """Return the logits of a prompt of `prompt` tokens, and of each token after it."""
-    parts = (ids[:, :prompt], *ids[:, prompt:].split(1, 1))
+def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
+    """Return the logits of the first 63 tokens, and of each following token."""
+    parts = (IDS[:, :63], *IDS[:, 63:].split(1, 1))
     return [model(part, past_key_values=cache).logits for part in parts]
 
 
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    assert len(left) == len(right)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def remove_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = module._find_wrapper_class().forward
-    original = getattr(forward, "__wrapped__", forward)
-    monkeypatch.setattr(module._find_wrapper_class(), "forward", original)
+    forward = exact_states_module._find_wrapper_class().forward
+    wrapped = getattr(forward, "__wrapped__", forward)
+    monkeypatch.setattr(exact_states_module._find_wrapper_class(), "forward", wrapped)
 
 
-def are_far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all((a - b).abs().max() > 0.3 for a, b in zip(left, right, strict=True))
+def differ_clearly(logits: list[torch.Tensor], other_logits: list[torch.Tensor]) -> bool:
+    return all((a - b).abs().max() > 0.3 for a, b in zip(logits, other_logits, strict=True))
 
 
 @needs_rounding
-# Grid: each attention once, with quantized weights in one case.
+# Grid: Each attention function once, and quantized weights in one case.
 @pytest.mark.parametrize(
     ("weights", "attention"),
     [("dense", "fp8_paged"), ("dense", "sdpa"), ("dense", "eager"), ("w8a8", "fp8_paged")],
@@ -82,115 +82,108 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     original, declared = (load(folder, attention) for folder in folders)
     assert rounding_note(declared) == NOTE
     assert not rounding_note(original)
-    rounded_logits = run(declared, DynamicCache(config=declared.config))
-    assert are_far_apart(rounded_logits, run(original, DynamicCache(config=original.config)))
-    for options in (
-        {"page_size": 16},
-        {"page_size": 16, "prefill": "stored"},
-        {"dtype": "auto"},
-        {"scales": TOO_SMALL},
-        {"skip_layers": [1]},
-        {"max_cache_len": 80},
-    ):
+    rounded_logits = run_model(declared, DynamicCache(config=declared.config))
+    assert differ_clearly(rounded_logits, run_model(original, DynamicCache(config=original.config)))
+    stored_options = {"page_size": 16, "prefill": "stored"}
+    other_options = {"dtype": "auto", "scales": TOO_SMALL, "skip_layers": [1], "max_cache_len": 80}
+    for options in ({"page_size": 16}, stored_options, *({k: v} for k, v in other_options.items())):
         caches = [FP8PagedCache(model.config, **options) for model in (original, declared)]
-        assert_same(run(original, caches[0]), run(declared, caches[1]))
-    # The prefill is exact: the logits of the original weights without a quantized cache.
-    exact = run(original, DynamicCache(config=original.config))[0]
-    assert torch.equal(run(declared, FP8PagedCache(declared.config))[0], exact)
+        assert_same(run_model(original, caches[0]), run_model(declared, caches[1]))
+    # The prefill is exact, so logits equal the original weights' logits without quantization.
+    exact_logits = run_model(original, DynamicCache(config=original.config))[0]
+    assert torch.equal(run_model(declared, FP8PagedCache(declared.config))[0], exact_logits)
     # A cache of transformers still gets rounded K and V, even after a cache of this package.
-    assert_same(run(declared, DynamicCache(config=declared.config)), rounded_logits)
+    assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
-def test_other_caches_and_calls_without_a_cache_are_unchanged(pair, monkeypatch):
-    declared = pair[1]
+def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatch):
+    declared = models[1]
 
-    def run_others() -> list[torch.Tensor]:
-        caches = (
-            DynamicCache(config=declared.config),
-            StaticCache(config=declared.config, max_cache_len=80),
-        )
+    def run_all() -> list[torch.Tensor]:
+        config = declared.config
+        caches = DynamicCache(config=config), StaticCache(config=config, max_cache_len=80)
         with torch.no_grad():
-            without_cache = declared(IDS, use_cache=False).logits
-        return [without_cache, *(part for cache in caches for part in run(declared, cache))]
+            logits = [declared(IDS, use_cache=False).logits]
+        return logits + [part for cache in caches for part in run_model(declared, cache)]
 
-    run(declared, FP8PagedCache(declared.config))
-    with_condition = run_others()
+    run_model(declared, FP8PagedCache(declared.config))
+    expected = run_all()
     remove_condition(monkeypatch)
-    assert_same(run_others(), with_condition)
+    assert_same(run_all(), expected)
 
 
-def test_a_cache_created_before_compressed_tensors_is_loaded(pair, monkeypatch):
-    original, declared = pair
-    expected = run(original, FP8PagedCache(original.config, dtype="fp8"))
+def test_a_cache_created_before_compressed_tensors_is_loaded(models, monkeypatch):
+    original, declared = models
+    expected = run_model(original, FP8PagedCache(original.config, dtype="fp8"))
     remove_condition(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.delitem(module.sys.modules, "compressed_tensors.modeling.kvcache")
+        patch.delitem(exact_states_module.sys.modules, "compressed_tensors.modeling.kvcache")
         caches = [FP8PagedCache(config, dtype="fp8") for config in (None, declared.config)]
     for cache in caches:
         remove_condition(monkeypatch)
-        assert_same(run(declared, cache), expected)
+        assert_same(run_model(declared, cache), expected)
 
 
 @needs_rounding
-def test_no_cache_is_kept_alive(pair):
-    cache = FP8PagedCache(pair[1].config)
-    run(pair[1], cache)
-    wrappers = [layer.kv_cache for layer in pair[1].modules() if hasattr(layer, "kv_cache")]
+def test_no_cache_is_kept_alive(models):
+    cache = FP8PagedCache(models[1].config)
+    run_model(models[1], cache)
+    wrappers = [layer.kv_cache for layer in models[1].modules() if hasattr(layer, "kv_cache")]
     assert [wrapper.past_key_values for wrapper in wrappers] == [None, None]
     gc.collect()
     assert not [referrer for referrer in gc.get_referrers(cache) if referrer in wrappers]
 
 
-def test_beams_padding_and_forks_give_the_results_of_the_original_weights(pair):
+def test_beams_padding_and_forks_give_the_results_of_the_original_weights(models):
     inputs = {"attention_mask": torch.ones_like(IDS)}
     inputs["attention_mask"][0, :5] = 0
     results = []
-    for model in pair:
+    for model in models:
         cache = FP8PagedCache(model.config, page_size=16)
-        text = model.generate(
+        ids = model.generate(
             IDS, **inputs, past_key_values=cache, num_beams=3, max_new_tokens=9, pad_token_id=0
         )
         fork = cache.fork()
         with torch.no_grad():
-            results.append((text, model(IDS[:1, :1].expand(6, 1), past_key_values=fork).logits))
+            results.append((ids, model(IDS[:1, :1].expand(6, 1), past_key_values=fork).logits))
     assert_same(*results)
 
 
 @needs_rounding
-def test_enabled_models_give_the_results_of_the_original_weights(pair):
-    original, declared = pair
+def test_enabled_models_give_the_results_of_the_original_weights(models):
+    original, declared = models
     options = {
         "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True,
         "return_dict_in_generate": True,
     }  # fmt: skip
 
-    def logits(model: Any, **kwargs: Any) -> list[torch.Tensor]:
+    def generate_logits(model: Any, **kwargs: Any) -> list[torch.Tensor]:
         return list(model.generate(IDS, **options, **kwargs).logits)
 
-    before = logits(declared)
-    for model in pair:
+    stock_logits = generate_logits(declared)
+    for model in models:
         hf_fp8kv.enable(model)
-    paged = logits(declared)
-    assert_same(paged, logits(original))
-    assert (paged[0] - before[0]).abs().max() > 0.3
-    dense = logits(declared, past_key_values=DynamicCache(config=declared.config))
-    torch.testing.assert_close(dense[0], before[0])
-    for model in pair:
+    paged_logits = generate_logits(declared)
+    assert_same(paged_logits, generate_logits(original))
+    assert (paged_logits[0] - stock_logits[0]).abs().max() > 0.3
+    dense_logits = generate_logits(declared, past_key_values=DynamicCache(config=declared.config))
+    torch.testing.assert_close(dense_logits[0], stock_logits[0])
+    for model in models:
         hf_fp8kv.disable(model)
-    assert_same(logits(declared), before)
+    assert_same(generate_logits(declared), stock_logits)
 
 
 @needs_rounding
-def test_a_warning_and_the_report_note_the_rounding(pair, caplog, monkeypatch):
+def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
-    original, declared = pair
-    run(original, FP8PagedCache(original.config))
-    run(declared, DynamicCache(config=declared.config))
+    original, declared = models
+    run_model(original, FP8PagedCache(original.config))
+    run_model(declared, DynamicCache(config=declared.config))
     assert Counter(caplog.messages)[NOTE] == 0
     for _ in range(2):
-        run(declared, FP8PagedCache(declared.config))
+        run_model(declared, FP8PagedCache(declared.config))
     assert Counter(caplog.messages)[NOTE] == 1
-    original, declared = (check_model(model) for model in pair)
+    original, declared = (check_model(model) for model in models)
     assert original.note == ""
     assert declared.note == NOTE
     assert declared.to_dict() == original.to_dict() | {"note": NOTE}
@@ -218,21 +211,21 @@ def test_a_warning_notes_rounded_outputs_of_projections(
         caplog.clear()
         call()
         assert Counter(caplog.messages)[note] == 1
-    exact = run(original, FP8PagedCache(original.config))
-    assert are_far_apart(run(model, FP8PagedCache(model.config)), exact)
-    # The remedy in the message works.
+    exact_logits = run_model(original, FP8PagedCache(original.config))
+    assert differ_clearly(run_model(model, FP8PagedCache(model.config)), exact_logits)
+    # The remedy that the message names removes the rounding.
     scales = KVScales.from_pretrained(folder)
     options = {"format": "compressed-tensors", "checkpoint": folder, "overwrite": True}
     scales.save_pretrained(tmp_path / "copy", **options)
-    copied = load(tmp_path / "copy")
-    assert rounding_note(copied) == NOTE
-    assert_same(run(copied, FP8PagedCache(copied.config)), exact)
+    copied_model = load(tmp_path / "copy")
+    assert rounding_note(copied_model) == NOTE
+    assert_same(run_model(copied_model, FP8PagedCache(copied_model.config)), exact_logits)
 
 
-def test_calibration_and_measurement_use_unrounded_k_and_v(pair):
+def test_calibration_and_measurement_use_unrounded_k_and_v(models):
     texts = [row.tolist() for row in torch.randint(3, 99, (6, 40), generator=torch.Generator())]
-    quiet = {"max_length": 40, "held_out": 60, "progress": False}
-    expected, actual = (calibrate(model, texts, **quiet) for model in pair)
+    options = {"max_length": 40, "held_out": 60, "progress": False}
+    expected, actual = (calibrate(model, texts, **options) for model in models)
     assert actual.layers.keys() == expected.layers.keys()
     for index, layer in expected.layers.items():
         assert torch.equal(actual.layers[index].k, layer.k)
@@ -240,60 +233,61 @@ def test_calibration_and_measurement_use_unrounded_k_and_v(pair):
         assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
     assert actual.report.quality == expected.report.quality
     assert actual.report.layers == expected.report.layers
-    # The measured error includes the clipping by scales that are too small, because K is unrounded.
-    reports = [measure(model, TOO_SMALL, texts, progress=False) for model in pair]
+    # K is unrounded, so the measured error includes clipping by the scales, which are too small.
+    reports = [measure(model, TOO_SMALL, texts, progress=False) for model in models]
     assert reports[0].quality == reports[1].quality
-    static, dynamic = (reports[1].quality[row].kl for row in (1, 2))
-    assert static > 5 * dynamic
+    static_kl, dynamic_kl = (reports[1].quality[row].kl for row in (1, 2))
+    assert static_kl > 5 * dynamic_kl
 
 
 @needs_rounding
-def test_serving_gives_the_answers_of_the_original_weights(pair):
+def test_serving_gives_the_answers_of_the_original_weights(models):
     texts = prompts()[:4]
     answers = []
-    for model in pair:
+    for model in models:
         serving.enable(model)
         answers.append(batched(model, texts))
         model.destroy_cached_continuous_batching_manager()
         serving.disable(model)
     assert answers[0] == answers[1]
-    rounded_tokens = pair[1].generate(torch.tensor(texts[1:2]), max_new_tokens=24, pad_token_id=0)
+    rounded_tokens = models[1].generate(torch.tensor(texts[1:2]), max_new_tokens=24, pad_token_id=0)
     assert rounded_tokens[0, len(texts[1]) :].tolist() != answers[1][1]
 
 
 @needs_rounding
-def test_exact_states_do_not_affect_other_threads(pair):
-    declared = pair[1]
-    rounded_logits = run(declared, DynamicCache(config=declared.config))
+def test_exact_states_do_not_affect_other_threads(models):
+    declared = models[1]
+    rounded_logits = run_model(declared, DynamicCache(config=declared.config))
     results: list[list[torch.Tensor]] = []
 
-    def work() -> None:
-        results.append(run(declared, DynamicCache(config=declared.config)))
+    def add_result() -> None:
+        results.append(run_model(declared, DynamicCache(config=declared.config)))
 
     with exact_states():
         with exact_states():
             pass
-        assert are_far_apart(run(declared, DynamicCache(config=declared.config)), rounded_logits)
-        thread = threading.Thread(target=work)
+        exact_logits = run_model(declared, DynamicCache(config=declared.config))
+        assert differ_clearly(exact_logits, rounded_logits)
+        thread = threading.Thread(target=add_result)
         thread.start()
         thread.join()
     assert_same(results[0], rounded_logits)
     with pytest.raises(KeyError), exact_states():
         raise KeyError
-    assert_same(run(declared, DynamicCache(config=declared.config)), rounded_logits)
+    assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
-def test_a_compiled_step_gives_the_logits_of_the_original_weights(pair):
-    original, declared = pair
-    for model in pair:
+def test_a_compiled_step_gives_the_logits_of_the_original_weights(models):
+    original, declared = models
+    for model in models:
         model.set_attn_implementation("fp8_paged")
-    caches = [FP8PagedCache(model.config, max_cache_len=80) for model in pair]
-    expected = run(original, caches[0])
+    caches = [FP8PagedCache(model.config, max_cache_len=80) for model in models]
+    expected = run_model(original, caches[0])
     torch.compiler.reset()
     with torch.no_grad():
         declared(IDS[:, :63], past_key_values=caches[1])
-        # The package's own hooks cannot be compiled without graph breaks before 0.20.
-        fullgraph = "__getattr__" in vars(module._find_wrapper_class())
+        # Before 0.20, hooks of compressed-tensors cannot be compiled without graph breaks.
+        fullgraph = "__getattr__" in vars(exact_states_module._find_wrapper_class())
         step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
         for position in (63, 64):
             logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits

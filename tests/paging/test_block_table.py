@@ -1,7 +1,7 @@
-"""Block table, allocator, group and pool, against lists of tokens in random order, and directly.
+"""Tests of block tables, allocators, groups and pools: a state machine, and direct tests.
 
-The model of the state machine has no page indices: a sequence is a list of tokens, and its pages
-are objects whose holders are counted.
+The model of the state machine has no page indices. A sequence is a list of tokens, and pages are
+objects. The model counts the sequences that refer to a page.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from hf_fp8kv.paging.layer_group import LayerGroup
 from hf_fp8kv.paging.lengths import HostLength
 from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
-from tests.paging.test_page_pool import all_pages
+from tests.paging.test_page_pool import read_pages
 
 CPU = torch.device("cpu")
 HEADS, K_DIM, V_DIM = 2, 3, 2
@@ -34,8 +34,8 @@ FORMATS_OF_LAYERS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
 PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
 
-def marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return the unique marks of each token in every tensor of a pool, `[B, T, ...]`."""
+def make_marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
+    """Return unique values for each token in every tensor of a pool, `[B, T, ...]`."""
     ids = torch.from_numpy(tokens)[..., None, None]
     k = ids * 16 + torch.arange(HEADS * K_DIM).view(HEADS, K_DIM)
     v = ids * 16 + 8 + torch.arange(HEADS * V_DIM).view(HEADS, V_DIM)
@@ -43,8 +43,8 @@ def marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
     return {"k": k, "v": v, "token_scales": ids + torch.stack([heads, heads + 1], -1)}
 
 
-def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mark in the dtype of its tensor. Byte tensors alternate its low and high bytes."""
+def convert_mark(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return marks in the dtype of a tensor. Byte tensors have low and high bytes alternately."""
     if dtype == torch.uint8:
         shift = torch.arange(mark.shape[-1]) % 2 * 8
         return (mark >> shift).to(torch.uint8)
@@ -52,40 +52,40 @@ def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return (mark % 251 if "scales" in name else mark).to(dtype)
 
 
-def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
-    """Write token `[b, t]` of the list to position `start + t` of sequence `b`."""
-    pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
-    pages_held = pool.memory.take(np.arange(len(pool.memory)))
-    for _, by_slot, stored in pair_with_marks(pool.layout.split(pages_held), tokens):
-        by_slot[pages, slots] = stored
-    pool.memory.put(np.arange(len(pages_held)), pages_held)
+def write_tokens(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
+    """Write `tokens[b, t]` to position `start + t` of sequence `b`, in every tensor."""
+    pages, slots = locate_tokens(rows, start, tokens.shape[1], pool.page_size)
+    all_pages = pool.memory.take(np.arange(len(pool.memory)))
+    for _, by_slot, marks in pair_with_marks(pool.layout.split(all_pages), tokens):
+        by_slot[pages, slots] = marks
+    pool.memory.put(np.arange(len(all_pages)), all_pages)
 
 
 def pair_with_marks(
-    held: dict[str, torch.Tensor], tokens: np.ndarray
+    tensors: dict[str, torch.Tensor], tokens: np.ndarray
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield each tensor's name, the tensor as `[pages, slots, ...]`, and the marks of `tokens`."""
-    for name, mark in marks(tokens).items():
-        if name in held:
-            tensor = held[name]
+    for name, mark in make_marks(tokens).items():
+        if name in tensors:
+            tensor = tensors[name]
             by_slot = tensor.movedim(3 if name == "v" else 2, 1)
-            yield name, by_slot, as_stored(name, mark, tensor.dtype)
+            yield name, by_slot, convert_mark(name, mark, tensor.dtype)
 
 
 def assert_holds(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
-    """Assert that token `[b, t]` is in position `start + t` of sequence `b`, in every tensor."""
-    pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
-    for name, by_slot, stored in pair_with_marks(all_pages(pool), tokens):
-        wrong_entries = (by_slot[pages, slots] != stored).flatten(2).any(-1).nonzero().tolist()
+    """Assert that `tokens[b, t]` is at position `start + t` of sequence `b`, in every tensor."""
+    pages, slots = locate_tokens(rows, start, tokens.shape[1], pool.page_size)
+    for name, by_slot, marks in pair_with_marks(read_pages(pool), tokens):
+        wrong_entries = (by_slot[pages, slots] != marks).flatten(2).any(-1).nonzero().tolist()
         assert not wrong_entries, (
             f"{name}: (sequence, token - {start}) {wrong_entries[:5]} hold different values"
         )
 
 
-def entries(
+def locate_tokens(
     rows: np.ndarray, start: int, tokens: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the page `[B, T]` and the slot `[T]` (expanded over B) of each position."""
+    """Return the page and the slot of each position, both `[B, T]`."""
     positions = np.arange(start, start + tokens)
     pages = rows[:, positions // page_size]
     assert (pages >= 0).all(), "a token is in no page"
@@ -93,7 +93,7 @@ def entries(
     return torch.from_numpy(pages).long(), torch.from_numpy(slots.copy()).long()
 
 
-# The model.
+# -- the model of the state machine --------------------------------------------------------------
 
 
 class ModelPage:
@@ -101,7 +101,7 @@ class ModelPage:
 
 
 class ModelTable:
-    """A block table as a list of dicts: the pages of each sequence, by logical index."""
+    """A block table as a list of dicts, which map logical indices to the pages of a sequence."""
 
     def __init__(self, page_size: int, window: int | None) -> None:
         self.page_size, self.window = page_size, window
@@ -109,21 +109,21 @@ class ModelTable:
         self.first = 0
         self.record_past = False
 
-    def visible_from(self, length: int) -> int:
+    def first_visible(self, length: int) -> int:
         return 0 if self.window is None else max(0, length + 1 - self.window)
 
-    def kept_from(self, length: int) -> int:
-        """Return the first page that the next token attends to or that has the last token."""
-        return min(self.visible_from(length), length - 1) // self.page_size
+    def first_kept_page(self, length: int) -> int:
+        """Return the first page that the next token attends to, or that contains the last token."""
+        return min(self.first_visible(length), length - 1) // self.page_size
 
-    def settle(self, length: int) -> None:
+    def apply_window(self, length: int) -> None:
         if self.window is not None and length:
-            self.first = max(self.first, self.kept_from(length))
+            self.first = max(self.first, self.first_kept_page(length))
             for pages in self.pages:
                 for index in [i for i in pages if i < self.first]:
                     del pages[index]
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         for pages in self.pages:
             for index in [i for i in pages if i * self.page_size >= length]:
                 del pages[index]
@@ -136,12 +136,12 @@ class ModelTable:
         if self.window is None or self.record_past:
             return False
         max_pages = (self.window + self.page_size - 2) // self.page_size + 1
-        return -(-stop // self.page_size) - self.visible_from(start) // self.page_size > max_pages
+        return -(-stop // self.page_size) - self.first_visible(start) // self.page_size > max_pages
 
-    def take(self, start: int, stop: int, batch: int, others: list["ModelTable"]) -> int:
-        """Give each written position a page that no other table has, and count the new pages."""
+    def reserve(self, start: int, stop: int, batch: int, other_models: list["ModelTable"]) -> int:
+        """Assign pages that no other table has to all written positions, and count new pages."""
         self.pages = self.pages or [{} for _ in range(batch)]
-        holders = Counter(page_ids(others))
+        holders = Counter(page_ids(other_models))
         count = 0
         for index in range(start // self.page_size, -(-stop // self.page_size)):
             for row in self.pages:
@@ -154,10 +154,10 @@ class ModelTable:
                 count += 1
         return count
 
-    def make_copy(self) -> "ModelTable":
-        other = copy.copy(self)
-        other.pages = [dict(row) for row in self.pages]
-        return other
+    def copy(self) -> "ModelTable":
+        table = copy.copy(self)
+        table.pages = [dict(row) for row in self.pages]
+        return table
 
 
 def page_ids(models: Iterable[ModelTable]) -> Iterator[int]:
@@ -169,19 +169,19 @@ def check_tables(*tables: BlockTable) -> None:
     allocator = tables[0].allocator
     references = np.zeros(allocator.capacity, np.int64)
     for table in tables:
-        used = table.used_rows()
-        assert (used >= 0).all(), f"a page in use has no number: {used}"
+        used_pages = table.used_rows()
+        assert (used_pages >= 0).all(), f"a page in use has no number: {used_pages}"
         assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a released page is listed"
-        np.add.at(references, used.ravel(), 1)
+        np.add.at(references, used_pages.ravel(), 1)
     assert allocator.num_held == np.count_nonzero(references)
-    wrong = np.flatnonzero(references != allocator.references)
-    assert not len(wrong), (
-        f"pages {wrong.tolist()} are listed {references[wrong].tolist()} times and counted "
-        f"{allocator.references[wrong].tolist()} times"
+    wrong_pages = np.flatnonzero(references != allocator.references)
+    assert not len(wrong_pages), (
+        f"pages {wrong_pages.tolist()} are listed {references[wrong_pages].tolist()} times and "
+        f"counted {allocator.references[wrong_pages].tolist()} times"
     )
-    free = np.flatnonzero(references == 0)
-    assert sorted(allocator._free) == free.tolist(), (
-        f"{len(free)} pages are held by no table, {allocator.num_free} are listed as free"
+    free_pages = np.flatnonzero(references == 0)
+    assert sorted(allocator._free) == free_pages.tolist(), (
+        f"{len(free_pages)} pages are in no table, and {allocator.num_free} are listed as free"
     )
 
 
@@ -193,7 +193,7 @@ def fork_group(group: LayerGroup) -> LayerGroup:
     return fork
 
 
-def select(table: BlockTable, sequences: list[int]) -> None:
+def select_rows(table: BlockTable, sequences: list[int]) -> None:
     table.replace_rows(table.rows[sequences], table.first_page)
 
 
@@ -202,7 +202,7 @@ def check_crop(group: LayerGroup, tokens: int) -> None:
 
 
 class Cache:
-    """The groups of a cache, which share a budget, next to their models.
+    """The groups of a cache, which share a budget, with their models.
 
     Layers write one after another, as in a cache.
     """
@@ -220,13 +220,13 @@ class Cache:
     def fork(self) -> "Cache":
         other = Cache(
             {name: fork_group(group) for name, group in self.groups.items()},
-            {name: model.make_copy() for name, model in self.models.items()},
+            {name: model.copy() for name, model in self.models.items()},
         )
         other.sequences = [list(tokens) for tokens in self.sequences]
         return other
 
-    def state(self) -> object:
-        """Return everything that a refused call must not change."""
+    def get_state(self) -> object:
+        """Return the state that a refused call must not change."""
         return [
             (g.table.first_page, g.table.num_columns, g.table.used_rows().tolist(), list(g.lengths))
             for g in self.groups.values()
@@ -234,7 +234,7 @@ class Cache:
 
 
 def catch_refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str, dict] | None:
-    """Return message and attributes of the error of `call`, or None if it raises no error.
+    """Return the message and attributes of the error of `call`, or None without an error.
 
     Unlike pytest.raises, this keeps no frame, so it does not keep tables alive.
     """
@@ -245,7 +245,7 @@ def catch_refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str,
     return None
 
 
-class Pages(RuleBasedStateMachine):
+class PagesMachine(RuleBasedStateMachine):
     """Several forks of a cache, each independently written, cropped, reordered and dropped."""
 
     @initialize(
@@ -264,29 +264,29 @@ class Pages(RuleBasedStateMachine):
         self.caches = [Cache(groups, models)]
         self.next_token = 1
 
-    def pick(self, data: st.DataObject) -> Cache:
+    def pick_cache(self, data: st.DataObject) -> Cache:
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
 
     def predict_write(
         self, cache: Cache, tokens: int, batch: int, *, is_undone: bool = False
     ) -> tuple[dict[str, ModelTable], int]:
-        """Return the tables after `tokens` more, and the number of new pages. Nothing changes.
+        """Return the tables after `tokens` more tokens, and the number of new pages.
 
-        With `is_undone`, long calls do not yet free the pages before their window.
+        Nothing is changed. With `is_undone`, long calls do not yet free pages before the window.
         """
-        after, count, start, stop = {}, 0, cache.length, cache.length + tokens
+        new_models, count, start, stop = {}, 0, cache.length, cache.length + tokens
         for name, model in cache.models.items():
-            new_model = after[name] = model.make_copy()
+            new_model = new_models[name] = model.copy()
             first, is_long = start, new_model.is_long(start, stop)
             if is_long:
-                first = max(start, new_model.kept_from(stop) * self.page_size)
+                first = max(start, new_model.first_kept_page(stop) * self.page_size)
             elif not new_model.record_past:
-                new_model.settle(start)
+                new_model.apply_window(start)
             other_models = [c.models[name] for c in self.caches if c is not cache]
-            count += new_model.take(first, stop, batch, [*other_models, new_model])
+            count += new_model.reserve(first, stop, batch, [*other_models, new_model])
             if is_long and not is_undone:
-                new_model.settle(stop)
-        return after, count
+                new_model.apply_window(stop)
+        return new_models, count
 
     def tables(self) -> dict[PageAllocator, list[BlockTable]]:
         """Return the tables of each allocator."""
@@ -297,22 +297,23 @@ class Pages(RuleBasedStateMachine):
         return tables
 
     def count_if_settled(self, cache: Cache, tokens: int) -> int:
-        """Return the pages in use after a step of `cache` has freed unneeded pages."""
+        """Return the number of pages in use after a step of `cache` has freed unneeded pages."""
         models = []
-        for other in self.caches:
-            for model in other.models.values():
-                now, stop = model.make_copy(), cache.length + tokens
-                if other is cache and not now.record_past:
-                    now.settle(stop if now.is_long(cache.length, stop) else cache.length)
-                models.append(now)
+        for any_cache in self.caches:
+            for model in any_cache.models.values():
+                new_model, stop = model.copy(), cache.length + tokens
+                if any_cache is cache and not new_model.record_past:
+                    is_long = new_model.is_long(cache.length, stop)
+                    new_model.apply_window(stop if is_long else cache.length)
+                models.append(new_model)
         return len({*page_ids(models)})
 
     @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
-    def write(self, data: st.DataObject, tokens: int, batch: int) -> None:
-        cache = self.pick(data)
+    def write_tokens(self, data: st.DataObject, tokens: int, batch: int) -> None:
+        cache = self.pick_cache(data)
         batch = len(cache.sequences) or batch
         start, stop = cache.length, cache.length + tokens
-        after, needed = self.predict_write(cache, tokens, batch)
+        new_models, needed = self.predict_write(cache, tokens, batch)
         available = None
         if self.budget.max_pages is not None:
             available = self.budget.max_pages - self.count_if_settled(cache, tokens)
@@ -327,47 +328,48 @@ class Pages(RuleBasedStateMachine):
                 self.write_layer(cache, group, member, ids)
         for group in cache.groups.values():
             group.finish_step()
-        cache.models = after
+        cache.models = new_models
         cache.sequences = cache.sequences or [[] for _ in range(batch)]
-        for sequence, new in zip(cache.sequences, ids.tolist(), strict=True):
-            sequence += new
+        for sequence, new_tokens in zip(cache.sequences, ids.tolist(), strict=True):
+            sequence += new_tokens
 
     def write_layer(self, cache: Cache, group: LayerGroup, member: int, ids: np.ndarray) -> None:
-        """Store the tokens of one call as a layer does."""
+        """Store the tokens of one call in the way in which a layer stores them."""
         start, stop = cache.length, cache.length + ids.shape[1]
         group.prepare(start, stop, len(ids))
         pool, capacity = group.pools[member], group.table.allocator.capacity
-        like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
+        states = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
         if not pool.is_allocated:
             # The first layer of each group has its pages in blocks.
-            pool.allocate(*like, capacity, single_block=member > 0)
+            pool.allocate(*states, capacity, single_block=member > 0)
         length = HostLength(group, member)
         call = length.begin_call(stop - start, CPU, "torch")
         pool.memory.grow(capacity)
         if call.long_write is None:
-            write(pool, call.table.numpy(), start, ids)
+            write_tokens(pool, call.table.numpy(), start, ids)
         else:
-            # As in a layer, with a pool in place of the scratch pages.
-            old, own = call.long_write.old_pages, call.long_write.kept_pages
-            room = old.shape[1] + -(-ids.shape[1] // self.page_size)
+            # A layer does the same with scratch pages instead of a second pool.
+            old_pages, own_pages = call.long_write.old_pages, call.long_write.kept_pages
+            num_pages = old_pages.shape[1] + -(-ids.shape[1] // self.page_size)
             scratch = copy.deepcopy(pool)
-            scratch.allocate(*like, len(ids) * room)
-            rows = np.arange(len(ids) * room, dtype=np.int32).reshape(len(ids), room)
-            scratch.memory.put(rows[:, : old.shape[1]].ravel(), pool.memory.take(old.ravel()))
+            scratch.allocate(*states, len(ids) * num_pages)
+            rows = np.arange(len(ids) * num_pages, dtype=np.int32).reshape(len(ids), num_pages)
+            old_rows = rows[:, : old_pages.shape[1]]
+            scratch.memory.put(old_rows.ravel(), pool.memory.take(old_pages.ravel()))
             table = np.full((len(ids), call.table.shape[1]), -1, np.int32)
             columns = table[:, call.long_write.first_page :]
             columns[:] = rows[:, : columns.shape[1]]
-            write(scratch, table, start, ids)
+            write_tokens(scratch, table, start, ids)
             past = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, call.start :]
             assert_holds(scratch, table, call.start, np.concatenate([past, ids], axis=1))
-            kept = table[:, call.long_write.first_kept_page :]
-            pool.memory.put(own.ravel(), scratch.memory.take(kept.ravel()))
+            kept_pages = table[:, call.long_write.first_kept_page :]
+            pool.memory.put(own_pages.ravel(), scratch.memory.take(kept_pages.ravel()))
         group.lengths[member] = stop
 
     @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
     def write_and_undo(self, data: st.DataObject, tokens: int, batch: int) -> None:
-        """Refuse a step in one of its layers, and undo all of it."""
-        cache = self.pick(data)
+        """Undo a step that some layers have stored."""
+        cache = self.pick_cache(data)
         batch = len(cache.sequences) or batch
         if self.budget.max_pages is not None:
             return
@@ -381,8 +383,8 @@ class Pages(RuleBasedStateMachine):
         for group in cache.groups.values():
             group.drop_unused_pages()
         for model in cache.models.values():
-            # A page that was copied because a fork has it stays a copy.
-            model.cut(cache.length)
+            # A page that was copied because a fork shares it stays a copy.
+            model.truncate(cache.length)
             if not cache.length:
                 model.clear()
 
@@ -397,28 +399,28 @@ class Pages(RuleBasedStateMachine):
         # Pages before the window count as available, or reduce the needed pages.
         assert error[1]["needed"] - error[1]["available"] == needed - available
         assert [list(group.lengths) for group in cache.groups.values()] == lengths
-        # Pages before the window may be freed, but not those that a query attends to.
+        # Pages before the window may be freed, but not pages that a query attends to.
         for name, model in cache.models.items():
             if cache.groups[name].table.first_page != model.first:
-                model.settle(cache.length)
+                model.apply_window(cache.length)
 
     @rule(data=st.data(), tokens=st.integers(0, 12))
     def crop(self, data: st.DataObject, tokens: int) -> None:
-        cache = self.pick(data)
+        cache = self.pick_cache(data)
         length = max(cache.length - tokens, 0)
         sliding = cache.models["sliding"]
-        kept_from = sliding.first * self.page_size
-        refused = bool(tokens and length and sliding.kept_from(length) < sliding.first)
-        before = cache.state()
+        first_kept_page = sliding.first * self.page_size
+        is_refused = bool(tokens and length and sliding.first_kept_page(length) < sliding.first)
+        state = cache.get_state()
         errors = [
             catch_refusal(lambda group=group: check_crop(group, tokens), ConfigError)
             for group in cache.groups.values()
         ]
         assert errors[0] is None
-        assert (errors[1] is not None) == refused
-        assert not refused or f"token {kept_from} on" in errors[1][0]
-        assert cache.state() == before
-        if refused:
+        assert (errors[1] is not None) == is_refused
+        assert not is_refused or f"token {first_kept_page} on" in errors[1][0]
+        assert cache.get_state() == state
+        if is_refused:
             return
         for group in cache.groups.values():
             group.crop(tokens)
@@ -433,47 +435,47 @@ class Pages(RuleBasedStateMachine):
             cache.sequences = []
 
     def cut_model(self, model: ModelTable, length: int) -> None:
-        model.cut(length)
-        model.settle(length)
+        model.truncate(length)
+        model.apply_window(length)
         if not length:
             model.clear()
 
     @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        cache = self.pick(data)
+    def select_rows(self, data: st.DataObject) -> None:
+        cache = self.pick_cache(data)
         if not cache.sequences:
             return
         sequence_indices = st.integers(0, len(cache.sequences) - 1)
         chosen = data.draw(st.lists(sequence_indices, min_size=1, max_size=4), label="sequences")
         for name, group in cache.groups.items():
-            select(group.table, chosen)
+            select_rows(group.table, chosen)
             cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in chosen]
         cache.sequences = [list(cache.sequences[i]) for i in chosen]
 
     @precondition(lambda self: len(self.caches) < 4)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        held = self.budget.num_held
-        self.caches.append(self.pick(data).fork())
-        assert self.budget.num_held == held
+        num_held = self.budget.num_held
+        self.caches.append(self.pick_cache(data).fork())
+        assert self.budget.num_held == num_held
 
     @precondition(lambda self: len(self.caches) > 1)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         # Groups and tables are freed with the cache, because nothing else refers to them.
-        self.caches.remove(self.pick(data))
+        self.caches.remove(self.pick_cache(data))
 
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
-        cache = self.pick(data)
+        cache = self.pick_cache(data)
         for group in cache.groups.values():
             group.clear()
         self.model_cut(cache, 0)
 
-    @rule(data=st.data(), on=st.booleans())
-    def record_past(self, data: st.DataObject, on: bool) -> None:
-        cache = self.pick(data)
-        cache.groups["sliding"].record_past = cache.models["sliding"].record_past = on
+    @rule(data=st.data(), is_on=st.booleans())
+    def record_past(self, data: st.DataObject, is_on: bool) -> None:
+        cache = self.pick_cache(data)
+        cache.groups["sliding"].record_past = cache.models["sliding"].record_past = is_on
 
     @invariant()
     def tables_and_counts_agree(self) -> None:
@@ -504,7 +506,7 @@ class Pages(RuleBasedStateMachine):
                     continue
                 start = model.first * self.page_size
                 assert group.table.first_page == model.first
-                assert start <= model.visible_from(cache.length)
+                assert start <= model.first_visible(cache.length)
                 rows = group.table.on_device(CPU).numpy()
                 assert np.array_equal(rows[:, model.first :], group.table.used_rows())
                 for pool in group.pools:
@@ -512,8 +514,8 @@ class Pages(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def start_again(self, data: st.DataObject) -> None:
-        """Drop all forks but one, and clear it. Nothing is held then."""
-        self.caches = [self.pick(data)]
+        """Delete all caches except one, and clear it. No page is in use then."""
+        self.caches = [self.pick_cache(data)]
         self.clear(data)
         assert self.budget.num_held == 0
         for allocator in self.tables():
@@ -522,19 +524,19 @@ class Pages(RuleBasedStateMachine):
             assert allocator.num_free == allocator.capacity
 
 
-TestPages = Pages.TestCase
+TestPagesMachine = PagesMachine.TestCase
 
 
-# Direct tests.
+# -- direct tests --------------------------------------------------------------------------------
 
 
-def new_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
+def make_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
     return BlockTable(PageAllocator(PageBudget(page_size, max_pages)))
 
 
 def make_written_table(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
-    """Return a table with room for `tokens` tokens."""
-    table = new_table(page_size)
+    """Return a table with pages for `tokens` tokens."""
+    table = make_table(page_size)
     table.reserve(0, tokens, batch)
     return table
 
@@ -565,12 +567,12 @@ def test_full_pages_are_shared_and_partial_pages_are_copied():
             if len(pages[0]):
                 raise MemoryError
 
-        held = table.allocator.num_held
+        num_held = table.allocator.num_held
         with contextlib.suppress(MemoryError):
             table.reserve(length, 9, 2, fail)
         assert len(sources) == num_copied
-        assert table.allocator.num_held == held + (2 if not num_copied else 0), (
-            "no page after a failure"
+        assert table.allocator.num_held == num_held + (2 if not num_copied else 0), (
+            "a failed call kept pages"
         )
         check_tables(table, fork)
 
@@ -579,7 +581,7 @@ OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
     "truncate": lambda table: table.truncate(2),
     "release": lambda table: table.release(4),
-    "select": lambda table: select(table, [1, 1, 0]),
+    "select": lambda table: select_rows(table, [1, 1, 0]),
     "clear": lambda table: table.clear(),
     "fork": lambda table: table.fork(),
 }
@@ -587,51 +589,48 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
 def test_a_fork_may_be_freed_during_any_operation(operation):
-    # The garbage collector may run at any time: here before the n-th line that Python runs.
-    for moment in itertools.count(1):
+    # The garbage collector may run at any time. Here it runs before the n-th line of Python code.
+    for line in itertools.count(1):
         table = make_written_table(6, batch=2)
         garbage = [table.fork()]
-        result = _interrupted(lambda table=table: operation(table), moment, garbage.clear)
+        result = _interrupt_call(lambda table=table: operation(table), line, garbage.clear)
         if garbage:
             break
         check_tables(table, *([result] if isinstance(result, BlockTable) else []))
-        assert table.allocator.budget.num_held == table.allocator.num_held, f"line {moment}"
-    assert moment > 5
+        assert table.allocator.budget.num_held == table.allocator.num_held, f"line {line}"
+    assert line > 5
 
 
-def _interrupted(call: Callable[[], object], moment: int, interrupt: Callable[[], None]) -> object:
-    """Return the result of `call`, and call `interrupt` before its `moment`-th line, if any."""
+def _interrupt_call(call: Callable[[], object], line: int, interrupt: Callable[[], None]) -> object:
+    """Return the result of `call`. Run `interrupt` before line number `line`, if there is one."""
     lines = 0
 
     def trace(frame: object, event: str, argument: object) -> object:
         nonlocal lines
         lines += event == "line"
-        if event == "line" and lines == moment:
+        if event == "line" and lines == line:
             interrupt()
         return trace
 
-    before = sys.gettrace()
+    old_trace = sys.gettrace()
     sys.settrace(trace)
     try:
         return call()
     finally:
-        sys.settrace(before)
+        sys.settrace(old_trace)
 
 
 @pytest.mark.full
 def test_a_table_alive_at_the_end_of_the_process_prints_nothing():
     code = (
-        "from hf_fp8kv.paging.block_table import BlockTable\n"
-        "from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget\n"
-        "table = BlockTable(PageAllocator(PageBudget(4)))\n"
-        "table.reserve(0, 9, 2)\n"
-        "table.self = table\n"
+        "from tests.paging.test_block_table import make_written_table\n"
+        "table = make_written_table(9, 2)\ntable.self = table\n"
     )
     command = [sys.executable, "-c", code]
     assert not subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-# Growth.
+# -- growth --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("page_size", "batch"), [(16, 1), (64, 3)])
@@ -640,20 +639,20 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
         pages = -(-tokens // page_size)
         max_capacity = max(pages * 33 // 32, 64 // page_size)
         assert make_written_table(tokens, page_size=page_size).allocator.capacity <= max_capacity
-    table = new_table(page_size)
+    table = make_table(page_size)
     capacity, copied_pages = 0, 0
-    # Each token reserves, but only the first token of a page can need one.
+    # Each token calls `reserve`, but only the first token of a page can need a page.
     for length in range(1, 40_000, page_size):
         table.reserve(length - 1, length, batch)
-        room = table.allocator.capacity
+        new_capacity = table.allocator.capacity
         tokens = batch * (table.num_columns * page_size)
-        if room != capacity:
-            # A growing pool is moved at most every 64 tokens.
-            assert (room - capacity) * page_size >= 64
+        if new_capacity != capacity:
+            # A growing pool is moved at most once per 64 tokens.
+            assert (new_capacity - capacity) * page_size >= 64
             copied_pages += capacity
-            capacity = room
-        assert room * page_size <= max(1.04 * tokens, tokens + 64), f"at {tokens} tokens"
-    # Each page is moved at most about 32 times.
+            capacity = new_capacity
+        assert new_capacity * page_size <= max(1.04 * tokens, tokens + 64), f"at {tokens} tokens"
+    # Each page is moved about 32 times at most.
     assert copied_pages <= 36 * capacity
     # Freed pages are used before new pages are added.
     table.truncate(4)
@@ -664,14 +663,14 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     assert (table.allocator.capacity, table.allocator.num_free) == (0, 0)
 
 
-# Budgets.
+# -- budgets -------------------------------------------------------------------------------------
 
 
 def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
-    table = new_table(max_pages=5)
+    table = make_table(max_pages=5)
     with pytest.raises(OutOfPagesError):
         table.reserve(0, 9, 2)
-    assert (table.batch, table.allocator.capacity) == (0, 0), "the batch is still open"
+    assert (table.batch, table.allocator.capacity) == (0, 0), "the refused call set the batch size"
     table.reserve(0, 6, 2)
     rows, version, capacity = table.rows.copy(), table.version, table.allocator.capacity
     with pytest.raises(OutOfPagesError, match=r"at most 5 pages of 4 tokens .* 4 more with 4") as e:
@@ -685,43 +684,36 @@ def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
     table.reserve(6, 8, 2)
 
 
-# Groups.
+# -- groups --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("max_pages", "stop"), [(4, 12), (5, 20)], ids=["stored", "passing"])
 def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop):
     budget = PageBudget(4, max_pages)
-    full, sliding = LayerGroup(budget), LayerGroup(budget, 5)
-    for group in (full, sliding):
-        group.siblings = [weakref.ref(sibling) for sibling in (full, sliding)]
+    full_group, sliding_group = LayerGroup(budget), LayerGroup(budget, 5)
+    for group in (full_group, sliding_group):
+        group.siblings = [weakref.ref(sibling) for sibling in (full_group, sliding_group)]
         group.add(PagePool(4, PLAN, True))
     for start, end in ((0, 7), (7, 8)):
-        for group in (full, sliding):
+        for group in (full_group, sliding_group):
             group.prepare(start, end, 1)
             group.lengths[0] = end
     with pytest.raises(OutOfPagesError):
-        sliding.prepare(8, stop, 1)
-    assert (sliding.table.first_page, sliding.table.num_columns, full.table.num_columns) == (
-        0,
-        2,
-        2,
-    )
-    check_crop(sliding, 1)
-    # The page that the step frees counts as available: the first four tokens.
+        sliding_group.prepare(8, stop, 1)
+    sliding, full = sliding_group.table, full_group.table
+    assert (sliding.first_page, sliding.num_columns, full.num_columns) == (0, 2, 2)
+    check_crop(sliding_group, 1)
+    # The page of the first four tokens, which the step frees, counts as available.
     budget.max_pages = 5
-    sliding.prepare(8, 12, 1)
-    assert (sliding.table.first_page, sliding.table.num_columns, full.table.num_columns) == (
-        1,
-        3,
-        3,
-    )
+    sliding_group.prepare(8, 12, 1)
+    assert (sliding.first_page, sliding.num_columns, full.num_columns) == (1, 3, 3)
 
 
 def test_copies_for_a_device_are_created_once_per_change():
     group = LayerGroup(PageBudget(4))
     length = HostLength(group, group.add(PagePool(4, PLAN, True)))
 
-    def step(tokens):
+    def run_step(tokens):
         length.reserve(tokens, 2)
         calls = [length.begin_call(tokens, CPU, "torch") for _ in "kv"]
         assert calls[0].table is calls[1].table
@@ -729,13 +721,13 @@ def test_copies_for_a_device_are_created_once_per_change():
         length.end_call(calls[0])
         return calls[0]
 
-    first = step(6)
-    assert (first.lengths.tolist(), first.lengths.dtype) == ([6, 6], torch.int32)
-    assert first.table.dtype == torch.int32
-    assert step(2).table is first.table, "no page was added"
-    third = step(1)
-    assert third.table is not first.table
-    assert third.lengths.tolist() == [9, 9]
-    assert first.table.tolist() == [[0, 1], [2, 3]], "a handle with the old copy does not change"
-    select(group.table, [0, 1, 1])
+    first_call = run_step(6)
+    assert (first_call.lengths.tolist(), first_call.lengths.dtype) == ([6, 6], torch.int32)
+    assert first_call.table.dtype == torch.int32
+    assert run_step(2).table is first_call.table, "the table changed without a new page"
+    third_call = run_step(1)
+    assert third_call.table is not first_call.table
+    assert third_call.lengths.tolist() == [9, 9]
+    assert first_call.table.tolist() == [[0, 1], [2, 3]], "tables of earlier calls do not change"
+    select_rows(group.table, [0, 1, 1])
     assert length.stored_call(CPU).lengths.tolist() == [9, 9, 9]

@@ -1,4 +1,4 @@
-"""The pages of one layer: shapes, growth, copies and sizes."""
+"""Tests of the pages of one layer: shapes, growth, copies and sizes."""
 
 import weakref
 from collections.abc import Callable
@@ -20,27 +20,28 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
 from tests.helpers.grids import pairwise
 
-S, HEADS, K_DIM, V_DIM = 16, 2, 5, 3
+SLOTS, HEADS, K_DIM, V_DIM = 16, 2, 5, 3
 
 
-def tokens(
+def make_tokens(
     heads: int = HEADS, k_dim: int = K_DIM, v_dim: int = V_DIM, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(1, heads, 1, k_dim, dtype=dtype), torch.ones(1, heads, 1, v_dim, dtype=dtype)
 
 
-def new_pool(
+def make_pool(
     key: str = "fp8_e4m3",
     value: str = "fp8_e4m3",
-    pages: int = 4,
+    num_pages: int = 4,
     *,
-    dynamic: bool = True,
+    is_dynamic: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
     single_block: bool = False,
 ) -> PagePool:
-    pool = PagePool(S, LayerPlan(SidePlan(key), SidePlan(value)), dynamic)
-    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, single_block=single_block)
+    pool = PagePool(SLOTS, LayerPlan(SidePlan(key), SidePlan(value)), is_dynamic)
+    states = (x.to(device) for x in make_tokens(dtype=dtype))
+    pool.allocate(*states, num_pages, single_block=single_block)
     return pool
 
 
@@ -50,30 +51,30 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
 
 
-layouts = pytest.mark.parametrize("single_block", [True, False], ids=["one block", "blocks"])
+each_layout = pytest.mark.parametrize("single_block", [True, False], ids=["one block", "blocks"])
 
 
-def all_pages(pool: PagePool) -> dict[str, torch.Tensor]:
-    """Return copies of all pages."""
+def read_pages(pool: PagePool) -> dict[str, torch.Tensor]:
+    """Return copies of all pages, by the name of the tensor."""
     return pool.layout.split(pool.memory.take(np.arange(len(pool.memory))))
 
 
-def fill(pool: PagePool) -> dict[str, torch.Tensor]:
-    """Fill all tensors with random values, and return copies of all pages."""
+def fill_pool(pool: PagePool) -> dict[str, torch.Tensor]:
+    """Fill all pages with random values, and return copies of them by the name of the tensor."""
     rows = pool.memory.take(np.arange(len(pool.memory)))
     for tensor in pool.layout.split(rows).values():
         tensor.copy_(torch.randint(1, 250, tensor.shape))
     pool.memory.put(np.arange(len(rows)), rows)
-    return all_pages(pool)
+    return read_pages(pool)
 
 
-def addresses(pool: PagePool) -> list[int]:
+def list_addresses(pool: PagePool) -> list[int]:
     return [block.data_ptr() for block in pool.blocks.tensors]
 
 
 def assert_holds(pool: PagePool, expected: dict[str, torch.Tensor]) -> None:
-    """Assert that the first pages hold `expected`, and that all other pages are zero."""
-    actual = all_pages(pool)
+    """Assert that the first pages equal `expected`, and that all other pages are zero."""
+    actual = read_pages(pool)
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
         count = len(expected[name])
@@ -81,7 +82,7 @@ def assert_holds(pool: PagePool, expected: dict[str, torch.Tensor]) -> None:
         assert not tensor[count:].any(), name
 
 
-# Formats of K and V, whether scales are dynamic, and the names of the tensors. A pool treats all
+# Formats of K and V, whether scales are dynamic, and the names of tensors. A pool treats all
 # formats of 8 bits in the same way.
 CASES = {
     "8 bits": ("fp8_e4m3", "fp8_e5m2", True, "k v token_scales"),
@@ -90,27 +91,27 @@ CASES = {
     "auto values, static": ("fp8_e4m3", "auto", False, "k v"),
     "auto": ("auto", "auto", True, "k v"),
 }
-cases = pytest.mark.parametrize(("key", "value", "dynamic", "names"), CASES.values(), ids=CASES)
-# Grid: The dtype decides the size of "auto" values, and the layout decides all offsets.
-SHAPES = pairwise(
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Grid: The dtype determines the size of "auto" values, and the layout determines all offsets.
+SHAPE_CASES = pairwise(
     list(CASES.values()), [torch.bfloat16, torch.float16, torch.float32], [False, True]
 )
 
 
-@pytest.mark.parametrize(("case", "dtype", "single_block"), SHAPES)
-def test_shapes_dtypes_and_bytes(case, dtype, device, single_block):
-    key, value, dynamic, names = case
-    pool = new_pool(
-        key, value, 7, dynamic=dynamic, dtype=dtype, device=device, single_block=single_block
+@pytest.mark.parametrize(("case", "dtype", "single_block"), SHAPE_CASES)
+def test_pages_have_the_expected_shapes_dtypes_and_bytes(case, dtype, device, single_block):
+    key, value, is_dynamic, names = case
+    pool = make_pool(
+        key, value, 7, is_dynamic=is_dynamic, dtype=dtype, device=device, single_block=single_block
     )
-    pages = all_pages(pool)
+    pages = read_pages(pool)
     assert " ".join(pages) == names
-    assert pages["k"].shape == (7, HEADS, S, K_DIM)
-    assert pages["v"].shape == (7, HEADS, V_DIM, S), "V is stored transposed"
+    assert pages["k"].shape == (7, HEADS, SLOTS, K_DIM)
+    assert pages["v"].shape == (7, HEADS, V_DIM, SLOTS), "V is stored transposed"
     assert pages["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
     assert pages["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
     if "token_scales" in pages:
-        assert pages["token_scales"].shape == (7, HEADS, S, 2)
+        assert pages["token_scales"].shape == (7, HEADS, SLOTS, 2)
         assert pages["token_scales"].dtype == torch.bfloat16
     assert all(tensor.device.type == device.type for tensor in pages.values())
     assert not any(tensor.any() for tensor in pages.values()), "new pages are zero"
@@ -121,40 +122,35 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, single_block):
     assert footprint["pages"] + footprint["scales"] == 7 * pool.layout.size
 
 
-@layouts
-@cases
-def test_growing_keeps_all_pages_and_zeroes_new_pages(
-    key, value, dynamic, names, device, single_block
-):
-    pool = PagePool(S, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
+@each_layout
+@each_case
+def test_growing_keeps_all_pages_and_zeroes_new_pages(case, device, single_block):
+    pool = PagePool(SLOTS, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
     assert (len(pool.memory), pool.is_allocated) == (0, False)
-    pool = new_pool(key, value, 0, dynamic=dynamic, device=device, single_block=single_block)
+    options = {"is_dynamic": case[2], "device": device, "single_block": single_block}
+    pool = make_pool(*case[:2], 0, **options)
     pool.memory.grow(3)
-    before, pointers = fill(pool), addresses(pool)
+    old_pages, pointers = fill_pool(pool), list_addresses(pool)
     for pages in (0, 2, 3):  # a pool never shrinks, and stays in place
         pool.memory.grow(pages)
         assert len(pool.memory) == 3
-        assert addresses(pool) == pointers
+        assert list_addresses(pool) == pointers
     pool.memory.grow(8)
     assert len(pool.memory) == 8
-    assert single_block or addresses(pool)[: len(pointers)] == pointers, "a block was moved"
-    assert_holds(pool, before)
+    assert single_block or list_addresses(pool)[: len(pointers)] == pointers, "a block was moved"
+    assert_holds(pool, old_pages)
 
 
-@layouts
-@cases
-def test_copying_a_page_copies_all_of_its_tensors_and_no_other_page(
-    key, value, dynamic, names, device, single_block
-):
-    pool, source = (
-        new_pool(key, value, pages, dynamic=dynamic, device=device, single_block=single_block)
-        for pages in (6, 9)
-    )
-    before, source_pages = fill(pool), fill(source)
+@each_layout
+@each_case
+def test_copying_a_page_copies_all_of_its_tensors_and_no_other_page(case, device, single_block):
+    options = {"is_dynamic": case[2], "device": device, "single_block": single_block}
+    pool, source = (make_pool(*case[:2], num_pages, **options) for num_pages in (6, 9))
+    old_pages, source_pages = fill_pool(pool), fill_pool(source)
     pool.memory.copy(np.zeros(0, np.int32), np.zeros(0, np.int32))
-    assert_holds(pool, before)
+    assert_holds(pool, old_pages)
     pool.memory.copy(np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32))
-    expected = {name: tensor[[0, 4, 4, 3, 4, 0]] for name, tensor in before.items()}
+    expected = {name: tensor[[0, 4, 4, 3, 4, 0]] for name, tensor in old_pages.items()}
     assert_holds(pool, expected)
     pool.memory.put(np.array([1, 4, 0, 3]), source.memory.take(np.array([8, 2, 5, 0])))
     for name, tensor in expected.items():
@@ -163,11 +159,11 @@ def test_copying_a_page_copies_all_of_its_tensors_and_no_other_page(
 
 
 class Allocations(TorchDispatchMode):
-    """Records the bytes of zeroed tensors: the largest, the current and the peak."""
+    """Records bytes of zeroed tensors: the largest tensor, the current total, and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = self.held = self.peak = 0
+        self.max_bytes = self.current_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -175,76 +171,76 @@ class Allocations(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and "zeros" in str(function):
             size = result.untyped_storage().nbytes()
-            self.largest = max(self.largest, size)
-            self.held += size
-            self.peak = max(self.peak, self.held)
-            weakref.finalize(result.untyped_storage(), self._free, size)
+            self.max_bytes = max(self.max_bytes, size)
+            self.current_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+            weakref.finalize(result.untyped_storage(), self._count_freed, size)
         return result
 
-    def _free(self, size: int) -> None:
-        self.held -= size
+    def _count_freed(self, size: int) -> None:
+        self.current_bytes -= size
 
 
 def test_growing_allocates_one_block_at_a_time(monkeypatch):
-    page = new_pool().layout.size
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * page)
-    allocator = PageAllocator(PageBudget(S))
-    with Allocations() as allocations, BytesWritten() as written:
-        pool = new_pool(pages=0)
+    page_bytes = make_pool().layout.size
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * page_bytes)
+    allocator = PageAllocator(PageBudget(SLOTS))
+    with Allocations() as allocations, BytesWritten() as counter:
+        pool = make_pool(num_pages=0)
         for _ in range(300):
             allocator.allocate(1)
             pool.memory.grow(allocator.capacity)
-            # Each growth writes an address of 8 bytes for each page.
-            assert allocations.held == len(pool.memory) * page
-    assert allocations.largest <= 8 * page
-    assert allocations.peak == len(pool.memory) * page
+            # Each growth writes an address of 8 bytes per page.
+            assert allocations.current_bytes == len(pool.memory) * page_bytes
+    assert allocations.max_bytes <= 8 * page_bytes
+    assert allocations.peak_bytes == len(pool.memory) * page_bytes
     assert len(pool.memory) <= 300 * 33 // 32 + 4
-    growths = 8 * len(pool.memory) * 300
-    assert written.total <= len(pool.memory) * page + growths, "bytes were moved"
+    address_bytes = 8 * len(pool.memory) * 300
+    assert counter.total <= len(pool.memory) * page_bytes + address_bytes, "bytes were moved"
     # Compaction also allocates one block at a time, and frees the old blocks.
     with allocations:
-        allocations.largest = 0
+        allocations.max_bytes = 0
         pool.memory.keep_pages(np.arange(0, 300, 5, dtype=np.int32))
-    assert allocations.largest <= 8 * page
-    assert allocations.held == 60 * page
+    assert allocations.max_bytes <= 8 * page_bytes
+    assert allocations.current_bytes == 60 * page_bytes
 
 
-@layouts
+@each_layout
 def test_moving_to_the_cpu_and_back_keeps_the_bytes(device, single_block):
-    pool = new_pool(device=device, single_block=single_block)
-    before, pointers = fill(pool), addresses(pool)
+    pool = make_pool(device=device, single_block=single_block)
+    old_pages, pointers = fill_pool(pool), list_addresses(pool)
     pool.memory.move(device)
-    assert addresses(pool) == pointers, "they were on this device"
+    assert list_addresses(pool) == pointers, "a move to the same device moved pages"
     for target in (torch.device("cpu"), pool.device):
         pool.memory.move(target)
-        assert_holds(pool, before)
+        assert_holds(pool, old_pages)
 
 
 @pytest.mark.gpu
 def test_move_to_the_cpu_waits_for_the_copy():
     pool = PagePool(64, LayerPlan(SidePlan("fp8"), SidePlan("fp8")), False)
-    like = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
-    pool.allocate(like, like, 2048)
-    busy = torch.randn(8192, 8192, device="cuda")
+    states = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    pool.allocate(states, states, 2048)
+    x = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
-    # The copy waits for this work, but a read on the CPU does not.
+    # The copy to the CPU waits for this work on the GPU. A read on the CPU would not wait.
     for _ in range(20):
-        busy = busy @ busy.clamp(-1, 1)
+        x = x @ x.clamp(-1, 1)
     pool.blocks.tensors[0].fill_(7)
     pool.memory.move(torch.device("cpu"))
     assert int(pool.blocks.tensors[0].min()) == 7
 
 
-@layouts
+@each_layout
 def test_a_freed_pool_may_be_allocated_again(single_block):
-    pool = new_pool(single_block=single_block)
-    fill(pool)
+    pool = make_pool(single_block=single_block)
+    fill_pool(pool)
     pool.memory.free()
     assert (len(pool.memory), pool.is_allocated) == (0, False)
     # The new shapes may be different.
-    pool.allocate(*tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16), 2)
-    assert all_pages(pool)["k"].shape == (2, 3, S, 7)
-    assert not any(t.any() for t in all_pages(pool).values())
+    pool.allocate(*make_tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16), 2)
+    assert read_pages(pool)["k"].shape == (2, 3, SLOTS, 7)
+    assert not any(t.any() for t in read_pages(pool).values())
 
 
 # -- cached pages ----------------------------------------------------------------------------------
@@ -257,57 +253,57 @@ CHANGES: dict[str, Callable[[PagePool], None]] = {
 }
 
 
-def encoded(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) -> Encoding:
+def make_encoding(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) -> Encoding:
     encoding = Encoding(0, FP8PagedCache(plan=plan).options, PaddingObserver())
     encoding.k_scale, encoding.v_scale, encoding.k_center = k_scale, v_scale, k_center
     return encoding
 
 
-@layouts
+@each_layout
 @pytest.mark.parametrize("change", CHANGES)
 def test_cached_pages_have_the_current_tensors(change, single_block):
-    """The cached `Pages` have the current addresses, and keep no freed block alive."""
-    pool = new_pool("auto", "auto", single_block=single_block, dtype=torch.float32)
+    """Cached `Pages` contain the current addresses, and keep no freed block alive."""
+    pool = make_pool("auto", "auto", single_block=single_block, dtype=torch.float32)
     table = torch.tensor([[1, 0]], dtype=torch.int32)
     scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
-    encoding = encoded(("auto", "auto"), *scales, torch.zeros(1, HEADS, K_DIM))
-    first = encoding.make_pages(pool, table)
-    before, old_block = fill(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
-    del first
+    encoding = make_encoding(("auto", "auto"), *scales, torch.zeros(1, HEADS, K_DIM))
+    first_pages = encoding.make_pages(pool, table)
+    old_pages, old_block = fill_pool(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
+    del first_pages
     CHANGES[change](pool)
     is_kept = change == "nothing" or (change == "grow" and not single_block)
     assert (old_block() is not None) == is_kept
     if not pool.is_allocated:
         return
-    columns = before["k"][[3, 1] if change == "keep" else [1, 0]]
-    lengths = torch.tensor([2 * S], dtype=torch.int32)
+    columns = old_pages["k"][[3, 1] if change == "keep" else [1, 0]]
+    lengths = torch.tensor([2 * SLOTS], dtype=torch.int32)
     for _ in range(2):
         pages = encoding.make_pages(pool, table)
-        dense = ops.gather(pages, lengths, "k", 0, 2 * S, torch.float32, False, "reference")
+        dense = ops.gather(pages, lengths, "k", 0, 2 * SLOTS, torch.float32, False, "reference")
         assert_same(dense[0], columns.transpose(0, 1).flatten(1, 2))
-    # Changed tensors give different `Pages`.
+    # If tensors change, the `Pages` change.
     new_tensors = tuple(x + 1 for x in (*scales, encoding.k_center))
     encoding.k_scale, encoding.v_scale, encoding.k_center = new_tensors
     pages = encoding.make_pages(pool, other_table := table.flip(1))
     tensors = pages.table, pages.k.static_scale, pages.v.static_scale, pages.k.center
     assert all(x is y for x, y in zip(tensors, (other_table, *new_tensors), strict=True))
-    other_plan = encoded(("fp8_e4m3", "int8"), *new_tensors).make_pages(pool, other_table)
+    other_plan = make_encoding(("fp8_e4m3", "int8"), *new_tensors).make_pages(pool, other_table)
     assert (other_plan.k.format, other_plan.v.format) == ("fp8_e4m3", "int8")
 
 
 # -- copies from another pool -------------------------------------------------------------------
 
 
-@layouts
+@each_layout
 def test_pages_are_copied_from_a_second_pool(single_block):
-    """The blocks of the pools begin at different pages, after growth in different steps."""
-    pool, source = (new_pool(pages=n, single_block=single_block) for n in (2, 7))
+    """The pools grow in different steps, so their blocks begin at different pages."""
+    pool, source = (make_pool(num_pages=n, single_block=single_block) for n in (2, 7))
     for pages in (3, 8, 11):
         pool.memory.grow(pages)
     source.memory.grow(11)
-    expected, source_pages = fill(pool), fill(source)
+    expected, source_pages = fill_pool(pool), fill_pool(source)
     indices = np.array([0, 1, 2, 5, 6, 9, 10])
     pool.blocks.copy_from(source.blocks, indices, blocking=True)
     for name, tensor in expected.items():
         tensor[indices] = source_pages[name][indices]
-        assert_same(all_pages(pool)[name], tensor, name)
+        assert_same(read_pages(pool)[name], tensor, name)

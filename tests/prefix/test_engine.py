@@ -1,4 +1,4 @@
-"""A store of prefixes with an engine: pages of prompts that outlive the engine."""
+"""Tests of a prefix store with an engine: stored pages of prompts outlive the engine."""
 
 import contextlib
 import sys
@@ -22,44 +22,44 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 
-def words(count: int, seed: int = 0) -> list[int]:
+def make_text(num_tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, 98, (count,), generator=generator).tolist()
+    return torch.randint(2, 98, (num_tokens,), generator=generator).tolist()
 
 
-def answers(
+def answer_texts(
     folder: Path | None,
     texts: list[list[int]],
     *,
     seed: int = 0,
-    pages: int = 64,
-    new: int = 9,
+    num_pages: int = 64,
+    num_new: int = 9,
     **keywords: Any,
 ) -> tuple[list[list[int]], Any, Any]:
-    """Return the answers of a new engine, its final usage, and the usage of its store."""
+    """Return the answers of a new engine, and the final usage of the engine and of the store."""
     model, _ = tiny("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
-    with managing(model, pages=pages) as manager:
-        # One by one, so that each text can reuse the pages of the previous texts.
-        outputs = [answer_to(manager, text, new) for text in texts]
+    with managing(model, pages=num_pages) as manager:
+        # Each text is answered before the next, which can then reuse the pages.
+        outputs = [answer_to(manager, text, num_new) for text in texts]
         usage = serving.usage(manager)
     serving.disable(model)
     return outputs, usage, None if store is None else store.usage()
 
 
 def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
-    prefix = words(5 * PAGE + 3)
-    texts = [prefix + words(7, seed=1), words(2 * PAGE, seed=9)]
-    expected, _, _ = answers(None, texts)
-    actual, usage, store_usage = answers(tmp_path, texts)
+    prefix = make_text(5 * PAGE + 3)
+    texts = [prefix + make_text(7, seed=1), make_text(2 * PAGE, seed=9)]
+    expected, _, _ = answer_texts(None, texts)
+    actual, usage, store_usage = answer_texts(tmp_path, texts)
     assert actual == expected
     assert (usage.prefix_hits, store_usage.hits, store_usage.misses) == (0, 0, 2)
-    extra = [prefix + words(11, seed=4), texts[1], prefix[: 3 * PAGE]]
-    expected, _, _ = answers(None, extra)
-    actual, usage, store_usage = answers(tmp_path, extra)
+    next_texts = [prefix + make_text(11, seed=4), texts[1], prefix[: 3 * PAGE]]
+    expected, _, _ = answer_texts(None, next_texts)
+    actual, usage, store_usage = answer_texts(tmp_path, next_texts)
     assert actual == expected
-    # The second text finds all pages except the last. The pages of the third text are in memory.
+    # The second text finds all pages except the last in the store, the third finds pages in memory.
     assert (store_usage.hits, store_usage.tokens_found) == (2, 5 * PAGE + PAGE)
     assert (usage.prefix_hits, usage.prefix_tokens) == (3, 5 * PAGE + PAGE + 2 * PAGE)
     assert usage.store_tokens == store_usage.tokens_found
@@ -67,52 +67,52 @@ def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
 
 
 def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:
-    text = words(2 * PAGE - 4)
-    actual, _, _ = answers(tmp_path, [text])
-    chat = text + actual[0] + words(PAGE, seed=3)
-    expected, _, _ = answers(None, [chat])
-    actual, _, store_usage = answers(tmp_path, [chat])
+    text = make_text(2 * PAGE - 4)
+    actual, _, _ = answer_texts(tmp_path, [text])
+    chat = text + actual[0] + make_text(PAGE, seed=3)
+    expected, _, _ = answer_texts(None, [chat])
+    actual, _, store_usage = answer_texts(tmp_path, [chat])
     assert actual == expected
     assert store_usage.tokens_found == 2 * PAGE
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"dtype": "fp8"}, {"scales": 0.05}], ids=str)
-def test_a_different_model_or_format_finds_no_pages(other: dict[str, Any], tmp_path: Path) -> None:
-    text = words(4 * PAGE)
-    answers(tmp_path, [text])
-    expected, _, _ = answers(None, [text], **other)
-    actual, _, store_usage = answers(tmp_path, [text], **other)
+@pytest.mark.parametrize("options", [{"seed": 1}, {"dtype": "fp8"}, {"scales": 0.05}], ids=str)
+def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Path) -> None:
+    text = make_text(4 * PAGE)
+    answer_texts(tmp_path, [text])
+    expected, _, _ = answer_texts(None, [text], **options)
+    actual, _, store_usage = answer_texts(tmp_path, [text], **options)
     assert actual == expected
     assert (store_usage.hits, store_usage.misses) == (0, 1)
 
 
 def test_few_blocks_hold_texts_one_after_another(tmp_path: Path) -> None:
-    """The blocks hold one text at a time, both when texts are stored and when they are found."""
-    texts = [words(9 * PAGE, seed=number) for number in range(3)]
-    expected, _, _ = answers(None, texts)
+    """The blocks fit one text at a time, both when texts are stored and when they are found."""
+    texts = [make_text(9 * PAGE, seed=number) for number in range(3)]
+    expected, _, _ = answer_texts(None, texts)
     for _ in range(3):
-        actual, usage, _ = answers(tmp_path, texts, pages=12)
+        actual, usage, _ = answer_texts(tmp_path, texts, num_pages=12)
         assert actual == expected
         assert usage.pages_used <= 12
     for text in texts:
-        assert answers(tmp_path, [text])[2].tokens_found == 8 * PAGE
+        assert answer_texts(tmp_path, [text])[2].tokens_found == 8 * PAGE
 
 
 @contextmanager
-def engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
-    """Yield a function that generates and waits until the request is freed, and the cache."""
+def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
+    """Yield a function that answers a text and waits until its blocks are freed, and the cache."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model, prefix_store=store)
     with managing(model) as manager:
 
         def generate(text: list[int]) -> list[int]:
             answer = answer_to(manager, text, 9)
-            end = time.monotonic() + 30  # the engine frees the blocks of a request after its answer
-            while allocator_of(manager).block_table and time.monotonic() < end:
+            deadline = time.monotonic() + 30  # blocks of a request are freed after the answer
+            while get_allocator(manager).block_table and time.monotonic() < deadline:
                 time.sleep(0.01)
             return answer
 
-        generate(words(3, seed=99))
+        generate(make_text(3, seed=99))
         yield generate, manager.batch_processor.cache
     serving.disable(model)
 
@@ -120,82 +120,79 @@ def engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any
 def test_the_work_per_block_does_not_depend_on_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lookups: list[str] = []
-    touched: list[str] = []
-    hashed: list[int] = []
+    looked_up, touched, hashed_lengths = list[str](), list[str](), list[int]()
     has, touch, chain = PrefixStore.has, PrefixStore.touch, engine_module.chain_keys
-    monkeypatch.setattr(PrefixStore, "has", lambda self, key: lookups.append(key) or has(self, key))
-    monkeypatch.setattr(
-        PrefixStore, "touch", lambda self, keys: touched.extend(keys) or touch(self, keys)
-    )
+    monkeypatch.setattr(PrefixStore, "has", lambda self, x: looked_up.append(x) or has(self, x))
+    monkeypatch.setattr(PrefixStore, "touch", lambda self, x: touched.extend(x) or touch(self, x))
     monkeypatch.setattr(
         engine_module, "chain_keys",
-        lambda name, ids, *extra: hashed.append(len(ids)) or chain(name, ids, *extra),
+        lambda name, ids, *args: hashed_lengths.append(len(ids)) or chain(name, ids, *args),
     )  # fmt: skip
-    outputs, _, _ = answers(tmp_path, [words(10 * PAGE + 3)], new=14 * PAGE)
-    blocks = 24
-    assert len(list(tmp_path.glob("*.safetensors"))) == blocks
+    outputs, _, _ = answer_texts(tmp_path, [make_text(10 * PAGE + 3)], num_new=14 * PAGE)
+    num_blocks = 24
+    assert len(list(tmp_path.glob("*.safetensors"))) == num_blocks
     assert len(outputs[0]) == 14 * PAGE
-    assert sum(hashed) <= (blocks + 1) * PAGE, "each token once, and the first missing block"
-    assert len(touched) == blocks, "once per request"
-    # Each block is looked up when it is new (twice if written), afterwards, and at the end.
-    assert len(lookups) <= 4 * blocks
+    # Each token is hashed once, and the first missing block is hashed in addition.
+    assert sum(hashed_lengths) <= (num_blocks + 1) * PAGE
+    assert len(touched) == num_blocks, "each page is touched once per request"
+    # A block is looked up when it is new (twice if it is written), afterwards, and at the end.
+    assert len(looked_up) <= 4 * num_blocks
 
 
 def test_a_frequent_prefix_outlives_later_texts(tmp_path: Path) -> None:
-    """The engine finds the prefix in memory. Its files are not read, but count as used."""
-    hot, cold = words(4 * PAGE + 2), words(4 * PAGE + 2, seed=5)
+    """The engine finds the prefix in memory, so its files are not read, but they count as used."""
+    frequent, rare = make_text(4 * PAGE + 2), make_text(4 * PAGE + 2, seed=5)
     store = PrefixStore(tmp_path)
-    with engine(store) as (generate, _):
-        generate(hot)
-        generate(cold)
-        generate(hot)
+    with run_engine(store) as (generate, _):
+        generate(frequent)
+        generate(rare)
+        generate(frequent)
         store.flush()
-        removed = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-        size = removed.stat().st_size
-        removed.unlink()  # the first page of the frequent prefix, which was used last
-        generate(hot)
+        removed_file = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        page_bytes = removed_file.stat().st_size
+        removed_file.unlink()  # the first page of the frequent prefix, which was used last
+        generate(frequent)
         store.flush()
-        assert removed.exists(), "stored again"
-    assert not [*PrefixStore(tmp_path, max_bytes=5 * size).read(["x"], print)]
-    assert answers(tmp_path, [hot])[2].tokens_found == 4 * PAGE
-    assert answers(tmp_path, [cold])[2].tokens_found < 4 * PAGE
+        assert removed_file.exists(), "the page was not stored again"
+    assert not [*PrefixStore(tmp_path, max_bytes=5 * page_bytes).read(["x"], print)]
+    assert answer_texts(tmp_path, [frequent])[2].tokens_found == 4 * PAGE
+    assert answer_texts(tmp_path, [rare])[2].tokens_found < 4 * PAGE
 
 
-def test_a_request_is_lookups_once(tmp_path: Path) -> None:
-    with engine(PrefixStore(tmp_path)) as (generate, cache):
-        requested: list[str] = []
-        find = cache.search_prefix_match
-        cache.search_prefix_match = lambda name, ids: requested.append(name) or find(name, ids)
-        generate(words(4 * PAGE))
-        assert len(requested) == 1
+def test_a_request_looks_up_its_prefix_once(tmp_path: Path) -> None:
+    with run_engine(PrefixStore(tmp_path)) as (generate, cache):
+        names: list[str] = []
+        search = cache.search_prefix_match
+        cache.search_prefix_match = lambda name, ids: names.append(name) or search(name, ids)
+        generate(make_text(4 * PAGE))
+        assert len(names) == 1
 
 
 def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
-    """The engine looks up its prefix in each step, even if no block is free."""
-    text = words(6 * PAGE + 3)
-    answers(tmp_path, [text])
+    """The engine looks up the prefix of a request in each step, even if no block is free."""
+    text = make_text(6 * PAGE + 3)
+    answer_texts(tmp_path, [text])
     store = PrefixStore(tmp_path)
-    with engine(store) as (_, cache):
+    with run_engine(store) as (_, cache):
         (allocator,) = cache.cache_allocators.values()
         pool = allocator.pool
         while pool.num_free_sectors:
             pool.allocate_sector(allocator.index)
-        free = pool.get_free_blocks(allocator.index, pool.count_free_blocks(allocator.index))
-        before = store.counts()
+        free_blocks = pool.get_free_blocks(allocator.index, pool.count_free_blocks(allocator.index))
+        counts = store.counts()
         for _ in range(3):
             assert cache.search_prefix_match("waits", text) == 0
-        assert store.counts() == before
-        pool.free_blocks(allocator.index, free[:2])
+        assert store.counts() == counts
+        pool.free_blocks(allocator.index, free_blocks[:2])
         assert cache.search_prefix_match("waits", text) == 2 * PAGE
-        assert store.counts()["tokens_found"] == before["tokens_found"] + 2 * PAGE
-        pool.free_blocks(allocator.index, free[2:])
+        assert store.counts()["tokens_found"] == counts["tokens_found"] + 2 * PAGE
+        pool.free_blocks(allocator.index, free_blocks[2:])
         cache.free_blocks("waits")
         # A text that is not stored counts as one miss, even if it is looked up often.
         for misses in (1, 2):
             for _ in range(3):
-                assert cache.search_prefix_match("other", words(6 * PAGE, seed=8)) == 0
-            assert store.counts()["misses"] == before["misses"] + misses
+                assert cache.search_prefix_match("other", make_text(6 * PAGE, seed=8)) == 0
+            assert store.counts()["misses"] == counts["misses"] + misses
             cache.free_blocks("other")  # a finished request is forgotten
 
 
@@ -203,63 +200,65 @@ def test_the_engine_waits_while_blocks_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, the engine computes on a separate stream."""
-    text = words(3 * PAGE + 3)
-    answers(tmp_path, [text])
-    with engine(PrefixStore(tmp_path)) as (_, cache):
+    text = make_text(3 * PAGE + 3)
+    answer_texts(tmp_path, [text])
+    with run_engine(PrefixStore(tmp_path)) as (_, cache):
         (allocator,) = cache.cache_allocators.values()
-        before, held_at_waits = held(allocator), list[int]()
-        monkeypatch.setattr(
-            engine_module, "synchronize", lambda _: held_at_waits.append(held(allocator) - before)
-        )
+        num_used, num_filled = count_used_blocks(allocator), list[int]()
+
+        def record_blocks(_: Any) -> None:
+            num_filled.append(count_used_blocks(allocator) - num_used)
+
+        monkeypatch.setattr(engine_module, "synchronize", record_blocks)
         assert cache.search_prefix_match("new", text) == 3 * PAGE
-        assert held_at_waits == [0, 3]
+        assert num_filled == [0, 3]
         cache.free_blocks("new")
 
 
 def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
-    """A prefix was evicted, or a request must not use a prefix, because it needs logits."""
-    text = words(6 * PAGE + 3)
-    expected, _, _ = answers(tmp_path, [text])
+    """A block was evicted. A second request searches no prefix, as if it needed prompt logits."""
+    text = make_text(6 * PAGE + 3)
+    expected, _, _ = answer_texts(tmp_path, [text])
     store = PrefixStore(tmp_path)
-    with engine(store) as (generate, cache):
+    with run_engine(store) as (generate, cache):
         assert generate(text) == expected[0]
         (allocator,) = cache.cache_allocators.values()
         ledger, pool = allocator.ledger, allocator.pool
         assert store.usage().hits == 1
         for is_searched in (True, False):
             # Evict the third block of the text, as the engine does with old blocks.
-            blocks = [ledger.hash_to_block[x] for x in hashes_of(text)]
+            blocks = [ledger.hash_to_block[x] for x in compute_hashes(text)]
             del ledger.cached_blocks[blocks[2]]
             del ledger.hash_to_block[ledger.block_to_hash.pop(blocks[2])]
             pool.free_blocks(allocator.index, [blocks[2]])
             if not is_searched:
                 cache.search_prefix_match = lambda *_: 0
-            before = (store.usage().hits, held(allocator))
+            counts = (store.usage().hits, count_used_blocks(allocator))
             assert generate(text) == expected[0]
-            assert store.usage().hits == before[0] + is_searched
-            assert held(allocator) == before[1] + 1 == len(ledger.cached_blocks)
+            assert store.usage().hits == counts[0] + is_searched
+            assert count_used_blocks(allocator) == counts[1] + 1 == len(ledger.cached_blocks)
             assert list(ledger.cached_blocks)[-6:][::-1] == [
-                ledger.hash_to_block[x] for x in hashes_of(text)
+                ledger.hash_to_block[x] for x in compute_hashes(text)
             ]
 
 
-def allocator_of(manager: Any) -> Any:
+def get_allocator(manager: Any) -> Any:
     (allocator,) = manager.batch_processor.cache.cache_allocators.values()
     return allocator
 
 
-def hashes_of(text: list[int]) -> list[int]:
-    """Return the hashes of a text's full blocks, as the engine computes them."""
+def compute_hashes(text: list[int]) -> list[int]:
+    """Return the hashes that the engine computes for the full blocks of a text."""
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
     hashes: list[int] = []
     for start in range(0, len(text) - PAGE + 1, PAGE):
-        last = hashes[-1] if hashes else None
-        hashes.append(cache_allocator.compute_block_hash(last, text[start : start + PAGE]))
+        last_hash = hashes[-1] if hashes else None
+        hashes.append(cache_allocator.compute_block_hash(last_hash, text[start : start + PAGE]))
     return hashes
 
 
-def held(allocator: Any) -> int:
+def count_used_blocks(allocator: Any) -> int:
     """Return the number of blocks in use."""
     pool, index = allocator.pool, allocator.index
     sectors = pool.num_sectors - pool.num_free_sectors
@@ -283,8 +282,8 @@ def test_unsupported_stores_are_refused(
         serving.enable(model, prefix_store=store(tmp_path), probe=False)
 
 
-# Invalid pages in intact files. None stands for the page in a truncated file.
-INVALID: tuple[Callable[[torch.Tensor], Page | None], ...] = (
+# Functions that return an invalid page for an intact file, or None for a truncated file.
+INVALID_PAGES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
     lambda _: None,
     lambda row: Page([row[:-1]], None),
     lambda row: Page([row], []),
@@ -297,37 +296,38 @@ INVALID: tuple[Callable[[torch.Tensor], Page | None], ...] = (
 
 @pytest.mark.parametrize(
     "change",
-    [*INVALID[:3], *(pytest.param(change, marks=pytest.mark.full) for change in INVALID[3:])],
-    ids=range(len(INVALID)),
+    [*INVALID_PAGES[:3], *(pytest.param(x, marks=pytest.mark.full) for x in INVALID_PAGES[3:])],
+    ids=range(len(INVALID_PAGES)),
 )
 def test_invalid_files_are_recomputed(
     change: Callable[[torch.Tensor], Page | None], tmp_path: Path
 ) -> None:
-    text = words(4 * PAGE)
-    expected, _, _ = answers(tmp_path, [text])
+    text = make_text(4 * PAGE)
+    expected, _, _ = answer_texts(tmp_path, [text])
     for path in tmp_path.glob("*.safetensors"):
         (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
         assert page is not None
-        changed = change(page.rows[0])
-        content = pack(path.stem, changed) if changed else path.read_bytes()[:-1]
+        invalid_page = change(page.rows[0])
+        content = pack(path.stem, invalid_page) if invalid_page else path.read_bytes()[:-1]
         path.write_bytes(content)
-    actual, _, store_usage = answers(tmp_path, [text])
+    actual, _, store_usage = answer_texts(tmp_path, [text])
     assert actual == expected
     assert store_usage.files_refused == 1
-    assert answers(tmp_path, [text])[2].hits == 1
+    assert answer_texts(tmp_path, [text])[2].hits == 1
 
 
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     model, folder = save_chat_model(tmp_path / "model"), tmp_path / "store"
     question = "is this the same beginning for two servers, or is it another one for each of them?"
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 8, "temperature": 0}
+    messages = [{"role": "user", "content": question}]
+    request_body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
     texts, store_tokens = [], []
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(hosting(model, "--prefix-store", str(folder))) for _ in range(2)
         ]
         for server in servers:
-            texts.append(text_in(server.answer("/v1/chat/completions", model=model, **body)))
+            texts.append(text_in(server.answer("/v1/chat/completions", **request_body)))
             store_tokens.append(server.metrics()["store_tokens_total"])
     assert texts[0] == texts[1] == generate_answer(model, question, 8)
     # "u:", the question, ";a:"
@@ -338,9 +338,9 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
 def test_enable_loads_the_backend(
     enable: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared: list[str] = []
-    monkeypatch.setattr(sys.modules[enable.__module__], "load_backend", prepared.append)
+    loaded_backends: list[str] = []
+    monkeypatch.setattr(sys.modules[enable.__module__], "load_backend", loaded_backends.append)
     model, _ = tiny("gqa")
     enable(model, prefix_store=PrefixStore(tmp_path), backend="torch")
     enable(model, backend="torch")
-    assert prepared == ["torch"]
+    assert loaded_backends == ["torch"]

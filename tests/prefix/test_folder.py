@@ -1,4 +1,4 @@
-"""A folder with a bound: only its least recently used files, of any process, are removed."""
+"""Tests of a folder with a size limit: the least recently used files of any process are removed."""
 
 import errno
 import os
@@ -19,63 +19,63 @@ pytestmark = pytest.mark.text
 NAMES, BOUND = re.compile(r"page\d+"), 100
 
 
-def folder_at(path: Path) -> PrefixFolder:
+def open_folder(path: Path) -> PrefixFolder:
     return PrefixFolder(path, NAMES, BOUND)
 
 
-def put(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, ...] = ()) -> bool:
+def put_file(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, ...] = ()) -> bool:
     with folder.lock(0.0) as lock:
         assert lock is not None
         is_stored = folder.put(lock, name, bytes(size), {*own_names, name})
-    # As a store does with the pages of a prompt.
+    # A store also touches all pages of a prompt after it stores them.
     for used_name in (*own_names, name) if is_stored else own_names:
-        touch(folder, used_name)
+        touch_file(folder, used_name)
     return is_stored
 
 
-def full_folder_at(path: Path) -> PrefixFolder:
-    """Return a folder with pages 0 to 99 of a byte each, written before any later scan."""
-    folder = folder_at(path)
+def make_full_folder(path: Path) -> PrefixFolder:
+    """Return a folder with pages 0 to 99 of one byte, all older than a tick of the folder."""
+    folder = open_folder(path)
     for number in range(BOUND):
-        put(folder, f"page{number}", 1)
+        put_file(folder, f"page{number}", 1)
     time.sleep(2 * folder_module._TICK / 1e9)
     return folder
 
 
-def touch(folder: PrefixFolder, name: str) -> None:
+def touch_file(folder: PrefixFolder, name: str) -> None:
     now = time.time_ns()
     os.utime(folder.path / name, ns=(now, now))
 
 
-def total_of(files: list[StoredFile]) -> int:
+def sum_bytes(files: list[StoredFile]) -> int:
     return sum(file.bytes for file in files)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[str, int, int, int]:
+def draw_steps(draw: st.DrawFn) -> tuple[str, int, int, int]:
     action = draw(st.sampled_from(["put"] * 6 + ["touch"] * 3 + ["remove", "begin"]))
     return action, draw(st.integers(0, 1)), draw(st.integers(1, 45)), draw(st.integers(0, 5))
 
 
-@given(plan=st.lists(steps(), min_size=5, max_size=40))
-def test_least_recently_used_files_are_removed(plan: list[tuple[str, int, int, int]]) -> None:
-    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as name:
-        # `touch` is as exact as the clock, so ticks are not needed.
-        patched.setattr(folder_module, "_TICK", 0)
+@given(steps=st.lists(draw_steps(), min_size=5, max_size=40))
+def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
+        # `touch_file` is as exact as the clock, so ticks are not needed.
+        patch.setattr(folder_module, "_TICK", 0)
         path = Path(name)
-        folders, is_exact = [folder_at(path), folder_at(path)], True
-        for index, (action, folder_index, size, place) in enumerate(plan):
+        folders, is_exact = [open_folder(path), open_folder(path)], True
+        for number, (action, folder_index, size, index) in enumerate(steps):
             folder = folders[folder_index]
             files_before = sorted(folder.files())
             if action == "begin":
-                folders[folder_index] = folder_at(path)
+                folders[folder_index] = open_folder(path)
                 folders[folder_index].apply_limit()
                 is_exact = True
             elif action == "put":
-                own_names = tuple(file.name for file in files_before[place : place + 2])
+                own_names = tuple(file.name for file in files_before[index : index + 2])
                 other_files = [file for file in files_before if file.name not in own_names]
-                kept_bytes = total_of(files_before) - total_of(other_files)
-                is_stored = put(folder, f"page{index}", size, own_names)
+                kept_bytes = sum_bytes(files_before) - sum_bytes(other_files)
+                is_stored = put_file(folder, f"page{number}", size, own_names)
                 names_after = {file.name for file in folder.files()}
                 assert is_stored == (kept_bytes + size <= BOUND)
                 kept_files = [file for file in other_files if file.name in names_after]
@@ -85,38 +85,37 @@ def test_least_recently_used_files_are_removed(plan: list[tuple[str, int, int, i
                 )
                 assert {*own_names} <= names_after
                 if is_exact and removed_files:
-                    assert total_of(files_before) + size - total_of(removed_files[:-1]) > BOUND, (
-                        "no more"
-                    )
+                    min_bytes = sum_bytes(files_before) + size - sum_bytes(removed_files[:-1])
+                    assert min_bytes > BOUND, "more files were removed than necessary"
                 if is_exact:
                     count = int((path / ".prefix_store.lock").read_text())
-                    assert count == total_of(folder.files())
+                    assert count == sum_bytes(folder.files())
             elif files_before:
-                file = files_before[place % len(files_before)]
+                file = files_before[index % len(files_before)]
                 if action == "touch":
-                    touch(folder, file.name)
-                else:  # as by a process that does not update the count
+                    touch_file(folder, file.name)
+                else:  # a process removes a file without an update of the count
                     (path / file.name).unlink()
                     is_exact = False
-            assert total_of(folder.files()) <= BOUND
+            assert sum_bytes(folder.files()) <= BOUND
 
 
 def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folder_at(tmp_path)
-    assert put(folder, "page0", 1)
-    second = folder_at(tmp_path)
+    folder = open_folder(tmp_path)
+    assert put_file(folder, "page0", 1)
+    other_folder = open_folder(tmp_path)
     for name in ("listdir", "scandir"):
-        monkeypatch.setattr(os, name, lambda _: pytest.fail("scanned all files"))
+        monkeypatch.setattr(os, name, lambda _: pytest.fail("the folder was scanned"))
     for index in range(1, 100):
-        assert put((folder, second)[index % 2], f"page{index}", 1)
+        assert put_file((folder, other_folder)[index % 2], f"page{index}", 1)
 
 
 def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = full_folder_at(tmp_path)
+    folder = make_full_folder(tmp_path)
     scans, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scans.append(path) or scandir(path))
     for number in range(100, 180):
-        assert put(folder, f"page{number}", 1)
+        assert put_file(folder, f"page{number}", 1)
     assert len(scans) == 1
     assert sorted(file.name for file in folder.files()) == sorted(
         f"page{number}" for number in range(80, 180)
@@ -124,10 +123,10 @@ def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
-    """Such files exist after the clock was set back."""
-    folder, future = folder_at(tmp_path), time.time_ns() + 10**15
+    """There are such files if the clock was set back."""
+    folder, future = open_folder(tmp_path), time.time_ns() + 10**15
     for number in range(5):
-        put(folder, f"page{number}", 20)
+        put_file(folder, f"page{number}", 20)
         folder.touch(f"page{number}", future + number)
     for number in range(5, 9):
         with folder.lock(0.0) as lock:
@@ -140,11 +139,11 @@ def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
 def test_a_damaged_count_is_recomputed(data: bytes, tmp_path: Path) -> None:
-    folder = folder_at(tmp_path)
+    folder = open_folder(tmp_path)
     for number in range(3):
-        put(folder, f"page{number}", 30)
+        put_file(folder, f"page{number}", 30)
     (tmp_path / ".prefix_store.lock").write_bytes(data)
-    assert put(folder, "page3", 30)
+    assert put_file(folder, "page3", 30)
     assert sorted(file.name for file in folder.files()) == ["page1", "page2", "page3"]
     assert (tmp_path / ".prefix_store.lock").read_bytes() == b"%020d" % 90
 
@@ -152,20 +151,20 @@ def test_a_damaged_count_is_recomputed(data: bytes, tmp_path: Path) -> None:
 def test_bytes_that_were_counted_and_not_written_are_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes that were killed before they wrote leave such counts."""
+    """A process that is killed after it counts and before it writes leaves such a count."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    folder = folder_at(tmp_path)
-    put(folder, "page0", 20)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", fail)
+    folder = open_folder(tmp_path)
+    put_file(folder, "page0", 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
         for _ in range(4):
             with pytest.raises(OSError, match="No space"):
-                put(folder, "page1", 20)
+                put_file(folder, "page1", 20)
     assert int((tmp_path / ".prefix_store.lock").read_text()) == BOUND
-    assert put(folder, "page1", 70)
+    assert put_file(folder, "page1", 70)
     assert sorted(file.name for file in folder.files()) == ["page0", "page1"]
     assert int((tmp_path / ".prefix_store.lock").read_text()) == 90
 
@@ -173,18 +172,18 @@ def test_bytes_that_were_counted_and_not_written_are_corrected(
 def test_a_smaller_bound_frees_space_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk has no room for the count."""
+    """The disk does not even have space for the count."""
     for number in range(3):
-        put(folder_at(tmp_path), f"page{number}", 30)
+        put_file(open_folder(tmp_path), f"page{number}", 30)
     (tmp_path / ".prefix_store.lock").unlink()
-    smaller, write = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
+    folder, pwrite = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
 
-    def write_if_there_is_room(*args: Any) -> int:
-        if total_of(smaller.files()) > 50:
+    def write_if_it_fits(*args: Any) -> int:
+        if sum_bytes(folder.files()) > 50:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*args)
+        return pwrite(*args)
 
-    monkeypatch.setattr(os, "pwrite", write_if_there_is_room)
-    smaller.apply_limit()
-    assert [file.name for file in smaller.files()] == ["page2"]
+    monkeypatch.setattr(os, "pwrite", write_if_it_fits)
+    folder.apply_limit()
+    assert [file.name for file in folder.files()] == ["page2"]
     assert int((tmp_path / ".prefix_store.lock").read_text()) == 30

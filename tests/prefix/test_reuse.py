@@ -1,4 +1,4 @@
-"""A cache over several calls of `generate()` computes only the tokens that it does not hold."""
+"""Tests of a cache in several calls of `generate()`, which compute only tokens not yet stored."""
 
 import copy
 import pickle
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.text
 # Token 0 is padding. transformers treats it as padding anywhere in a prompt.
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 STORED = {"prefill": "stored", "page_size": 8}
-LEAST_MARGIN = 1e-5
+MIN_MARGIN = 1e-5
 # Windows of 8 tokens. The fast tier has one model of each kind of layers.
 MODELS = [
     "gqa", "sliding_and_full", "kv_sharing", "latent", "hybrid",
     *(pytest.param(name, marks=pytest.mark.full) for name in ("mha", "sliding", "sparse")),
 ]  # fmt: skip
-# Models with a window or a state in some layers, which cannot go back to an earlier token.
+# Models that cannot go back to an earlier token, because some layers have a window or a state.
 ENDS_WITH_STATE = ("sliding", "sliding_and_full", "kv_sharing", "hybrid")
 
 
@@ -39,72 +39,72 @@ class Chat:
         self.model, _ = tiny(name, max_position_embeddings=512)
         enable(self.model, **STORED)
         self.calls: list[int] = []
-        self.model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self.cache = self.new_cache(**keywords)
+        self.model.register_forward_pre_hook(self._record_call, with_kwargs=True)
+        self.cache = self.make_cache(**keywords)
         self.generator = torch.Generator().manual_seed(5)
 
-    def _count(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _record_call(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs["input_ids"] is not None:
             self.calls.append(kwargs["input_ids"].shape[1])
 
-    def new_cache(self, **keywords: Any) -> FP8PagedCache:
+    def make_cache(self, **keywords: Any) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, **{**STORED, **keywords})
 
-    def words(self, count: int, rows: int = 1) -> torch.Tensor:
-        return torch.randint(2, 98, (rows, count), generator=self.generator)
+    def make_ids(self, num_tokens: int, rows: int = 1) -> torch.Tensor:
+        return torch.randint(2, 98, (rows, num_tokens), generator=self.generator)
 
-    def answer(self, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, int]:
-        """Check an answer against a new cache. Return it and the number of computed tokens."""
-        held = self.cache.host_length()
+    def check_answer(self, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, int]:
+        """Check an answer against a new cache, and return it with the number of computed tokens."""
+        num_cached = self.cache.host_length()
         keywords = {**GREEDY, **keywords}
         self.calls.clear()
         answer = self.model.generate(ids, past_key_values=self.cache, **keywords)
-        computed = sum(self.calls) - keywords["max_new_tokens"] + 1
+        num_computed = sum(self.calls) - keywords["max_new_tokens"] + 1
         if "num_beams" not in keywords:
-            keywords["logits_processor"] = wide_margins(LEAST_MARGIN)
-        expected = self.model.generate(ids, past_key_values=self.new_cache(), **keywords)
-        assert_same(answer, expected, f"{ids.shape[1]} tokens on a cache of {held}")
-        return answer, computed
+            keywords["logits_processor"] = wide_margins(MIN_MARGIN)
+        expected = self.model.generate(ids, past_key_values=self.make_cache(), **keywords)
+        assert_same(answer, expected, f"{ids.shape[1]} tokens on a cache of {num_cached}")
+        return answer, num_computed
 
 
-def expect_prefix(name: str, kept: int) -> int:
-    """Return the tokens that are kept if a prompt shares `kept` tokens with a longer text."""
-    return 0 if name in ENDS_WITH_STATE else kept
+def expect_prefix(name: str, num_shared: int) -> int:
+    """Return how many of the tokens that a prompt shares with a longer text are kept."""
+    return 0 if name in ENDS_WITH_STATE else num_shared
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
     chat = Chat(name)
-    text = chat.words(21)
+    text = chat.make_ids(21)
     for turn in range(4):
-        answer, computed = chat.answer(text)
-        # The cache does not hold the last token of the answer yet.
+        answer, computed = chat.check_answer(text)
+        # The last token of an answer is not stored yet.
         assert computed == (21 if turn == 0 else 8), turn
-        text = torch.cat([answer, chat.words(7)], 1)
+        text = torch.cat([answer, chat.make_ids(7)], 1)
     assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_different_text_continues_after_the_common_prefix(name: str) -> None:
     chat = Chat(name)
-    answer, _ = chat.answer(chat.words(37))
-    # The end of the answer differs, as after a template that rewrites it.
-    edited = torch.cat([answer[:, :-4], chat.words(6)], 1)
-    answer, computed = chat.answer(edited)
+    answer, _ = chat.check_answer(chat.make_ids(37))
+    # The end of the answer differs, as if a chat template rewrote it.
+    edited = torch.cat([answer[:, :-4], chat.make_ids(6)], 1)
+    answer, computed = chat.check_answer(edited)
     assert computed == (edited.shape[1] if name == "hybrid" else 6)
     # A word in the middle differs.
     answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
-    again, computed = chat.answer(answer)
+    repeated_answer, computed = chat.check_answer(answer)
     assert computed == answer.shape[1] - expect_prefix(name, 20)
-    # The same prompt, and a shorter one. The last token is always computed.
-    _, computed = chat.answer(answer)
+    # The prompt is repeated, or shortened. The last token is always computed.
+    _, computed = chat.check_answer(answer)
     assert computed == answer.shape[1] - expect_prefix(name, answer.shape[1] - 1)
-    _, computed = chat.answer(again[:, :30])
+    _, computed = chat.check_answer(repeated_answer[:, :30])
     assert computed == 30 - expect_prefix(name, 29)
-    # No tokens in common.
+    # No token is shared.
     different = answer.clone()
     different[0, 0] = (different[0, 0] + 1) % 90 + 2
-    _, computed = chat.answer(different)
+    _, computed = chat.check_answer(different)
     assert computed == different.shape[1]
 
 
@@ -112,163 +112,164 @@ def test_a_different_text_continues_after_the_common_prefix(name: str) -> None:
 def test_recording_windows_can_go_back(name: str) -> None:
     chat = Chat(name)
     chat.cache.activate_past_recording()
-    answer, _ = chat.answer(chat.words(37))
+    answer, _ = chat.check_answer(chat.make_ids(37))
     answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
-    _, computed = chat.answer(answer)
+    _, computed = chat.check_answer(answer)
     assert computed == answer.shape[1] - 20
 
 
 # Grid: Each kind of layers in one of the two caches.
 @pytest.mark.parametrize(
-    ("name", "room"), [("gqa", None), ("sliding_and_full", 130), ("latent", 130)]
+    ("name", "max_cache_len"), [("gqa", None), ("sliding_and_full", 130), ("latent", 130)]
 )
-def test_preallocated_caches_and_chunked_prompts(name: str, room: int | None) -> None:
-    chat = Chat(name, max_cache_len=room)
+def test_preallocated_caches_and_chunks_reuse_tokens(name: str, max_cache_len: int | None) -> None:
+    chat = Chat(name, max_cache_len=max_cache_len)
     options = {"prefill_chunk_size": 5, "disable_compile": True}
-    answer, computed = chat.answer(chat.words(21), **options)
+    answer, computed = chat.check_answer(chat.make_ids(21), **options)
     assert computed == 21
-    answer, computed = chat.answer(torch.cat([answer, chat.words(12)], 1), **options)
+    answer, computed = chat.check_answer(torch.cat([answer, chat.make_ids(12)], 1), **options)
     assert computed == (42 if CHUNKS_BEGIN_EMPTY else 13)
-    _, computed = chat.answer(answer[:, :-12], **options)
-    kept = 0 if CHUNKS_BEGIN_EMPTY else expect_prefix(name, answer.shape[1] - 13)
-    assert computed == answer.shape[1] - 12 - kept
+    _, computed = chat.check_answer(answer[:, :-12], **options)
+    num_kept = 0 if CHUNKS_BEGIN_EMPTY else expect_prefix(name, answer.shape[1] - 13)
+    assert computed == answer.shape[1] - 12 - num_kept
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
 def test_a_padded_batch_reuses_tokens(name: str) -> None:
     chat = Chat(name)
-    ids, mask = chat.words(21, rows=3), torch.ones(3, 21, dtype=torch.long)
+    ids, mask = chat.make_ids(21, rows=3), torch.ones(3, 21, dtype=torch.long)
     ids[1, :5] = mask[1, :5] = 0
-    answer, _ = chat.answer(ids, attention_mask=mask)
+    answer, _ = chat.check_answer(ids, attention_mask=mask)
 
-    def extend(width: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        extended = torch.cat([answer, chat.words(width, rows=3)], 1)
+    def extend(num_new: int, num_padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+        extended = torch.cat([answer, chat.make_ids(num_new, rows=3)], 1)
         mask = torch.ones_like(extended)
-        mask[1, :pads] = 0
+        mask[1, :num_padding] = 0
         return extended, mask
 
     ids, mask = extend(7, 5)
-    answer, computed = chat.answer(ids, attention_mask=mask)
+    answer, computed = chat.check_answer(ids, attention_mask=mask)
     assert computed == 8
-    # The same padding, with different ids.
+    # The padding is the same, with different ids.
     ids, mask = extend(4, 5)
-    ids[1, :5] = chat.words(5)[0]
-    answer, computed = chat.answer(ids, attention_mask=mask)
+    ids[1, :5] = chat.make_ids(5)[0]
+    answer, computed = chat.check_answer(ids, attention_mask=mask)
     assert computed == 5
     # A row with less padding has its tokens at different positions.
     ids, mask = extend(3, 4)
-    answer, computed = chat.answer(ids, attention_mask=mask)
+    answer, computed = chat.check_answer(ids, attention_mask=mask)
     assert computed == ids.shape[1] - expect_prefix(name, 4)
 
 
 def test_rows_may_be_reordered_and_repeated() -> None:
     chat = Chat("gqa")
-    answer, _ = chat.answer(chat.words(21, rows=3))
-    extended = torch.cat([answer, chat.words(7, rows=3)], 1)
-    answer, computed = chat.answer(extended[torch.tensor([2, 0, 2, 1])])
+    answer, _ = chat.check_answer(chat.make_ids(21, rows=3))
+    extended = torch.cat([answer, chat.make_ids(7, rows=3)], 1)
+    answer, computed = chat.check_answer(extended[torch.tensor([2, 0, 2, 1])])
     assert computed == 8
-    _, computed = chat.answer(torch.cat([answer[1:2], chat.words(2)], 1))
+    _, computed = chat.check_answer(torch.cat([answer[1:2], chat.make_ids(2)], 1))
     assert computed == 3
-    answer, _ = chat.answer(answer[:1], num_beams=3)
-    # One of the beams in the cache is the text, or shares most of it.
-    _, computed = chat.answer(torch.cat([answer, chat.words(4)], 1))
+    answer, _ = chat.check_answer(answer[:1], num_beams=3)
+    # One of the beams in the cache equals the text, or shares most of it.
+    _, computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
     assert computed < 4 + GREEDY["max_new_tokens"]
 
 
 def test_the_cached_text_follows_cache_operations() -> None:
     chat = Chat("gqa")
-    answer, _ = chat.answer(chat.words(21, rows=2))
+    answer, _ = chat.check_answer(chat.make_ids(21, rows=2))
     chat.cache.crop(-5)  # 24 tokens remain
-    whole = chat.cache
-    fork = whole.fork()
+    full_cache = chat.cache
+    fork = full_cache.fork()
     fork.reorder_cache(torch.tensor([1, 0]))
-    extended = torch.cat([answer[:, :24], chat.words(4, rows=2)], 1)
+    extended = torch.cat([answer[:, :24], chat.make_ids(4, rows=2)], 1)
     chat.cache = fork.fork()
-    _, computed = chat.answer(extended[[1, 0]])
+    _, computed = chat.check_answer(extended[[1, 0]])
     assert computed == 4
-    chat.cache = whole.fork()
+    chat.cache = full_cache.fork()
     chat.cache.batch_repeat_interleave(2)
-    _, computed = chat.answer(extended.repeat_interleave(2, 0))
+    _, computed = chat.check_answer(extended.repeat_interleave(2, 0))
     assert computed == 4
     chat.cache = fork
     fork.reset()
-    _, computed = chat.answer(extended)
+    _, computed = chat.check_answer(extended)
     assert computed == extended.shape[1]
-    chat.cache = whole
-    _, computed = chat.answer(torch.cat([answer[:, :22], chat.words(4, rows=2)], 1)[[1, 0]])
+    chat.cache = full_cache
+    extended = torch.cat([answer[:, :22], chat.make_ids(4, rows=2)], 1)
+    _, computed = chat.check_answer(extended[[1, 0]])
     assert computed == 4
 
 
 @torch.no_grad()
 def test_tokens_of_direct_calls_are_computed_again() -> None:
-    """A prompt that begins with the cached tokens gets the correct answer."""
+    """A prompt that begins with the tokens of a direct call gets the correct answer."""
     chat = Chat("gqa")
-    answer, _ = chat.answer(chat.words(21))
-    extended = torch.cat([answer, chat.words(7)], 1)
+    answer, _ = chat.check_answer(chat.make_ids(21))
+    extended = torch.cat([answer, chat.make_ids(7)], 1)
     chat.model(input_ids=extended[:, 29:33], past_key_values=chat.cache)
-    _, computed = chat.answer(extended)
+    _, computed = chat.check_answer(extended)
     assert computed == 37 - 29, "only the tokens of generate() are trusted"
     chat.cache.reset()
     chat.model(input_ids=extended[:, :20], past_key_values=chat.cache)
     with pytest.raises(ConfigError, match="the 20 tokens of the cache"):
-        chat.answer(extended[:, :20])
+        chat.check_answer(extended[:, :20])
     assert chat.cache.host_length() == 20
-    _, computed = chat.answer(extended)
+    _, computed = chat.check_answer(extended)
     assert computed == 17
-    # The layers hold fewer tokens than the text, as with libraries that drop tokens.
+    # Layers have fewer tokens than the text if a library dropped tokens.
     for layer in chat.cache.layers:
         layer.crop(-3)
-    _, computed = chat.answer(extended[:, :30])
+    _, computed = chat.check_answer(extended[:, :30])
     assert computed == 30
 
 
 @torch.no_grad()
 def test_replaced_tokens_are_not_trusted() -> None:
-    """A direct call stores different tokens in the place of the last tokens of an answer."""
+    """A direct call replaces the last tokens of an answer by different tokens."""
     chat = Chat("gqa")
-    answer, _ = chat.answer(chat.words(21))
+    answer, _ = chat.check_answer(chat.make_ids(21))
     chat.cache.crop(-3)
-    chat.model(input_ids=chat.words(3), past_key_values=chat.cache)
-    _, computed = chat.answer(torch.cat([answer, chat.words(4)], 1))
+    chat.model(input_ids=chat.make_ids(3), past_key_values=chat.cache)
+    _, computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
     assert computed == 34 - 26
 
 
 @torch.no_grad()
 def test_text_before_embeddings_is_not_trusted_later() -> None:
-    """Embeddings continue a known text. A later prompt does not continue them."""
+    """Embeddings continue a known text, and a later prompt does not contain them."""
     chat = Chat("gqa")
-    chat.answer(chat.words(21))
-    embeds = chat.model.get_input_embeddings()(chat.words(40))
+    chat.check_answer(chat.make_ids(21))
+    embeds = chat.model.get_input_embeddings()(chat.make_ids(40))
     chat.model.generate(inputs_embeds=embeds, past_key_values=chat.cache, **GREEDY)
-    _, computed = chat.answer(chat.words(90))
+    _, computed = chat.check_answer(chat.make_ids(90))
     assert computed == 90
 
 
 @torch.no_grad()
 def test_a_text_continues_after_embeddings() -> None:
-    """With any cache, placeholder ids represent the embeddings, as in a chat with images."""
+    """Placeholder ids represent the embeddings for any cache, as in a chat with images."""
     chat, answers = Chat("gqa", dtype="auto"), []
-    first, second, third = chat.words(21), chat.words(9), chat.words(5)
+    prompt_ids, embedded_ids, final_ids = chat.make_ids(21), chat.make_ids(9), chat.make_ids(5)
     embeds = chat.model.get_input_embeddings()
     for cache in (chat.cache, DynamicCache()):
-        ids = chat.model.generate(first, past_key_values=cache, **GREEDY)
-        extended = torch.cat([embeds(ids), embeds(second) * 1.5], 1)
+        ids = chat.model.generate(prompt_ids, past_key_values=cache, **GREEDY)
+        extended = torch.cat([embeds(ids), embeds(embedded_ids) * 1.5], 1)
         chat.model.generate(inputs_embeds=extended, past_key_values=cache, **GREEDY)
         length = int(cache.get_seq_length())
-        ids = torch.cat([ids, torch.full((1, length - ids.shape[1]), 3), third], 1)
+        ids = torch.cat([ids, torch.full((1, length - ids.shape[1]), 3), final_ids], 1)
         answers.append(chat.model.generate(ids, past_key_values=cache, **GREEDY)[0, -9:])
     assert_same(*answers)
 
 
 def test_positions_and_embeddings_are_part_of_the_text() -> None:
     chat = Chat("gqa")
-    ids = chat.words(21)
-    # Different positions.
+    ids = chat.make_ids(21)
+    # Positions differ.
     positions = torch.arange(3, 24)[None]
-    chat.answer(ids, position_ids=positions)
-    _, computed = chat.answer(ids)
+    chat.check_answer(ids, position_ids=positions)
+    _, computed = chat.check_answer(ids)
     assert computed == 21
-    # Embeddings.
+    # Embeddings have no token ids.
     chat.cache.reset()
     embeds = chat.model.get_input_embeddings()(ids)
     with torch.no_grad():
@@ -276,14 +277,14 @@ def test_positions_and_embeddings_are_part_of_the_text() -> None:
             inputs_embeds=embeds, past_key_values=chat.cache, max_new_tokens=4, pad_token_id=0
         )
     with pytest.raises(ConfigError, match="the 24 tokens of the cache"):
-        chat.answer(ids)
+        chat.check_answer(ids)
 
 
 def test_reuse_prefix_can_be_disabled() -> None:
     chat = Chat("gqa")
-    answer, _ = chat.answer(chat.words(21))
+    answer, _ = chat.check_answer(chat.make_ids(21))
     enable(chat.model, reuse_prefix=False, **STORED)
-    _, computed = chat.answer(torch.cat([answer, chat.words(7)], 1))
+    _, computed = chat.check_answer(torch.cat([answer, chat.make_ids(7)], 1))
     assert computed == 8
     with pytest.raises(ConfigError, match="adds no tokens"):
         chat.model.generate(
@@ -296,20 +297,20 @@ def test_a_failed_prompt_keeps_the_text_before(name: str) -> None:
     """The failed prompt is not treated as the beginning of a later prompt."""
     skipped = {"skip_layers": ["sliding_attention"]} if name == "skipped" else {}
     chat = Chat("gqa" if name == "gqa" else "sliding_and_full", max_pages=10, **skipped)
-    answer, _ = chat.answer(chat.words(21, rows=1 + (name == "gqa")))
-    ids = torch.cat([answer, chat.words(60, rows=len(answer))], 1)
+    answer, _ = chat.check_answer(chat.make_ids(21, rows=1 + (name == "gqa")))
+    ids = torch.cat([answer, chat.make_ids(60, rows=len(answer))], 1)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    _, computed = chat.answer(ids[:, :31], max_new_tokens=5)
+    _, computed = chat.check_answer(ids[:, :31], max_new_tokens=5)
     assert computed == (31 if name == "skipped" else 2)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    _, computed = chat.answer(chat.words(38, rows=len(answer)), max_new_tokens=2)
+    _, computed = chat.check_answer(chat.make_ids(38, rows=len(answer)), max_new_tokens=2)
     assert computed == 38
 
 
 def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
-    """Interrupt an answer before a layer's `call`-th call. The cache begins empty."""
+    """Interrupt an answer before call number `call` of a layer. The cache is reset first."""
     calls: list[int] = []
 
     def stop(*_: Any) -> None:
@@ -324,10 +325,10 @@ def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
     handle.remove()
 
 
-# Grid: Before the first layer and between layers, in prompts and steps, in both kinds of models.
-# Then layers of transformers after, before and next to a layer of this package, in three steps.
+# Grid: Interrupts before the first layer and between layers, in prompts and steps, for two models.
+# Then, in steps, models with layers of transformers after or before a layer of this package.
 @pytest.mark.parametrize(
-    ("name", "keywords", "call", "layer", "known"),
+    ("name", "keywords", "call", "layer", "num_known"),
     [
         *((name, {}, *case) for name in ("gqa", "sliding_and_full")
           for case in ((1, 1, 0), (4, 0, 22), (4, 1, 0))),
@@ -336,42 +337,42 @@ def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
     ],
 )  # fmt: skip
 def test_an_interrupted_chat_continues_correctly(
-    name: str, keywords: dict[str, Any], call: int, layer: int, known: int
+    name: str, keywords: dict[str, Any], call: int, layer: int, num_known: int
 ) -> None:
     """An answer is interrupted between layers or before the first layer, and repeated."""
     chat = Chat(name, **keywords)
-    ids = chat.words(21)
-    answer, _ = chat.answer(ids)
+    ids = chat.make_ids(21)
+    answer, _ = chat.check_answer(ids)
     interrupt(chat, ids, call, layer)
-    edited = torch.cat([answer[:, :22], chat.words(10)], 1)  # the cache holds one token more
-    _, computed = chat.answer(edited)
-    assert computed == 32 - known
-    _, computed = chat.answer(edited[:, :32])
+    edited = torch.cat([answer[:, :22], chat.make_ids(10)], 1)  # the cache has one more token
+    _, computed = chat.check_answer(edited)
+    assert computed == 32 - num_known
+    _, computed = chat.check_answer(edited[:, :32])
     assert computed == 1 or name in ENDS_WITH_STATE
 
 
 def test_rejected_drafts_are_not_part_of_the_cached_text() -> None:
     chat = Chat("gqa")
-    text = chat.words(6).repeat(1, 5)
-    answer, _ = chat.answer(text)
+    text = chat.make_ids(6).repeat(1, 5)
+    answer, _ = chat.check_answer(text)
     chat.cache.reset()
-    drafted = chat.model.generate(
+    draft_answer = chat.model.generate(
         text, past_key_values=chat.cache, prompt_lookup_num_tokens=4, **GREEDY
     )
-    assert_same(drafted, answer)
-    chat.answer(torch.cat([answer, chat.words(5)], 1))
+    assert_same(draft_answer, answer)
+    chat.check_answer(torch.cat([answer, chat.make_ids(5)], 1))
 
 
 def test_copies_of_an_enabled_model_reuse_text() -> None:
     model, inputs = tiny("gqa")
-    before = set(vars(model))
+    attributes = set(vars(model))
     enable(model, **STORED)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     enable(model, **STORED)
     disable(model)
-    assert set(vars(model)) == before
-    stock = DynamicCache(config=model.config)
-    model.generate(**inputs, past_key_values=stock, **GREEDY)
+    assert set(vars(model)) == attributes
+    stock_cache = DynamicCache(config=model.config)
+    model.generate(**inputs, past_key_values=stock_cache, **GREEDY)
     del model
     for copied in copies:
         cache = FP8PagedCache(copied.config, **STORED)
@@ -380,16 +381,16 @@ def test_copies_of_an_enabled_model_reuse_text() -> None:
         assert cache.memory_footprint().reused_tokens == inputs["input_ids"][:, 1:].numel()
 
 
-def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:
+def test_a_chat_in_a_pipeline_reuses_tokens(tmp_path: Path) -> None:
     folder = save_chat_model(tmp_path)
     model = enable(AutoModelForCausalLM.from_pretrained(folder).eval(), **STORED)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    writer: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text_pipeline: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
     calls: list[int] = []
-    writer.model.register_forward_pre_hook(
+    text_pipeline.model.register_forward_pre_hook(
         lambda _model, _args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    cache = FP8PagedCache(writer.model.config, **STORED)
+    cache = FP8PagedCache(text_pipeline.model.config, **STORED)
     options = {"max_new_tokens": 12, "max_length": None, "do_sample": False}
     messages: list[list[dict[str, str]]] = [[], []]
     computed = []
@@ -397,20 +398,21 @@ def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:
         for history, keywords in zip(messages, ({"past_key_values": cache}, {}), strict=True):
             history.append({"role": "user", "content": f"and {turn}?"})
             calls.clear()
-            history[:] = writer(history, **options, **keywords)[0]["generated_text"]
+            history[:] = text_pipeline(history, **options, **keywords)[0]["generated_text"]
             computed.append(sum(calls) - 11)
         assert messages[0] == messages[1]
-    # All tokens each time, or the last letter of the answer and the template's additions.
+    # Each turn computes all tokens, or the end of the last answer and the text of the template.
     assert computed[:2] == [11, 11]
     assert computed[-1] > 80
     assert max(computed[2::2]) <= 1 + len(";u:and 5?;a:")
 
 
 def test_texts_match_up_to_different_positions() -> None:
-    ids, counted = torch.arange(24).view(2, 12), torch.arange(12)[None]
-    placed = Tokens(ids, None, counted[:, :5])
-    assert Tokens(ids).match(Tokens(ids, None, counted)) == ([0, 1], 0), "only one has positions"
-    assert placed.match(Tokens(ids, None, counted)) == ([0, 1], 12), "later positions follow"
-    assert placed.match(Tokens(ids, None, counted + (counted > 8))) == ([0, 1], 9)
-    turned = counted.expand(3, 2, 12)
-    assert Tokens(ids, None, turned[..., :5]).match(Tokens(ids, None, turned)) == ([0, 1], 12)
+    ids, positions = torch.arange(24).view(2, 12), torch.arange(12)[None]
+    text = Tokens(ids, None, positions[:, :5])
+    assert Tokens(ids).match(Tokens(ids, None, positions)) == ([0, 1], 0), "one has no positions"
+    assert text.match(Tokens(ids, None, positions)) == ([0, 1], 12), "later positions follow"
+    assert text.match(Tokens(ids, None, positions + (positions > 8))) == ([0, 1], 9)
+    mrope_positions = positions.expand(3, 2, 12)
+    text = Tokens(ids, None, mrope_positions[..., :5])
+    assert text.match(Tokens(ids, None, mrope_positions)) == ([0, 1], 12)

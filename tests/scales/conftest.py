@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """Return a tiny Llama in one file, with the files that usually lie next to weights."""
+    """Return the folder of a tiny Llama, with one weight file and the usual other files."""
     folder = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3,

@@ -1,4 +1,4 @@
-"""Tests of reading scales of shifted or rotated values: ModelOpt's FP8_AFFINE, and rotated K."""
+"""Tests of reading scales for shifted or rotated values: ModelOpt's FP8_AFFINE, and rotated K."""
 
 import json
 from pathlib import Path
@@ -13,19 +13,19 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales
 from tests.helpers.declared import LAYERS, save_plain
-from tests.scales.test_sources import scale_error
+from tests.scales.test_sources import SCHEME, scale_error
 
 ROTATED = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
-SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
 IDS = torch.arange(3, 51)[None]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain_folder(tmp_path_factory):
     return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
 
 
-def states(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+def compute_states(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return the logits of the model in a folder, and K and V of its layers, `[1, Hkv, T, D]`."""
     cache = DynamicCache()
     with torch.no_grad():
@@ -34,21 +34,22 @@ def states(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.T
 
 
 def write_checkpoint(
-    plain: Path, folder: Path, block: dict[str, object], tensors: dict[str, torch.Tensor]
+    plain_folder: Path, folder: Path, block: dict[str, object], tensors: dict[str, torch.Tensor]
 ) -> Path:
     """Copy a checkpoint, and add a quantization config and tensors to each layer."""
     folder.mkdir()
-    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": block}
+    config = json.loads((plain_folder / "config.json").read_text()) | {"quantization_config": block}
     (folder / "config.json").write_text(json.dumps(config))
-    named = {f"model.layers.{name}": tensor for name, tensor in tensors.items()}
-    save_file(load_file(plain / "model.safetensors") | named, folder / "model.safetensors")
+    all_tensors = load_file(plain_folder / "model.safetensors")
+    all_tensors |= {f"model.layers.{name}": tensor for name, tensor in tensors.items()}
+    save_file(all_tensors, folder / "model.safetensors")
     return folder
 
 
-def save_affine(plain: Path, folder: Path, shift: float) -> Path:
-    """Save a checkpoint in ModelOpt's FP8_AFFINE: means, and scales of values minus the means."""
+def save_affine(plain_folder: Path, folder: Path, shift: float) -> Path:
+    """Save a checkpoint in ModelOpt's FP8_AFFINE, with means, and scales of values minus means."""
     tensors: dict[str, torch.Tensor] = {}
-    for index, pair in enumerate(states(plain)[1]):
+    for index, pair in enumerate(compute_states(plain_folder)[1]):
         for side, x in zip("kv", pair, strict=True):
             bias = x.mean(2, keepdim=True) + shift
             path = f"{index}.self_attn.{side}_proj.{side}"
@@ -58,35 +59,36 @@ def save_affine(plain: Path, folder: Path, shift: float) -> Path:
         "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"],
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
     }  # fmt: skip
-    return write_checkpoint(plain, folder, block, tensors)
+    return write_checkpoint(plain_folder, folder, block, tensors)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0])
-def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain, tmp_path, shift):
-    folder = save_affine(plain, tmp_path / "affine", shift)
+def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_path, shift):
+    folder = save_affine(plain_folder, tmp_path / "affine", shift)
     scales, tensors = KVScales.from_pretrained(folder), load_file(folder / "model.safetensors")
-    logits, pairs = states(plain)
+    logits, pairs = compute_states(plain_folder)
     for index, (k, v) in enumerate(pairs):
         path, layer = f"model.layers.{index}.self_attn", scales.layers[index]
         assert torch.equal(layer.k_center, tensors[f"{path}.k_proj.k_bias"][0, :, 0].float())
         assert torch.equal(layer.k, tensors[f"{path}.k_proj.k_scale"])
-        # Nothing saturates: neither K without its center nor V, which is stored unchanged.
+        # Neither K minus the center nor V, which is stored unchanged, saturates.
         assert ((k - layer.k_center[:, None]).abs() <= 448 * layer.k * (1 + 1e-6)).all()
         assert (v.abs() <= 448 * layer.v[:, None] * (1 + 1e-6)).all()
-    model = AutoModelForCausalLM.from_pretrained(plain, attn_implementation="fp8_paged")
+    model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
     with torch.no_grad():
         output = model(IDS, past_key_values=FP8PagedCache(model.config, scales=scales)).logits
     assert (output - logits).norm() < 0.05 * logits.norm()
 
 
-def test_replacing_scales_removes_biases(plain, tmp_path):
-    folder = save_affine(plain, tmp_path / "affine", 0.0)
-    new = KVScales.uniform(LAYERS, 0.5)
-    new.save_pretrained(tmp_path / "new", format="modelopt", checkpoint=folder, overwrite=True)
-    assert KVScales.from_pretrained(tmp_path / "new").digest == new.digest
+def test_replacing_scales_removes_biases(plain_folder, tmp_path):
+    folder = save_affine(plain_folder, tmp_path / "affine", 0.0)
+    new_scales = KVScales.uniform(LAYERS, 0.5)
+    new = tmp_path / "new"
+    new_scales.save_pretrained(new, format="modelopt", checkpoint=folder, overwrite=True)
+    assert KVScales.from_pretrained(new).digest == new_scales.digest
 
 
-def rotation(**changes: object) -> dict[str, object]:
+def make_rotation_config(**changes: object) -> dict[str, object]:
     """Return the config of a checkpoint in which LLM Compressor rotates K (R3 of SpinQuant)."""
     locations = [{"targets": ["LlamaAttention"], "location": n} for n in ("q_attn", "k_cache")]
     locations = [{"inverse": False, "ignore": [], **location} for location in locations]
@@ -97,27 +99,27 @@ def rotation(**changes: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def save_rotated(plain: Path, folder: Path, **changes: object) -> Path:
+def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
     tensors = {}
-    for index, (k, v) in enumerate(states(plain)[1]):
+    for index, (k, v) in enumerate(compute_states(plain_folder)[1]):
         for side, x in (("k", rotate(k)), ("v", v)):
             tensors[f"{index}.self_attn.{side}_scale"] = x.abs().max()[None] / 448
-    return write_checkpoint(plain, folder, rotation(**changes), tensors)
+    return write_checkpoint(plain_folder, folder, make_rotation_config(**changes), tensors)
 
 
-def test_the_cache_rotates_k_for_scales_of_rotated_k(plain, tmp_path):
-    scales = KVScales.from_pretrained(save_rotated(plain, tmp_path / "rotated"))
+def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
+    scales = KVScales.from_pretrained(save_rotated(plain_folder, tmp_path / "rotated"))
     assert scales.plan == dict.fromkeys(range(LAYERS), ROTATED)
-    logits, pairs = states(plain)
+    logits, pairs = compute_states(plain_folder)
     for layer, (k, _) in zip(scales.layers.values(), pairs, strict=True):
         assert layer.k.item() == pytest.approx(rotate(k).abs().max().item() / 448)
-    model = AutoModelForCausalLM.from_pretrained(plain, attn_implementation="fp8_paged")
+    model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, scales=scales)
     with torch.no_grad():
         output = model(IDS, past_key_values=cache).logits
     assert cache.plan[0] == ROTATED
     assert (output - logits).norm() < 0.05 * logits.norm()
-    # These scales cannot be saved for a server.
+    # Scales for rotated K cannot be saved for a server.
     with scale_error("rotated values in layers 0, 1"):
         scales.save_pretrained(tmp_path / "out", format="compressed-tensors")
 
@@ -132,7 +134,7 @@ def test_the_rotation_matches_compressed_tensors(dim):
 
 def test_compressed_tensors_accepts_the_config_of_these_tests():
     transform = pytest.importorskip("compressed_tensors.transform")
-    config = transform.TransformConfig.model_validate(rotation()["transform_config"])
+    config = transform.TransformConfig.model_validate(make_rotation_config()["transform_config"])
     assert config.config_groups["R3"].apply[1].location == "k_cache"
 
 
@@ -154,8 +156,8 @@ K_CACHE = {"targets": ["LlamaAttention"], "location": "k_cache"}
     ],
     ids=str,
 )
-def test_other_rotations_of_k_are_rejected(plain, tmp_path, changes):
-    folder = save_rotated(plain, tmp_path / "rotated", **changes)
+def test_other_rotations_of_k_are_rejected(plain_folder, tmp_path, changes):
+    folder = save_rotated(plain_folder, tmp_path / "rotated", **changes)
     with scale_error("K rotated (by type|in blocks)", folder):
         KVScales.from_pretrained(folder)
 
@@ -165,36 +167,36 @@ def test_other_rotations_of_k_are_rejected(plain, tmp_path, changes):
     ["re:.*self_attn$", [f"model.layers.{i}.self_attn" for i in range(LAYERS)], ["LlamaAttention"]],
     ids=str,
 )
-def test_targets_of_a_rotation_may_be_paths_patterns_and_classes(plain, tmp_path, targets):
-    folder = save_rotated(plain, tmp_path / "rotated", apply=[K_CACHE | {"targets": targets}])
+def test_targets_of_a_rotation_may_be_paths_patterns_and_classes(plain_folder, tmp_path, targets):
+    folder = save_rotated(plain_folder, tmp_path / "new", apply=[K_CACHE | {"targets": targets}])
     assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED)
 
 
-def test_an_invalid_pattern_is_a_scale_error(plain, tmp_path):
-    folder = save_rotated(plain, tmp_path / "rotated", apply=[K_CACHE | {"targets": ["re:("]}])
+def test_an_invalid_pattern_is_a_scale_error(plain_folder, tmp_path):
+    folder = save_rotated(plain_folder, tmp_path / "new", apply=[K_CACHE | {"targets": ["re:("]}])
     with scale_error("expected targets of a rotation, got", folder):
         KVScales.from_pretrained(folder)
 
 
-def test_k_is_rotated_even_if_the_config_declares_no_cache(plain, tmp_path):
-    folder = save_rotated(plain, tmp_path / "rotated")
+def test_k_is_rotated_even_if_the_config_declares_no_cache(plain_folder, tmp_path):
+    folder = save_rotated(plain_folder, tmp_path / "rotated")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["kv_cache_scheme"]
     (folder / "config.json").write_text(json.dumps(config))
     assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED)
 
 
-def test_scales_of_unrotated_k_are_not_written_for_rotated_k(plain, tmp_path):
-    folder = save_rotated(plain, tmp_path / "rotated")
-    before = (folder / "config.json").read_bytes()
+def test_scales_of_unrotated_k_are_not_written_for_rotated_k(plain_folder, tmp_path):
+    folder = save_rotated(plain_folder, tmp_path / "rotated")
+    config_bytes = (folder / "config.json").read_bytes()
     with scale_error("None.* got .*K fp8_e4m3 rotated"):
         KVScales.uniform(LAYERS, 0.5).save_pretrained(
             folder, format="compressed-tensors", overwrite=True
         )
-    assert (folder / "config.json").read_bytes() == before
+    assert (folder / "config.json").read_bytes() == config_bytes
 
 
-def test_rotations_of_weights_are_ignored(plain, tmp_path):
+def test_rotations_of_weights_are_ignored(plain_folder, tmp_path):
     weights = [{"targets": ["re:.*v_proj$"], "location": "weight_output"}]
-    folder = save_rotated(plain, tmp_path / "rotated", apply=weights, type="random-hadamard")
+    folder = save_rotated(plain_folder, tmp_path / "rotated", apply=weights, type="random-hadamard")
     assert KVScales.from_pretrained(folder).plan is None

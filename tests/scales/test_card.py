@@ -1,4 +1,4 @@
-"""Tests of model cards: the description of the scales, and the parts of a card that are kept."""
+"""Tests of model cards: the description of scales, and the parts of a card that are preserved."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
 from tests.scales.test_export import random_scales
 
-OLD = """---
+OLD_CARD = """---
 license: mit
 tags:
 - mine
@@ -27,22 +27,19 @@ Text with Grüße.
 """
 
 
-def write_card(model: Path, target: Path, old: str | None, scales: KVScales, **options) -> str:
-    """Save a copy of a model whose card is `old`, and return the card of the copy."""
+def write_card(model: Path, target: Path, old_card: str | None, scales: KVScales, **options) -> str:
+    """Save scales with a copy of a model whose card is `old_card`, and return the new card."""
     source = Path(shutil.copytree(model, target.parent / f"{target.name}-source"))
-    if old is not None:
-        (source / "README.md").write_bytes(old.encode("utf-8", "surrogateescape"))
+    if old_card is not None:
+        (source / "README.md").write_bytes(old_card.encode("utf-8", "surrogateescape"))
     scales.save_pretrained(target, checkpoint=source, **options)
     return (target / "README.md").read_bytes().decode("utf-8", "surrogateescape")
 
 
 def test_a_card_describes_the_scales(model, tmp_path):
-    card = ModelCard(
-        write_card(
-            model, tmp_path / "copy", None, random_scales("tensor"),
-            format="compressed-tensors", base_model="org/base",
-        )
-    )  # fmt: skip
+    options = {"format": "compressed-tensors", "base_model": "org/base"}
+    card = write_card(model, tmp_path / "copy", None, random_scales("tensor"), **options)
+    card = ModelCard(card)
     assert card.data.base_model == "org/base"
     assert card.data.tags == ["fp8", "kv-cache", "compressed-tensors"]
     assert "3 layers, per tensor" in card.text
@@ -52,8 +49,8 @@ def test_a_card_describes_the_scales(model, tmp_path):
 
 
 def test_servers_that_cannot_load_the_scales_are_omitted(model, tmp_path):
-    heads = random_scales("head")
-    card = write_card(model, tmp_path / "copy", None, heads, format="compressed-tensors")
+    head_scales = random_scales("head")
+    card = write_card(model, tmp_path / "copy", None, head_scales, format="compressed-tensors")
     assert "vllm serve" in card
     assert "sglang" not in card
     with pytest.raises(server_rules.Refused, match="only 8-bit floats per tensor"):
@@ -61,24 +58,25 @@ def test_servers_that_cannot_load_the_scales_are_omitted(model, tmp_path):
 
 
 def test_an_existing_card_is_extended_and_its_section_is_replaced(model, tmp_path):
-    first = write_card(model, tmp_path / "1", OLD, random_scales("tensor"), format="autofp8")
-    second = write_card(model, tmp_path / "2", first + "\nMore.\n", random_scales("head"))
-    for text in (first, second):
+    scales, new_scales = random_scales("tensor"), random_scales("head")
+    extended_card = write_card(model, tmp_path / "1", OLD_CARD, scales, format="autofp8")
+    replaced_card = write_card(model, tmp_path / "2", extended_card + "\nMore.\n", new_scales)
+    for text in (extended_card, replaced_card):
         card = ModelCard(text)
         assert card.data.license == "mit"
         assert card.data["my_entry"] == {"nested": 1}
         assert card.data.tags[:3] == ["mine", "fp8", "kv-cache"]
         assert card.text.startswith("# My model\n\nText with Grüße.\n\n")
         assert card.text.count("## FP8 KV cache") == 1
-    assert "per head" in second
-    assert "per tensor" not in second
-    assert second.endswith("\n\nMore.\n")
-    third = write_card(model, tmp_path / "3", second, random_scales("head"))
-    assert third.replace('"3"', '"2"').replace("serve 3 ", "serve 2 ") == second
+    assert "per head" in replaced_card
+    assert "per tensor" not in replaced_card
+    assert replaced_card.endswith("\n\nMore.\n")
+    repeated_card = write_card(model, tmp_path / "3", replaced_card, random_scales("head"))
+    assert repeated_card.replace('"3"', '"2"').replace("serve 3 ", "serve 2 ") == replaced_card
 
 
 @pytest.mark.parametrize(
-    "old",
+    "old_card",
     [
         "---\ntags: [a\n---\n# Mine\n",
         "---\n- a\n---\n# Mine\n",
@@ -88,17 +86,17 @@ def test_an_existing_card_is_extended_and_its_section_is_replaced(model, tmp_pat
         "text <!-- hf_fp8kv: KV cache --> without its end\n",
     ],
 )
-def test_a_damaged_card_is_preserved(model, tmp_path, old):
-    card = write_card(model, tmp_path / "copy", old, random_scales("tensor"))
-    assert old.rstrip() in card
+def test_a_damaged_card_is_preserved(model, tmp_path, old_card):
+    card = write_card(model, tmp_path / "copy", old_card, random_scales("tensor"))
+    assert old_card.rstrip() in card
     assert "## FP8 KV cache" in card
 
 
 @pytest.mark.parametrize("text", ["license: mit", "license: mit\nbase_model: org/mine"])
 def test_a_card_with_only_metadata_keeps_it(model, tmp_path, text):
-    old = f"---\n{text}\n---"
+    old_card = f"---\n{text}\n---"
     card = write_card(
-        model, tmp_path / "copy", old, random_scales("tensor"), base_model="org/other"
+        model, tmp_path / "copy", old_card, random_scales("tensor"), base_model="org/other"
     )  # fmt: skip
     assert card.count("license: mit") == card.count("base_model:") == 1
     assert ModelCard(card).data.base_model == ("org/mine" if "mine" in text else "org/other")
@@ -109,12 +107,12 @@ def test_measurements_are_shown_only_for_the_measured_scales(model, tmp_path):
     layers[1] = LayerScales(torch.tensor([[0.5], [0.75]]), torch.tensor(0.25))
     scales = KVScales(layers, model_type="llama")
     scales = replace(scales, report=make_report(scales_digest=scales.digest))
-    exact = write_card(model, tmp_path / "exact", None, scales)
-    assert "calibrated on 5000 tokens of 2 texts" in exact
-    assert "static fp8_e4m3: 3.00e-03 nats, same top token 96.2%" in exact
-    assert "unquantized:" not in exact
-    reduced = write_card(model, tmp_path / "reduced", None, scales, format="autofp8")
-    assert "calibrated on 5000 tokens" in reduced
-    assert "nats" not in reduced
-    assert "the largest scale of each layer is written" in reduced
+    full_card = write_card(model, tmp_path / "exact", None, scales)
+    assert "calibrated on 5000 tokens of 2 texts" in full_card
+    assert "static fp8_e4m3: 3.00e-03 nats, same top token 96.2%" in full_card
+    assert "unquantized:" not in full_card
+    reduced_card = write_card(model, tmp_path / "reduced", None, scales, format="autofp8")
+    assert "calibrated on 5000 tokens" in reduced_card
+    assert "nats" not in reduced_card
+    assert "the largest scale of each layer is written" in reduced_card
     assert json.loads((tmp_path / "reduced" / "config.json").read_text())["quantization_config"]

@@ -1,4 +1,4 @@
-"""Tests of saving scales: alone, into a checkpoint, in a copy of a checkpoint, and on the Hub."""
+"""Tests of saving scales: alone, in a checkpoint, in a copy of a checkpoint, and on the Hub."""
 
 import itertools
 import json
@@ -25,10 +25,10 @@ from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_scales import assert_same
-from tests.scales.test_sources import scale_error, sides, spoil_config, values_of
+from tests.scales.test_sources import list_sides, list_values, scale_error, spoil_config
 
 ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
-SERVED = {
+READERS = {
     "autofp8": server_rules.sglang,
     "compressed-tensors": server_rules.sglang,
     "modelopt": server_rules.sglang,
@@ -39,18 +39,18 @@ LAYERS, HEADS, DIM = 3, 2, 4
 
 
 def random_scales(kind: str, seed: int = 0, layers: int = LAYERS, heads: int = HEADS) -> KVScales:
-    """Return scales of one kind, in which all values are different."""
+    """Return random scales of a kind. All values are different."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=generator) / 8 + 2**-10
+    def draw(*shapes: int) -> torch.Tensor:
+        return torch.rand(shapes, generator=generator) / 8 + 2**-10
 
-    shape = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "row": (1, DIM)}
-    k_shape = shape[kind.removeprefix("centered-")]
-    center = kind.startswith("centered")
+    shapes = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "row": (1, DIM)}
+    k_shape = shapes[kind.removeprefix("centered-")]
+    is_centered = kind.startswith("centered")
     layer_scales = {
         i: LayerScales(
-            draw(*k_shape), draw(*k_shape), (draw(heads, DIM) - 0.06) * 400 if center else None
+            draw(*k_shape), draw(*k_shape), (draw(heads, DIM) - 0.06) * 400 if is_centered else None
         )
         for i in range(layers)
     }
@@ -61,7 +61,7 @@ KINDS = ["tensor", "head", "channel", "row", "centered-tensor", "centered-head",
 
 
 def reduce_scales(scales: KVScales, format: str) -> KVScales:
-    """Return the scales that a format stores, by the documented reduction."""
+    """Return the scales that a format stores after the documented reduction."""
     if format == "hf_fp8kv":
         return scales
     return KVScales({index: reduce_layer(layer, format) for index, layer in scales.layers.items()})
@@ -76,7 +76,7 @@ def reduce_layer(layer: LayerScales, format: str) -> LayerScales:
 
 
 def enlarge_k(layer: LayerScales) -> torch.Tensor:
-    """Return K's scale, enlarged by the center."""
+    """Return the scale of K, enlarged by the center."""
     if layer.k_center is None:
         return layer.k
     margin = layer.k_center.abs() / 448
@@ -84,18 +84,18 @@ def enlarge_k(layer: LayerScales) -> torch.Tensor:
 
 
 def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
-    """Check that the folder holds the stored scales, and that servers read the same."""
+    """Assert that a folder contains the stored scales, and that servers read equal scales."""
     loaded, expected = KVScales.from_pretrained(folder), reduce_scales(scales, format)
     assert loaded.format == format
     assert_same(loaded, expected)
-    if format in SERVED and {layer.granularity for layer in expected.layers.values()} == {"tensor"}:
-        served = SERVED[format](folder).values()
-        assert [[t.item() for t in side] for side in zip(*served, strict=True)] == sides(expected)
+    if format in READERS and {x.granularity for x in expected.layers.values()} == {"tensor"}:
+        server_sides = zip(*READERS[format](folder).values(), strict=True)
+        assert [[t.item() for t in side] for side in server_sides] == list_sides(expected)
 
 
 @pytest.fixture
 def folder(model, tmp_path) -> Path:
-    """Return a copy of the checkpoint."""
+    """Return the path of a copy of the checkpoint."""
     return Path(shutil.copytree(model, tmp_path / "folder"))
 
 
@@ -129,7 +129,7 @@ def test_any_pair_of_scales_is_loaded_bitwise(tmp_path_factory, values, format):
     KVScales(layers).save_pretrained(folder, format=format)
     loaded = KVScales.from_pretrained(folder)
     assert list(loaded.layers) == list(layers)
-    assert list(zip(*sides(loaded), strict=True)) == values
+    assert list(zip(*list_sides(loaded), strict=True)) == values
 
 
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
@@ -141,12 +141,12 @@ def test_reduced_scales_cause_no_saturation(tmp_path_factory, seed, kind, format
     if format == "hf_fp8kv":
         return
     size = {"num_kv_heads": HEADS, "k_head_dim": DIM, "v_head_dim": DIM}
-    before = scales.for_layer(0, **size)
-    after = KVScales.from_pretrained(folder).for_layer(0, **size)
-    center = torch.zeros(HEADS, DIM) if before.k_center is None else before.k_center
+    layer = scales.for_layer(0, **size)
+    reduced = KVScales.from_pretrained(folder).for_layer(0, **size)
+    center = torch.zeros(HEADS, DIM) if layer.k_center is None else layer.k_center
     for sign in (-1, 1):
-        assert bool(((center + sign * 448 * before.k).abs() <= 448 * after.k * (1 + 1e-6)).all())
-    assert bool((before.v <= after.v).all())
+        assert bool(((center + sign * 448 * layer.k).abs() <= 448 * reduced.k * (1 + 1e-6)).all())
+    assert bool((layer.v <= reduced.v).all())
 
 
 def test_warnings_name_the_folder(tmp_path, caplog):
@@ -186,7 +186,7 @@ def test_each_rank_of_the_json_has_the_largest_scale_of_the_layer(tmp_path, mode
 
 
 def test_scales_per_tensor_are_expanded_if_all_heads_match(tmp_path, caplog):
-    def heads(count: int) -> LayerScales:
+    def make_heads(count: int) -> LayerScales:
         return LayerScales(*(torch.arange(1.0, 1 + count).view(-1, 1) for _ in "kv"))
 
     def save_and_load(*layers: LayerScales) -> list[list[float]]:
@@ -195,15 +195,15 @@ def test_scales_per_tensor_are_expanded_if_all_heads_match(tmp_path, caplog):
         scales.save_pretrained(folder, format="compressed-tensors")
         return [s.k.flatten().tolist() for s in KVScales.from_pretrained(folder).layers.values()]
 
-    per_tensor = LayerScales(torch.tensor(7.0), torch.tensor(7.0))
-    assert save_and_load(per_tensor, heads(2)) == [[7.0, 7.0], [1.0, 2.0]]
-    assert save_and_load(heads(2), heads(3)) == [[1.0, 2.0], [1.0, 2.0, 3.0]]
+    tensor_scales = LayerScales(torch.tensor(7.0), torch.tensor(7.0))
+    assert save_and_load(tensor_scales, make_heads(2)) == [[7.0, 7.0], [1.0, 2.0]]
+    assert save_and_load(make_heads(2), make_heads(3)) == [[1.0, 2.0], [1.0, 2.0, 3.0]]
     assert "the largest scale of each layer" not in caplog.text
-    assert save_and_load(heads(2), heads(3), per_tensor) == [[2.0], [3.0], [7.0]]
+    assert save_and_load(make_heads(2), make_heads(3), tensor_scales) == [[2.0], [3.0], [7.0]]
     assert "the largest scale of each layer is written (layers 0, 1)" in caplog.text
 
 
-REJECTED = {
+INVALID_OPTIONS = {
     "gaps-in-the-json": ({"format": "vllm-json"}, "expected the layers 0 to 0, got 1"),
     "ranks-of-a-different-format": ({"format": "tgi", "tp_size": 2}, "tp_size: expected 1"),
     "no-ranks": ({"format": "vllm-json", "tp_size": 0}, "got 0"),
@@ -218,7 +218,7 @@ REJECTED = {
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REJECTED.values(), ids=REJECTED)
+@pytest.mark.parametrize(("options", "message"), INVALID_OPTIONS.values(), ids=INVALID_OPTIONS)
 def test_invalid_options_write_no_files(tmp_path, options, message):
     scales = KVScales({1: random_scales("tensor").layers[0]})
     with scale_error(message):
@@ -228,38 +228,39 @@ def test_invalid_options_write_no_files(tmp_path, options, message):
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_existing_files_are_replaced_only_with_overwrite(tmp_path, format):
-    first, second = random_scales("tensor", 1), random_scales("tensor", 2)
-    first.save_pretrained(tmp_path, format=format)
-    before = content(tmp_path)
+    scales, new_scales = random_scales("tensor", 1), random_scales("tensor", 2)
+    scales.save_pretrained(tmp_path, format=format)
+    old_content = read_content(tmp_path)
     with scale_error("pass overwrite=True"):
-        second.save_pretrained(tmp_path, format=format)
-    assert content(tmp_path) == before
-    second.save_pretrained(tmp_path, format=format, overwrite=True)
-    assert content(tmp_path) != before
-    assert set(content(tmp_path)) == set(before)
+        new_scales.save_pretrained(tmp_path, format=format)
+    assert read_content(tmp_path) == old_content
+    new_scales.save_pretrained(tmp_path, format=format, overwrite=True)
+    assert read_content(tmp_path) != old_content
+    assert set(read_content(tmp_path)) == set(old_content)
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_the_files_of_a_checkpoint_are_never_replaced(folder, format):
-    before = content(folder)
+    old_content = read_content(folder)
     with scale_error(r"without weights|without config\.json"):
         random_scales("tensor").save_pretrained(folder, format=format)
-    assert content(folder) == before
+    assert read_content(folder) == old_content
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_full_disk_changes_no_files(tmp_path, monkeypatch, format, index):
     random_scales("tensor", 1).save_pretrained(tmp_path, format=format)
-    before = content(tmp_path)
-    fail_at(monkeypatch, min(index, len(before) - 1), OSError(28, "No space left on device"))
+    old_content = read_content(tmp_path)
+    index = min(index, len(old_content) - 1)
+    fail_write(monkeypatch, index, OSError(28, "No space left on device"))
     with pytest.raises(ScaleError, match="No space left"):
         random_scales("tensor", 2).save_pretrained(tmp_path, format=format, overwrite=True)
-    assert content(tmp_path) == before
+    assert read_content(tmp_path) == old_content
 
 
-def fail_at(monkeypatch, index: int, failure: BaseException) -> None:
-    """Make the write of file number `index` and all later writes fail."""
+def fail_write(monkeypatch, index: int, failure: BaseException) -> None:
+    """Make the write of file number `index`, and all later writes, fail."""
     calls = itertools.count()
 
     def sync(fd: int) -> None:
@@ -269,8 +270,8 @@ def fail_at(monkeypatch, index: int, failure: BaseException) -> None:
     monkeypatch.setattr("os.fsync", sync)
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files in a folder, by relative path."""
+def read_content(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files in a folder, keyed by relative paths."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -278,16 +279,16 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def shards(model, tmp_path_factory) -> Path:
-    """Return the checkpoint split into several files with an index."""
+def sharded_model(model, tmp_path_factory) -> Path:
+    """Return the path of a checkpoint in several files with an index."""
     folder = tmp_path_factory.mktemp("shards")
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder, max_shard_size="1KB")
     assert (folder / "model.safetensors.index.json").exists()
     return folder
 
 
-def weights_of(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all tensors that are not scales, as servers read them."""
+def read_weights(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all tensors that servers read, except scales."""
     _, tensors = server_rules.read_checkpoint(folder)
     return {
         name: tensor.view(torch.uint8).numpy().tobytes()
@@ -297,25 +298,25 @@ def weights_of(folder: Path) -> dict[str, bytes]:
 
 
 def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **options) -> Path:
-    """Copy a checkpoint, add random scales to the copy, and return its path."""
+    """Copy a checkpoint, add random scales to the copy, and return the path of the copy."""
     random_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
     return target
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-@pytest.mark.parametrize("source", ["model", "shards"])
+@pytest.mark.parametrize("source", ["model", "sharded_model"])
 def test_a_copy_has_the_same_weights_and_can_be_loaded(tmp_path, request, source, format):
-    """transformers, vLLM, SGLang and TGI can load the copy: one file, or a complete index."""
+    """transformers, vLLM, SGLang and TGI can load the copy, which is one file or has an index."""
     source = request.getfixturevalue(source)
-    before = content(source)
-    kind = "tensor" if format in SERVED else "centered-head"
+    old_content = read_content(source)
+    kind = "tensor" if format in READERS else "centered-head"
     copy = add_scales(source, tmp_path / "copy", format, kind)
-    assert content(source) == before
-    assert weights_of(copy) == weights_of(source)
+    assert read_content(source) == old_content
+    assert read_weights(copy) == read_weights(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
     assert_holds(copy, random_scales(kind), format)
     if source.name.startswith("llama"):
-        assert {"tokenizer.json", "original/params.json"} <= set(content(copy))
+        assert {"tokenizer.json", "original/params.json"} <= set(read_content(copy))
     assert not (copy / ".cache").exists()
     # Servers read the files of the index, or all files without an index.
     _, tensors = server_rules.read_checkpoint(copy)
@@ -324,20 +325,20 @@ def test_a_copy_has_the_same_weights_and_can_be_loaded(tmp_path, request, source
     if has_scale_file:
         index = json.loads((copy / "model.safetensors.index.json").read_text())
         assert index["weight_map"].keys() == tensors.keys()
-        assert index["metadata"] == {}  # the size of the old tensors is removed
-    if format != "quark":  # transformers requires its package
+        assert index["metadata"] == {}  # the size of the old tensors was removed
+    if format != "quark":  # transformers requires the quark package
         assert_loads_the_same(source, copy)
 
 
 def assert_loads_the_same(source: Path, copy: Path) -> None:
-    """Check that transformers loads equal weights from both folders, without missing keys."""
-    plain = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    """Assert that transformers loads equal weights from both folders, without missing keys."""
+    expected_model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     loaded, info = AutoModelForCausalLM.from_pretrained(
         copy, dtype="auto", output_loading_info=True
     )
     assert not info["missing_keys"]
     assert all(name.endswith("_scale") for name in info["unexpected_keys"])
-    state, expected = loaded.state_dict(), plain.state_dict()
+    state, expected = loaded.state_dict(), expected_model.state_dict()
     assert {n for n in state if not n.endswith("_scale")} == set(expected)
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
@@ -376,15 +377,15 @@ def test_compressed_tensors_reads_the_written_config(tmp_path, model, kind):
 
 def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path, model):
     copy = add_scales(model, tmp_path / "copy", "quark")
-    written = json.loads((copy / "config.json").read_text())["quantization_config"]
+    config = json.loads((copy / "config.json").read_text())["quantization_config"]
     tools = Path(__file__).parents[1] / "data" / "tools"
-    quark = json.loads((tools / "quark-0.13" / "llama-fp8-kv-postrope" / "config.json").read_text())
-    quark = quark["quantization_config"]
-    assert written["layer_type_quant_config"] == {}
-    assert written["kv_cache_post_rope"] is True  # so readers do not use them as scales before RoPE
+    path = tools / "quark-0.13" / "llama-fp8-kv-postrope" / "config.json"
+    expected = json.loads(path.read_text())["quantization_config"]
+    assert config["layer_type_quant_config"] == {}
+    assert config["kv_cache_post_rope"] is True  # otherwise, readers apply the scales before RoPE
     for entry in ("layer_quant_config", "kv_cache_quant_config"):
         for projection in ("*k_proj", "*v_proj"):
-            assert set(written[entry][projection]) == set(quark[entry][projection])
+            assert set(config[entry][projection]) == set(expected[entry][projection])
 
 
 @pytest.mark.parametrize("format", ["autofp8", "vllm-json"])
@@ -393,7 +394,7 @@ def test_linked_weights_are_the_same_file(tmp_path, model, format):
     name = next(p.name for p in copy.glob("model*.safetensors") if "scales" not in p.name)
     assert (copy / name).samefile(model / "model.safetensors")
     assert not (copy / "tokenizer.json").samefile(model / "tokenizer.json")
-    assert values_of(KVScales.from_pretrained(copy), "v")
+    assert list_values(KVScales.from_pretrained(copy), "v")
 
 
 BAD_SOURCES = {
@@ -443,27 +444,27 @@ BAD_SOURCES = {
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
-@pytest.mark.parametrize("source", ["model", "shards"])
+@pytest.mark.parametrize("source", ["model", "sharded_model"])
 def test_scales_are_added_to_a_model(tmp_path, request, source, format):
     source = request.getfixturevalue(source)
     folder = Path(shutil.copytree(source, tmp_path / "folder"))
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"mine": {"nested": [1]}}))
     entries = json.loads(config.read_text())
-    before = content(folder)
-    for seed in (0, 1):  # the second time replaces scales
+    old_content = read_content(folder)
+    for seed in (0, 1):  # the second pass replaces scales
         scales = random_scales("tensor", seed)
         scales.save_pretrained(folder, format=format, overwrite=True)
-        assert sides(KVScales.from_pretrained(folder)) == sides(scales)
-    written = json.loads(config.read_text())
-    assert {name: written[name] for name in entries} == entries
-    assert weights_of(folder) == weights_of(source)
-    after = content(folder)
-    weights = {name for name in before if name.endswith((".safetensors", ".index.json"))}
-    unchanged = {*before} - weights - {"config.json"}
-    assert {name: after[name] for name in unchanged} == {name: before[name] for name in unchanged}
+        assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
+    new_entries = json.loads(config.read_text())
+    assert {name: new_entries[name] for name in entries} == entries
+    assert read_weights(folder) == read_weights(source)
+    new_content = read_content(folder)
+    weights = {name for name in old_content if name.endswith((".safetensors", ".index.json"))}
+    unchanged = {*old_content} - weights - {"config.json"}
+    assert all(new_content[name] == old_content[name] for name in unchanged)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
-    if format != "quark":  # transformers requires its package
+    if format != "quark":  # transformers requires the quark package
         assert_loads_the_same(source, folder)
         loaded = AutoModelForCausalLM.from_pretrained(folder).config.to_dict()
         assert loaded["mine"] == entries["mine"]
@@ -471,7 +472,7 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.full), 5])
 def test_an_interrupted_save_leaves_a_loadable_model(tmp_path, model, folder, monkeypatch, index):
-    before = content(folder)
+    old_content = read_content(folder)
     replace, calls = Path.replace, []
 
     def interrupt(self: Path, target: Path) -> None:
@@ -485,17 +486,17 @@ def test_an_interrupted_save_leaves_a_loadable_model(tmp_path, model, folder, mo
     scales = random_scales("tensor")
     with pytest.raises(KeyboardInterrupt):
         scales.save_pretrained(folder, format="modelopt", overwrite=True)
-    assert (folder / "config.json").read_bytes() == before["config.json"]
+    assert (folder / "config.json").read_bytes() == old_content["config.json"]
     assert_loads_the_same(model, folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
     monkeypatch.undo()
     scales.save_pretrained(folder, format="modelopt", overwrite=True)
-    assert sides(KVScales.from_pretrained(folder)) == sides(scales)
+    assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
     assert not (folder / "model.safetensors").exists()
     assert_loads_the_same(model, folder)
 
 
-QUANTIZED = {
+QUANTIZED_CONFIGS = {
     "compressed-tensors": {
         "quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"targets": ["Linear"]}},
@@ -528,16 +529,17 @@ OTHER_TOOLS = [
 
 
 @pytest.mark.parametrize(
-    "weights", [*QUANTIZED.values(), *OTHER_TOOLS], ids=lambda weights: weights["quant_method"]
+    "weights", [*QUANTIZED_CONFIGS.values(), *OTHER_TOOLS], ids=lambda x: x["quant_method"]
 )
 def test_scales_for_tgi_are_read_next_to_quantized_weights(tmp_path, folder, weights):
     spoil_config(quantization_config=weights)(folder)
     copy = add_scales(folder, tmp_path / "copy", "tgi")
-    old, scales = random_scales("tensor", 1), random_scales("tensor")
-    for saved in (old, scales):  # the second time replaces scales
-        saved.save_pretrained(folder, format="tgi", overwrite=True)
+    old_scales, scales = random_scales("tensor", 1), random_scales("tensor")
+    for saved_scales in (old_scales, scales):  # the second pass replaces scales
+        saved_scales.save_pretrained(folder, format="tgi", overwrite=True)
     for path in (copy, folder):
-        assert sides(KVScales.from_pretrained(path)) == sides(scales) != sides(old)
+        loaded = KVScales.from_pretrained(path)
+        assert list_sides(loaded) == list_sides(scales) != list_sides(old_scales)
         config = json.loads((path / "config.json").read_text())["quantization_config"]
         # An entry without a value declares nothing and may be omitted.
         assert {**dict.fromkeys(weights), **config} == weights
@@ -551,17 +553,17 @@ def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model, folder):
     for name, text in other_files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text)
-    ambiguous = Path(shutil.copytree(folder, tmp_path / "two"))
+    ambiguous_folder = Path(shutil.copytree(folder, tmp_path / "two"))
     random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
-    after = content(folder)
-    assert {name: after[name] for name in other_files} == other_files
+    new_content = read_content(folder)
+    assert {name: new_content[name] for name in other_files} == other_files
     assert_loads_the_same(model, folder)
-    # The added scales would replace one of two weight files.
-    save_file({"a": torch.ones(1)}, ambiguous / "model-00001-of-00001.safetensors")
-    before = content(ambiguous)
+    # Here, the added scales would replace one of two weight files.
+    save_file({"a": torch.ones(1)}, ambiguous_folder / "model-00001-of-00001.safetensors")
+    old_content = read_content(ambiguous_folder)
     with scale_error("got two files"):
-        random_scales("tensor").save_pretrained(ambiguous, format="autofp8", overwrite=True)
-    assert content(ambiguous) == before
+        random_scales("tensor").save_pretrained(ambiguous_folder, format="autofp8", overwrite=True)
+    assert read_content(ambiguous_folder) == old_content
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -571,29 +573,29 @@ def test_a_config_without_weights_keeps_its_entries(tmp_path, model, format):
     for seed in (0, 1):
         scales = random_scales("tensor", seed)
         scales.save_pretrained(tmp_path, format=format, overwrite=True)
-        assert sides(KVScales.from_pretrained(tmp_path)) == sides(scales)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert {name: written[name] for name in entries} == entries
+        assert list_sides(KVScales.from_pretrained(tmp_path)) == list_sides(scales)
+    new_entries = json.loads((tmp_path / "config.json").read_text())
+    assert {name: new_entries[name] for name in entries} == entries
 
 
-def test_our_file_is_saved_in_a_folder_next_to_the_weights(model, folder):
-    before = content(folder)
-    first, second = random_scales("centered-head", 1), random_scales("channel", 2)
-    paths = first.save_pretrained(folder)
+def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model, folder):
+    old_content = read_content(folder)
+    scales, new_scales = random_scales("centered-head", 1), random_scales("channel", 2)
+    paths = scales.save_pretrained(folder)
     assert paths == [folder / "kv_scales" / "kv_scales.safetensors"]
     with pytest.raises(ScaleError, match="pass overwrite=True"):
-        second.save_pretrained(folder)
-    second.save_pretrained(folder, overwrite=True)
-    assert KVScales.from_pretrained(folder).digest == second.digest
-    after = content(folder)
-    assert {*after} - {*before} == {"kv_scales/kv_scales.safetensors"}
-    assert {name: after[name] for name in before} == before
+        new_scales.save_pretrained(folder)
+    new_scales.save_pretrained(folder, overwrite=True)
+    assert KVScales.from_pretrained(folder).digest == new_scales.digest
+    new_content = read_content(folder)
+    assert {*new_content} - {*old_content} == {"kv_scales/kv_scales.safetensors"}
+    assert {name: new_content[name] for name in old_content} == old_content
     for overwrite, format in ((True, "autofp8"), (False, "tgi")):
         with pytest.raises(ScaleError, match="read before all others"):
-            first.save_pretrained(folder / "kv_scales", format=format, overwrite=overwrite)
-        assert content(folder) == after
+            scales.save_pretrained(folder / "kv_scales", format=format, overwrite=overwrite)
+        assert read_content(folder) == new_content
     with pytest.raises(ScaleError, match="read before all others"):
-        first.save_pretrained(folder, format="autofp8", overwrite=True)
+        scales.save_pretrained(folder, format="autofp8", overwrite=True)
     assert_loads_the_same(model, folder)
 
 
@@ -610,21 +612,21 @@ def test_old_scale_files_are_not_copied(tmp_path, folder):
 
 def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model, caplog):
     folder = Path(shutil.copytree(model, tmp_path / "folder"))
-    for path in random_scales("head", 1).save_pretrained(tmp_path / "alone"):
+    for path in random_scales("head", 1).save_pretrained(tmp_path / "separate"):
         shutil.copy(path, folder)
     (folder / "kv_calibration.json").write_text("{}")
     scales = random_scales("head", 2)
     scales.save_pretrained(folder, overwrite=True)
-    assert {*content(folder)} - {*content(model)} == {"kv_scales/kv_scales.safetensors"}
+    assert {*read_content(folder)} - {*read_content(model)} == {"kv_scales/kv_scales.safetensors"}
     (folder / "kv_scales" / "kv_calibration.json").write_text("{}")
     scales.save_pretrained(folder, overwrite=True)
     assert not caplog.text
     assert KVScales.from_pretrained(folder).digest == scales.digest
 
 
-# Grid: every replaced format once, and every way to declare a cache.
+# Grid: Each replaced format once, and each way to declare a cache.
 @pytest.mark.parametrize(
-    ("before", "after", "has_entries"),
+    ("old", "new", "has_entries"),
     [
         ("modelopt", "quark", False),
         ("quark", "compressed-tensors", False),
@@ -632,41 +634,41 @@ def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model, caplo
         ("tgi", "modelopt", True),
     ],
 )
-def test_scales_without_weights_can_change_format(tmp_path, model, before, after, has_entries):
+def test_scales_without_weights_can_change_format(tmp_path, model, old, new, has_entries):
     folder = tmp_path / "folder"
-    if has_entries:  # the config of a model without its weights
+    if has_entries:  # the folder has the config of a model without weights
         folder.mkdir()
-        shutil.copy(add_scales(model, tmp_path / "copy", before) / "config.json", folder)
+        shutil.copy(add_scales(model, tmp_path / "copy", old) / "config.json", folder)
     else:
-        random_scales("tensor", 1).save_pretrained(folder, format=before)
+        random_scales("tensor", 1).save_pretrained(folder, format=old)
     scales = random_scales("tensor", 2)
-    scales.save_pretrained(folder, format=after, overwrite=True)
-    assert sides(KVScales.from_pretrained(folder)) == sides(scales)
+    scales.save_pretrained(folder, format=new, overwrite=True)
+    assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
 
 
-def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, shards):
-    folder = Path(shutil.copytree(shards, tmp_path / "folder"))
+def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, sharded_model):
+    folder = Path(shutil.copytree(sharded_model, tmp_path / "folder"))
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"]["extra.weight"] = "model-kv-scales.safetensors"
     path.write_text(json.dumps(index))
     save_file({"extra.weight": torch.ones(1)}, folder / "model-kv-scales.safetensors")
-    before = content(folder)
+    old_content = read_content(folder)
     for target, options in ((folder, {}), (tmp_path / "copy", {"checkpoint": folder})):
         with scale_error("expected a file of scales to replace, got .*extra.weight"):
             random_scales("tensor").save_pretrained(target, format="tgi", overwrite=True, **options)
-    assert content(folder) == before
+    assert read_content(folder) == old_content
 
 
 def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model):
-    """The folder has links like the Hub's cache. Broken or circular links and pipes are skipped."""
+    """The folder has links, as in a Hub cache. Broken or circular links and pipes are skipped."""
     folder, blobs = Path(shutil.copytree(model, tmp_path / "folder")), tmp_path / "blobs"
     blobs.mkdir()
     for index, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
         blob = path.rename(blobs / str(index))
         path.symlink_to(blob)
         blob.chmod(0o444)
-    expected = content(add_scales(folder, tmp_path / "plain", "tgi"))
+    expected = read_content(add_scales(folder, tmp_path / "plain", "tgi"))
     (folder / "circle").symlink_to(folder)
     (folder / "gone").symlink_to("nowhere")
     os.mkfifo(folder / "pipe")
@@ -674,15 +676,15 @@ def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model):
         path.chmod(0o555)
     for weights in ("copy", "link"):
         copy = add_scales(folder, tmp_path / weights, "tgi", weights=weights)
-        card, written = expected["README.md"].decode(), content(copy)
-        assert written == expected | {"README.md": card.replace("plain", weights).encode()}
+        card, copy_content = expected["README.md"].decode(), read_content(copy)
+        assert copy_content == expected | {"README.md": card.replace("plain", weights).encode()}
         assert all(path.stat().st_mode & 0o200 for path in (copy, copy / "original"))
-        first = copy / "model-00001-of-00001.safetensors"
-        assert first.samefile(folder / "model.safetensors") == (weights == "link")
+        weights_file = copy / "model-00001-of-00001.safetensors"
+        assert weights_file.samefile(folder / "model.safetensors") == (weights == "link")
     folder.chmod(0o755)
-    before = content(blobs)
+    blob_content = read_content(blobs)
     random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
-    assert content(blobs) == before
+    assert read_content(blobs) == blob_content
 
 
 def test_a_card_with_a_number_as_a_metadata_key_is_kept(folder):
@@ -692,33 +694,33 @@ def test_a_card_with_a_number_as_a_metadata_key_is_kept(folder):
     assert (folder / "README.md").read_text().startswith(text)
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["top", "text-config"])
-@pytest.mark.parametrize("format", QUANTIZED)
-def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, nested):
+@pytest.mark.parametrize("is_nested", [False, True], ids=["top", "text-config"])
+@pytest.mark.parametrize("format", QUANTIZED_CONFIGS)
+def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, is_nested):
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = QUANTIZED[format]
-    config = {"model_type": "llava", "text_config": config} if nested else config
+    config["quantization_config"] = QUANTIZED_CONFIGS[format]
+    config = {"model_type": "llava", "text_config": config} if is_nested else config
     (folder / "config.json").write_text(json.dumps(config))
     copy = add_scales(folder, tmp_path / "copy", format)
-    new = json.loads((copy / "config.json").read_text())
-    block = (new["text_config"] if nested else new)["quantization_config"]
+    new_config = json.loads((copy / "config.json").read_text())
+    block = (new_config["text_config"] if is_nested else new_config)["quantization_config"]
     for entry in ("quant_method", "quant_algo", "ignore", "ignored_layers", "config_groups",
                   "activation_scheme", "exclude", "global_quant_config"):  # fmt: skip
-        assert block.get(entry) == QUANTIZED[format].get(entry)
+        assert block.get(entry) == QUANTIZED_CONFIGS[format].get(entry)
     if format == "quark":
         assert block["layer_quant_config"]["*k_proj"]["weight"] == {"dtype": "fp8_e4m3"}
-    assert ("quantization_config" in new) == (not nested)
+    assert ("quantization_config" in new_config) == (not is_nested)
     assert KVScales.from_pretrained(copy).format == format
 
 
 def test_a_second_config_that_declares_the_weights_is_extended(tmp_path, folder):
-    second = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-    (folder / "hf_quant_config.json").write_text(json.dumps(second))
+    second_config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(second_config))
     with pytest.raises(ScaleError, match="expected unquantized weights"):
         add_scales(folder, tmp_path / "copy", "autofp8")
     copy = add_scales(folder, tmp_path / "copy", "modelopt")
-    saved = json.loads((copy / "hf_quant_config.json").read_text())
-    assert saved["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    saved_config = json.loads((copy / "hf_quant_config.json").read_text())
+    assert saved_config["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     assert (copy / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
@@ -742,19 +744,19 @@ def test_scales_are_named_after_their_attention_module(tmp_path, prefix):
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES)
 def test_an_unsuitable_checkpoint_is_rejected(tmp_path, folder, spoil, message):
-    """No copy is written, and nothing is added to the folder itself."""
+    """No copy is written, and no file is added to the folder."""
     spoil(folder)
-    before = content(folder)
+    old_content = read_content(folder)
     scales, options = random_scales("tensor"), {"format": "autofp8"}
-    writes = [lambda: scales.save_pretrained(tmp_path / "copy", checkpoint=folder, **options)]
-    if "without KV scales" not in message:  # overwrite=True replaces them
-        writes.append(lambda: scales.save_pretrained(folder, overwrite=True, **options))
-    for write in writes:
+    calls = [lambda: scales.save_pretrained(tmp_path / "copy", checkpoint=folder, **options)]
+    if "without KV scales" not in message:  # overwrite=True replaces such scales
+        calls.append(lambda: scales.save_pretrained(folder, overwrite=True, **options))
+    for call in calls:
         with scale_error(message) as error:
-            write()
+            call()
         assert ".part" not in str(error.value)
         assert ".new" not in str(error.value)
-        assert content(folder) == before
+        assert read_content(folder) == old_content
         assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
 
 
@@ -770,8 +772,8 @@ BAD_SHARDS = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SHARDS.values(), ids=BAD_SHARDS)
-def test_an_incomplete_checkpoint_is_not_copied(tmp_path, shards, spoil, message):
-    source = Path(shutil.copytree(shards, tmp_path / "source"))
+def test_an_incomplete_checkpoint_is_not_copied(tmp_path, sharded_model, spoil, message):
+    source = Path(shutil.copytree(sharded_model, tmp_path / "source"))
     spoil(next(path for path in source.iterdir() if path.name.startswith(SHARD)))
     with scale_error(message, SHARD):
         add_scales(source, tmp_path / "copy", "tgi")
@@ -784,7 +786,7 @@ def test_a_copy_never_replaces_anything(tmp_path, model):
     for target in (tmp_path / "mine", tmp_path / "mine" / "file", model):
         with pytest.raises(ScaleError, match=r"new or empty|expected a folder, got a file"):
             add_scales(model, target, "tgi", overwrite=True)
-    assert content(tmp_path) == {"mine/file": b"mine"}
+    assert read_content(tmp_path) == {"mine/file": b"mine"}
     (tmp_path / "empty").mkdir()
     assert add_scales(model, tmp_path / "empty", "tgi")
 
@@ -799,13 +801,13 @@ def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch
     assert add_scales(model, Path("../here/copy"), "tgi").is_dir()
 
 
-OPTIONS = {
+COPY_OPTIONS = {
     "weights": ({"format": "tgi", "weights": "move"}, "weights: expected 'copy' or 'link'"),
     "hub": ({"format": "tgi", "checkpoint": "org/model"}, "snapshot_download"),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("options", "message"), COPY_OPTIONS.values(), ids=COPY_OPTIONS)
 def test_invalid_options_of_a_copy_are_rejected(tmp_path, model, options, message):
     with scale_error(message):
         random_scales("tensor").save_pretrained(
@@ -817,39 +819,39 @@ def test_invalid_options_of_a_copy_are_rejected(tmp_path, model, options, messag
 @pytest.mark.parametrize("index", [0, 1, 3])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), MemoryError(), OSError("stopped")])
 def test_an_interrupted_copy_leaves_no_files(tmp_path, model, monkeypatch, index, failure):
-    before = content(model)
-    fail_at(monkeypatch, index, failure)
+    old_content = read_content(model)
+    fail_write(monkeypatch, index, failure)
     with pytest.raises((type(failure), ScaleError)):
         add_scales(model, tmp_path / "copy", "autofp8")
     assert not list(tmp_path.iterdir())
-    assert content(model) == before
+    assert read_content(model) == old_content
 
 
 def test_no_partial_folder_exists_at_any_write(tmp_path, model, monkeypatch):
-    """A killed process cannot clean up, so each write must find the old state."""
-    copy, alone = tmp_path / "copy", tmp_path / "alone"
-    random_scales("tensor").save_pretrained(alone, format="autofp8")
-    before, writes = content(alone), []
+    """A killed process cannot clean up, so the old files must be complete at each write."""
+    copy, folder = tmp_path / "copy", tmp_path / "separate"
+    random_scales("tensor").save_pretrained(folder, format="autofp8")
+    old_content, contents = read_content(folder), []
 
     def sync(fd: int) -> None:
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            writes.append(content(alone))
+            contents.append(read_content(folder))
             assert not copy.exists()
 
     monkeypatch.setattr("os.fsync", sync)
-    random_scales("tensor", 1).save_pretrained(alone, format="autofp8", overwrite=True)
-    for files in writes:
-        assert {n: c for n, c in files.items() if not n.endswith(".part")} == before
-    assert len(writes) == len(before)
+    random_scales("tensor", 1).save_pretrained(folder, format="autofp8", overwrite=True)
+    for files in contents:
+        assert {n: c for n, c in files.items() if not n.endswith(".part")} == old_content
+    assert len(contents) == len(old_content)
     add_scales(model, copy, "autofp8")
-    assert len(writes) >= len(before) + len(content(copy))
+    assert len(contents) >= len(old_content) + len(read_content(copy))
 
 
 # -- the Hub, without a network --------------------------------------------------------------------
 
 
 class FakeApi:
-    """A fake `HfApi` that records the requests of an upload and lists the given files."""
+    """A fake `HfApi` that records the requests of an upload, and lists `files`."""
 
     def __init__(self, *files: str, failing: str = "") -> None:
         self.files, self.failing = list(files), failing
@@ -861,31 +863,31 @@ class FakeApi:
         self.token = token
         return self
 
-    def answer(self, name: str) -> None:
+    def _record_request(self, name: str) -> None:
         self.requests.append(name)
         if name == self.failing:
             raise OSError("no route to the host")
 
     def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
         assert exist_ok
-        self.answer(f"repo {repo_id} {private}")
+        self._record_request(f"repo {repo_id} {private}")
 
     def create_branch(self, repo_id: str, *, branch: str, exist_ok: bool) -> None:
         assert exist_ok
-        self.answer(f"branch {branch}")
+        self._record_request(f"branch {branch}")
 
     def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
-        self.answer("list")
+        self._record_request("list")
         return self.files
 
     def hf_hub_download(self, repo_id: str, name: str, *, revision: str | None) -> str:
-        self.answer("card")
+        self._record_request("card")
         path = self.folder / name
         path.write_text("---\nlicense: mit\n---\n# Mine\n")
         return str(path)
 
     def create_commit(self, repo_id: str, operations: list, **options: object):
-        self.answer("commit")
+        self._record_request("commit")
         added = [item for item in operations if isinstance(item, CommitOperationAdd)]
         self.uploaded = {item.path_in_repo: item.path_or_fileobj for item in added}
         self.deleted = [item.path_in_repo for item in operations if item not in added]
@@ -894,7 +896,7 @@ class FakeApi:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path_factory):
-    """Return a function that replaces the Hub's client with a fake that lists the given files."""
+    """Return a function that replaces the Hub's client by a fake that lists the given files."""
 
     def install(*files: str, **options: str) -> FakeApi:
         fake = FakeApi(*files, **options)
@@ -914,7 +916,7 @@ def test_uploaded_files_match_saved_files(tmp_path, hub, format):
     assert (fake.requests, fake.token) == (["repo org/new True", "list", "card", "commit"], "t")
     scales.save_pretrained(tmp_path, format=format)
     card = fake.uploaded.pop("README.md").decode()
-    assert fake.uploaded == content(tmp_path)
+    assert fake.uploaded == read_content(tmp_path)
     assert card.startswith("---\nlicense: mit\ntags:\n- fp8\n- kv-cache\n")
     assert "# Mine" in card
     assert 'scales="org/new"' in card
@@ -933,7 +935,7 @@ def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
     assert fake.deleted == ["kv_scales.safetensors"]
 
 
-# Grid: every format once. Each kind of weights, and no weights, appears with up to two formats.
+# Grid: Each format once, and each kind of weights, or no weights, with one or two formats.
 @pytest.mark.parametrize(
     ("format", "weights"),
     [*zip(ROW_FORMATS, 2 * (("model.safetensors",), ("pytorch_model.bin",), ()), strict=False)],
@@ -964,11 +966,11 @@ def test_an_unreachable_hub_is_a_scale_error(hub, failing):
 # -- rules of servers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("checkpoint", "size"), [(False, 1), (True, 2)], ids=["alone", "copy"])
-def test_servers_read_the_larger_scale_from_the_json(tmp_path, model, size, checkpoint):
+@pytest.mark.parametrize(("is_copy", "size"), [(False, 1), (True, 2)], ids=["separate", "copy"])
+def test_servers_read_the_larger_scale_from_the_json(tmp_path, model, size, is_copy):
     scales = random_scales("tensor")
     scales.save_pretrained(
-        tmp_path / "out", format="vllm-json", tp_size=size, checkpoint=model if checkpoint else None
+        tmp_path / "out", format="vllm-json", tp_size=size, checkpoint=model if is_copy else None
     )
     path = tmp_path / "out" / "kv_cache_scales.json"
     for rank in range(size):

@@ -11,7 +11,7 @@ from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint.checkpoint import OWN_FILE
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_scales import assert_same
-from tests.scales.test_weights_digest import read_header, rewrite
+from tests.scales.test_weights_digest import read_header, rewrite_header
 
 ONE = torch.tensor(1.0)
 CENTERED = LayerPlan.parse("int8 rotated centered", "int8")
@@ -19,7 +19,7 @@ PLAIN = LayerPlan.parse("int8", "int8")
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_plan_is_saved_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> None:
+def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
     for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / OWN_FILE)):
@@ -51,7 +51,7 @@ def test_a_plan_is_saved_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> No
 def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) -> None:
     planned_scales().save_pretrained(tmp_path)
     path = tmp_path / OWN_FILE
-    rewrite(path, lambda header: header | change)
+    rewrite_header(path, lambda header: header | change)
     with pytest.raises(ScaleError, match=message):
         KVScales.from_file(path)
 
@@ -59,7 +59,7 @@ def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) 
 def test_dynamic_files_with_a_missing_center_are_rejected(tmp_path: Path) -> None:
     planned_scales(is_dynamic=True).save_pretrained(tmp_path)
     path = tmp_path / OWN_FILE
-    rewrite(path, dict, {})
+    rewrite_header(path, dict, {})
     with pytest.raises(ScaleError, match="expected a center of K exactly"):
         KVScales.from_file(path)
 
@@ -100,9 +100,9 @@ def test_all_layers_or_none_have_a_plan_and_static_scales(layers: list[LayerScal
 def test_scales_of_rotated_values_are_not_saved_for_servers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated values in layers 0, 1, 2.*Save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)
-    dynamic = KVScales({0: LayerScales(None, None, plan=PLAIN)})
+    dynamic_scales = KVScales({0: LayerScales(None, None, plan=PLAIN)})
     with pytest.raises(ScaleError, match=r"each token.*Save as 'hf_fp8kv'"):
-        dynamic.save_pretrained(tmp_path, format=format)
+        dynamic_scales.save_pretrained(tmp_path, format=format)
     assert not list(tmp_path.iterdir())
 
 
@@ -115,13 +115,15 @@ def test_scales_of_unrotated_values_are_saved_for_servers(tmp_path: Path, caplog
 
 
 def test_a_plan_changes_the_digest_and_is_split_with_the_scales() -> None:
-    plain = KVScales({0: LayerScales(ONE, ONE, plan=PLAIN)})
-    rotated = KVScales({0: LayerScales(ONE, ONE, plan=LayerPlan.parse("int8 rotated", "int8"))})
-    assert plain.digest != rotated.digest != KVScales({0: LayerScales(ONE, ONE)}).digest
-    part = planned_scales(heads=4).for_layer(
+    plain_scales = KVScales({0: LayerScales(ONE, ONE, plan=PLAIN)})
+    rotated_plan = LayerPlan.parse("int8 rotated", "int8")
+    rotated_scales = KVScales({0: LayerScales(ONE, ONE, plan=rotated_plan)})
+    scales = KVScales({0: LayerScales(ONE, ONE)})
+    assert plain_scales.digest != rotated_scales.digest != scales.digest
+    rank_layer = planned_scales(heads=4).for_layer(
         0, num_kv_heads=2, k_head_dim=16, v_head_dim=16, tp_rank=1, tp_size=2
     )
-    whole = planned_scales(heads=4).layers[0]
-    assert part.plan == PLANS[0]
-    assert torch.equal(part.k_center, whole.k_center[2:])
-    assert torch.equal(part.k, whole.k[2:].expand(2, 16))
+    full_layer = planned_scales(heads=4).layers[0]
+    assert rank_layer.plan == PLANS[0]
+    assert torch.equal(rank_layer.k_center, full_layer.k_center[2:])
+    assert torch.equal(rank_layer.k, full_layer.k[2:].expand(2, 16))

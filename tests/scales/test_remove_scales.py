@@ -16,32 +16,32 @@ from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.scales import SCALE_FORMATS
 from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
-from tests.scales.test_export import content, random_scales
+from tests.scales.test_export import random_scales, read_content
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import scale_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NEW = random_scales("head", seed=5, layers=LAYERS)
+NEW_SCALES = random_scales("head", seed=5, layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain_folder(tmp_path_factory):
     return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
 
 
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of all files, as a reader without the index finds them."""
+def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files, in the same way as a reader that ignores the index."""
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         if path.name != "kv_scales.safetensors":
-            new = load_file(path)
-            assert not new.keys() & tensors.keys()
-            tensors |= new
+            file_tensors = load_file(path)
+            assert not file_tensors.keys() & tensors.keys()
+            tensors |= file_tensors
     return tensors
 
 
-# Grid: every format replaces itself, and scales move between each pair of locations.
+# Grid: Each format replaces the same format, and scales move between all pairs of locations.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -50,20 +50,20 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ("tgi", "vllm-json"),
     ],
 )
-def test_existing_scales_are_replaced(tmp_path, plain, source, target):
-    TOO_SMALL.save_pretrained(tmp_path / "old", format=source, checkpoint=plain)
-    before = content(tmp_path / "old")
+def test_existing_scales_are_replaced(tmp_path, plain_folder, source, target):
+    TOO_SMALL.save_pretrained(tmp_path / "old", format=source, checkpoint=plain_folder)
+    old_content = read_content(tmp_path / "old")
     arguments = {"format": target, "checkpoint": tmp_path / "old"}
     if source not in ("hf_fp8kv", "vllm-json"):
         with scale_error("expected a checkpoint without KV scales", "--overwrite"):
-            NEW.save_pretrained(tmp_path / "new", **arguments)
+            NEW_SCALES.save_pretrained(tmp_path / "new", **arguments)
         assert not (tmp_path / "new").exists()
-    paths = NEW.save_pretrained(tmp_path / "new", **arguments, overwrite=True)
-    assert content(tmp_path / "old") == before
+    paths = NEW_SCALES.save_pretrained(tmp_path / "new", **arguments, overwrite=True)
+    assert read_content(tmp_path / "old") == old_content
     assert all(path.is_file() for path in paths)
     # The copy matches a copy of the original weights, except the names of files and the index.
-    NEW.save_pretrained(tmp_path / "direct", format=target, checkpoint=plain)
-    actual, expected = (all_tensors(tmp_path / name) for name in ("new", "direct"))
+    NEW_SCALES.save_pretrained(tmp_path / "direct", format=target, checkpoint=plain_folder)
+    actual, expected = (load_all_tensors(tmp_path / name) for name in ("new", "direct"))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
     configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("new", "direct")]
@@ -77,78 +77,79 @@ def test_existing_scales_are_replaced(tmp_path, plain, source, target):
 
 
 @pytest.mark.parametrize("weights", ["copy", "link"])
-def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain, weights):
-    """LLM Compressor writes scales into the files of the weights, with the old config."""
+def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder, weights):
+    """LLM Compressor writes scales into the files of the weights, which have the old config."""
     old = tmp_path / "old"
-    declare(plain, old)
-    tensors = all_tensors(old)
+    declare(plain_folder, old)
+    tensors = load_all_tensors(old)
     tensors["model.layers.0.self_attn.k_zero_point"] = torch.zeros(1, dtype=torch.int8)
     for path in (*old.glob("*.safetensors"), old / "model.safetensors.index.json"):
         path.unlink()
     names = sorted(tensors)
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    half = len(names) // 2
-    files = dict.fromkeys(names[:half], first) | dict.fromkeys(names[half:], second)
-    for file in (first, second):
+    first_file, second_file = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    middle = len(names) // 2
+    files = dict.fromkeys(names[:middle], first_file) | dict.fromkeys(names[middle:], second_file)
+    for file in (first_file, second_file):
         save_file({n: tensors[n] for n in names if files[n] == file}, old / file, {"format": "pt"})
     index = {"metadata": {"total_size": 1, "mine": 2}, "weight_map": files}
     (old / "model.safetensors.index.json").write_text(json.dumps(index))
     for target in ("compressed-tensors", "hf_fp8kv"):
         new = tmp_path / target
-        NEW.save_pretrained(new, format=target, checkpoint=old, weights=weights, overwrite=True)
-        assert_same(KVScales.from_pretrained(new), NEW)
-        remaining, expected = all_tensors(new), load_file(plain / "model.safetensors")
+        options = {"checkpoint": old, "weights": weights, "overwrite": True}
+        NEW_SCALES.save_pretrained(new, format=target, **options)
+        assert_same(KVScales.from_pretrained(new), NEW_SCALES)
+        remaining, expected = load_all_tensors(new), load_file(plain_folder / "model.safetensors")
         assert all(torch.equal(remaining.pop(name), tensor) for name, tensor in expected.items())
         assert len(remaining) == (2 * LAYERS if target == "compressed-tensors" else 0)
-        written = json.loads((new / "model.safetensors.index.json").read_text())
-        assert written["weight_map"].keys() == all_tensors(new).keys()
-        assert written["metadata"] == {"mine": 2}  # the size of the old tensors is removed
-        with safe_open(new / first, "pt") as file:
+        new_index = json.loads((new / "model.safetensors.index.json").read_text())
+        assert new_index["weight_map"].keys() == load_all_tensors(new).keys()
+        assert new_index["metadata"] == {"mine": 2}  # the size of the old tensors was removed
+        with safe_open(new / first_file, "pt") as file:
             assert file.metadata() == {"format": "pt"}
     # Each shard in the same folder is rewritten as a whole.
-    NEW.save_pretrained(old, format="compressed-tensors", overwrite=True)
-    assert_same(KVScales.from_pretrained(old), NEW)
-    assert all_tensors(old).keys() == all_tensors(tmp_path / "compressed-tensors").keys()
+    NEW_SCALES.save_pretrained(old, format="compressed-tensors", overwrite=True)
+    assert_same(KVScales.from_pretrained(old), NEW_SCALES)
+    assert load_all_tensors(old).keys() == load_all_tensors(tmp_path / "compressed-tensors").keys()
 
 
-def save_in_files(folder: Path, plain: Path, count: int) -> None:
+def save_in_files(folder: Path, plain_folder: Path, num_files: int) -> None:
     """Save a checkpoint with scales among its weights, in `count` files."""
-    declare(plain, folder)
-    tensors = sorted(all_tensors(folder).items())
+    declare(plain_folder, folder)
+    tensors = sorted(load_all_tensors(folder).items())
     for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         path.unlink()
-    if count == 1:
+    if num_files == 1:
         save_file(dict(tensors), folder / "model.safetensors")
         return
     weight_map = {}
-    for i in range(count):
-        file, part = f"model-{i}.safetensors", dict(tensors[i::count])
+    for i in range(num_files):
+        file, part = f"model-{i}.safetensors", dict(tensors[i::num_files])
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_interrupted_replacement_leaves_a_complete_folder(tmp_path, plain, monkeypatch, count):
-    """All files of an index exist, all weights are complete, and the call can be repeated."""
-    expected = load_file(plain / "model.safetensors")
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypatch, num_files):
+    """All files of the index exist, all weights are complete, and the call can be repeated."""
+    expected = load_file(plain_folder / "model.safetensors")
     replace, unlink = Path.replace, Path.unlink
 
-    def stop(self: Path, *arguments: Any, **options: Any) -> Any:
-        act = replace if arguments else unlink
+    def stop_at_step(self: Path, *arguments: Any, **options: Any) -> Any:
+        function = replace if arguments else unlink
         if arguments or not self.name.endswith(".part"):
             remaining[0] -= 1
             if remaining[0] < 0:
                 raise KeyboardInterrupt
-        return act(self, *arguments, **options)
+        return function(self, *arguments, **options)
 
     for num_steps in itertools.count():
         folder, remaining = tmp_path / str(num_steps), [num_steps]
-        save_in_files(folder, plain, count)
+        save_in_files(folder, plain_folder, num_files)
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(Path, "replace", stop)
-            patch.setattr(Path, "unlink", stop)
+            patch.setattr(Path, "replace", stop_at_step)
+            patch.setattr(Path, "unlink", stop_at_step)
             TOO_SMALL.save_pretrained(folder, format="compressed-tensors", overwrite=True)
         index = folder / "model.safetensors.index.json"
         if not (folder / "model.safetensors").exists():
@@ -158,43 +159,43 @@ def test_an_interrupted_replacement_leaves_a_complete_folder(tmp_path, plain, mo
         else:
             actual = load_file(folder / "model.safetensors")
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-        NEW.save_pretrained(folder, format="compressed-tensors", overwrite=True)
-        assert_same(KVScales.from_pretrained(folder), NEW)
+        NEW_SCALES.save_pretrained(folder, format="compressed-tensors", overwrite=True)
+        assert_same(KVScales.from_pretrained(folder), NEW_SCALES)
         if remaining[0] >= 0:
             break
     assert num_steps > 4
 
 
-def test_a_full_disk_while_weights_are_rewritten_changes_no_files(tmp_path, plain):
+def test_a_full_disk_while_weights_are_rewritten_changes_no_files(tmp_path, plain_folder):
     resource = pytest.importorskip("resource")
-    save_in_files(tmp_path / "old", plain, 1)
-    before, limits = content(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    save_in_files(tmp_path / "old", plain_folder, 1)
+    old_content, limits = read_content(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "old" / "model.safetensors").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
     try:
         for target in ("old", "new"):
             source = tmp_path / "old" if target == "new" else None
             with scale_error("expected a folder that can be written, got .*too large"):
-                NEW.save_pretrained(
+                NEW_SCALES.save_pretrained(
                     tmp_path / target, format="tgi", checkpoint=source, overwrite=True
                 )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert content(tmp_path) == before
+    assert read_content(tmp_path) == old_content
 
 
-def test_output_scales_of_projections_are_removed(tmp_path, plain):
+def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
     old = tmp_path / "old"
     old.mkdir()
     outputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    tensors = load_file(plain / "model.safetensors")
+    tensors = load_file(plain_folder / "model.safetensors")
     for layer in range(LAYERS):
         for side in "kv":
             name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
             tensors[name] = torch.tensor([0.25])
     save_file(tensors, old / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
+    config = json.loads((plain_folder / "config.json").read_text())
     groups = {
         "group_0": {"targets": ["Linear"], "weights": weights},
         "group_1": {"targets": ["re:.*k_proj"], "output_activations": outputs},
@@ -205,38 +206,38 @@ def test_output_scales_of_projections_are_removed(tmp_path, plain):
     assert KVScales.from_pretrained(old).layers[0].k == 0.25
     for target in ("compressed-tensors", "hf_fp8kv"):
         new = tmp_path / target
-        NEW.save_pretrained(new, format=target, checkpoint=old, overwrite=True)
-        assert_same(KVScales.from_pretrained(new), NEW)
-        assert not [name for name in all_tensors(new) if "output_scale" in name]
+        NEW_SCALES.save_pretrained(new, format=target, checkpoint=old, overwrite=True)
+        assert_same(KVScales.from_pretrained(new), NEW_SCALES)
+        assert not [name for name in load_all_tensors(new) if "output_scale" in name]
         config_entry = json.loads((new / "config.json").read_text())["quantization_config"]
-        without = {"targets": ["re:.*v_proj"], "weights": weights}
-        assert config_entry["config_groups"] == {"group_0": groups["group_0"], "group_2": without}
+        group = {"targets": ["re:.*v_proj"], "weights": weights}
+        assert config_entry["config_groups"] == {"group_0": groups["group_0"], "group_2": group}
         assert ("kv_cache_scheme" in config_entry) == (target == "compressed-tensors")
 
 
-def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain):
-    TOO_SMALL.save_pretrained(tmp_path / "old", format="modelopt", checkpoint=plain)
-    before = content(tmp_path)
+def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain_folder):
+    TOO_SMALL.save_pretrained(tmp_path / "old", format="modelopt", checkpoint=plain_folder)
+    old_content = read_content(tmp_path)
     with scale_error(r"hf_quant_config\.json", "Choose modelopt"):
-        NEW.save_pretrained(
+        NEW_SCALES.save_pretrained(
             tmp_path / "new", format="tgi", checkpoint=tmp_path / "old", overwrite=True
         )
-    assert content(tmp_path) == before
+    assert read_content(tmp_path) == old_content
 
 
 @pytest.mark.parametrize("save", [save_plain, save_w8a8], ids=["dense", "w8a8"])
 def test_a_model_with_replaced_scales_loads_and_uses_them(tmp_path, caplog, save):
     pytest.importorskip("compressed_tensors")
     declare(save(tmp_path / "plain"), tmp_path / "old")
-    NEW.save_pretrained(
+    NEW_SCALES.save_pretrained(
         tmp_path / "new", format="compressed-tensors", checkpoint=tmp_path / "old", overwrite=True
     )
     caplog.set_level(logging.WARNING)
     model = load(tmp_path / "new")
     assert "newly initialized" not in caplog.text
-    if CACHE == "past_key_values":  # compressed-tensors 0.20 has no scale with transformers 5.24
+    if CACHE == "past_key_values":  # with transformers 5.24, compressed-tensors 0.20 has no scale
         scale = model.model.layers[1].self_attn.k_scale
-        assert torch.equal(scale.flatten(), NEW.layers[1].k.flatten().to(scale.dtype))
+        assert torch.equal(scale.flatten(), NEW_SCALES.layers[1].k.flatten().to(scale.dtype))
     cache = FP8PagedCache.from_pretrained(tmp_path / "new")
     with torch.no_grad():
         logits = model(torch.arange(3, 20)[None], past_key_values=cache).logits

@@ -20,8 +20,8 @@ INF, NAN = float("inf"), float("nan")
 ONE = torch.tensor(1.0)
 
 
-def two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
-    """Return layer 0 per tensor and layer 1 per channel with centers. All values are different."""
+def make_two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
+    """Return scales: layer 0 per tensor, layer 1 per channel with a center. All values differ."""
     channel = LayerScales(
         torch.arange(1.0, 1 + heads * k_dim).view(heads, k_dim),
         torch.arange(100.0, 100 + heads * v_dim).view(heads, v_dim),
@@ -30,12 +30,13 @@ def two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
     return KVScales({1: channel, 0: LayerScales(torch.tensor(0.5), torch.tensor(0.25))})
 
 
-def assert_same(left: KVScales, right: KVScales) -> None:
-    """Check that two sets of scales have the same layers, shapes and bits."""
-    assert list(left.layers) == list(right.layers)
-    for index, layer in left.layers.items():
-        other = right.layers[index]
-        for a, b in ((layer.k, other.k), (layer.v, other.v), (layer.k_center, other.k_center)):
+def assert_same(actual: KVScales, expected: KVScales) -> None:
+    """Assert that two sets of scales have the same layers, shapes and bits."""
+    assert list(actual.layers) == list(expected.layers)
+    for index, layer in actual.layers.items():
+        expected_layer = expected.layers[index]
+        for name in ("k", "v", "k_center"):
+            a, b = getattr(layer, name), getattr(expected_layer, name)
             assert (a is None) == (b is None)
             if a is not None:
                 assert a.shape == b.shape
@@ -84,21 +85,21 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-@pytest.mark.parametrize("bad", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_invalid_scales_are_rejected(bad, side):
-    good = {"k": ONE, "v": ONE, "source": "file.safetensors: name"}
+@pytest.mark.parametrize("value", BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_invalid_scales_are_rejected(value, side):
+    arguments = {"k": ONE, "v": ONE, "source": "file.safetensors: name"}
     with pytest.raises(ScaleError, match=rf"{side.upper()} scale \(file.safetensors: name\).*got"):
-        LayerScales(**(good | {side: bad}))
+        LayerScales(**(arguments | {side: value}))
 
 
 @pytest.mark.parametrize(
-    "bad",
+    "center",
     [torch.full((2, 4), NAN), torch.full((2, 4), INF), torch.ones(4), ONE, torch.ones(2, 4).int()],
     ids=["nan", "infinity", "one-dimension", "scalar", "int32"],
 )
-def test_invalid_centers_are_rejected(bad):
+def test_invalid_centers_are_rejected(center):
     with pytest.raises(ScaleError, match="center of K"):
-        LayerScales(ONE, ONE, bad)
+        LayerScales(ONE, ONE, center)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_sides_with_different_heads_are_rejected(k, v, center):
 
 
 def test_layers_are_sorted_by_index():
-    scales = two_layers()
+    scales = make_two_layers()
     assert list(scales.layers) == [0, 1]
     assert scales.layers[0].v.item() == 0.25
     assert scales.centered
@@ -166,7 +167,7 @@ def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
     "clone", [copy.deepcopy, lambda scales: pickle.loads(pickle.dumps(scales))]
 )
 def test_copies_are_equal(clone):
-    assert_same(clone(two_layers()), two_layers())
+    assert_same(clone(make_two_layers()), make_two_layers())
 
 
 # -- scales for an operation -----------------------------------------------------------------------
@@ -190,27 +191,27 @@ def test_for_layer_expands_scales(k, v, expanded_k, expanded_v):
     assert layer.k_center is None
     assert layer.k.is_contiguous()
     assert layer.v.is_contiguous()
-    layer.k[0] = 9  # The expanded scales do not share memory with the original.
+    layer.k[0] = 9  # expanded scales share no memory with the original scales
     assert torch.equal(scales.layers[0].k, torch.tensor(k).float())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_for_layer_returns_the_heads_of_its_rank(rank):
-    whole = two_layers().layers[1]
-    layer = two_layers().for_layer(
+    full_layer = make_two_layers().layers[1]
+    layer = make_two_layers().for_layer(
         1, num_kv_heads=2, k_head_dim=3, v_head_dim=5, tp_rank=rank, tp_size=2
     )
     heads = slice(2 * rank, 2 * rank + 2)
-    assert torch.equal(layer.k, whole.k[heads])
-    assert torch.equal(layer.v, whole.v[heads])
-    assert torch.equal(layer.k_center, whole.k_center[heads])
+    assert torch.equal(layer.k, full_layer.k[heads])
+    assert torch.equal(layer.v, full_layer.v[heads])
+    assert torch.equal(layer.k_center, full_layer.k_center[heads])
 
 
 def test_ranks_share_heads_if_there_are_more_ranks_than_heads():
-    layer = two_layers().for_layer(
+    layer = make_two_layers().for_layer(
         1, num_kv_heads=4, k_head_dim=3, v_head_dim=5, tp_rank=1, tp_size=2
     )
-    assert torch.equal(layer.k, two_layers().layers[1].k)
+    assert torch.equal(layer.k, make_two_layers().layers[1].k)
     scales = KVScales({0: LayerScales(torch.tensor([[1.0], [2.0]]), ONE)})
     sizes = {"num_kv_heads": 1, "k_head_dim": 1, "v_head_dim": 1, "tp_size": 4}
     actual = [scales.for_layer(0, tp_rank=rank, **sizes).k.item() for rank in range(4)]
@@ -233,37 +234,37 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_for_layer_rejects_sizes_that_do_not_match(change, message):
-    call = {"index": 1, "num_kv_heads": 4, "k_head_dim": 3, "v_head_dim": 5} | change
+    arguments = {"index": 1, "num_kv_heads": 4, "k_head_dim": 3, "v_head_dim": 5} | change
     with pytest.raises(ScaleError, match=message):
-        two_layers().for_layer(call.pop("index"), **call)
+        make_two_layers().for_layer(arguments.pop("index"), **arguments)
 
 
-# -- our own file ----------------------------------------------------------------------------------
+# -- files of this package -------------------------------------------------------------------------
 
 SCALES = st.floats(2.0**-100, 2.0**100, width=32)
 CENTERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 
 @st.composite
-def layers(draw) -> LayerScales:
-    """Draw one layer of any granularity."""
+def draw_layer(draw) -> LayerScales:
+    """Draw the scales of a layer, with any granularity."""
     heads, k_dim, v_dim = (draw(st.integers(1, 3)) for _ in range(3))
 
-    def tensor(elements, shape):
-        count = int(np.prod(shape))
-        values = draw(st.lists(elements, min_size=count, max_size=count))
+    def draw_tensor(elements, shape):
+        size = int(np.prod(shape))
+        values = draw(st.lists(elements, min_size=size, max_size=size))
         return torch.tensor(values, dtype=torch.float32).reshape(shape)
 
     k_shape = draw(st.sampled_from([(), (heads, 1), (1, k_dim), (heads, k_dim)]))
     v_shape = draw(st.sampled_from([(), (heads, 1), (1, v_dim), (heads, v_dim)]))
-    center = tensor(CENTERS, (heads, k_dim)) if draw(st.booleans()) else None
-    return LayerScales(tensor(SCALES, k_shape), tensor(SCALES, v_shape), center)
+    center = draw_tensor(CENTERS, (heads, k_dim)) if draw(st.booleans()) else None
+    return LayerScales(draw_tensor(SCALES, k_shape), draw_tensor(SCALES, v_shape), center)
 
 
-@given(st.dictionaries(st.integers(0, 10**6), layers(), min_size=1, max_size=4))
-def test_saved_scales_are_loaded_exactly(tmp_path_factory, by_index):
+@given(st.dictionaries(st.integers(0, 10**6), draw_layer(), min_size=1, max_size=4))
+def test_saved_scales_are_loaded_exactly(tmp_path_factory, layers):
     folder = tmp_path_factory.mktemp("own")
-    scales = KVScales(by_index, model_type="llama", origin="a test")
+    scales = KVScales(layers, model_type="llama", origin="a test")
     scales.save_pretrained(folder)
     loaded = KVScales.from_pretrained(folder)
     assert_same(loaded, scales)
@@ -272,21 +273,21 @@ def test_saved_scales_are_loaded_exactly(tmp_path_factory, by_index):
 
 def test_save_writes_a_single_file(tmp_path):
     folder = tmp_path / "deep" / "folder"
-    paths = two_layers().save_pretrained(folder)
+    paths = make_two_layers().save_pretrained(folder)
     assert paths == [*folder.iterdir()] == [folder / "kv_scales.safetensors"]
 
 
 def test_saving_into_a_file_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ScaleError, match="expected a folder, got a file"):
-        two_layers().save_pretrained(tmp_path / "file")
+        make_two_layers().save_pretrained(tmp_path / "file")
 
 
 # -- the argument of a cache -----------------------------------------------------------------------
 
 
 def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
-    scales = two_layers()
+    scales = make_two_layers()
     assert resolve(None) is None
     assert resolve(scales) is scales
     for value in (0.5, 2, np.float64(0.25)):
@@ -325,8 +326,8 @@ def test_resolve_rejects_invalid_arguments(value, message):
 
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
 
-# test_sources_formats has the dialects of tools. These are other spellings.
-DECLARING = {
+# test_sources_formats tests the declarations of tools. The following are other spellings.
+WITH_STATIC_SCALES = {
     "compressed-tensors-per-head": {
         "quantization_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
     },
@@ -343,10 +344,10 @@ DECLARING = {
     },
     "tgi-torch-dtype": {"kv_cache_torch_dtype": torch.float8_e4m3fn},
     "tgi-fnuz": {"kv_cache_torch_dtype": "float8_e4m3fnuz"},
-    "tgi-as-its-script-writes-it": {"kv_cache_dtype": "float8_e4m3fn"},
+    "tgi-script": {"kv_cache_dtype": "float8_e4m3fn"},
     "trtllm": {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
 }
-SILENT = {
+WITHOUT_STATIC_SCALES = {
     "empty": {},
     "weights-only": {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": None}},
     "dynamic": {
@@ -365,13 +366,13 @@ SILENT = {
 }
 
 
-def as_objects(config: dict) -> SimpleNamespace:
-    """Return the config as transformers stores it: attributes, and blocks with to_dict."""
+def to_objects(config: dict) -> SimpleNamespace:
+    """Return a config as transformers stores it: an object, whose blocks have `to_dict`."""
     blocks = ("quantization_config", "compression_config")
 
     def convert(name, value):
         if name == "text_config":
-            return as_objects(value)
+            return to_objects(value)
         if name in blocks and isinstance(value, dict):
             return SimpleNamespace(to_dict=lambda: value)
         return value
@@ -379,19 +380,19 @@ def as_objects(config: dict) -> SimpleNamespace:
     return SimpleNamespace(**{name: convert(name, value) for name, value in config.items()})
 
 
-def as_config(config: dict) -> LlamaConfig:
+def to_config(config: dict) -> LlamaConfig:
     return LlamaConfig(**config)
 
 
-@pytest.mark.parametrize("convert", [dict, as_objects, as_config])
-@pytest.mark.parametrize("config", DECLARING.values(), ids=DECLARING)
+@pytest.mark.parametrize("convert", [dict, to_objects, to_config])
+@pytest.mark.parametrize("config", WITH_STATIC_SCALES.values(), ids=WITH_STATIC_SCALES)
 def test_declared_scales_are_described(config, convert):
     description = declared_kv_scales(convert(config))
     assert description is not None
     assert "kv_cache" in description
 
 
-@pytest.mark.parametrize("convert", [dict, as_objects, as_config])
-@pytest.mark.parametrize("config", SILENT.values(), ids=SILENT)
+@pytest.mark.parametrize("convert", [dict, to_objects, to_config])
+@pytest.mark.parametrize("config", WITHOUT_STATIC_SCALES.values(), ids=WITHOUT_STATIC_SCALES)
 def test_configs_without_static_scales_have_no_description(config, convert):
     assert declared_kv_scales(convert(config)) is None

@@ -1,7 +1,8 @@
-"""Tests of reading static scales: golden files of every dialect, their rules, and invalid input."""
+"""Tests of reading static scales: golden files of all dialects, rules, and invalid input."""
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -34,18 +35,18 @@ LARGER = (V[0], V[1], K[2])
 ATTENTION = "model.layers.{}.self_attn."
 
 
-def values_of(scales: KVScales, side: str) -> list[float]:
-    """Return the scales of one side, layer by layer."""
+def list_values(scales: KVScales, side: str) -> list[float]:
+    """Return the scales of one side, by layer."""
     return [getattr(layer, side).item() for layer in scales.layers.values()]
 
 
-def sides(scales: KVScales) -> list[list[float]]:
-    """Return the scales of K and the scales of V, layer by layer."""
-    return [values_of(scales, side) for side in "kv"]
+def list_sides(scales: KVScales) -> list[list[float]]:
+    """Return the scales of K and the scales of V, by layer."""
+    return [list_values(scales, side) for side in "kv"]
 
 
-def rounded(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> list[float]:
-    """Round values as a file of this dtype does."""
+def round_values(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> list[float]:
+    """Return values after rounding to the dtype of a file."""
     return torch.tensor(values, dtype=dtype).float().tolist()
 
 
@@ -67,7 +68,7 @@ def copy_golden(name: str, tmp_path: Path) -> Path:
 
 
 def edit_json(path: Path, **changes: object) -> None:
-    """Set top-level entries. None deletes an entry."""
+    """Set top-level entries of a JSON file. None deletes an entry."""
     data = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
 
@@ -113,7 +114,7 @@ def test_a_golden_checkpoint_is_read(name):
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
     assert list(scales.layers) == [0, 1, 2]
-    assert sides(scales) == [rounded(k, dtype), rounded(v, dtype)]
+    assert list_sides(scales) == [round_values(k, dtype), round_values(v, dtype)]
     assert all(layer.k_center is None for layer in scales.layers.values())
     assert scales.model_type == (None if name == "vllm-two-ranks" else "llama")
 
@@ -124,8 +125,8 @@ def test_scales_per_head_are_read_from_shards():
     for index, (k, v) in enumerate(zip(K, V, strict=True)):
         layer = scales.layers[index]
         assert layer.granularity == "head"
-        assert layer.k.tolist() == [[s] for s in rounded((k, 2 * k))]
-        assert layer.v.tolist() == [[s] for s in rounded((v, 2 * v))]
+        assert layer.k.tolist() == [[s] for s in round_values((k, 2 * k))]
+        assert layer.v.tolist() == [[s] for s in round_values((v, 2 * v))]
 
 
 def test_every_golden_folder_is_tested():
@@ -158,7 +159,7 @@ def test_a_written_tensor_name_is_recognized(entry):
         assert LIKELY_SCALE.search(name), "the error of a checkpoint would not name it"
 
 
-# `test_sources_formats` has no dialect with these names.
+# `test_sources_formats` contains no dialect with these names.
 LANGUAGE_MODEL_NAMES = [
     "model.layers.0.self_attn.attn.k_scale",
     "model.layers.0.self_attn.mla_attn.mla_attn.k_scale",
@@ -183,10 +184,10 @@ OTHER_NAMES = [
     "model.layers.0.self_attn.k_proj.weight_scale",
     "model.layers.0.self_attn.k_proj.input_scale",
     "model.layers.0.self_attn.k_proj.v_scale",
-    # The scales of the attention come before the scales of the projections.
+    # Scales of the attention take precedence over scales of projections.
     "model.layers.0.self_attn.k_proj.k_scale",
     "model.layers.0.self_attn.v_proj.v_scale",
-    # The config has three layers. These belong to a draft head.
+    # The config has three layers, so layer 3 belongs to a draft head.
     "model.layers.3.self_attn.k_scale",
     "model.layers.3.self_attn.v_scale",
     "model.layers.x.self_attn.k_scale",
@@ -202,7 +203,7 @@ def test_names_of_the_language_model_are_used(tmp_path, name):
     (folder / "config.json").write_text('{"num_hidden_layers": 1}')
     save_file({name: torch.tensor(0.5), v_name: torch.tensor(0.25)}, folder / "model.safetensors")
     scales = KVScales.from_pretrained(folder)
-    assert sides(scales) == [[0.5], [0.25]]
+    assert list_sides(scales) == [[0.5], [0.25]]
 
 
 def test_names_of_other_modules_are_ignored(tmp_path):
@@ -211,13 +212,13 @@ def test_names_of_other_modules_are_ignored(tmp_path):
     scales = KVScales.from_pretrained(folder)
     assert scales.format == "autofp8"
     assert list(scales.layers) == [0, 1, 2]
-    assert sides(scales) == [rounded(K), rounded(V)]
+    assert list_sides(scales) == [round_values(K), round_values(V)]
 
 
 # -- rules of a checkpoint -------------------------------------------------------------------------
 
 
-# Grid: every dtype and every shape once, because they are independent.
+# Grid: Each dtype and each shape once, because dtypes and shapes are independent.
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.float64, ()), (F32, (1,)), (F16, (1, 1)), (BF16, (1, 1, 1))]
 )
@@ -229,56 +230,57 @@ def test_a_scalar_of_any_float_dtype_and_shape_is_read(tmp_path, dtype, shape):
     assert scales.layers[1].k.item() == torch.tensor(0.3, dtype=dtype).float().item()
 
 
-@pytest.mark.parametrize(("kv", "warned"), [(None, True), (LARGER, False)])
-def test_a_pair_takes_precedence_over_kv_scale(tmp_path, caplog, kv, warned):
+@pytest.mark.parametrize(("kv", "has_warning"), [(None, True), (LARGER, False)])
+def test_a_pair_takes_precedence_over_kv_scale(tmp_path, caplog, kv, has_warning):
     folder = copy_golden("autofp8", tmp_path)
-    shared = kv or (9.0, 9.0, 9.0)
-    edit_tensors(folder, {ATTENTION.format(i) + "kv_scale": torch.tensor(shared[i])
+    kv_scales = kv or (9.0, 9.0, 9.0)
+    edit_tensors(folder, {ATTENTION.format(i) + "kv_scale": torch.tensor(kv_scales[i])
                           for i in range(3)})  # fmt: skip
     scales = KVScales.from_pretrained(folder)
-    assert sides(scales) == [rounded(K), rounded(V)]
-    assert ("kv_scale is not the larger scale" in caplog.text) == warned
-    assert len(caplog.records) == warned
+    assert list_sides(scales) == [round_values(K), round_values(V)]
+    assert ("kv_scale is not the larger scale" in caplog.text) == has_warning
+    assert len(caplog.records) == has_warning
 
 
 def test_kv_scale_takes_precedence_over_an_incomplete_pair(tmp_path):
     folder = copy_golden("autofp8-kv", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "k_scale": torch.tensor(9.0)})
     scales = KVScales.from_pretrained(folder)
-    assert values_of(scales, "k") == values_of(scales, "v") == rounded(LARGER)
+    assert list_values(scales, "k") == list_values(scales, "v") == round_values(LARGER)
 
 
-@pytest.mark.parametrize(("present", "expected"), [("k", K), ("v", V)])
-def test_a_single_side_is_used_for_both_with_one_warning(tmp_path, caplog, present, expected):
+@pytest.mark.parametrize(("side", "expected"), [("k", K), ("v", V)])
+def test_a_single_side_is_used_for_both_with_one_warning(tmp_path, caplog, side, expected):
     folder = copy_golden("autofp8", tmp_path)
-    missing = "v" if present == "k" else "k"
-    edit_tensors(folder, {ATTENTION.format(i) + f"{missing}_scale": None for i in range(3)})
+    other_side = "v" if side == "k" else "k"
+    edit_tensors(folder, {ATTENTION.format(i) + f"{other_side}_scale": None for i in range(3)})
     scales = KVScales.from_pretrained(folder)
-    assert values_of(scales, "k") == values_of(scales, "v") == rounded(expected)
+    assert list_values(scales, "k") == list_values(scales, "v") == round_values(expected)
     assert [r.message for r in caplog.records] == [
-        f"{folder}: only {present.upper()} has a scale, which is used for K and V (layers 0, 1, 2)"
+        f"{folder}: only {side.upper()} has a scale, which is used for K and V (layers 0, 1, 2)"
     ]
 
 
 def test_redundant_tensors_are_accepted(tmp_path):
-    """Zero points of zero, and the same scale under two names, are redundant."""
+    """Zero points of 0 are redundant, and so is a scale with two names."""
     folder = copy_golden("compressed-tensors", tmp_path)
     zero = torch.zeros(1).to(torch.float8_e4m3fn)
     edit_tensors(folder, {ATTENTION.format(0) + "k_zero_point": zero})
-    assert values_of(KVScales.from_pretrained(folder), "k") == rounded(K, BF16)
+    assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K, BF16)
     folder = copy_golden("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "attn.k_scale": torch.tensor(K[0])})
-    assert values_of(KVScales.from_pretrained(folder), "k") == rounded(K)
+    assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K)
 
 
 def test_consolidated_files_are_ignored_next_to_ordinary_files(tmp_path):
     folder = copy_golden("autofp8", tmp_path)
-    spoiled = {name: tensor * 8 for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = load_file(folder / "model.safetensors")
+    changed_tensors = {name: tensor * 8 for name, tensor in tensors.items()}
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    save_file(spoiled, folder / "consolidated.safetensors")
-    assert values_of(KVScales.from_pretrained(folder), "k") == rounded(K)
+    save_file(changed_tensors, folder / "consolidated.safetensors")
+    assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K)
     (folder / "weights.safetensors").unlink()
-    assert values_of(KVScales.from_pretrained(folder), "k") == [s * 8 for s in rounded(K)]
+    assert list_values(KVScales.from_pretrained(folder), "k") == [s * 8 for s in round_values(K)]
 
 
 NO_CACHE = {
@@ -313,7 +315,7 @@ def test_suspicious_scales_are_read_with_a_warning(tmp_path, caplog):
     set_scales(folder, range(3), 1.0)
     name = ATTENTION.format(0) + "k_quantizer.scale"
     edit_tensors(folder, {name: torch.ones(())})
-    assert values_of(KVScales.from_pretrained(folder), "k") == [1, 1, 1]
+    assert list_values(KVScales.from_pretrained(folder), "k") == [1, 1, 1]
     assert "every KV scale is exactly 1.0" in caplog.text
     assert f"not used, though they look like scales: {name}" in caplog.text
 
@@ -327,14 +329,14 @@ def test_missing_scales_are_a_warning_if_not_strict(tmp_path, caplog):
     with pytest.raises(ScaleError, match="expected layer 1, got layers 0, 2"):
         scales.for_layer(1, num_kv_heads=2, k_head_dim=4, v_head_dim=4)
     (folder / "config.json").unlink()
-    assert len(values_of(KVScales.from_pretrained(folder, strict=False), "v")) == 2
+    assert len(list_values(KVScales.from_pretrained(folder, strict=False), "v")) == 2
     assert "no config.json" in caplog.text
 
 
 # -- choice of the file ----------------------------------------------------------------------------
 
 
-def test_our_file_is_read_before_tensors_and_tensors_before_the_json(tmp_path, caplog):
+def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, caplog):
     folder = copy_golden("autofp8", tmp_path)
     shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
     assert KVScales.from_pretrained(tmp_path, subfolder="autofp8").format == "autofp8"
@@ -342,11 +344,11 @@ def test_our_file_is_read_before_tensors_and_tensors_before_the_json(tmp_path, c
     edit_tensors(folder, {"vision_tower.layers.0.self_attn.k_scale": torch.ones(())})
     with caplog.at_level(logging.INFO):
         scales = KVScales.from_pretrained(folder)
-    assert (scales.format, values_of(scales, "k")) == ("vllm-json", rounded(V))
+    assert (scales.format, list_values(scales, "k")) == ("vllm-json", round_values(V))
     assert "reading kv_cache_scales.json" in caplog.text
-    own(pair())(folder)
+    write_own(PAIR)(folder)
     scales = KVScales.from_pretrained(folder)
-    assert (scales.format, values_of(scales, "k")) == ("hf_fp8kv", [0.5])
+    assert (scales.format, list_values(scales, "k")) == ("hf_fp8kv", [0.5])
 
 
 # -- kv_cache_scales.json --------------------------------------------------------------------------
@@ -364,30 +366,30 @@ TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
 
 
 def test_variants_of_a_json_are_accepted(tmp_path):
-    """Accepted are scales as strings, any order of layers, a byte order mark and extra entries."""
+    """Scales may be strings, layers in any order. Byte order marks and extra entries are valid."""
     ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
     ranks["0"] |= {"0": "0.5", "2": " 1e-2 "}
     path = write_scales(tmp_path / "s.json", ranks, more=[1, 2], model_type=None)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"also": {"a": 1}}))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    torch.set_default_dtype(BF16)  # must not change the values
+    torch.set_default_dtype(BF16)  # the default dtype must not change the values
     scales = KVScales.from_file(path)
-    assert values_of(scales, "v") == rounded((0.5, 2, 0.01, *range(4, 12)))
+    assert list_values(scales, "v") == round_values((0.5, 2, 0.01, *range(4, 12)))
     assert scales.model_type is None
 
 
 def test_ranks_of_a_json_are_selected_or_merged(tmp_path, caplog):
-    """Each rank reads its scales. One process reads the largest, and warns if ranks differ."""
+    """Each rank reads separate scales. One process reads the largest, and warns if ranks differ."""
     path = write_scales(tmp_path / "s.json", TWO_RANKS)
     for rank, expected in ((0, [0.5, 0.25]), (1, [0.125, 1.0])):
-        assert values_of(KVScales.from_file(path, tp_rank=rank, tp_size=2), "k") == expected
-    equal = write_scales(tmp_path / "t.json", {"rank1": {"0": 0.5}, "rank0": {"0": 0.5}})
-    assert values_of(KVScales.from_file(equal), "k") == [0.5]
+        assert list_values(KVScales.from_file(path, tp_rank=rank, tp_size=2), "k") == expected
+    equal_path = write_scales(tmp_path / "t.json", {"rank1": {"0": 0.5}, "rank0": {"0": 0.5}})
+    assert list_values(KVScales.from_file(equal_path), "k") == [0.5]
     assert not caplog.records
-    assert values_of(KVScales.from_file(path), "k") == [0.5, 1.0]
+    assert list_values(KVScales.from_file(path), "k") == [0.5, 1.0]
     assert "the scales of its 2 ranks differ" in caplog.text
     scales = KVScales.from_file(path, tp_rank=3, tp_size=4, strict=False)
-    assert values_of(scales, "k") == [0.5, 1.0]
+    assert list_values(scales, "k") == [0.5, 1.0]
 
 
 def test_strict_errors_are_warnings_if_not_strict(tmp_path, caplog):
@@ -403,21 +405,21 @@ def test_strict_errors_are_warnings_if_not_strict(tmp_path, caplog):
     assert "layers without scales: 1, 3" in caplog.text
 
 
-# Invalid input. Each entry has a function that damages a valid folder or path, and the message.
-# The result is a ScaleError that names the path, never scales or an error of another library.
+# Invalid input. Each entry has a function that damages a valid folder or path, and a message.
+# The result is a ScaleError that names the path, but never scales or an error of a library.
 
 Spoil = Callable[[Path], object]
 
 
 def assert_rejected(folder: Path, spoil: Spoil, message: str, path: Path | str = "") -> None:
-    """Damage a checkpoint, and check that reading it raises a ScaleError with this message."""
+    """Damage a checkpoint, and assert that reading it raises a ScaleError with this message."""
     spoil(folder)
     with scale_error(message, path):
         KVScales.from_pretrained(folder)
 
 
 def spoil_json(old: str, new: str) -> Spoil:
-    """Return a change of kv_cache_scales.json that replaces `old` with `new`."""
+    """Return a function that replaces `old` with `new` in kv_cache_scales.json."""
 
     def spoil(folder: Path) -> None:
         path = folder / "kv_cache_scales.json"
@@ -429,7 +431,7 @@ def spoil_json(old: str, new: str) -> Spoil:
 
 
 def spoil_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
-    """Return a change of the bytes of a file."""
+    """Return a function that changes the bytes of a file."""
 
     def spoil(folder: Path) -> None:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
@@ -438,23 +440,29 @@ def spoil_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
 
 
 def truncate(file: str, size: int) -> Spoil:
-    """Return a change that keeps `size` bytes of a file, or removes bytes if it is negative."""
+    """Return a function that shortens a file to `size` bytes, or by `-size` bytes if negative."""
     return spoil_bytes(file, lambda data: data[:size])
 
 
 def delete(name: str) -> Spoil:
-    """Return a change that deletes a file."""
+    """Return a function that deletes a file."""
     return lambda folder: (folder / name).unlink()
 
 
 def spoil_config(**entries: object) -> Spoil:
-    """Return a change that sets entries of config.json."""
+    """Return a function that sets entries of config.json."""
     return lambda folder: edit_json(folder / "config.json", **entries)
 
 
 def spoil_tensor(tail: str, tensor: torch.Tensor | None, layer: int = 1) -> Spoil:
-    """Return a change that sets a tensor of a layer's attention. None deletes the tensor."""
-    return lambda folder: edit_tensors(folder, {ATTENTION.format(layer) + tail: tensor})
+    """Return a function that sets a tensor of a layer's attention. None deletes the tensor."""
+    return spoil_tensors({tail: tensor}, layer)
+
+
+def spoil_tensors(tensors: dict[str, torch.Tensor | None], layer: int = 1) -> Spoil:
+    """Return a function that sets tensors of a layer's attention. None deletes a tensor."""
+    changes = {ATTENTION.format(layer) + tail: tensor for tail, tensor in tensors.items()}
+    return lambda folder: edit_tensors(folder, changes)
 
 
 KEY = '"0": 0.0152239128947258'
@@ -526,13 +534,13 @@ def test_a_large_json_is_rejected_unread(tmp_path):
 
 
 def test_a_duplicate_is_found_in_linear_time(tmp_path):
-    """Sixteen times as long a list of keys takes less than 64 times as long to read."""
+    """Reading 16 times the number of keys takes less than 64 times the time."""
     path, times = tmp_path / "kv_cache_scales.json", []
-    for count in (1_000, 16_000):
-        keys = [*range(count), count - 1]
+    for num_keys in (1_000, 16_000):
+        keys = [*range(num_keys), num_keys - 1]
         path.write_text('{"x":{' + ",".join(f'"{key}":1' for key in keys) + "}}")
         start = time.process_time()
-        with scale_error(f"'{count - 1}' twice", path):
+        with scale_error(f"'{num_keys - 1}' twice", path):
             KVScales.from_file(path)
         times.append(time.process_time() - start)
     assert times[1] < 64 * times[0]
@@ -541,8 +549,8 @@ def test_a_duplicate_is_found_in_linear_time(tmp_path):
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
-def scheme(**changes: object) -> Spoil:
-    """Return a change to a config of compressed-tensors with a different scheme for the cache."""
+def set_scheme(**changes: object) -> Spoil:
+    """Return a function that declares compressed-tensors, with changes to the cache's scheme."""
     block = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME | changes}
     return spoil_config(quantization_config=block)
 
@@ -559,13 +567,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "one-dimension": (spoil_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
     "per-channel": (spoil_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
     "sides-with-other-heads": (
-        lambda folder: edit_tensors(
-            folder,
-            {
-                ATTENTION.format(1) + "k_scale": torch.ones(2, 1, 1),
-                ATTENTION.format(1) + "v_scale": torch.ones(3, 1, 1),
-            },
-        ),
+        spoil_tensors({"k_scale": torch.ones(2, 1, 1), "v_scale": torch.ones(3, 1, 1)}),
         r"v_scale: .* heads in config.json \(\[2\]\), got \[3, 1, 1\]",
     ),
     "layer-missing": (
@@ -595,13 +597,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         r"k_bias: expected floats of the shape \[1, heads, 1, D\] with heads in",
     ),
     "bias-of-more-heads-than-its-scale": (
-        lambda folder: edit_tensors(
-            folder,
-            {
-                ATTENTION.format(1) + "v_scale": torch.ones(2, 1, 1),
-                ATTENTION.format(1) + "v_proj.v_bias": torch.ones(1, 4, 1, 4),
-            },
-        ),
+        spoil_tensors({"v_scale": torch.ones(2, 1, 1), "v_proj.v_bias": torch.ones(1, 4, 1, 4)}),
         r"v_bias: expected floats of the shape \[1, heads, 1, D\] with heads in \[1, 2\]",
     ),
     "bias-nan": (
@@ -613,9 +609,9 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         "expected a scale with model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
     "ascend-int8": (spoil_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
-    "asymmetric-scheme": (scheme(symmetric=False), "asymmetric"),
-    "channel-scheme": (scheme(strategy="channel"), "strategy channel"),
-    "dynamic-local-scheme": (scheme(dynamic="local"), "dynamic, which needs none"),
+    "asymmetric-scheme": (set_scheme(symmetric=False), "asymmetric"),
+    "channel-scheme": (set_scheme(strategy="channel"), "strategy channel"),
+    "dynamic-local-scheme": (set_scheme(dynamic="local"), "dynamic, which needs none"),
     "unknown-word": (spoil_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (delete("config.json"), "expected a config.json"),
     "config-cut-off": (truncate("config.json", 40), "config.json.*JSON file"),
@@ -656,7 +652,7 @@ def test_an_invalid_checkpoint_is_rejected(tmp_path, spoil, message):
 
 
 def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
-    """Return a change of the weight map of the index."""
+    """Return a function that changes the weight map of the index."""
 
     def spoil(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
@@ -666,8 +662,8 @@ def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
     return spoil
 
 
-def list_in(file: object) -> Spoil:
-    """Return a change that lists all tensors of the index in one file."""
+def list_in_file(file: object) -> Spoil:
+    """Return a function that lists all tensors of the index in one file."""
     return edit_index(lambda old: dict.fromkeys(old, file))
 
 
@@ -681,9 +677,9 @@ BAD_INDICES: dict[str, tuple[Spoil, str]] = {
         ),
         "which the index lists here",
     ),
-    "outside": (list_in("../x.safetensors"), "expected file names"),
-    "absolute": (list_in("/x.safetensors"), "expected file names"),
-    "not-a-name": (list_in(3), "expected file names.*got 3"),
+    "outside": (list_in_file("../x.safetensors"), "expected file names"),
+    "absolute": (list_in_file("/x.safetensors"), "expected file names"),
+    "not-a-name": (list_in_file(3), "expected file names.*got 3"),
     "empty-map": (edit_index(lambda _: {}), "expected file names of tensors in weight_map"),
     "list-map": (edit_index(list), "expected file names of tensors in weight_map"),
     "cut-off": (truncate("model.safetensors.index.json", 50), "expected a JSON file"),
@@ -695,36 +691,35 @@ def test_an_invalid_index_is_rejected(tmp_path, spoil, message):
     assert_rejected(copy_golden("compressed-tensors-heads", tmp_path), spoil, message)
 
 
-OWN = "kv_scales.safetensors"
+OWN_FILE = "kv_scales.safetensors"
 
 
-def own(tensors: dict[str, torch.Tensor], **entries: object) -> Spoil:
-    """Return a change that writes kv_scales.safetensors with these tensors and header entries."""
+def write_own(tensors: dict[str, torch.Tensor], **entries: object) -> Spoil:
+    """Return a function that writes kv_scales.safetensors with these tensors and header entries."""
     header = {"version": 1, "dtype": "float8_e4m3fn", "model_type": None} | entries
     return lambda folder: save_file(
-        tensors, folder / OWN, metadata={"hf_fp8kv": json.dumps(header)}
+        tensors, folder / OWN_FILE, metadata={"hf_fp8kv": json.dumps(header)}
     )
 
 
-def pair(k: float = 0.5, v: float = 0.25) -> dict[str, torch.Tensor]:
-    """Return the tensors of layer 0, as kv_scales.safetensors names them."""
-    return {"layers.0.k_scale": torch.tensor(k), "layers.0.v_scale": torch.tensor(v)}
-
-
+PAIR = {"layers.0.k_scale": torch.tensor(0.5), "layers.0.v_scale": torch.tensor(0.25)}
 CENTER = "layers.0.k_center"
 BAD_OWN: dict[str, tuple[Spoil, str]] = {
-    "zero": (own(pair(k=0.0)), "K scale.*layers.0.*got 0.0"),
-    "center-nan": (own(pair() | {CENTER: torch.full((2, 2), float("nan"))}), "center of K.*nan"),
-    "single-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*got NoneType"),
-    "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "as save_pretrained writes it"),
-    "other-part": (own(pair() | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
-    "other-unit": (own(pair(), dtype="float8_e5m2"), "'float8_e5m2'"),
+    "zero": (
+        write_own(PAIR | {"layers.0.k_scale": torch.tensor(0.0)}),
+        "K scale.*layers.0.*got 0.0",
+    ),
+    "center-nan": (write_own(PAIR | {CENTER: torch.full((2, 2), math.nan)}), "center of K.*nan"),
+    "single-side": (write_own({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*got NoneType"),
+    "other-tensor": (write_own(PAIR | {"model.norm": torch.ones(())}), "as save_pretrained writes"),
+    "other-part": (write_own(PAIR | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
+    "other-unit": (write_own(PAIR, dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
-        lambda folder: save_file(pair(), folder / OWN, metadata={"hf_fp8kv": "{"}),
+        lambda folder: save_file(PAIR, folder / OWN_FILE, metadata={"hf_fp8kv": "{"}),
         "as save_pretrained writes it, got JSONDecodeError",
     ),
     "header-of-a-number": (
-        lambda folder: save_file(pair(), folder / OWN, metadata={"hf_fp8kv": "1"}),
+        lambda folder: save_file(PAIR, folder / OWN_FILE, metadata={"hf_fp8kv": "1"}),
         "as save_pretrained writes it, got TypeError",
     ),
 }
@@ -733,7 +728,7 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
 @pytest.mark.parametrize(("spoil", "message"), BAD_OWN.values(), ids=BAD_OWN)
 def test_an_invalid_kv_scales_file_is_rejected_without_a_fallback(tmp_path, spoil, message):
     folder = copy_golden("autofp8", tmp_path)
-    assert_rejected(folder, spoil, message, folder / OWN)
+    assert_rejected(folder, spoil, message, folder / OWN_FILE)
 
 
 BAD_FILES = {
@@ -771,7 +766,7 @@ def test_an_invalid_rank_is_rejected(options, message):
         KVScales.from_file(DATA / "vllm-two-ranks" / "kv_cache_scales.json", **options)
 
 
-# -- the Hub, without a network: its client reads its cache, and requests are recorded -------------
+# -- the Hub without a network: the client reads a cache, or requests are recorded -----------------
 
 
 def make_hub_cache(tmp_path: Path, name: str) -> Path:
@@ -788,9 +783,9 @@ def make_hub_cache(tmp_path: Path, name: str) -> Path:
 def test_a_cached_repository_is_read_without_a_network(tmp_path, name):
     cache_dir = make_hub_cache(tmp_path, name)
     scales = KVScales.from_pretrained("org/model", cache_dir=cache_dir, local_files_only=True)
-    local = KVScales.from_pretrained(DATA / name)
-    assert (scales.format, scales.digest) == (local.format, local.digest)
-    assert resolve("org/model", cache_dir=cache_dir).digest == local.digest
+    expected = KVScales.from_pretrained(DATA / name)
+    assert (scales.format, scales.digest) == (expected.format, expected.digest)
+    assert resolve("org/model", cache_dir=cache_dir).digest == expected.digest
 
 
 def test_a_repository_outside_the_cache_is_an_error(tmp_path):
@@ -799,14 +794,14 @@ def test_a_repository_outside_the_cache_is_an_error(tmp_path):
 
 
 class FakeHub:
-    """A fake Hub client that answers its two requests from a folder and records them."""
+    """A fake Hub client that answers two kinds of requests from a folder, and records downloads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.fetched: list[str] = []
         self.options: dict[str, object] = {}
 
-    def absent(self, name: str) -> RemoteEntryNotFoundError:
+    def make_not_found(self, name: str) -> RemoteEntryNotFoundError:
         response = SimpleNamespace(headers={}, request=None)
         return RemoteEntryNotFoundError(f"404: {name}", response=response)
 
@@ -814,13 +809,13 @@ class FakeHub:
         assert repo == "org/model"
         self.options = options
         if not (self.folder / name).exists():
-            raise self.absent(name)
+            raise self.make_not_found(name)
         self.fetched.append(name)
         return str(self.folder / name)
 
     def parse_safetensors_file_metadata(self, repo: str, name: str, **_: object) -> object:
         if not (self.folder / name).exists():
-            raise self.absent(name)
+            raise self.make_not_found(name)
         return SimpleNamespace(tensors=load_file(self.folder / name))
 
 
@@ -842,7 +837,7 @@ def test_the_usual_options_reach_the_hub(hub, tmp_path):
     options = {"revision": "v1", "token": "t", "force_download": True, "cache_dir": tmp_path}
     KVScales.from_pretrained("org/model", **options)
     assert fake.options == options | {"local_files_only": False, "subfolder": None}
-    assert sorted(fake.fetched) == ["config.json", "model.safetensors"]  # each once
+    assert sorted(fake.fetched) == ["config.json", "model.safetensors"]  # each file is fetched once
 
 
 def test_only_files_with_scales_are_fetched(hub):
@@ -850,30 +845,27 @@ def test_only_files_with_scales_are_fetched(hub):
     edit_index(lambda old: old | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
     save_file({"model.norm.weight": torch.ones(2)}, fake.folder / "model-9.safetensors")
     assert list(KVScales.from_pretrained("org/model").layers) == [0, 1, 2]
-    assert set(fake.fetched) == {
-        "config.json",
-        "model.safetensors.index.json",
-        "model-00001-of-00002.safetensors",
-        SHARD,
-    }
+    config_files = {"config.json", "model.safetensors.index.json"}
+    assert set(fake.fetched) == config_files | {"model-00001-of-00002.safetensors", SHARD}
 
 
 def test_rank_files_are_found_in_a_repository_of_tensorrt(hub):
     fake = hub("trtllm")
     shutil.copy(fake.folder / "model.safetensors", fake.folder / "rank1.safetensors")
     (fake.folder / "model.safetensors").rename(fake.folder / "rank0.safetensors")
-    assert values_of(KVScales.from_pretrained("org/model"), "k") == rounded(LARGER)
+    assert list_values(KVScales.from_pretrained("org/model"), "k") == round_values(LARGER)
     assert sorted(fake.fetched) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
 
 
 def test_a_cached_repository_is_read_if_the_hub_is_unreachable(hub, monkeypatch):
     fake = hub("autofp8")
-    monkeypatch.setattr(fake, "absent", lambda name: LocalEntryNotFoundError(f"no route: {name}"))
+    error = LocalEntryNotFoundError("no route")
+    monkeypatch.setattr(fake, "make_not_found", lambda _: error)
     monkeypatch.setattr(
         hub_module, "try_to_load_from_cache", lambda repo, name, *_: str(fake.folder / name)
     )
     scales = KVScales.from_pretrained("org/model", force_download=False)
-    assert values_of(scales, "k") == rounded(K)
+    assert list_values(scales, "k") == round_values(K)
     assert scales.origin == "org/model (Hub out of reach)"
     assert fake.options["local_files_only"] is True
 

@@ -1,7 +1,7 @@
-"""Tests of reading checkpoints in the dialect of each tool, and of rejecting similar invalid ones.
+"""Tests of reading checkpoints in the dialects of tools, and of refusing similar invalid folders.
 
-The golden files of `test_sources` and the files of tools in `test_tools` are on disk. These tests
-write their folders, which differ from the files on disk only in a name or a config entry.
+Golden files of `test_sources` and files of tools in `test_tools` are on disk. The tests here write
+folders that differ from the files on disk only in a name or a config entry.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales, declared_kv_scales
-from tests.scales.test_sources import DATA, GOLDEN, SCHEME, scale_error, sides, values_of
+from tests.scales.test_sources import DATA, GOLDEN, SCHEME, list_sides, list_values, scale_error
 
 K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)
 BOTH = tuple(max(pair) for pair in zip(K, V, strict=True))
@@ -38,17 +38,17 @@ Tensors = dict[str, torch.Tensor]
 
 
 def fill(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
-    """Return the scales of every layer: of K and V if `name` has "{side}", else shared by both."""
-    sides = {"k": K, "v": V} if "{side}" in name else {"kv": BOTH}
+    """Return scales of all layers, one each for K and V if `name` has "{side}", else for both."""
+    side_scales = {"k": K, "v": V} if "{side}" in name else {"kv": BOTH}
     return {
         f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
-        for side, scales in sides.items()
+        for side, scales in side_scales.items()
         for layer, scale in enumerate(scales)
     }
 
 
-def outputs_of(*targets: str, **changes: object) -> dict[str, object]:
-    """Return config groups of compressed-tensors that quantize the outputs of these targets."""
+def quantize_outputs(*targets: str, **changes: object) -> dict[str, object]:
+    """Return config groups of compressed-tensors that quantize outputs of these targets."""
     group = {"targets": list(targets), "weights": None, "output_activations": SCHEME | changes}
     return {"config_groups": GROUPS | {"group_1": group}}
 
@@ -64,18 +64,18 @@ def quark(*layers: str, **changes: object) -> dict[str, object]:
     }
 
 
-def folder_of(
+def write_folder(
     folder: Path,
     config: dict[str, object] | None,
     tensors: Tensors | dict[str, Tensors],
-    second: dict[str, object] | None = None,
+    second_config: dict[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint: its config, one or several named files, and ModelOpt's second config."""
+    """Write a checkpoint with a config, one or several files, and ModelOpt's second config."""
     folder.mkdir(exist_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
-    if second is not None:
-        (folder / "hf_quant_config.json").write_text(json.dumps(second))
+    if second_config is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(second_config))
     files = tensors if any(isinstance(t, dict) for t in tensors.values()) else {"model": tensors}
     for name, content in files.items():
         save_file(content, folder / f"{name}.safetensors")
@@ -83,7 +83,7 @@ def folder_of(
 
 
 def quantized(**block: object) -> dict[str, object]:
-    """Return a config of Llama with this quantization config."""
+    """Return the config of a Llama with this quantization config."""
     return LLAMA | {"quantization_config": block}
 
 
@@ -115,7 +115,7 @@ VALID_FOLDERS = {
     ),
     "output-activations": (
         "compressed-tensors",
-        quantized(**COMPRESSED | outputs_of("re:.*k_proj", "re:.*v_proj")),
+        quantized(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj")),
         fill(OUTPUTS, (1,)),
     ),
     "text-config": (
@@ -215,35 +215,36 @@ VALID_FOLDERS = {
 
 @pytest.mark.parametrize("name", VALID_FOLDERS)
 def test_every_dialect_is_read(tmp_path, caplog, name):
-    format, config, tensors, *second = VALID_FOLDERS[name]
-    folder = folder_of(tmp_path, config, tensors, *second)
+    format, config, tensors, *second_config = VALID_FOLDERS[name]
+    folder = write_folder(tmp_path, config, tensors, *second_config)
     scales = KVScales.from_pretrained(folder)
     assert scales.format == format
     names = [n for part in tensors.values() for n in (part if isinstance(part, dict) else ())]
-    shared = not any("k_" in n or "k." in n for n in names or tensors)
-    assert sides(scales) == [list(BOTH if shared else side) for side in (K, V)]
+    is_shared = not any("k_" in n or "k." in n for n in names or tensors)
+    assert list_sides(scales) == [list(BOTH if is_shared else side) for side in (K, V)]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert scales.model_type == config.get("model_type")
-    # Scales for FNUZ are halved.
-    folder_of(tmp_path, config | {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, tensors, *second)
-    halved = KVScales.from_pretrained(folder)
-    assert sides(halved) == [[s / 2 for s in side] for side in sides(scales)]
-    if not second and format != "trtllm":  # these declare it elsewhere
+    # Scales for FNUZ formats are halved.
+    fnuz_config = config | {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
+    write_folder(tmp_path, fnuz_config, tensors, *second_config)
+    fnuz_scales = KVScales.from_pretrained(folder)
+    assert list_sides(fnuz_scales) == [[s / 2 for s in side] for side in list_sides(scales)]
+    if not second_config and format != "trtllm":  # other files declare these scales
         assert "kv_" in (declared_kv_scales(config) or "")
 
 
 @pytest.mark.parametrize("entry", [{"kv_cache_post_rope": False}, {}], ids=["false", "missing"])
 def test_scales_from_before_rope_cause_a_warning(tmp_path, caplog, entry):
     block = {n: v for n, v in quark().items() if n != "kv_cache_post_rope"} | entry
-    scales = KVScales.from_pretrained(folder_of(tmp_path, quantized(**block), fill(OUTPUTS)))
-    assert values_of(scales, "k") == list(K)
+    scales = KVScales.from_pretrained(write_folder(tmp_path, quantized(**block), fill(OUTPUTS)))
+    assert list_values(scales, "k") == list(K)
     [record] = caplog.records
     assert "Quark measured the scales of K before RoPE" in record.message
 
 
 def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
     tensors = {n: torch.stack([t, t / 2]) for n, t in fill(ATTENTION).items()}
-    scales = KVScales.from_pretrained(folder_of(tmp_path, PER_HEAD, tensors))
+    scales = KVScales.from_pretrained(write_folder(tmp_path, PER_HEAD, tensors))
     assert [s.k.tolist() for s in scales.layers.values()] == [[[k], [k / 2]] for k in K]
     assert [s.v.tolist() for s in scales.layers.values()] == [[[v], [v / 2]] for v in V]
 
@@ -253,7 +254,7 @@ def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
 )
 def test_scales_of_activations_cause_no_warning(tmp_path, caplog, name):
     tensors = PAIR | {f"model.layers.0.{name}": torch.ones(4)}
-    KVScales.from_pretrained(folder_of(tmp_path, COMPRESSED_OK, tensors))
+    KVScales.from_pretrained(write_folder(tmp_path, COMPRESSED_OK, tensors))
     assert not caplog.records
 
 
@@ -262,38 +263,38 @@ def test_scales_of_activations_cause_no_warning(tmp_path, caplog, name):
 FACTOR = "attention.kv_cache_scaling_factor"
 
 
-def ranks(*factors: float) -> dict[str, Tensors]:
-    """Return one file per rank, with the scales multiplied by the rank's factor."""
+def make_ranks(*factors: float) -> dict[str, Tensors]:
+    """Return a file for each rank, with scales that are multiplied by the rank's factor."""
     tensors = fill(FACTOR, (1,), "transformer.layers")
     return {f"rank{r}": {n: t * f for n, t in tensors.items()} for r, f in enumerate(factors)}
 
 
 def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
-    """Each rank reads its file. A single process reads the largest scales of all ranks."""
-    folder = folder_of(tmp_path / "two", TENSORRT, ranks(1.0, 4.0))
+    """Each rank reads a separate file. One process reads the largest scales of all ranks."""
+    folder = write_folder(tmp_path / "two", TENSORRT, make_ranks(1.0, 4.0))
     for rank, factor in enumerate((1, 4)):
         scales = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=2)
-        assert values_of(scales, "v") == [factor * s for s in BOTH]
+        assert list_values(scales, "v") == [factor * s for s in BOTH]
         assert f"rank{rank}.safetensors" in scales.layers[0].source
     assert not caplog.records
-    folder = folder_of(tmp_path / "three", TENSORRT, ranks(1.0, 4.0, 2.0))
-    assert values_of(KVScales.from_pretrained(folder), "k") == [4 * s for s in BOTH]
+    folder = write_folder(tmp_path / "three", TENSORRT, make_ranks(1.0, 4.0, 2.0))
+    assert list_values(KVScales.from_pretrained(folder), "k") == [4 * s for s in BOTH]
     assert "the scales of its 3 ranks differ" in caplog.text
 
 
 def test_an_ordinary_checkpoint_is_read_before_rank_files(tmp_path):
-    folder_of(tmp_path, TENSORRT, ranks(8.0, 8.0))
-    folder = folder_of(tmp_path, quantized(**STATIC), fill(ATTENTION))
+    write_folder(tmp_path, TENSORRT, make_ranks(8.0, 8.0))
+    folder = write_folder(tmp_path, quantized(**STATIC), fill(ATTENTION))
     assert KVScales.from_pretrained(folder).format == "autofp8"
 
 
-# Invalid folders. Each is a valid folder with a changed config, tensors, or second file.
+# Invalid folders: each is a valid folder with a changed config, tensors or second file.
 
 LAYER_1 = "model.layers.1.self_attn."
 
 
-def without(tensors: Tensors, *names: str) -> Tensors:
-    """Return the tensors except those named `names`."""
+def drop_tensors(tensors: Tensors, *names: str) -> Tensors:
+    """Return the tensors, except the tensors with these names."""
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
@@ -372,15 +373,15 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         quantized(**COMPRESSED), fill(OUTPUTS, (1,)), "which no format has"
     ),
     "output-scales-of-all-layers": (
-        quantized(**COMPRESSED | outputs_of("Linear")), fill(OUTPUTS), "which no format has"
+        quantized(**COMPRESSED | quantize_outputs("Linear")), fill(OUTPUTS), "which no format has"
     ),
     "output-activations-int8": (
-        quantized(**COMPRESSED | outputs_of("re:.*k_proj", "re:.*v_proj", type="int")),
+        quantized(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj", type="int")),
         fill(OUTPUTS, (1,)),
         r"group_1.output_activations \(kv_cache\): 8-bit int",
     ),
     "output-activations-dynamic": (
-        quantized(**COMPRESSED | outputs_of("re:.*k_proj", dynamic=True)),
+        quantized(**COMPRESSED | quantize_outputs("re:.*k_proj", dynamic=True)),
         fill(OUTPUTS, (1,)),
         "dynamic, which needs none",
     ),
@@ -466,15 +467,17 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         TENSORRT, {"rank0": TRT, "rank2": TRT}, "expected the ranks 0 to 1, got 0, 2"
     ),
     "trtllm-fewer-ranks-than-declared": (
-        TENSORRT | {"mapping": {"tp_size": 4}}, ranks(1.0, 1.0), "got tp_size = 4"
+        TENSORRT | {"mapping": {"tp_size": 4}}, make_ranks(1.0, 1.0), "got tp_size = 4"
     ),
     "trtllm-world-size": (
-        TENSORRT | {"world_size": 3}, ranks(1.0, 1.0), "got world_size = 3"
+        TENSORRT | {"world_size": 3}, make_ranks(1.0, 1.0), "got world_size = 3"
     ),
-    "trtllm-pipeline": (TENSORRT | {"mapping": {"pp_size": 2}}, ranks(1.0, 1.0), "pp_size = 2"),
+    "trtllm-pipeline": (
+        TENSORRT | {"mapping": {"pp_size": 2}}, make_ranks(1.0, 1.0), "pp_size = 2"
+    ),
     "trtllm-rank-with-less": (
         TENSORRT | {"num_hidden_layers": 2},
-        {"rank0": without(TRT, *list(TRT)[2:]), "rank1": without(TRT, *list(TRT)[:1])},
+        {"rank0": drop_tensors(TRT, *list(TRT)[2:]), "rank1": drop_tensors(TRT, *list(TRT)[:1])},
         "without layers 0",
     ),
     "trtllm-rank-without-scales": (
@@ -499,8 +502,8 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", INVALID_FOLDERS)
 def test_invalid_dialects_are_rejected(tmp_path, name):
-    config, tensors, message, *second = INVALID_FOLDERS[name]
-    folder = folder_of(tmp_path, config, tensors, *second)
+    config, tensors, message, *second_config = INVALID_FOLDERS[name]
+    folder = write_folder(tmp_path, config, tensors, *second_config)
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
 
@@ -514,17 +517,17 @@ JUNK = st.recursive(
 )
 
 
-def spoiled(value: Any, junk: object, data: st.DataObject) -> Any:
-    """Return the JSON value with junk in place of an entry, at any depth."""
-    new = value.copy()
+def insert_junk(value: Any, junk: object, data: st.DataObject) -> Any:
+    """Return a JSON value in which junk replaces an entry, at any depth."""
+    damaged = value.copy()
     key = data.draw(st.sampled_from(list(value) if isinstance(value, dict) else range(len(value))))
-    recurse = isinstance(new[key], dict | list) and new[key] and data.draw(st.booleans())
-    new[key] = spoiled(new[key], junk, data) if recurse else junk
-    return new
+    is_nested = isinstance(damaged[key], dict | list) and damaged[key] and data.draw(st.booleans())
+    damaged[key] = insert_junk(damaged[key], junk, data) if is_nested else junk
+    return damaged
 
 
 def read_or_reject(folder: Path) -> KVScales | None:
-    """Return the scales, or None after a ScaleError. Other errors propagate."""
+    """Return the scales of a folder, or None after a ScaleError. Other errors propagate."""
     try:
         return KVScales.from_pretrained(folder)
     except ScaleError:
@@ -533,17 +536,17 @@ def read_or_reject(folder: Path) -> KVScales | None:
 
 @given(name=st.sampled_from(sorted(VALID_FOLDERS)), data=st.data(), junk=JUNK)
 def test_a_config_with_junk_is_rejected_or_read_correctly(tmp_path_factory, name, data, junk):
-    _, config, tensors, *second = VALID_FOLDERS[name]
-    folder = folder_of(
-        tmp_path_factory.mktemp("junk"), spoiled(config, junk, data), tensors, *second
+    _, config, tensors, *second_config = VALID_FOLDERS[name]
+    folder = write_folder(
+        tmp_path_factory.mktemp("junk"), insert_junk(config, junk, data), tensors, *second_config
     )
     scales = read_or_reject(folder)
     if scales is not None:
-        folder = folder_of(tmp_path_factory.mktemp("good"), config, tensors, *second)
-        good = KVScales.from_pretrained(folder)
+        folder = write_folder(tmp_path_factory.mktemp("good"), config, tensors, *second_config)
+        expected = KVScales.from_pretrained(folder)
         for index, layer in scales.layers.items():
-            assert torch.equal(layer.k, good.layers[index].k)
-            assert torch.equal(layer.v, good.layers[index].v)
+            assert torch.equal(layer.k, expected.layers[index].k)
+            assert torch.equal(layer.v, expected.layers[index].v)
 
 
 @given(name=st.sampled_from(sorted(GOLDEN)), data=st.data())
@@ -558,6 +561,6 @@ def test_a_file_with_changed_bytes_is_rejected_or_valid(tmp_path_factory, name, 
     target.write_bytes(bytes(content[: data.draw(st.sampled_from([len(content), 100]))]))
     scales = read_or_reject(folder)
     if scales is not None:
-        values = torch.tensor([values_of(scales, side) for side in "kv"])
+        values = torch.tensor([list_values(scales, side) for side in "kv"])
         assert bool((values.isfinite() & (values > 0)).all())
         assert not bool((values == 1).all())

