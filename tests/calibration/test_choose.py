@@ -298,7 +298,7 @@ def test_candidates_cover_the_observed_range_and_reach(ranges, granularity, marg
             first, reach = (x.amax(dims, keepdim=True) for x in (first, reach))
         candidate = candidates[name]
         torch.testing.assert_close(candidate.min_scale * fmt.max, first * margin)
-        torch.testing.assert_close(candidate.reach * fmt.max, reach * margin)
+        torch.testing.assert_close(candidate.far_scale * fmt.max, reach * margin)
         assert (candidate.center is None) == (center is None)
         if center is not None:
             torch.testing.assert_close(candidate.center, center)
