@@ -14,7 +14,7 @@ from hf_fp8kv.formats.codec import dynamic_scale, round_to_format, search_scale
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales, LayerScales
 from tests.helpers.assertions import assert_same
-from tests.helpers.planned import PLANS, as_keyword, planned_scales
+from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales
 from tests.helpers.tiny_models import causal_config, tiny
 
 HEADS, DIM, LAYERS = 2, 16, 3
@@ -52,7 +52,7 @@ def test_each_layer_is_stored_by_its_plan(
     backend: str, is_dynamic: bool, options: dict[str, Any]
 ) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
-    options = {**options, **as_keyword(scales)}
+    options = {**options, **as_cache_keyword(scales)}
     cache = FP8PagedCache(make_config(), page_size=8, backend=backend, **options)
     assert cache.plan == dict(enumerate(PLANS))
     k, v = make_states(17)
@@ -103,7 +103,7 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_training_rounds_as_pages_do(is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
-    options = FP8PagedCache(make_config(), prefill="stored", **as_keyword(scales)).options
+    options = FP8PagedCache(make_config(), prefill="stored", **as_cache_keyword(scales)).options
     k, v = make_states(19)
     for index, layer in scales.layers.items():
         rounding = StoredRounding(options, index, k, v)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
-from tests.helpers.serving_tools import batched, prompts
+from tests.helpers.serving_tools import generate_batch, prompts
 from tests.helpers.tiny_models import prompt, tiny
 
 LAYERS, DIM = 2, 16
@@ -213,7 +213,7 @@ def serve_case(kind: str | int, **config: Any) -> Case:
             engine_scales = make_scales(kind, model)
         serving.enable(model, scales=engine_scales)
         try:
-            return batched(model, prompts(VOCAB), **config)
+            return generate_batch(model, prompts(VOCAB), **config)
         finally:
             serving.disable(model)
 

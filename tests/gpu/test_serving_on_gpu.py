@@ -24,17 +24,17 @@ from hf_fp8kv.serving.step import EngineStep
 from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import (
-    answer_to,
-    answers_to,
-    batched,
     batching,
-    forked,
+    generate_batch,
+    generate_each,
+    generate_forked,
     greedy,
     head_scales,
-    managing,
     note_offloads,
-    one_by_one,
-    running,
+    open_manager,
+    request_answer,
+    request_answers,
+    run_manager,
 )
 from tests.helpers.tiny_models import tiny
 
@@ -90,7 +90,7 @@ def texts(*, few: bool = False) -> list[list[int]]:
 
 
 def run(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    return batched(model, prompts, **{"pages": PAGES, "max_batch_tokens": 4096, **options})
+    return generate_batch(model, prompts, **{"pages": PAGES, "max_batch_tokens": 4096, **options})
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def case(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
     """Return a model, keywords with static scales, and the tokens of generate() with these."""
     model = MODELS[name]()
     keywords = {"scales": head_scales(model), **TRITON}
-    return model, keywords, one_by_one(model, texts(), **keywords)
+    return model, keywords, generate_each(model, texts(), **keywords)
 
 
 @contextlib.contextmanager
@@ -152,9 +152,9 @@ def test_batches_give_the_tokens_of_generate(name: str, kind: str, form: str) ->
     if kind == "static":
         model, keywords, expected = case(name)
     else:
-        expected = one_by_one(model, texts(), **keywords)
+        expected = generate_each(model, texts(), **keywords)
     if kind == "static" and ON_GPU:
-        assert expected != one_by_one(model, texts(), dtype="auto"), "FP8 has no effect"
+        assert expected != generate_each(model, texts(), dtype="auto"), "FP8 has no effect"
     with enabled(model, **keywords):
         assert run(model, texts(), **FORMS[form]) == expected
 
@@ -181,8 +181,8 @@ def test_bfloat16_differs_only_in_tokens_with_close_logits(center: bool) -> None
 
 def test_prefixes_are_reused(served: Any) -> None:
     model, expected = served
-    with managing(model, pages=PAGES) as manager:
-        actual = [answer_to(manager, text) for text in texts()[-2:]]
+    with open_manager(model, pages=PAGES) as manager:
+        actual = [request_answer(manager, text) for text in texts()[-2:]]
         usage = serving.usage(manager)
     assert actual == expected[-2:]
     assert usage is not None
@@ -192,8 +192,8 @@ def test_prefixes_are_reused(served: Any) -> None:
 def test_forked_requests_give_the_tokens_of_generate(served: Any) -> None:
     model, _ = served
     prompts = serving_tools.prompts()[: 4 if ON_GPU else 2]
-    expected = one_by_one(model, prompts, scales=head_scales(model), **TRITON)
-    assert forked(model, prompts, 3) == [tokens for tokens in expected for _ in range(3)]
+    expected = generate_each(model, prompts, scales=head_scales(model), **TRITON)
+    assert generate_forked(model, prompts, 3) == [tokens for tokens in expected for _ in range(3)]
 
 
 # -- engines on a GPU ------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) ->
     model, keywords, expected = case()
     if kind == "dynamic":
         keywords = TRITON
-        expected = one_by_one(model, texts(), **keywords)
+        expected = generate_each(model, texts(), **keywords)
     graph = torch.cuda.CUDAGraph
     for chunk in (4096, 100):
         options = {"max_batch_tokens": chunk, "use_cuda_graph": True, **async_options}
@@ -225,7 +225,7 @@ def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) ->
             assert run(model, texts(), **options) == expected, chunk
         # A few graphs are captured for each of two sets of inputs, and not one for each step.
         assert 0 < captured.call_count <= 8
-        assert replayed.call_count > serving_tools.NEW / 2
+        assert replayed.call_count > serving_tools.NEW_TOKENS / 2
 
 
 @only_gpu
@@ -246,9 +246,9 @@ def test_unused_rows_do_not_change_tokens(served: Any) -> None:
     manager.continuous_batching_config.max_blocks_per_request = 4 * LONGER
     manager.warmup()
     manager.batch_processor.model_runner.pad_inputs = True
-    with running(manager):
+    with run_manager(manager):
         # 3 and 5 requests are padded to rows for 4 and 8.
-        assert answers_to(manager, texts()) == expected
+        assert request_answers(manager, texts()) == expected
 
 
 @pytest.mark.parametrize("kind", ["static", "e5m2"])
@@ -262,7 +262,7 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
     model = MODELS[name]()
     keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
     prompts = [text[:30] for text in texts() if len(text) > 12]
-    expected = one_by_one(model, prompts, **TRITON, **keywords)
+    expected = generate_each(model, prompts, **TRITON, **keywords)
     # The pages have room for all prompts together, but not for the answers.
     pages = sum(-(-len(text) // 8) for text in prompts) + 3
     with enabled(model, **TRITON, **keywords):

@@ -45,12 +45,12 @@ def planned_scales(
     return scales_class(layer_scales, model_type="llama", origin="planned", weights_digest="ab" * 8)
 
 
-def as_keyword(scales: KVScales) -> dict[str, KVScales]:
+def as_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
     """Return these scales as the keyword of a cache that accepts them: `plan` or `scales`."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
-def planned_for(model: PreTrainedModel, **keywords: bool) -> KVScales:
+def planned_scales_for(model: PreTrainedModel, **keywords: bool) -> KVScales:
     """Return `planned_scales` with the number of layers, heads and channels of a model."""
     config = model.config.get_text_config()
     heads = config.num_key_value_heads

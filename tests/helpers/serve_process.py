@@ -60,7 +60,7 @@ WAIT = 120.0
 OVERFLOWS = "~"  # after `add_overflow`, a prompt with this character has logits of NaN
 
 
-def step_of(sequences: Sequence[Any], position: int) -> list[Any]:
+def make_step(sequences: Sequence[Any], position: int) -> list[Any]:
     """Return the requests of an engine's step with one new token per sequence, at `position`."""
     return [
         SimpleNamespace(

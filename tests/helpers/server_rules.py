@@ -3,7 +3,7 @@
 These servers were not run. In tests/vllm/test_checkpoints.py, vLLM's own loader reads our files.
 
 Each function returns the scales that the server would use, a pair for each layer, or raises
-`Refused`. It uses the server's names, configs and defaults, and no code of this package.
+`LoadError`. It uses the server's names, configs and defaults, and no code of this package.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-class Refused(Exception):
+class LoadError(Exception):
     """The server would not start, or would use a scale of 1.0."""
 
 
@@ -29,15 +29,15 @@ def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[
     if by_index and index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
         if not set(weight_map.values()) <= files:
-            raise Refused("the index names a missing file")
+            raise LoadError("the index names a missing file")
         files = set(weight_map.values())
     for file in sorted(files):
         file_tensors = load_file(folder / file)
         if set(file_tensors) & set(tensors):
-            raise Refused("two files hold the same tensor")
+            raise LoadError("two files hold the same tensor")
         tensors |= file_tensors
     if by_index and index.exists() and set(tensors) != set(weight_map):
-        raise Refused("index and files have different tensors")
+        raise LoadError("index and files have different tensors")
     return config, tensors
 
 
@@ -47,7 +47,7 @@ def find_quantization(config: dict) -> dict:
     quantization = config.get("quantization_config") or text.get("quantization_config")
     quantization = quantization or config.get("compression_config")
     if not quantization:
-        raise Refused("without a quantization config no scale is loaded")
+        raise LoadError("without a quantization config no scale is loaded")
     return quantization
 
 
@@ -78,17 +78,17 @@ def read_per_tensor(layers: dict[int, dict], num_layers: int) -> Pairs:
         sides = layers.get(layer, {})
         for tensor in sides.values():
             if tensor.numel() != 1:
-                raise Refused(f"layer {layer}: expects a scalar, got {tuple(tensor.shape)}")
+                raise LoadError(f"layer {layer}: expects a scalar, got {tuple(tensor.shape)}")
         k, v = (sides[side].float().item() if side in sides else -1.0 for side in "kv")
         if k <= 0 and v <= 0:
-            raise Refused(f"layer {layer}: 1.0 is used")
+            raise LoadError(f"layer {layer}: 1.0 is used")
         if not k > 0:
-            raise Refused(f"layer {layer}: the assertion k_scale > 0 fails")
+            raise LoadError(f"layer {layer}: the assertion k_scale > 0 fails")
         pairs[layer] = (torch.tensor(k), torch.tensor(v if v > 0 else max(k, v)))
     return pairs
 
 
-def sglang(folder: Path) -> Pairs:
+def read_as_sglang(folder: Path) -> Pairs:
     """Return the scales that SGLang 0.5 uses."""
     config, tensors = read_checkpoint(folder)
     quantization, num_layers = find_quantization(config), config["num_hidden_layers"]
@@ -99,43 +99,43 @@ def sglang(folder: Path) -> Pairs:
             scheme.get("symmetric", True), scheme.get("dynamic"),
         )  # fmt: skip
         if values != ("float", 8, "tensor", True, False):
-            raise Refused(f"only 8-bit floats per tensor, got {values}")
+            raise LoadError(f"only 8-bit floats per tensor, got {values}")
     return read_per_tensor(group_scales(tensors), num_layers)
 
 
-def scaling_factors(
+def read_scaling_factors(
     path: Path, *, layers: int, model_type: str, rank: int = 0, size: int = 1
 ) -> dict[int, float]:
     """Return the factors that SGLang and old versions of vLLM read from `kv_cache_scales.json`."""
     data = json.loads(path.read_text())
     if "model_type" not in data or data["model_type"] != model_type:
-        raise Refused("the scaling factors are for a different model type")
+        raise LoadError("the scaling factors are for a different model type")
     cache = data["kv_cache"]
     if cache["dtype"] != "float8_e4m3fn":
-        raise Refused("the scaling factors are for a different dtype")
+        raise LoadError("the scaling factors are for a different dtype")
     ranks = {int(key): value for key, value in cache["scaling_factor"].items()}
     if len(ranks) != size or rank not in ranks:
-        raise Refused(f"the file is for {len(ranks)} ranks")
+        raise LoadError(f"the file is for {len(ranks)} ranks")
     factors = {int(key): float(value) for key, value in ranks[rank].items()}
     if sorted(factors) != list(range(layers)):
-        raise Refused("the map of this rank is malformed")
+        raise LoadError("the map of this rank is malformed")
     return factors
 
 
-def tgi(folder: Path) -> Pairs:
+def read_as_tgi(folder: Path) -> Pairs:
     """Return the scales that TGI 3 uses: one number for K and one for V of each layer.
 
     TGI reads every file in the folder, regardless of the index.
     """
     config, tensors = read_checkpoint(folder, by_index=False)
     if config.get("kv_cache_torch_dtype") not in ("float8_e4m3fn", None):
-        raise Refused("the dtype is unknown")
+        raise LoadError("the dtype is unknown")
     pairs = {}
     for layer in range(config["num_hidden_layers"]):
         names = [f"model.layers.{layer}.self_attn.{side}_scale" for side in "kv"]
         if not all(name in tensors for name in names):
-            raise Refused(f"layer {layer}: 1.0 is used")
+            raise LoadError(f"layer {layer}: 1.0 is used")
         if any(tensors[name].numel() != 1 for name in names):
-            raise Refused("Key and value scales must be scalar tensors.")
+            raise LoadError("Key and value scales must be scalar tensors.")
         pairs[layer] = tuple(tensors[name].float() for name in names)
     return pairs

@@ -18,9 +18,10 @@ from hf_fp8kv import FP8PagedCache, KVScales, serving
 from hf_fp8kv.scales import LayerScales
 from tests.helpers.margins import wide_margins
 
-NEW = 18
+NEW_TOKENS = 18
 PAGE = 16
 TokenLists = list[list[int]]
+Prompts = Sequence[list[int]]
 
 
 def batching(*, page_size: int = PAGE, pages: int | None = 64, **options: Any) -> Any:
@@ -41,7 +42,8 @@ class OpenAIPenalties(LogitsProcessor):
 
 def greedy(**options: Any) -> GenerationConfig:
     """Return the settings of greedy generation of NEW tokens, without an end token."""
-    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
+    config.pad_token_id = 0
     for name, value in options.items():
         # The constructor refuses several greedy answers, so the fields are set afterwards.
         setattr(config, name, value)
@@ -89,36 +91,36 @@ def prompts(vocab: int = 99, seed: int = 6) -> TokenLists:
     ]  # fmt: skip
 
 
-def one_by_one(model: PreTrainedModel, prompts: Sequence[list[int]], **options: Any) -> TokenLists:
+def generate_each(model: PreTrainedModel, prompts: Prompts, **options: Any) -> TokenLists:
     """Return the tokens of generate() for each prompt, in separate calls with separate caches."""
     answers = []
     for prompt in prompts:
         cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **options)
         output = model.generate(
-            torch.tensor([prompt], device=model.device), past_key_values=cache, max_new_tokens=NEW,
-            do_sample=False, eos_token_id=None, pad_token_id=0,
+            torch.tensor([prompt], device=model.device), past_key_values=cache,
+            max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
             logits_processor=wide_margins(1e-4) if model.dtype == torch.float32 else None,
         )  # fmt: skip
         answers.append(output[0, len(prompt) :].tolist())
     return answers
 
 
-def are_exact(model: PreTrainedModel, prompts: Sequence[list[int]], answers: TokenLists) -> bool:
+def are_exact(model: PreTrainedModel, prompts: Prompts, answers: TokenLists) -> bool:
     """Return whether the answers equal the answers from unquantized pages."""
     pairs = zip(prompts, answers, strict=True)
-    return all(one_by_one(model, [prompt], dtype="auto") == [answer] for prompt, answer in pairs)
+    return all(generate_each(model, [prompt], dtype="auto") == [answer] for prompt, answer in pairs)
 
 
-def enable(model: PreTrainedModel, prompts: Sequence[list[int]], **keywords: Any) -> TokenLists:
-    """Enable serving with FP8 pages, and return the tokens of `one_by_one` with such pages."""
+def enable(model: PreTrainedModel, prompts: Prompts, **keywords: Any) -> TokenLists:
+    """Enable serving with FP8 pages, and return the tokens of `generate_each` with such pages."""
     model.set_attn_implementation("fp8_paged")
-    expected = one_by_one(model, prompts, **keywords)
+    expected = generate_each(model, prompts, **keywords)
     serving.enable(model, **keywords)
     return expected
 
 
-def batched(
-    model: PreTrainedModel, prompts: Sequence[list[int]], *, generation: Any = None, **options: Any
+def generate_batch(
+    model: PreTrainedModel, prompts: Prompts, *, generation: Any = None, **options: Any
 ) -> TokenLists:
     """Return the tokens of generate_batch in the order of the prompts. Assert that none fails."""
     config = options.pop("config", None) or batching(**options)
@@ -130,7 +132,7 @@ def batched(
     return [list(output.generated_tokens) for output in outputs.values()]
 
 
-def managing(model: PreTrainedModel, generation: Any = None, **config: Any) -> Any:
+def open_manager(model: PreTrainedModel, generation: Any = None, **config: Any) -> Any:
     """Return a context with a running manager of the model."""
     return model.continuous_batching_context_manager(
         generation_config=generation or greedy(), continuous_batching_config=batching(**config)
@@ -138,7 +140,7 @@ def managing(model: PreTrainedModel, generation: Any = None, **config: Any) -> A
 
 
 @contextlib.contextmanager
-def running(manager: Any) -> Iterator[None]:
+def run_manager(manager: Any) -> Iterator[None]:
     manager.start()
     try:
         yield
@@ -146,7 +148,7 @@ def running(manager: Any) -> Iterator[None]:
         manager.stop(block=True)
 
 
-def results(manager: Any, count: int) -> dict[str, list[int]]:
+def wait_for_results(manager: Any, count: int) -> dict[str, list[int]]:
     """Wait until `count` requests are finished, and return their tokens by request."""
     tokens: dict[str, list[int]] = {}
     while len(tokens) < count:
@@ -158,24 +160,24 @@ def results(manager: Any, count: int) -> dict[str, list[int]]:
     return tokens
 
 
-def answer_to(manager: Any, prompt: list[int], new: int | None = None) -> list[int]:
+def request_answer(manager: Any, prompt: list[int], new: int | None = None) -> list[int]:
     """Return the tokens of a new request to a manager that has no other requests."""
-    request_id = manager.add_request(prompt, max_new_tokens=new or NEW)
-    return results(manager, 1)[request_id]
+    request_id = manager.add_request(prompt, max_new_tokens=new or NEW_TOKENS)
+    return wait_for_results(manager, 1)[request_id]
 
 
-def answers_to(manager: Any, prompts: Sequence[list[int]]) -> TokenLists:
+def request_answers(manager: Any, prompts: Prompts) -> TokenLists:
     """Return the tokens of new requests, in the order of the prompts."""
-    request_ids = manager.add_requests(list(prompts), max_new_tokens=NEW)
-    tokens = results(manager, len(request_ids))
+    request_ids = manager.add_requests(list(prompts), max_new_tokens=NEW_TOKENS)
+    tokens = wait_for_results(manager, len(request_ids))
     return [tokens[request_id] for request_id in request_ids]
 
 
-def forked(model: PreTrainedModel, prompts: Sequence[list[int]], times: int) -> TokenLists:
+def generate_forked(model: PreTrainedModel, prompts: Prompts, times: int) -> TokenLists:
     """Return `times` answers to each prompt, from requests that fork after the prefill."""
-    with managing(model, greedy(num_return_sequences=times)) as manager:
-        requests = manager.add_requests(list(prompts), max_new_tokens=NEW)
-        tokens = results(manager, times * len(prompts))
+    with open_manager(model, greedy(num_return_sequences=times)) as manager:
+        requests = manager.add_requests(list(prompts), max_new_tokens=NEW_TOKENS)
+        tokens = wait_for_results(manager, times * len(prompts))
     child_suffixes = [f"__child#{i}" for i in range(times - 1)]
     return [tokens[request + suffix] for request in requests for suffix in ("", *child_suffixes)]
 

@@ -19,7 +19,7 @@ from hf_fp8kv.modeling import exact_states as exact_states_module
 from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounding_note
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8
-from tests.helpers.serving_tools import batched, prompts
+from tests.helpers.serving_tools import generate_batch, prompts
 
 pytest.importorskip("compressed_tensors")
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
@@ -246,7 +246,7 @@ def test_serving_gives_the_answers_of_the_original_weights(models):
     answers = []
     for model in models:
         serving.enable(model)
-        answers.append(batched(model, texts))
+        answers.append(generate_batch(model, texts))
         model.destroy_cached_continuous_batching_manager()
         serving.disable(model)
     assert answers[0] == answers[1]

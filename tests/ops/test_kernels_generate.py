@@ -15,7 +15,7 @@ from transformers import CompileConfig
 
 from hf_fp8kv import FP8PagedCache, ops, serving
 from tests.helpers.assertions import assert_same
-from tests.helpers.serving_tools import batched, greedy
+from tests.helpers.serving_tools import generate_batch, greedy
 from tests.helpers.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
@@ -160,7 +160,7 @@ def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
     monkeypatch.setattr(decode, "make_plan", fail)
     # The prompts are too long for this kernel.
     prompts = [list(range(3, 3 + count)) for count in (6, 9)]
-    answers = batched(model, prompts, generation=greedy(max_new_tokens=3))
+    answers = generate_batch(model, prompts, generation=greedy(max_new_tokens=3))
     assert [len(answer) for answer in answers] == [3, 3]
 
 

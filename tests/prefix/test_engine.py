@@ -16,7 +16,7 @@ from hf_fp8kv.prefix import engine as engine_module
 from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
 from tests.helpers.serve_process import generate_answer, hosting, save_chat_model, text_in
-from tests.helpers.serving_tools import PAGE, answer_to, managing
+from tests.helpers.serving_tools import PAGE, open_manager, request_answer
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -40,9 +40,9 @@ def answer_texts(
     model, _ = tiny("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
-    with managing(model, pages=num_pages) as manager:
+    with open_manager(model, pages=num_pages) as manager:
         # Each text is answered before the next, which can then reuse the pages.
-        outputs = [answer_to(manager, text, num_new) for text in texts]
+        outputs = [request_answer(manager, text, num_new) for text in texts]
         usage = serving.usage(manager)
     serving.disable(model)
     return outputs, usage, None if store is None else store.usage()
@@ -103,10 +103,10 @@ def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any],
     """Yield a function that answers a text and waits until its blocks are freed, and the cache."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model, prefix_store=store)
-    with managing(model) as manager:
+    with open_manager(model) as manager:
 
         def generate(text: list[int]) -> list[int]:
-            answer = answer_to(manager, text, 9)
+            answer = request_answer(manager, text, 9)
             deadline = time.monotonic() + 30  # blocks of a request are freed after the answer
             while get_allocator(manager).block_table and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -53,8 +53,8 @@ def test_servers_that_cannot_load_the_scales_are_omitted(model, tmp_path):
     card = write_card(model, tmp_path / "copy", None, head_scales, format="compressed-tensors")
     assert "vllm serve" in card
     assert "sglang" not in card
-    with pytest.raises(server_rules.Refused, match="only 8-bit floats per tensor"):
-        server_rules.sglang(tmp_path / "copy")
+    with pytest.raises(server_rules.LoadError, match="only 8-bit floats per tensor"):
+        server_rules.read_as_sglang(tmp_path / "copy")
 
 
 def test_an_existing_card_is_extended_and_its_section_is_replaced(model, tmp_path):

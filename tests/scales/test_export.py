@@ -23,17 +23,17 @@ from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
 from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
-from tests.helpers.server_rules import Refused
+from tests.helpers.server_rules import LoadError
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import list_sides, list_values, scale_error, spoil_config
 
 ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
 READERS = {
-    "autofp8": server_rules.sglang,
-    "compressed-tensors": server_rules.sglang,
-    "modelopt": server_rules.sglang,
-    "quark": server_rules.sglang,
-    "tgi": server_rules.tgi,
+    "autofp8": server_rules.read_as_sglang,
+    "compressed-tensors": server_rules.read_as_sglang,
+    "modelopt": server_rules.read_as_sglang,
+    "quark": server_rules.read_as_sglang,
+    "tgi": server_rules.read_as_tgi,
 }
 LAYERS, HEADS, DIM = 3, 2, 4
 
@@ -974,11 +974,11 @@ def test_servers_read_the_larger_scale_from_the_json(tmp_path, model, size, is_c
     )
     path = tmp_path / "out" / "kv_cache_scales.json"
     for rank in range(size):
-        factors = server_rules.scaling_factors(
+        factors = server_rules.read_scaling_factors(
             path, layers=LAYERS, model_type="llama", rank=rank, size=size
         )
         assert list(factors.values()) == [
             max(s.k.item(), s.v.item()) for s in scales.layers.values()
         ]
-    with pytest.raises(Refused):
-        server_rules.scaling_factors(path, layers=LAYERS + 1, model_type="llama", size=size)
+    with pytest.raises(LoadError):
+        server_rules.read_scaling_factors(path, layers=LAYERS + 1, model_type="llama", size=size)

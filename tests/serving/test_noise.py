@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_fp8kv import serving
 from hf_fp8kv.serving.engines.sampling import NoiseLogitsWarper
-from tests.helpers.serving_tools import PAGE, batched, greedy, prompts
+from tests.helpers.serving_tools import PAGE, generate_batch, greedy, prompts
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -26,7 +26,7 @@ def sample(
     torch.manual_seed(seed)
     options = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
     options |= {"num_return_sequences": num_answers}
-    return batched(model, texts, generation=greedy(**options), **kwargs)
+    return generate_batch(model, texts, generation=greedy(**options), **kwargs)
 
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:

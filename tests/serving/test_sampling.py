@@ -11,8 +11,8 @@ from tests.helpers.serve_process import (
     Endpoint,
     add_overflow,
     hosting,
+    make_step,
     save_chat_model,
-    step_of,
     text_in,
 )  # fmt: skip
 
@@ -78,7 +78,7 @@ def sample(scores: torch.Tensor, *sequences: sampling.Sequence, position: int = 
     sampler = sampling.Sampler([], scores.shape[1])
     arguments = torch.zeros(5, len(scores), dtype=torch.int32)
     sampler.fill_defaults(arguments[:, -1:])
-    sampler.prepare_tensor_args(step_of(sequences, position), arguments)
+    sampler.prepare_tensor_args(make_step(sequences, position), arguments)
     return sampler(torch.zeros(len(scores)), scores.clone(), arguments)
 
 

@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from hf_fp8kv import serving
 from hf_fp8kv.server.sampling import Sequence
 from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_prompts, share_steps, share_tokens
-from tests.helpers.serving_tools import PAGE, batching, greedy, managing
+from tests.helpers.serving_tools import PAGE, batching, greedy, open_manager
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -142,7 +142,7 @@ def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> 
     serving.enable(model)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
     texts = [list(range(first_token, first_token + 3 * PAGE)) for first_token in (2, 40)]
-    with managing(model, pages=9) as manager:
+    with open_manager(model, pages=9) as manager:
         for text in texts:
             manager.add_request(text, max_new_tokens=6 * PAGE)
         deadline = time.monotonic() + 30

@@ -24,23 +24,23 @@ from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, make_decode_work
 from tests.helpers.margins import greedy_deficit
-from tests.helpers.planned import planned_for, planned_scales
+from tests.helpers.planned import planned_scales, planned_scales_for
 from tests.helpers.serving_tools import (
-    NEW,
+    NEW_TOKENS,
     PAGE,
-    answer_to,
-    answers_to,
     are_exact,
-    batched,
     batching,
     enable,
-    forked,
+    generate_batch,
+    generate_each,
+    generate_forked,
     greedy,
     head_scales,
-    managing,
-    one_by_one,
+    open_manager,
     prompts,
-    running,
+    request_answer,
+    request_answers,
+    run_manager,
 )
 from tests.helpers.tiny_models import tiny
 
@@ -93,13 +93,13 @@ def check_tokens(model: Any, *, is_exact: bool | None = False, **options: Any) -
     """Compare generate_batch(), with whole prompts and chunks of 16 tokens, with generate()."""
     texts = prompts()
     model.set_attn_implementation("fp8_paged")
-    expected = one_by_one(model, texts, **options)
+    expected = generate_each(model, texts, **options)
     if is_exact is not None:  # False asserts that unquantized pages give different tokens
         assert are_exact(model, texts, expected) == is_exact
     serving.enable(model, **options)
     try:
         for tokens in (256, 16):
-            assert batched(model, texts, max_batch_tokens=tokens) == expected, tokens
+            assert generate_batch(model, texts, max_batch_tokens=tokens) == expected, tokens
     finally:
         serving.disable(model)
 
@@ -138,11 +138,11 @@ class TestSameTokens:
     def test_different_plans_per_layer(self, name: str) -> None:
         """The static scales are so coarse that a wrong plan for a layer changes the tokens."""
         model = make_model(name)
-        check_tokens(model, scales=planned_for(model, coarse=True))
+        check_tokens(model, scales=planned_scales_for(model, coarse=True))
 
     def test_plans_with_dynamic_scales(self, tmp_path: Path) -> None:
         model = make_model("gemma2")
-        planned_for(model, is_dynamic=True).save_pretrained(tmp_path)
+        planned_scales_for(model, is_dynamic=True).save_pretrained(tmp_path)
         check_tokens(model, is_exact=None, plan=tmp_path)
 
     def test_an_explicit_plan(self) -> None:
@@ -173,9 +173,9 @@ class TestSameTokens:
         texts = prompts()[:3] if backend == "triton" else prompts()
         scales = head_scales(model)
         model.set_attn_implementation("fp8_paged")
-        expected = one_by_one(model, texts, scales=scales, backend="torch")
+        expected = generate_each(model, texts, scales=scales, backend="torch")
         serving.enable(model, scales=scales, backend=backend)
-        assert batched(model, texts, max_batch_tokens=32) == expected
+        assert generate_batch(model, texts, max_batch_tokens=32) == expected
 
     def test_unquantized_bfloat16_is_greedy_within_rounding(self) -> None:
         """In 16 bits, a batch may choose a different token only if two logits are nearly equal."""
@@ -183,7 +183,7 @@ class TestSameTokens:
         reference = copy.deepcopy(model).float()
         reference.set_attn_implementation("sdpa")
         serving.enable(model, dtype="auto")
-        answers = batched(model, prompts())
+        answers = generate_batch(model, prompts())
         for prompt, answer in zip(prompts(), answers, strict=True):
             assert greedy_deficit(reference, prompt, answer) < 0.1
         # The answers of a different prompt have a larger deficit.
@@ -207,10 +207,10 @@ class TestSameTokens:
             return stock_decode_work(table, lengths, size)
 
         monkeypatch.setattr(common, "make_decode_work", record)
-        with running(manager):
-            assert answers_to(manager, prompts()) == expected
-        assert len(batch_sizes) > NEW / 2  # one call per step, not per layer
-        assert len(batch_sizes) < 2 * NEW
+        with run_manager(manager):
+            assert request_answers(manager, prompts()) == expected
+        assert len(batch_sizes) > NEW_TOKENS / 2  # one call per step, not per layer
+        assert len(batch_sizes) < 2 * NEW_TOKENS
         assert max(batch_sizes) > 1
 
     def test_paged_generate(self, llama: Any) -> None:
@@ -221,7 +221,7 @@ class TestSameTokens:
             cache_implementation="paged",
             generation_config=greedy(continuous_batching_config=batching()),
         )
-        assert output.reshape(-1).tolist()[-NEW:] == expected
+        assert output.reshape(-1).tolist()[-NEW_TOKENS:] == expected
 
 
 def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
@@ -233,8 +233,8 @@ def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
     with torch.no_grad():
         model(text, past_key_values=cache)
     serving.enable(model, plan=plan)
-    with managing(model, page_size=8) as manager:
-        answer_to(manager, text[0].tolist(), 2)
+    with open_manager(model, page_size=8) as manager:
+        request_answer(manager, text[0].tolist(), 2)
         for index, layer in enumerate(cache.layers):
             blocks = manager.batch_processor.cache.layers[index].pages.block
             for page in layer.keys.block[layer.keys.table[0, :5].long()]:
@@ -245,9 +245,9 @@ class TestSharing:
     def test_reused_prefixes_do_not_change_tokens(self, llama: Any) -> None:
         texts = prompts()
         expected = enable(llama, texts, scales=head_scales(llama))
-        with managing(llama) as manager:
+        with open_manager(llama) as manager:
             # Requests run one at a time, so each can reuse the pages of the previous prompts.
-            tokens = [answer_to(manager, text) for text in texts]
+            tokens = [request_answer(manager, text) for text in texts]
             usage = serving.usage(manager)
         assert tokens == expected
         assert usage is not None
@@ -255,7 +255,7 @@ class TestSharing:
         assert usage.requests_active == 0
         # Whole pages of finished requests stay. Each request stores all tokens except the last,
         # and three requests share three pages.
-        num_pages = sum((len(text) + NEW - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
+        num_pages = sum((len(text) + NEW_TOKENS - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
         assert usage.tokens_held == num_pages * PAGE
 
     @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ class TestSharing:
         model = make_model(name)
         texts = prompts()[:4]
         expected = enable(model, texts, **options or {"scales": head_scales(model)})
-        tokens = forked(model, texts, 3)
+        tokens = generate_forked(model, texts, 3)
         assert tokens == [answer for answer in expected for _ in range(3)]
 
     @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
@@ -279,7 +279,7 @@ class TestSharing:
         model = make_model(name)
         texts = prompts()
         expected = enable(model, texts, scales=head_scales(model))
-        assert batched(model, texts, pages=9, max_batch_tokens=64) == expected
+        assert generate_batch(model, texts, pages=9, max_batch_tokens=64) == expected
 
 
 class TestManagers:
@@ -312,7 +312,7 @@ class TestManagers:
         for change, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
             change(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
-            with running(manager):
+            with run_manager(manager):
                 manager.add_request([5, 6], max_new_tokens=2)
                 output = manager.get_result(timeout=60)
             assert (message in output.error) if message else (output.error is None)
@@ -327,7 +327,7 @@ class TestManagers:
             (stock_model, "fp8_paged", "an engine with FP8 pages"),
         ):
             manager = model.init_continuous_batching(greedy(), batching())
-            with running(manager):
+            with run_manager(manager):
                 model.set_attn_implementation(attention)
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
@@ -339,7 +339,7 @@ class TestManagers:
     def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
         stock_model = make_model("llama")
         serving.enable(llama, scales=head_scales(llama))
-        expected = batched(make_model("llama"), prompts())
+        expected = generate_batch(make_model("llama"), prompts())
         managers: list[Any] = []
         types: list[tuple[str, str]] = []
         barrier = threading.Barrier(2)
@@ -363,7 +363,7 @@ class TestManagers:
         )
         for manager in managers:
             manager.batch_processor = None
-        assert batched(stock_model, prompts()) == expected
+        assert generate_batch(stock_model, prompts()) == expected
 
     def test_generate_next_to_a_running_manager(self, llama: Any) -> None:
         """A different thread uses the same model with left padding and different masks."""
@@ -381,8 +381,8 @@ class TestManagers:
 
         expected = run_generate()
         serving.enable(llama)
-        with managing(llama) as manager:
-            manager.add_requests(prompts(), max_new_tokens=NEW)
+        with open_manager(llama) as manager:
+            manager.add_requests(prompts(), max_new_tokens=NEW_TOKENS)
             for _ in range(3):
                 assert torch.equal(run_generate(), expected)
 
@@ -390,11 +390,11 @@ class TestManagers:
         """The engine evicts the least recently used prefix from its end, only as far as needed."""
         serving.enable(llama)
         texts = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
-        with managing(llama, pages=32) as manager:
+        with open_manager(llama, pages=32) as manager:
 
             def count_hits(text: list[int]) -> tuple[int, int]:
                 before = serving.usage(manager)
-                answer_to(manager, text, 2)
+                request_answer(manager, text, 2)
                 after = serving.usage(manager)
                 return (
                     after.prefix_hits - before.prefix_hits,
@@ -429,27 +429,27 @@ class TestManagers:
         assert serving.usage(llama) is None
         serving.enable(llama)
         assert serving.usage(llama) is None
-        with managing(llama) as manager:
+        with open_manager(llama) as manager:
             manager.warmup()
             usage = serving.usage(llama)
             assert (usage.pages_total, usage.pages_used, usage.tokens_held) == (64, 0, 0)
             # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
             assert usage.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
             assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
-            answer_to(manager, prompts()[1])
+            request_answer(manager, prompts()[1])
         assert serving.usage(llama) is None
 
 
 class TestStock:
     def test_tokens_are_unchanged_without_enable(self) -> None:
         """The tokens are also unchanged after a second model was enabled and disabled."""
-        stock_tokens = batched(make_model("llama"), prompts())
+        stock_tokens = generate_batch(make_model("llama"), prompts())
         model = make_model("llama")
         serving.enable(model, scales=head_scales(model))
-        fp8_tokens = batched(model, prompts())
+        fp8_tokens = generate_batch(model, prompts())
         serving.disable(model)
         assert fp8_tokens != stock_tokens
-        assert batched(model, prompts()) == stock_tokens
+        assert generate_batch(model, prompts()) == stock_tokens
 
     def test_disable_restores_a_persistent_manager(self, llama: Any) -> None:
         texts = prompts()[:2]
@@ -459,7 +459,7 @@ class TestStock:
         original = llama._cached_continuous_batching_manager
         serving.enable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
-        batched(llama, texts)
+        generate_batch(llama, texts)
         serving.disable(llama)
         assert llama._cached_continuous_batching_manager is original
         llama.destroy_cached_continuous_batching_manager()
@@ -564,7 +564,7 @@ class TestErrors:
         assert type(model.init_continuous_batching(greedy(), batching())) is FP8Manager
 
     def test_a_plan_conflicts_with_planned_scales(self, llama: Any) -> None:
-        scales = planned_for(llama)
+        scales = planned_scales_for(llama)
         for keywords in ({"dtype": "fp8"}, {"plan": INT8_PLAN}):
             with pytest.raises(ConfigError, match="expected None, since the scales"):
                 serving.enable(llama, scales=scales, **keywords)
@@ -594,7 +594,7 @@ class TestErrors:
         """transformers rejects the attention's name, or "fp8_paged" rejects the stock cache."""
         llama.set_attn_implementation("fp8_paged")
         with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
-            batched(llama, prompts()[:1])
+            generate_batch(llama, prompts()[:1])
 
 
 class TestLimits:
@@ -615,8 +615,8 @@ class TestLimits:
                 for n in (max_tokens, max_tokens + 1)
             ]
             assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
-            text = [3] * (max_tokens - NEW + 1)  # the last token is never stored
-            assert len(batched(model, [text], pages=6)[0]) == NEW
+            text = [3] * (max_tokens - NEW_TOKENS + 1)  # the last token is never stored
+            assert len(generate_batch(model, [text], pages=6)[0]) == NEW_TOKENS
         manager.batch_processor = None
 
 
@@ -626,29 +626,29 @@ class TestRunning:
     def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
         texts, scales = prompts(), head_scales(llama)
-        expected = one_by_one(llama, texts, scales=scales)
+        expected = generate_each(llama, texts, scales=scales)
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
         first, second = (llama.init_continuous_batching(greedy(), batching()) for _ in range(2))
-        with running(second):
-            with running(first):
-                answer_to(first, texts[0], 2)
+        with run_manager(second):
+            with run_manager(first):
+                request_answer(first, texts[0], 2)
             assert llama.config._attn_implementation == "fp8_paged"
-            assert answers_to(second, texts) == expected
+            assert request_answers(second, texts) == expected
         assert llama.config._attn_implementation == "sdpa"
-        with running(second):  # again, after the attention was restored
-            assert answer_to(second, texts[1]) == expected[1]
+        with run_manager(second):  # again, after the attention was restored
+            assert request_answer(second, texts[1]) == expected[1]
         assert llama.config._attn_implementation == "sdpa"
 
     def test_an_empty_prompt_does_not_affect_other_requests(self, llama: Any) -> None:
         serving.enable(llama)
-        (expected,) = batched(llama, [[5, 6]])
-        assert batched(llama, [[], [5, 6]])[1] == expected
+        (expected,) = generate_batch(llama, [[5, 6]])
+        assert generate_batch(llama, [[], [5, 6]])[1] == expected
 
     def test_enable_rejects_a_model_with_a_running_stock_manager(self) -> None:
         model = tiny("llama", attn_implementation="sdpa")[0]
         manager = model.init_continuous_batching(greedy(), batching())
-        with running(manager), pytest.raises(ConfigError, match="running"):
+        with run_manager(manager), pytest.raises(ConfigError, match="running"):
             serving.enable(model)
         serving.enable(model)
 
@@ -666,7 +666,7 @@ class TestRunning:
         with pytest.raises(ValueError, match="boom"), exact_states(engine=True):
             fail()
         assert fp8_paged_mask(1, 2, 2, attention_mask=torch.tensor([[False, True]])) is not None
-        assert batched(llama, [[5, 6]])
+        assert generate_batch(llama, [[5, 6]])
 
     def test_padding_has_no_result(self) -> None:
         step = EngineStep([None], 8)

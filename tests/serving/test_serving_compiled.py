@@ -9,7 +9,14 @@ from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.serving.probe import layer_windows
-from tests.helpers.serving_tools import batched, batching, enable, greedy, head_scales, prompts
+from tests.helpers.serving_tools import (
+    batching,
+    enable,
+    generate_batch,
+    greedy,
+    head_scales,
+    prompts,
+)
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -35,7 +42,7 @@ class TestCompiled:
         expected = enable(model, prompts(), scales=head_scales(model))
         config = CompileConfig(fullgraph=False, **TRACED)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        tokens = batched(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
+        tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
         assert tokens == expected
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
         # The parts between attentions are 11 graphs. Compiling attention for each step makes 55.

@@ -19,13 +19,13 @@ from hf_fp8kv.serving.engines import flat_tensor
 from hf_fp8kv.serving.engines.common import peak_elements
 from tests.helpers.serving_tools import (
     are_exact,
-    batched,
     batching,
     enable,
+    generate_batch,
+    generate_each,
     greedy,
     head_scales,
     note_offloads,
-    one_by_one,
     prompts,
 )
 from tests.helpers.tiny_models import tiny
@@ -109,10 +109,10 @@ class TestGroups:
         model.set_attn_implementation("fp8_paged")
         # With other seeds, a different order of sums rounds one value to the next code.
         texts, scales = prompts(seed=0), head_scales(model)
-        expected = one_by_one(model, texts, scales=scales)
+        expected = generate_each(model, texts, scales=scales)
         assert not are_exact(model, texts, expected)
         serving.enable(model, scales=scales)
-        assert batched(model, texts, max_batch_tokens=16) == expected
+        assert generate_batch(model, texts, max_batch_tokens=16) == expected
 
 
 class TestBytes:
@@ -181,7 +181,7 @@ class TestOffloading:
         model = tiny(name, **config)[0]
         texts = [text[:40] for text in prompts() if len(text) > 16]
         expected = enable(model, texts, **options)
-        tokens = batched(
+        tokens = generate_batch(
             model,
             texts,
             page_size=8,

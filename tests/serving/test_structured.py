@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Endpoint, hosting, save_chat_model, step_of, text_in
+from tests.helpers.serve_process import Endpoint, hosting, make_step, save_chat_model, text_in
 
 pytestmark = pytest.mark.text
 
@@ -430,7 +430,7 @@ def test_rows_have_the_masks_of_their_requests(make_guide):
     ]  # fmt: skip
     scores, arguments = torch.randn(6, vocabulary), torch.zeros(5, 6, dtype=torch.int32)
     sampler.fill_defaults(arguments)
-    sampler.prepare_tensor_args(step_of(sequences, 3), arguments)
+    sampler.prepare_tensor_args(make_step(sequences, 3), arguments)
     masked_scores = sampler(torch.zeros(6), scores.clone(), arguments)
     assert torch.equal(masked_scores[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
     assert read_mask(masked_scores[1].isinf().numpy()) == "abc"

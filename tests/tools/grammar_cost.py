@@ -19,7 +19,7 @@ from hf_fp8kv.server.engine import check_token
 from hf_fp8kv.server.sampling import Sampler, Sequence
 from hf_fp8kv.server.schemas import CompletionRequest
 from hf_fp8kv.server.structured import Grammars, Guide, read_grammar
-from tests.helpers.serve_process import save_chat_model, step_of
+from tests.helpers.serve_process import make_step, save_chat_model
 from tests.serving.test_structured import PERSON
 
 ANSWER = (
@@ -38,7 +38,7 @@ def measure_step(tokenizer: object, guide: Guide, num_requests: int, num_guided:
     for _ in range(5):
         forks = [guide.fork() for _ in range(num_guided)] + [None] * (num_requests - num_guided)
         sequences = [Sequence([0], 999, stop_ids, guide=fork) for fork in forks]
-        requests = step_of(sequences, 1)
+        requests = make_step(sequences, 1)
         for token in tokenizer(ANSWER)["input_ids"][:-1]:
             logits.fill_(0.5)
             start = time.perf_counter()

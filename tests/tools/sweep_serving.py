@@ -23,7 +23,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hf_fp8kv import FP8KVError, serving
-from tests.helpers.serving_tools import batched, greedy, prompts
+from tests.helpers.serving_tools import generate_batch, greedy, prompts
 from tests.helpers.tiny_models import tiny, type_names
 
 NEW_TOKENS = 6
@@ -85,7 +85,7 @@ def run_batched(
 ) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(None):
-            outputs = batched(
+            outputs = generate_batch(
                 model, prompt_ids, generation=greedy(max_new_tokens=NEW_TOKENS), max_batch_tokens=48
             )
     except (Exception, AssertionError) as error:
