@@ -17,10 +17,10 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
-from benchmarks.gpu.latent import Layers
-from benchmarks.gpu.pools import check, pages_for, poison_memory, relative_error
+from benchmarks.gpu.latent import LatentLayers
+from benchmarks.gpu.pools import check_output, make_layer_pages, poison_memory, relative_error
 from benchmarks.gpu.record import TOLERANCE
-from benchmarks.gpu.shapes import BF16, E3M4, E4M3, KINDS, TINY, Case, Heads, Kind
+from benchmarks.gpu.shapes import BF16, E3M4, E4M3, PAGE_FORMATS, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
@@ -38,7 +38,7 @@ pytestmark = MARKS
 # Heads of a usual size, and tiny heads for the interpreter.
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-[STATIC] = (kind for kind in KINDS if kind.name == "e4m3 static")
+[STATIC] = (kind for kind in PAGE_FORMATS if kind.name == "e4m3 static")
 STAGE = Stage(DEVICE, dry=not ON_GPU)
 
 
@@ -369,15 +369,15 @@ def test_a_replayed_graph_uses_the_current_lengths(keywords):
     assert int(cache.get_seq_length()) == int(eager.get_seq_length()) == start + count
 
 
-def prepare(kind: Kind, case: Case) -> tuple[Callable[[], object], Callable[[], Any], Any]:
+def prepare(kind: PageFormat, case: Case) -> tuple[Callable[[], object], Callable[[], Any], Any]:
     """Return functions that create a plan, attend to scattered pages, and compute the error."""
-    pages, query = pages_for(STAGE, kind, case, 1, 16)[0], make_query(STAGE, case)
+    pages, query = make_layer_pages(STAGE, kind, case, 1, 16)[0], make_query(STAGE, case)
     make, plan, ends = make_plan_step(STAGE, case, "triton")
     make()
     return (
         make,
         functools.partial(attend, query, pages, ends, case, plan, "triton"),
-        lambda output: check(output, query, pages, case),
+        lambda output: check_output(output, query, pages, case),
     )
 
 
@@ -404,18 +404,20 @@ def shrink(case: Case) -> Case:
     """Return a case that is small enough for the interpreter, unless there is a GPU."""
     if ON_GPU:
         return case
-    is_latent, tokens = case.heads.positions > 0, min(case.tokens, 20)
+    is_latent, tokens = case.heads.rope_dim > 0, min(case.new_tokens, 20)
     heads = Heads(case.heads.query // 8, 1, 32, 16) if is_latent else TINY.heads
     lengths = tuple(n if n < 200 and is_latent else 1 + n // 40 + tokens for n in case.lengths)
-    return replace(case, lengths=lengths, heads=heads, tokens=tokens, window=min(case.window, 20))
+    return replace(
+        case, lengths=lengths, heads=heads, new_tokens=tokens, window=min(case.window, 20)
+    )
 
 
 DENSE = [
     Case((20000, 1, 64, 777), HEADS, label="ragged"),
     Case((5000, 4096), HEADS, window=1024, label="window"),
     Case((5000, 100), HEADS, softcap=20.0, label="softcap"),
-    Case((5000, 100), HEADS, tokens=4, label="several tokens"),
-    Case((5000,), HEADS, tokens=700, label="many tokens"),
+    Case((5000, 100), HEADS, new_tokens=4, label="several tokens"),
+    Case((5000,), HEADS, new_tokens=700, label="many tokens"),
     Case((3000,), Heads(8, 8, 64), label="no groups"),
     Case((3000,), Heads(16, 2, 256), label="large heads"),
     Case((3000,), Heads(16, 2, 80), label="odd heads"),
@@ -424,9 +426,9 @@ LATENT = [
     Case((20000, 1, 777), FEW, label="16 heads"),
     Case((63, 64, 65, 128, 129), FEW, label="ends of pages"),
     Case((33, 64, 5000), MANY, label="128 heads"),
-    Case((5000, 65), FEW, tokens=4, label="several tokens"),
-    Case((3000, 833), FEW, tokens=300, label="many tokens"),
-    Case((1500,), MANY, tokens=130, label="many tokens, 128 heads"),
+    Case((5000, 65), FEW, new_tokens=4, label="several tokens"),
+    Case((3000, 833), FEW, new_tokens=300, label="many tokens"),
+    Case((1500,), MANY, new_tokens=130, label="many tokens, 128 heads"),
     Case((5000, 4096), FEW, window=1024, label="window"),
 ]
 # Grid: all kinds with all cases, because each pair is a separate kernel.
@@ -456,9 +458,9 @@ def test_layer_steps_with_latents_match_the_reference(kind, heads, preallocated)
     case = shrink(Case((4097,) * 2, heads))
     length = case.lengths[0]
     with torch.no_grad(), poison_memory():
-        layers = Layers(STAGE, case, 2)
+        layers = LatentLayers(STAGE, case, 2)
         cache = FP8PagedCache(
-            layers.modules[0].config, dtype=kind.format, backend="triton",
+            layers.modules[0].config, dtype=kind.dtype, backend="triton",
             max_cache_len=length + 8 if preallocated else None,
         )  # fmt: skip
         steps, handles = layers.fill(cache, fp8_paged_attention)
@@ -466,7 +468,7 @@ def test_layer_steps_with_latents_match_the_reference(kind, heads, preallocated)
             for step in steps:
                 output = step()
             layers.case = replace(layers.case, lengths=(length + index,) * 2)
-            assert layers.error(output, *handles) < TOLERANCE
+            assert layers.relative_error(output, *handles) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
@@ -477,11 +479,11 @@ def test_layer_steps_with_latents_match_the_reference(kind, heads, preallocated)
         Case((700,) * 50, HEADS, label="50 sequences"),
         Case((130,) * 98, HEADS, label="98 sequences"),
         Case((30000, 30000), HEADS, label="a mask at size").pad_left(),
-        Case((3000,), HEADS, tokens=8, label="32 rows"),
-        Case((3000,), Heads(16, 2, 128), tokens=3, label="24 rows"),
-        Case((3000,), HEADS, tokens=16, label="64 rows"),
-        Case((3000,) * 2, HEADS, tokens=16, label="64 rows, padded").pad_left(),
-        Case((3000,) * 2, HEADS, tokens=300, label="many tokens, padded").pad_left(),
+        Case((3000,), HEADS, new_tokens=8, label="32 rows"),
+        Case((3000,), Heads(16, 2, 128), new_tokens=3, label="24 rows"),
+        Case((3000,), HEADS, new_tokens=16, label="64 rows"),
+        Case((3000,) * 2, HEADS, new_tokens=16, label="64 rows, padded").pad_left(),
+        Case((3000,) * 2, HEADS, new_tokens=300, label="many tokens, padded").pad_left(),
         Case((3000,) * 2, Heads(8, 8, 128), label="no groups, padded").pad_left(),
     ],
     ids=str,
@@ -493,21 +495,21 @@ def test_attention_in_a_step_of_generate_matches_the_reference(kind, case, preal
         if not preallocated and kind != E3M4:
             pytest.skip("the same masks")
         small = tuple(1 + n // 100 for n in case.lengths[:3])
-        tokens = min(case.tokens, 20)
+        tokens = min(case.new_tokens, 20)
         lengths = tuple(n + tokens for n in small)
         padding = tuple(n // 100 for n in case.padding[:3])
-        case = replace(case, lengths=lengths, tokens=tokens, padding=padding, heads=TINY.heads)
+        case = replace(case, lengths=lengths, new_tokens=tokens, padding=padding, heads=TINY.heads)
     with torch.no_grad(), poison_memory():
         steps = CacheSteps(STAGE, kind, case, 2, "triton", preallocated=preallocated)
         for layer in range(2):
             output = steps.step(layer)
-    assert check(output, steps.query, pages_of(steps.key), case) < TOLERANCE
+    assert check_output(output, steps.query, pages_of(steps.key), case) < TOLERANCE
 
 
 def test_gather_reads_pages_past_two_gigabytes():
     """The pages are at the end of a pool of more than 2 ** 31 bytes."""
     total_pages = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
-    near = pages_for(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
+    near = make_layer_pages(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
 
     count, size = near.block.shape
     block = torch.empty((total_pages, size), dtype=torch.uint8, device=DEVICE)
@@ -529,7 +531,7 @@ def test_gather_reads_pages_past_two_gigabytes():
 )
 def test_attention_memory_is_bounded(tokens, stored, limit):
     """Cases are a step, a prompt whose codes are converted first, and one with too many codes."""
-    _, attend_again, _ = prepare(E4M3, Case((stored,), HEADS, tokens=tokens, label="memory"))
+    _, attend_again, _ = prepare(E4M3, Case((stored,), HEADS, new_tokens=tokens, label="memory"))
     attend_again()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
