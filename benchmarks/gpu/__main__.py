@@ -14,7 +14,7 @@ from hf_fp8kv.ops import choose_backend
 from .report import format_tables
 from .suite import SECTIONS, run_suite
 
-# Maximum number of processes that compile, because they share the memory of the device.
+# Maximum number of processes that compile. They share the memory of the device.
 MAX_PROCESSES = 15
 # Width of the tables in a file or a pipe.
 WIDTH = 140
@@ -24,34 +24,34 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark or read a result, print the tables, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     add = parser.add_argument
-    add("--device", help="such as cuda:1, by default cuda, and in a dry run also cpu")
-    add("--seconds", type=float, default=210.0, help="time limit (210)")
-    add("--dry", action="store_true", help="run everything on tiny shapes, on any machine")
-    either = parser.add_mutually_exclusive_group().add_argument
-    either("--experiments", action="store_true", help="search launch parameters instead")
-    either("--sections", nargs="+", choices=SECTIONS, metavar="NAME",
-           help=f"sections besides the ceilings (all): {', '.join(SECTIONS)}")  # fmt: skip
-    add("--from", dest="stored", type=Path, metavar="JSON", help="show a result of --json")
+    add("--device", help="device such as cuda:1 (cuda, or cpu in a dry run without a GPU)")
+    add("--seconds", type=float, default=210.0, help="time limit in seconds (210)")
+    add("--dry", action="store_true", help="run all sections on tiny shapes, on any machine")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--experiments", action="store_true", help="only search launch parameters")
+    names_help = f"sections besides the ceilings (all): {', '.join(SECTIONS)}"
+    group.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=names_help)
+    add("--from", dest="result_file", type=Path, metavar="JSON", help="show a result of --json")
     add("--json", type=Path, metavar="JSON", help="write every row, as soon as it is measured")
     options = parser.parse_args(arguments)
     has_gpu = torch.cuda.is_available()
     device = options.device or ("cuda" if has_gpu else "cpu")
-    if options.stored is not None:
-        result = json.loads(options.stored.read_text())
+    if options.result_file is not None:
+        result = json.loads(options.result_file.read_text())
         if result.get("suite") != "gpu":
-            parser.error(f"--from: expected a file that --json wrote, got {options.stored}")
+            parser.error(f"--from: expected a file that --json wrote, got {options.result_file}")
     elif not options.dry and not (has_gpu and torch.device(device).type == "cuda"):
-        parser.error("expected a CUDA or ROCm device. Pass --dry to run everything without one.")
+        parser.error("expected a CUDA or ROCm device. Pass --dry to run without it.")
     else:
-        chosen = ["experiments"] if options.experiments else options.sections
+        names = ["experiments"] if options.experiments else options.sections
         result = run_suite(
             device=device, backend=_choose_backend(device), dry=options.dry,
-            sections=tuple(dict.fromkeys(["ceilings", *chosen])) if chosen else tuple(SECTIONS),
-            seconds=options.seconds, save=options.json, progress=_report,
-            processes=0 if options.dry or options.experiments else _processes(),
+            sections=tuple(dict.fromkeys(["ceilings", *names])) if names else tuple(SECTIONS),
+            seconds=options.seconds, save=options.json, progress=_print_progress,
+            processes=0 if options.dry or options.experiments else _count_processes(),
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else WIDTH).print(format_tables(result))
-    return int(any("lost the device" in str(part["error"]) for part in result["sections"]))
+    return int(any("lost the device" in str(section["error"]) for section in result["sections"]))
 
 
 def _choose_backend(device: str) -> str:
@@ -61,17 +61,17 @@ def _choose_backend(device: str) -> str:
     return choose_backend(name, torch.device(device))
 
 
-def _processes() -> int:
+def _count_processes() -> int:
     return min(max((os.cpu_count() or 2) - 1, 1), MAX_PROCESSES)
 
 
-def _report(message: str) -> None:
+def _print_progress(message: str) -> None:
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
 
 
 if __name__ == "__main__":
-    # The name in the result's `command`.
+    # The result's `command` contains this name.
     sys.argv[0] = "python -m benchmarks.gpu"
     code = main()
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Measure tokens per second of `generate()` on a random model with each cache.
 
-The prompt is not computed. Random keys and values fill the cache instead, because neither the work
-nor the time of a decode step depends on them.
+The prompt is not computed. Random keys and values fill the cache instead, because the work and the
+time of a decode step do not depend on them.
 """
 
 import functools
@@ -32,15 +32,15 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 
 from .goals import AUTO, FLASH, PAGED
 from .record import Record
-from .shapes import ModelShape, Sizes, format_tokens
+from .shapes import ModelShape, RunSizes, format_tokens
 from .stage import Stage
 
-# Positions of a static cache after the last new token, because generate() may take an extra step.
-SPARE = 8
+# Free positions of a static cache after the last new token. generate() may take an extra step.
+SPARE_POSITIONS = 8
 SECTION = "end to end"
 STOCK_OFFLOADED = "DynamicCache offloaded"
-# Name, attention implementation, class, and options. generate() compiles the step of caches whose
-# name ends in "compiled".
+# Name, attention implementation, class, and options of a cache. generate() compiles the step if the
+# name ends in " compiled".
 Contender = tuple[str, str, type[Cache], dict[str, Any]]
 CACHES: list[Contender] = [
     (FLASH, "sdpa", DynamicCache, {}),
@@ -50,10 +50,10 @@ CACHES: list[Contender] = [
     ("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
     (PAGED, "fp8_paged", FP8PagedCache, {}),
     (AUTO, "fp8_paged", FP8PagedCache, {"dtype": "auto"}),
-    # SDPA with transformers' mask needs a head of K and V for each query head.
+    # SDPA with transformers' mask requires K and V for each query head, so they are repeated.
     ("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, {}),
 ]
-OFFLOADED: list[Contender] = [
+OFFLOADED_CACHES: list[Contender] = [
     ("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, {"offloading": True}),
     ("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"offloading": "half"}),
     (
@@ -64,99 +64,103 @@ OFFLOADED: list[Contender] = [
 ]  # fmt: skip
 
 
-def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each batch and context and each cache, and rows for first calls.
+def measure(record: Record, sizes: RunSizes, backend: str) -> None:
+    """Add a row for each cache with each batch and context, and rows for first calls.
 
     Compiling takes most of the time, so eager caches come first.
     """
-    model, first, remaining = _make_model(record, sizes), sizes.generate[:2], sizes.generate[2:]
-    eager = [cache for cache in CACHES if not cache[0].endswith(" compiled")]
-    compiled = [cache for cache in CACHES if cache not in eager]
-    for shapes in (first, remaining):
-        _measure(record, SECTION, model, sizes, backend, eager, shapes)
-        if shapes is first:
+    model, early_shapes = _make_model(record, sizes), sizes.generate_shapes[:2]
+    eager_caches = [cache for cache in CACHES if not cache[0].endswith(" compiled")]
+    compiled_caches = [cache for cache in CACHES if cache not in eager_caches]
+    for shapes in (early_shapes, sizes.generate_shapes[2:]):
+        _measure_caches(record, SECTION, model, sizes, backend, eager_caches, shapes)
+        if shapes is early_shapes:
             _measure_first_calls(record, model, sizes, backend)
-        _measure(record, SECTION, model, sizes, backend, compiled[:-1], shapes)
-    _measure(record, SECTION, model, sizes, backend, compiled[-1:], sizes.generate)
+        _measure_caches(record, SECTION, model, sizes, backend, compiled_caches[:-1], shapes)
+    slowest_cache, all_shapes = compiled_caches[-1:], sizes.generate_shapes
+    _measure_caches(record, SECTION, model, sizes, backend, slowest_cache, all_shapes)
 
 
-def measure_offloaded(record: Record, sizes: Sizes, backend: str) -> None:
+def measure_offloaded(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add a row for each context and each cache with layers in host memory.
 
     Copies over the bus take most of the time of such a step, so a few tokens suffice.
     """
-    few = replace(sizes, tokens=(4, 4), warm=(2, 2))
+    short_sizes = replace(sizes, timed_tokens=(4, 4), warmup_tokens=(2, 2))
     model = _make_model(record, sizes)
-    _measure(record, "offloaded", model, few, backend, OFFLOADED, sizes.offloaded)
+    _measure_caches(
+        record, "offloaded", model, short_sizes, backend, OFFLOADED_CACHES, sizes.offloaded_shapes
+    )
 
 
-def _make_model(record: Record, sizes: Sizes) -> Any:
+def _make_model(record: Record, sizes: RunSizes) -> Any:
     record.report("making a random model")
     return make_model(sizes, record.stage)
 
 
-def _measure(
-    record: Record, section: str, model: Any, sizes: Sizes, backend: str, caches: list[Contender],
-    shapes: tuple[tuple[int, int], ...],
+def _measure_caches(
+    record: Record, section: str, model: Any, sizes: RunSizes, backend: str,
+    caches: list[Contender], shapes: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
     for batch, context in shapes:
-        for name, attention, kind, keywords in caches:
-            if reason := _why_not(record.stage, name, attention, kind, model.config):
+        for name, attention, cache_class, default_options in caches:
+            if reason := _find_obstacle(record.stage, name, attention, cache_class, model.config):
                 record.skip(f"{section}, {name}: {reason}")
                 continue
-            options = dict(keywords)
-            if kind is FP8PagedCache:
+            options = dict(default_options)
+            if cache_class is FP8PagedCache:
                 options["backend"] = backend
             if options.get("offloading") == "half":
                 options["offloading"] = -(-context // 64) * batch // 2
             if name.endswith(" compiled"):
-                options["max_cache_len"] = context + sizes.tokens[1] + sizes.warm[1] + SPARE
-            make = functools.partial(kind, config=model.config, **options)
+                new_tokens = sizes.timed_tokens[1] + sizes.warmup_tokens[1]
+                options["max_cache_len"] = context + new_tokens + SPARE_POSITIONS
+            make_cache = functools.partial(cache_class, config=model.config, **options)
+            arguments = (record.stage, model, name, attention, make_cache, sizes, batch, context)
             case = f"{batch} x {format_tokens(context)}"
-            work = functools.partial(
-                _work, record.stage, model, name, attention, make, sizes, batch, context
-            )
-            record.measure(section, case, name, work)
+            record.measure(section, case, name, functools.partial(_measure_cache, *arguments))
 
 
-def _measure_first_calls(record: Record, model: Any, sizes: Sizes, backend: str) -> None:
+def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: str) -> None:
     """Add rows for a prompt and its first token, with an empty cache."""
     stage, paged = record.stage, functools.partial(FP8PagedCache, model.config, backend=backend)
-    ids = torch.randint(1, sizes.vocabulary, (1, sizes.prompt), device=stage.device)
+    ids = torch.randint(1, sizes.vocabulary, (1, sizes.prompt_tokens), device=stage.device)
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 1,
         "pad_token_id": 0, "disable_compile": True,
     }  # fmt: skip
 
-    def work(make: Callable[[], Cache], attention: str) -> dict[str, Any]:
+    def measure_row(make_cache: Callable[[], Cache], attention: str) -> dict[str, Any]:
         model.set_attn_implementation(attention)
         stage.reset_peak()
         seconds = []
         for _ in range(7):
-            began = time.perf_counter()
-            model.generate(ids, past_key_values=make(), **options)
-            stage.wait()
-            seconds.append(time.perf_counter() - began)
+            start = time.perf_counter()
+            model.generate(ids, past_key_values=make_cache(), **options)
+            stage.synchronize()
+            seconds.append(time.perf_counter() - start)
         # The first two calls compile kernels.
         first_ms = 1e3 * statistics.median(seconds[2:])
         return {"first_ms": first_ms, "peak_bytes": stage.peak_bytes()}
 
-    for name, attention, make in (
+    for name, attention, make_cache in (
         ("FP8PagedCache eager", "fp8_paged", paged),
         ("FP8PagedCache e4m3 eager", "fp8_paged", functools.partial(paged, dtype="fp8_e4m3")),
         ("DynamicCache eager", "sdpa", DynamicCache),
     ):
-        case = f"first token after {format_tokens(sizes.prompt)}"
-        record.measure(SECTION, case, name, functools.partial(work, make, attention))
+        case = f"first token after {format_tokens(sizes.prompt_tokens)}"
+        record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
-def _why_not(stage: Stage, name: str, attention: str, kind: type[Cache], config: Any) -> str:
-    """Return the reason reason a cache cannot run here, or ""."""
+def _find_obstacle(
+    stage: Stage, name: str, attention: str, cache_class: type[Cache], config: Any
+) -> str:
+    """Return the reason why a cache cannot run here, or an empty string."""
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if name == STOCK_OFFLOADED and not stage.is_gpu:
         return "requires a CUDA device"
-    if kind is QuantizedCache:
+    if cache_class is QuantizedCache:
         try:
             QuantizedCache(backend="fp8", config=config)
         except (ImportError, ValueError) as error:
@@ -165,7 +169,7 @@ def _why_not(stage: Stage, name: str, attention: str, kind: type[Cache], config:
 
 
 def make_model(shape: ModelShape, stage: Stage) -> Any:
-    """Return a random Llama in bfloat16, on the device of `stage`."""
+    """Return a random Llama model in bfloat16, on the device of `stage`."""
     config = LlamaConfig(
         num_hidden_layers=shape.layers, hidden_size=shape.hidden,
         intermediate_size=7 * shape.hidden // 2, num_attention_heads=shape.heads.query,
@@ -178,78 +182,81 @@ def make_model(shape: ModelShape, stage: Stage) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-class _Marks(LogitsProcessor):
-    """Records the time of each token, and returns the logits unchanged."""
+class _TokenTimer(LogitsProcessor):
+    """Records the time and the logits of each token, and returns the logits unchanged."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.marks: list[Any] = []
+        self.timestamps: list[Any] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.marks.append(self.stage.mark())
+        self.timestamps.append(self.stage.record_time())
         self.scores = scores
         return scores
 
-    def steps(self) -> list[float]:
-        """Return the seconds from each token to the next."""
-        self.stage.wait()
-        pairs = zip(self.marks, self.marks[1:], strict=False)
+    def step_times(self) -> list[float]:
+        """Return the time from each token to the next token, in seconds."""
+        self.stage.synchronize()
+        pairs = zip(self.timestamps, self.timestamps[1:], strict=False)
         if self.stage.is_gpu:
-            return [a.elapsed_time(b) / 1e3 for a, b in pairs]
-        return [b - a for a, b in pairs]
+            return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+        return [end - start for start, end in pairs]
 
 
-def _work(
-    stage: Stage, model: Any, name: str, attention: str, make: Callable[[], Cache], sizes: Sizes,
-    batch: int, context: int,
+def _measure_cache(
+    stage: Stage, model: Any, name: str, attention: str, make_cache: Callable[[], Cache],
+    sizes: RunSizes, batch: int, context: int,
 ) -> dict[str, Any]:  # fmt: skip
-    compiled = name.endswith(" compiled")
-    tokens, warm = sizes.tokens[compiled], sizes.warm[compiled]
-    _forget_graphs(model)
+    is_compiled = name.endswith(" compiled")
+    tokens, warmup_tokens = sizes.timed_tokens[is_compiled], sizes.warmup_tokens[is_compiled]
+    _drop_graphs(model)
     model.set_attn_implementation(attention)
-    # The row `FLASH` is for torch's flash attention only.
-    only_flash = name == FLASH and stage.is_gpu and not stage.dry
-    backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if only_flash else nullcontext()
+    # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
+    is_flash = name == FLASH and stage.is_gpu and not stage.dry
+    sdpa_context = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else nullcontext()
     try:
-        cache = make()
+        cache = make_cache()
         shape = (batch, sizes.heads.kv, context, sizes.heads.dim)
         for layer in range(sizes.layers):
             cache.update(stage.randn(*shape), stage.randn(*shape), layer)
         ids = torch.randint(1, sizes.vocabulary, (batch, context + 1), device=stage.device)
-        marks = _Marks(stage)
+        timer = _TokenTimer(stage)
         stage.reset_peak()
-        began = time.perf_counter()
-        with torch.no_grad(), backend:
+        start = time.perf_counter()
+        with torch.no_grad(), sdpa_context:
             model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
-                do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([marks]),
-                max_new_tokens=warm + tokens, **_compiling(compiled, stage),
+                do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([timer]),
+                max_new_tokens=warmup_tokens + tokens, **_make_compile_options(is_compiled, stage),
             )  # fmt: skip
-        steps = marks.steps()
-        total = time.perf_counter() - began
+        all_times = timer.step_times()
+        seconds = time.perf_counter() - start
     finally:
-        _forget_graphs(model)
-    if not bool(marks.scores.isfinite().all()):
+        _drop_graphs(model)
+    if not bool(timer.scores.isfinite().all()):
         raise RuntimeError("expected finite logits")
-    timed, peak = sorted(steps[warm - 1 :]), stage.peak_bytes()
-    weights = sum(weight.nbytes for weight in model.parameters())
+    step_times, peak = sorted(all_times[warmup_tokens - 1 :]), stage.peak_bytes()
+    weight_bytes = sum(weight.nbytes for weight in model.parameters())
     return {
-        "tokens_per_s": batch / statistics.median(timed), "slowest_ms": 1e3 * timed[-1],
-        "step_ms": 1e3 * statistics.median(timed), "tokens": len(timed), "generate_s": total,
-        "first_s": sum(steps[: warm - 1]), "cache_bytes": count_bytes(cache), "peak_bytes": peak,
-        "beside_bytes": None if peak is None else peak - weights,
+        "tokens_per_s": batch / statistics.median(step_times), "slowest_ms": 1e3 * step_times[-1],
+        "step_ms": 1e3 * statistics.median(step_times), "tokens": len(step_times),
+        "generate_s": seconds, "first_s": sum(all_times[: warmup_tokens - 1]), "peak_bytes": peak,
+        "cache_bytes": count_bytes(cache),
+        "beside_bytes": None if peak is None else peak - weight_bytes,
     }  # fmt: skip
 
 
-def _compiling(compiled: bool, stage: Stage) -> dict[str, Any]:
-    if not compiled or stage.is_gpu:  # generate() compiles with mode="reduce-overhead" by default
-        return {} if compiled else {"disable_compile": True}
+def _make_compile_options(is_compiled: bool, stage: Stage) -> dict[str, Any]:
+    if (
+        not is_compiled or stage.is_gpu
+    ):  # generate() compiles with mode="reduce-overhead" by default
+        return {} if is_compiled else {"disable_compile": True}
     config = CompileConfig(fullgraph=False, dynamic=False, backend="aot_eager", mode=None)  # type: ignore[arg-type]
     config._compile_all_devices = True  # type: ignore[assignment]
     return {"compile_config": config}
 
 
-def _forget_graphs(model: Any) -> None:
-    """Drop compiled code and its graphs, which hold memory and belong to one cache."""
+def _drop_graphs(model: Any) -> None:
+    """Drop compiled code and its graphs, which use memory and belong to a single cache."""
     vars(model).pop("_compiled_call", None)
     torch._dynamo.reset()

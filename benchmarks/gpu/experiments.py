@@ -7,77 +7,80 @@ from hf_fp8kv.ops.triton.target import assuming, target_of
 
 from .attention import measure_pages
 from .record import Record
-from .shapes import KINDS, Case, Kind, Sizes
+from .shapes import PAGE_FORMATS, Case, PageFormat, RunSizes
 
 SECTION = "experiments"
 Parameters = dict[str, Any]
 
 
-def _each(name: str, *values: Any) -> list[Parameters]:
+def _list_values(name: str, *values: Any) -> list[Parameters]:
     return [{name: value} for value in values]
 
 
-# Parameters to search, the least certain first. Each search starts from the best values so far.
-SWITCHES: dict[str, list[Parameters]] = {
-    # The product is codes times rows, or rows times codes, which is designed for four warps.
+# Values to try, the least certain parameter first. Each search starts from the best values so far.
+SEARCHES: dict[str, list[Parameters]] = {
+    # Codes times rows, or rows times codes. The second product is designed for four warps.
     "operands": [{"swapped": True}, {"swapped": False, "warps": 4}],
-    "warps": _each("warps", 1, 2, 4, 8),
+    "warps": _list_values("warps", 1, 2, 4, 8),
     "tile": [{"tile": n, "masked_tile": max(16, n // 2)} for n in (32, 64, 128)],
-    "masked tile": _each("masked_tile", 16, 32, 64),
-    "stages": _each("stages", 2, 3, 4, 5),
-    "registers": _each("registers", None, 128, 168),
-    "programs": _each("programs", 1, 2, 3, 4, 6, 8),
-    # The unit is tokens. The last value splits no sequence.
-    "split cost": _each("split_cost", 0, 160, 640, 10**6),
-    "merge cost": _each("merge_cost", 0.0, 2.5, 10.0),
-    "unit": _each("unit", 64, 128),
+    "masked tile": _list_values("masked_tile", 16, 32, 64),
+    "stages": _list_values("stages", 2, 3, 4, 5),
+    "registers": _list_values("registers", None, 128, 168),
+    "programs": _list_values("programs", 1, 2, 3, 4, 6, 8),
+    # In tokens. The last value splits no sequence.
+    "split cost": _list_values("split_cost", 0, 160, 640, 10**6),
+    "merge cost": _list_values("merge_cost", 0.0, 2.5, 10.0),
+    "unit": _list_values("unit", 64, 128),
 }
 # Only kernels for latents have these parameters.
-LATENT_SWITCHES: dict[str, list[Parameters]] = {
-    "rows": _each("rows", 16, 32, 64),
-    "chunks": _each("chunks", 1, 2, 4),
-    **SWITCHES,
+LATENT_SEARCHES: dict[str, list[Parameters]] = {
+    "rows": _list_values("rows", 16, 32, 64),
+    "chunks": _list_values("chunks", 1, 2, 4),
+    **SEARCHES,
 }
 CASES = [Case((1024 * n,) * batch) for batch, n in ((8, 32), (1, 1), (64, 32), (50, 32), (1, 32))]
 LATENT_CASES = ("16 heads, 16 x 16k", "128 heads, 1 x 16k")
 
 
-def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each attempt, with its `kind` and `parameters`."""
+def measure(record: Record, sizes: RunSizes, backend: str) -> None:
+    """Add a row for each set of launch parameters, with fields for its `kind` and `parameters`."""
     is_dry = record.stage.dry
-    latents = [case for case in sizes.latents if is_dry or str(case) in LATENT_CASES]
-    cases = [*sizes.decode[:1], *latents] if is_dry else [*CASES[:1], *latents, *CASES[1:]]
-    kinds = KINDS[:1] if is_dry else sorted(KINDS, key=lambda kind: kind.is_rare)
+    latents = [case for case in sizes.latent_cases if is_dry or str(case) in LATENT_CASES]
+    cases = [*sizes.decode_cases[:1], *latents] if is_dry else [*CASES[:1], *latents, *CASES[1:]]
+    formats = sorted(PAGE_FORMATS, key=lambda fmt: fmt.full_cases_only)[: 1 if is_dry else None]
     for case in cases:
-        for kind in sizes.layer_kinds if case.heads.positions and not is_dry else kinds:
-            _search(record, sizes, backend, case, kind)
+        for fmt in sizes.layer_formats if case.heads.rope_dim and not is_dry else formats:
+            _search_best(record, sizes, backend, case, fmt)
 
 
-def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) -> None:
+def _search_best(
+    record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat
+) -> None:
     best: Parameters = {}
-    fastest = _attempt(record, sizes, backend, case, kind, best)
-    for values in (LATENT_SWITCHES if case.heads.positions else SWITCHES).values():
-        chosen = best
+    fastest = _measure_parameters(record, sizes, backend, case, fmt, best)
+    for values in (LATENT_SEARCHES if case.heads.rope_dim else SEARCHES).values():
+        next_best = best
         for value in values[:2] if record.stage.dry else values:
             parameters = {**best, **value}
-            us = _attempt(record, sizes, backend, case, kind, parameters)
+            us = _measure_parameters(record, sizes, backend, case, fmt, parameters)
             if us < fastest:
-                fastest, chosen = us, parameters
-        best = chosen
+                fastest, next_best = us, parameters
+        best = next_best
 
 
-def _attempt(
-    record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, parameters: Parameters
-) -> float:
-    """Return the microseconds with these parameters, infinite if they failed or were skipped."""
-    text = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
-    name = f"{kind.name}: {text}"
-    if done := record.find(SECTION, case=str(case), name=name):
-        return float(done[0]["us"])
-    # Some parameters cannot work, such as tiles larger than shared memory. Their rows fail.
+def _measure_parameters(
+    record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat,
+    parameters: Parameters,
+) -> float:  # fmt: skip
+    """Return the time with these parameters, in us. It is infinite if they fail or are skipped."""
+    setting = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
+    name = f"{fmt.name}: {setting}"
+    if previous_rows := record.find(SECTION, case=str(case), name=name):
+        return float(previous_rows[0]["us"])
+    # Rows of impossible parameters, such as tiles larger than shared memory, fail.
     with assuming(replace(target_of(record.stage.device), parameters=parameters)):
-        row = measure_pages(record, sizes, backend, SECTION, case, kind, name)
+        row = measure_pages(record, sizes, backend, SECTION, case, fmt, name)
     if row is None:
         return float("inf")
-    row |= {"parameters": parameters, "kind": kind.name}
+    row |= {"parameters": parameters, "kind": fmt.name}
     return float(row.get("us", "inf"))

@@ -1,4 +1,4 @@
-"""Measure vLLM's Triton kernel, if vLLM is installed or `VARIABLE` names the kernel's file."""
+"""Measure vLLM's Triton kernel, if vLLM is installed or `VARIABLE` contains the kernel's path."""
 
 import functools
 import inspect
@@ -12,127 +12,128 @@ from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages, StoredSide
 from hf_fp8kv.ops.blocks import pack_pages
 
-from .pools import PAGE_SIZE, check
+from .pools import PAGE_SIZE, check_output
 from .record import Record
-from .shapes import Case, Sizes
+from .shapes import Case, RunSizes
 from .stage import Stage
 from .vllm_file import VLLM_ATTENTION, load_vllm_attention
 
-# vLLM splits each sequence into this number of parts, unless a batch has this number of programs.
-VLLM_PARTS, VLLM_GRID = 16, 128
+# vLLM splits each sequence into `NUM_SPLITS` parts, unless a batch has `GRID_SIZE` programs.
+NUM_SPLITS, GRID_SIZE = 16, 128
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 Pair = tuple[torch.Tensor, torch.Tensor]
-# Attends to the pages of a layer, and returns `[B, Hq, D]`.
-Call = Callable[[Pair], torch.Tensor]
+# Function that attends to K and V of a layer, and returns `[B, Hq, D]`.
+Attend = Callable[[Pair], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Random pages of several layers `[P, S, H, D]`, which share a block table."""
+class VllmInputs:
+    """Random queries, and random pages of several layers that share a block table."""
 
     query: torch.Tensor  # `[B, Hq, D]`, bf16
     table: torch.Tensor  # pages of each sequence, `[B, M]`, int32
     lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
-    pools: list[Pair]  # K and V of each layer
-    scales: Pair | None  # of each token of K and V, `[P, S, H]`
+    pools: list[Pair]  # K and V of each layer, `[P, S, H, D]`
+    scales: Pair | None  # scales of each token of K and V, `[P, S, H]`
 
 
 @dataclass(frozen=True)
-class Kernel:
+class VllmKernel:
     """vLLM's kernel with one format of pages."""
 
     name: str
     dtype: torch.dtype
-    scaled: bool = False  # whether each token and head has a scale
+    has_token_scales: bool = False  # whether each token and head has a scale
 
 
-def measure(record: Record, sizes: Sizes, _backend: str) -> None:
-    """Add a row for each decode case and format of pages."""
+def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
+    """Add a row for each decode case and each format of pages."""
     try:
         vllm = load_vllm_attention(VLLM_ATTENTION)
-    except Exception as error:  # code of another project
+    except Exception as error:  # the import runs code of a different project
         record.skip(f"{VLLM_ATTENTION}: {type(error).__name__}: {error}")
         return
-    kernels = [Kernel("vllm triton e4m3", E4M3), Kernel("vllm triton bf16", BF16)]
+    kernels = [VllmKernel("vllm triton e4m3", E4M3), VllmKernel("vllm triton bf16", BF16)]
     if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:
-        kernels.append(Kernel("vllm triton e4m3 per token", E4M3, scaled=True))
-    plain = [case for case in sizes.others if not (case.window or case.softcap)]
-    for case in (*sizes.decode, *(case for case in plain if case.tokens == 1)):
+        kernels.append(VllmKernel("vllm triton e4m3 per token", E4M3, has_token_scales=True))
+    plain_cases = [case for case in sizes.other_cases if not (case.window or case.softcap)]
+    for case in (*sizes.decode_cases, *(case for case in plain_cases if case.new_tokens == 1)):
         for kernel in kernels:
             _measure_kernel(record, vllm, case, kernel)
 
 
-def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: Kernel) -> None:
-    """Add a row, whose result is checked on the stored values."""
+def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: VllmKernel) -> None:
+    """Add a row for a kernel. The reference reads the stored values, so only rounding differs."""
     stage, heads = record.stage, case.heads
-    size = case.read * 2 * heads.kv * (heads.dim * kernel.dtype.itemsize + 4 * kernel.scaled)
+    head_bytes = heads.dim * kernel.dtype.itemsize + 4 * kernel.has_token_scales
+    num_bytes = case.tokens_read * 2 * heads.kv * head_bytes
 
-    def work() -> dict[str, Any]:
-        stored = _store(stage, case, kernel, stage.copies(size))
-        call = _make_call(vllm, case, stored)
-        output = call(stored.pools[-1])
-        error = check(output[:, None], stored.query[:, :, None], _as_pages(stored), case)
-        steps = [functools.partial(call, pool) for pool in stored.pools]
-        return {**stage.time(steps), "error": error, "moved": size, **case.describe()}
+    def measure_row() -> dict[str, Any]:
+        inputs = _make_inputs(stage, case, kernel, stage.count_buffers(num_bytes))
+        attend = _make_attend(vllm, case, inputs)
+        output = attend(inputs.pools[-1])
+        error = check_output(output[:, None], inputs.query[:, :, None], _as_pages(inputs), case)
+        steps = [functools.partial(attend, pool) for pool in inputs.pools]
+        return {**stage.time_steps(steps), "error": error, "moved": num_bytes, **case.describe()}
 
-    record.measure("other kernels", case, kernel.name, work)
+    record.measure("other kernels", case, kernel.name, measure_row)
 
 
-def _store(stage: Stage, case: Case, kernel: Kernel, layers: int) -> Stored:
+def _make_inputs(stage: Stage, case: Case, kernel: VllmKernel, layers: int) -> VllmInputs:
     heads, lengths = case.heads, torch.tensor(case.lengths, dtype=torch.int32)
     counts = -(-lengths // PAGE_SIZE)
     order = torch.randperm(int(counts.sum())).int()
     table = torch.nn.utils.rnn.pad_sequence(order.split(counts.tolist()), batch_first=True)
-    token = (len(order), PAGE_SIZE, heads.kv)
+    token_shape = (len(order), PAGE_SIZE, heads.kv)
     pools: list[Pair] = []
     for _ in range(layers):
-        k, v = (stage.randn(*token, heads.dim).to(kernel.dtype) for _ in "kv")
+        k, v = (stage.randn(*token_shape, heads.dim).to(kernel.dtype) for _ in "kv")
         pools.append((k, v))
-    k, v = (torch.rand(token, device=stage.device) + 0.5 for _ in "kv")
+    k, v = (torch.rand(token_shape, device=stage.device) + 0.5 for _ in "kv")
     query = stage.randn(len(lengths), heads.query, heads.dim)
     table, lengths = (x.to(stage.device) for x in (table, lengths))
-    return Stored(query, table, lengths, pools, (k, v) if kernel.scaled else None)
+    return VllmInputs(query, table, lengths, pools, (k, v) if kernel.has_token_scales else None)
 
 
-def _as_pages(stored: Stored) -> Pages:
+def _as_pages(inputs: VllmInputs) -> Pages:
     """Return the pages of the last layer in bf16, in the layout of the reference."""
-    k, v = (side.to(BF16) for side in stored.pools[-1])
-    if stored.scales is not None:
-        k, v = ((x * s[..., None]).to(BF16) for x, s in zip((k, v), stored.scales, strict=True))
-    sides = (k.transpose(1, 2), v.permute(0, 2, 3, 1))
+    k, v = (x.to(BF16) for x in inputs.pools[-1])
+    if inputs.scales is not None:
+        k, v = ((x * s[..., None]).to(BF16) for x, s in zip((k, v), inputs.scales, strict=True))
     side = StoredSide(None, None, AUTO, v.shape[-1])
-    return pack_pages(side, sides[0], side, sides[1], None, stored.table)
+    return pack_pages(side, k.transpose(1, 2), side, v.permute(0, 2, 3, 1), None, inputs.table)
 
 
-def _make_call(vllm: Any, case: Case, stored: Stored) -> Call:
-    heads, device = case.heads, stored.query.device
-    max_sequences = max(VLLM_GRID // heads.kv, 1)
-    parts = torch.empty((max_sequences, heads.query, VLLM_PARTS, heads.dim), device=device)
-    top, total = (torch.empty_like(parts[..., 0]) for _ in range(2))
-    unit_scale, out = torch.ones(1, device=device), torch.empty_like(stored.query)
-    starts = torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device)
+def _make_attend(vllm: Any, case: Case, inputs: VllmInputs) -> Attend:
+    heads, device = case.heads, inputs.query.device
+    max_sequences = max(GRID_SIZE // heads.kv, 1)
+    partial_sums = torch.empty((max_sequences, heads.query, NUM_SPLITS, heads.dim), device=device)
+    partial_max, partial_exp_sums = (torch.empty_like(partial_sums[..., 0]) for _ in range(2))
+    unit_scale, out = torch.ones(1, device=device), torch.empty_like(inputs.query)
+    query_starts = torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device)
     scales: Sequence[torch.Tensor | None] = (None, None)
-    mode = vllm.KVQuantMode.NONE
-    if stored.scales is not None:
-        scales, mode = stored.scales, vllm.KVQuantMode.FP8_PER_TOKEN_HEAD
-    elif stored.pools[0][0].dtype == E4M3:
-        mode = vllm.KVQuantMode.FP8_PER_TENSOR
+    quant_mode = vllm.KVQuantMode.NONE
+    if inputs.scales is not None:
+        scales, quant_mode = inputs.scales, vllm.KVQuantMode.FP8_PER_TOKEN_HEAD
+    elif inputs.pools[0][0].dtype == E4M3:
+        quant_mode = vllm.KVQuantMode.FP8_PER_TENSOR
     arguments = {
-        "q": stored.query, "out": out, "cu_seqlens_q": starts, "max_seqlen_q": 1,
-        "seqused_k": stored.lengths, "max_seqlen_k": max(case.lengths),
+        "q": inputs.query, "out": out, "cu_seqlens_q": query_starts, "max_seqlen_q": 1,
+        "seqused_k": inputs.lengths, "max_seqlen_k": max(case.lengths),
         "softmax_scale": heads.dim**-0.5, "causal": True, "window_size": (-1, -1),
-        "block_table": stored.table, "softcap": 0, "q_descale": None, "k_descale": unit_scale,
+        "block_table": inputs.table, "softcap": 0, "q_descale": None, "k_descale": unit_scale,
         "v_descale": unit_scale, "seq_threshold_3D": max_sequences,
-        "num_par_softmax_segments": VLLM_PARTS,
-        "softmax_segm_output": parts, "softmax_segm_max": top, "softmax_segm_expsum": total,
-        "kv_quant_mode": mode, "k_scale_cache": scales[0], "v_scale_cache": scales[1],
+        "num_par_softmax_segments": NUM_SPLITS,
+        "softmax_segm_output": partial_sums, "softmax_segm_max": partial_max,
+        "softmax_segm_expsum": partial_exp_sums,
+        "kv_quant_mode": quant_mode, "k_scale_cache": scales[0], "v_scale_cache": scales[1],
     }  # fmt: skip
-    # Older versions lack the last arguments, and choose by the dtype.
+    # Older versions of vLLM lack the last arguments, and choose the mode by the dtype.
     parameters = inspect.signature(vllm.unified_attention).parameters
     arguments = {name: value for name, value in arguments.items() if name in parameters}
 
-    def call(pool: Pair) -> torch.Tensor:
+    def attend(pool: Pair) -> torch.Tensor:
         vllm.unified_attention(k=pool[0], v=pool[1], **arguments)
         return out
 
-    return call
+    return attend

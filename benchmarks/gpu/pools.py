@@ -14,41 +14,41 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import locate_pages, pack_pages, read_rows
 
-from .shapes import Case, Heads, Kind
+from .shapes import Case, Heads, PageFormat
 from .stage import Stage
 
 PAGE_SIZE = 64
-# Number of query tokens that are checked at the beginning and at the end of many.
-MAX_CHECKED = 128
-# Number of query heads of a KV head that the reference computes at once.
-CHECKED_HEADS = 16
+# Number of query tokens that are checked at the start and at the end of a longer query.
+MAX_CHECKED_TOKENS = 128
+# Maximum number of query heads of a KV head that are checked.
+MAX_CHECKED_HEADS = 16
 
 
 @functools.lru_cache(maxsize=4)
-def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
-    """Return `count` pages of normal random values, which the reference wrote."""
-    v_dim, v_format = (heads.positions, AUTO) if heads.positions else (heads.dim, kind.format)
-    tokens = count * PAGE_SIZE
+def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.device) -> Pages:
+    """Return `num_pages` pages of normal random values, written by the reference."""
+    v_dim, v_format = (heads.rope_dim, AUTO) if heads.rope_dim else (heads.dim, fmt.dtype)
+    tokens = num_pages * PAGE_SIZE
 
-    def side(
-        dim: int, fmt: str, steps: tuple[float, float], *shape: int
+    def make_side(
+        dim: int, dtype_name: str, steps: tuple[float, float], *shape: int
     ) -> tuple[StoredSide, torch.Tensor]:
-        dtype = torch.bfloat16 if fmt == AUTO else torch.uint8
-        codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
+        dtype = torch.bfloat16 if dtype_name == AUTO else torch.uint8
+        codes = torch.empty((num_pages, heads.kv, *shape), dtype=dtype, device=device)
         scale = None
-        if kind.static and fmt != AUTO:
+        if fmt.is_static and dtype_name != AUTO:
             # Each head has a different scale. Normal random values reach about 5.
-            scale = 5.5 / FORMATS[fmt].max * torch.linspace(*steps, heads.kv, device=device)
+            scale = 5.5 / FORMATS[dtype_name].max * torch.linspace(*steps, heads.kv, device=device)
             scale = scale[:, None].expand(-1, dim).contiguous()
-        return StoredSide(scale, None, fmt, dim), codes
+        return StoredSide(scale, None, dtype_name, dim), codes
 
-    k = side(heads.dim, kind.format, (1, 1.5), PAGE_SIZE, heads.dim)
-    v = side(v_dim, v_format, (1.5, 1), v_dim, PAGE_SIZE)
+    k = make_side(heads.dim, fmt.dtype, (1, 1.5), PAGE_SIZE, heads.dim)
+    v = make_side(v_dim, v_format, (1.5, 1), v_dim, PAGE_SIZE)
     scales = None
-    if kind.format != AUTO and not kind.static:
-        shape = (count, heads.kv, PAGE_SIZE, 2)
+    if fmt.dtype != AUTO and not fmt.is_static:
+        shape = (num_pages, heads.kv, PAGE_SIZE, 2)
         scales = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    table = torch.arange(count, dtype=torch.int32, device=device)[None]
+    table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
     pages = pack_pages(*k, *v, scales, table)
     key, value = (
         torch.randn(1, heads.kv, tokens, dim, dtype=torch.bfloat16, device=device)
@@ -58,18 +58,20 @@ def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> 
     return pages
 
 
-def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> list[Pages]:
+def make_layer_pages(
+    stage: Stage, fmt: PageFormat, case: Case, layers: int, num_pages: int
+) -> list[Pages]:
     """Return pages of `layers` layers that share a block table, as in a model.
 
-    The pages of a sequence are scattered over the pool. `count` pages differ.
+    The pages of a sequence are scattered over the pool, which has copies of `num_pages` pages.
     """
-    sample = _make_sample(kind, case.heads, count, stage.device)
+    sample = _make_sample(fmt, case.heads, num_pages, stage.device)
     counts = [-(-length // PAGE_SIZE) for length in case.lengths]
     order = torch.randperm(sum(counts), device=stage.device).int()
     table = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
     layer_pages = []
     for _ in range(layers):
-        sampled = torch.randint(0, count, (len(order),), device=stage.device)
+        sampled = torch.randint(0, num_pages, (len(order),), device=stage.device)
         block = sample.block.index_select(0, sampled)
         pages = sample._replace(block=block, offsets=locate_pages([block]), table=table)
         layer_pages.append(pages)
@@ -79,7 +81,7 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
 def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
-    Each sequence of each layer has a separate pair, `[1, Hkv, N, D]`, if lengths differ.
+    If the lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
     """
     batch, lengths = len(case.lengths), case.lengths[:1]
     if case.is_ragged:
@@ -96,15 +98,15 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error) if bool(error.isfinite()) else float("inf")
 
 
-def check(
+def check_output(
     output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case,
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
     """Return the error of an output relative to the reference on the same bytes.
 
     The check covers the first, the last, the longest and a random sequence. Each is checked in one
-    KV head, or in some query heads if the KV head has many, because the reference does not fit in
-    memory for all. All other values must be finite.
+    KV head, or in some query heads if the KV head has many, because the reference for all heads
+    does not fit in memory. The error is infinite if any value of the output is not finite.
 
     Args:
         output: Output of the contender, `[B, T, Hq, D]`.
@@ -115,32 +117,36 @@ def check(
     """
     if not bool(output.isfinite().all()):
         return float("inf")
-    batch, heads, tokens = len(case.lengths), case.heads, case.tokens
+    batch, heads, tokens = len(case.lengths), case.heads, case.new_tokens
     longest = max(range(batch), key=lambda b: case.lengths[b])
-    groups = heads.query // heads.kv
-    count = groups if groups <= CHECKED_HEADS else math.gcd(groups, CHECKED_HEADS)
-    parts = heads.query // count
-    checked = {(0, 0), (batch - 1, parts - 1), (longest, parts // 2)}
-    checked.add((random.randrange(batch), random.randrange(parts)))
-    worst = 0.0
-    for b, part in checked:
-        rows = slice(part * count, (part + 1) * count)
-        head_pages = _select_head(pages, b, rows.start // groups)
-        for first, last in {(0, min(MAX_CHECKED, tokens)), (max(tokens - MAX_CHECKED, 0), tokens)}:
+    heads_per_kv = heads.query // heads.kv
+    group_size = heads_per_kv
+    if heads_per_kv > MAX_CHECKED_HEADS:
+        group_size = math.gcd(heads_per_kv, MAX_CHECKED_HEADS)
+    num_head_groups = heads.query // group_size
+    samples = {(0, 0), (batch - 1, num_head_groups - 1), (longest, num_head_groups // 2)}
+    samples.add((random.randrange(batch), random.randrange(num_head_groups)))
+    max_error = 0.0
+    for b, head_group in samples:
+        rows = slice(head_group * group_size, (head_group + 1) * group_size)
+        head_pages = _select_head(pages, b, rows.start // heads_per_kv)
+        count = min(tokens, MAX_CHECKED_TOKENS)
+        for start, stop in {(0, count), (tokens - count, tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
-            length = case.lengths[b] - tokens + last
+            length = case.lengths[b] - tokens + stop
             spec = case.attention_spec()
             if case.padding:
                 position = torch.arange(length, device=query.device)
                 spec = spec._replace(mask=(position >= case.padding[b])[None, None, None])
             lengths = torch.tensor([length], dtype=torch.int32, device=query.device)
             expected = reference.attend(
-                query[b : b + 1, rows, first:last], head_pages, lengths, 0, length, spec
+                query[b : b + 1, rows, start:stop], head_pages, lengths, 0, length, spec
             )
             if projection is not None:
                 expected = torch.einsum("bthr,hvr->bthv", expected, projection[rows])
-            worst = max(worst, relative_error(output[b : b + 1, first:last, rows], expected))
-    return worst
+            error = relative_error(output[b : b + 1, start:stop, rows], expected)
+            max_error = max(max_error, error)
+    return max_error
 
 
 def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
@@ -154,14 +160,14 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
         )
         for side in (pages.k, pages.v)
     )
-    used = pages.table.shape[1]
-    rows = read_rows(pages._replace(table=pages.table[sequence : sequence + 1]), 0, used)
-    parts = {name: part[:, head_slice] for name, part in pages.layout.split(rows).items()}
-    table = torch.arange(used, dtype=torch.int32, device=rows.device)[None]
-    return pack_pages(k, parts["k"], v, parts["v"], parts.get("token_scales"), table)
+    num_pages = pages.table.shape[1]
+    rows = read_rows(pages._replace(table=pages.table[sequence : sequence + 1]), 0, num_pages)
+    regions = {name: region[:, head_slice] for name, region in pages.layout.split(rows).items()}
+    table = torch.arange(num_pages, dtype=torch.int32, device=rows.device)[None]
+    return pack_pages(k, regions["k"], v, regions["v"], regions.get("token_scales"), table)
 
 
-def check_dense(
+def check_dense_output(
     output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case,
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
@@ -171,13 +177,13 @@ def check_dense(
         v.transpose(2, 3), None, torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
     )  # fmt: skip
     stored = replace(case, lengths=(k.shape[2],) * len(k))
-    return check(output.transpose(1, 2), query, pages, stored, projection)
+    return check_output(output.transpose(1, 2), query, pages, stored, projection)
 
 
 @contextmanager
 def poison_memory() -> Iterator[None]:
-    """Fill new memory with NaN inside the context."""
-    before = torch.are_deterministic_algorithms_enabled()
+    """Fill newly allocated memory with NaN inside the context."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     # torch fills new memory with NaN while it uses deterministic algorithms.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -185,4 +191,4 @@ def poison_memory() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(was_deterministic)

@@ -1,4 +1,4 @@
-"""Record the rows of a run, one per section, case and contender, with numbers or a failure."""
+"""Record the rows of a run: one per section, case and contender, with values or a failure."""
 
 import itertools
 import time
@@ -14,8 +14,8 @@ from .stage import Stage
 # tokens, and 2 % at 128k.
 TOLERANCE = 0.01
 
-# Measures one contender, and returns fields of its row.
-Work = Callable[[], dict[str, Any]]
+# Function that measures one contender, and returns fields of its row.
+MeasureRow = Callable[[], dict[str, Any]]
 
 
 class DeviceLost(RuntimeError):
@@ -23,127 +23,127 @@ class DeviceLost(RuntimeError):
 
 
 class Record:
-    """The rows of a run, and the clock of the current section.
+    """The rows of a run, and the time limit of the current section.
 
     Attributes:
         rows: All rows so far.
-        skipped: Rows that the current section left out, with reasons.
-        report: Called with progress messages.
+        skipped: Rows that the current section did not measure, with reasons.
+        report: Function that is called with progress messages.
 
-    A record with the share `(index, count)` measures every `count`-th row, from `index` on.
+    With the shard `(index, count)`, only every `count`-th row is measured, from row `index` on.
     """
 
     def __init__(
         self,
         stage: Stage,
         report: Callable[[str], None] = lambda _message: None,
-        keep: Callable[[], None] = lambda: None,
-        share: tuple[int, int] = (0, 1),
+        save: Callable[[], None] = lambda: None,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
-        self.stage, self.report, self._keep, self._share = stage, report, keep, share
+        self.stage, self.report, self._save, self._shard = stage, report, save, shard
         self.rows: list[Row] = []
         self.skipped: list[str] = []
-        self._ends = float("inf")
-        self._took: dict[tuple[str, str], float] = {}
-        self._rows_requested = itertools.count()
+        self._deadline = float("inf")
+        self._fastest: dict[tuple[str, str], float] = {}
+        self._row_indices = itertools.count()
 
     def begin(self, seconds: float) -> list[str]:
         """Start a section with a time limit, and return its list of skipped rows."""
-        self._ends = time.perf_counter() + seconds
+        self._deadline = time.perf_counter() + seconds
         self.skipped = []
         return self.skipped
 
     def seconds_left(self) -> float:
         """Return the remaining seconds of the section."""
-        return self._ends - time.perf_counter()
+        return self._deadline - time.perf_counter()
 
     def skip(self, row: str) -> None:
         """Record a row that is not measured, and report it."""
         self.skipped.append(row)
         self.report(f"skipped: {row}")
 
-    def measure(self, section: str, case: object, name: str, work: Work) -> Row | None:
-        """Add a row with the result of `work` or with its error, and return the row.
+    def measure(self, section: str, case: object, name: str, measure_row: MeasureRow) -> Row | None:
+        """Add a row with the result of `measure_row` or with its error, and return the row.
 
         The result is None, and the row is skipped, if the section has less time than the
         contender's fastest row took, or if the device has too little memory. It is also None if
-        the row belongs to the share of another process.
+        the row belongs to the shard of a different process.
 
         Raises:
             DeviceLost: The device refuses further work.
         """
-        place, (index, count) = f"{section}, {case}, {name}", self._share
-        if next(self._rows_requested) % count != index:
+        label, (index, count) = f"{section}, {case}, {name}", self._shard
+        if next(self._row_indices) % count != index:
             return None
-        if self.seconds_left() <= self._took.get((section, name), 0.0):
-            self.skip(f"{place}: no time left")
+        if self.seconds_left() <= self._fastest.get((section, name), 0.0):
+            self.skip(f"{label}: no time left")
             return None
         row: Row = {"section": section, "case": str(case), "name": name}
-        began, lost, is_out_of_memory = time.perf_counter(), None, False
+        start, device_error, is_out_of_memory = time.perf_counter(), None, False
         try:
-            row |= {key: value for key, value in work().items() if value is not None}
+            row |= {key: value for key, value in measure_row().items() if value is not None}
         except torch.OutOfMemoryError:
             is_out_of_memory = True
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             row["failed"] = f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
-            lost = error if self.stage.is_lost() else None
-        if is_out_of_memory or ("failed" in row and lost is None):
-            # Not in the handlers, because an exception refers to the tensors of its frames.
-            self.stage.clean()
+            device_error = error if self.stage.is_lost() else None
+        if is_out_of_memory or ("failed" in row and device_error is None):
+            # The handlers cannot free memory, because an exception refers to its frames' tensors.
+            self.stage.free_memory()
         if is_out_of_memory:
-            self.skip(f"{place}: out of memory")
+            self.skip(f"{label}: out of memory")
             return None
         if not row.get("error", 0.0) < TOLERANCE:
             # A wrong result has no speed.
             row.pop("us", None)
             row["failed"] = f"relative error {row['error']:.1e}, at most {TOLERANCE:g} is rounding"
-        took = time.perf_counter() - began
-        # A first row compiles, so the fastest row counts.
-        self._took[section, name] = min(took, self._took.get((section, name), took))
-        self.report(f"{place}: {took:.1f} s")
+        seconds = time.perf_counter() - start
+        # The first row of a contender compiles its kernels, so the fastest row counts.
+        self._fastest[section, name] = min(seconds, self._fastest.get((section, name), seconds))
+        self.report(f"{label}: {seconds:.1f} s")
         self.rows.append(row)
-        self._keep()
-        if lost is not None:
-            raise DeviceLost(f"lost the device: {place}: {lost}") from lost
+        self._save()
+        if device_error is not None:
+            raise DeviceLost(f"lost the device: {label}: {device_error}") from device_error
         return row
 
     def find(self, section: str, **fields: Any) -> list[Row]:
-        """Return the rows of a section with these fields that did not fail."""
+        """Return the rows of a section that have these fields and did not fail."""
         return find_rows(self.rows, section, **fields)
 
 
 def complete(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with `ceilings`, the bandwidth and rate of each row, and `goals`."""
+    """Return a copy with `ceilings`, `goals`, and the bandwidth and the rate of each row."""
     rows = [dict(row) for row in result["rows"]]
     for row in rows:
-        for field, rate, scale in (("moved", "gb_per_s", 1e3), ("flops", "tflops", 1e6)):
-            if row.get("us") and field in row:
-                row[rate] = row[field] / row["us"] / scale
+        for amount, rate, scale in (("moved", "gb_per_s", 1e3), ("flops", "tflops", 1e6)):
+            if row.get("us") and amount in row:
+                row[rate] = row[amount] / row["us"] / scale
     ceilings: dict[str, float | None] = {}
     for case, rate in (("copy", "gb_per_s"), ("read", "gb_per_s"), ("matmul", "tflops")):
-        reached = [row[rate] for row in find_rows(rows, "ceilings", case=case) if rate in row]
-        ceilings[f"{case}_{rate}"] = top = max(reached, default=None)
+        rates = [row[rate] for row in find_rows(rows, "ceilings", case=case) if rate in row]
+        ceilings[f"{case}_{rate}"] = ceiling = max(rates, default=None)
         for row in rows:
-            if row["section"] != "ceilings" and rate in row and top:
-                row[f"of_{case}"] = row[rate] / top
+            if row["section"] != "ceilings" and rate in row and ceiling:
+                row[f"of_{case}"] = row[rate] / ceiling
     result = {**result, "ceilings": ceilings, "rows": rows}
     return {**result, "goals": judge(result)}
 
 
 def summarize(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a summary that fits on one line."""
-    states: dict[str, list[str]] = {}
+    """Return a summary of a result that fits on one line of JSON."""
+    titles_by_state: dict[str, list[str]] = {}
     for goal in result["goals"]:
-        states.setdefault(goal["state"], []).append(goal["what"])
-    worst = {goal["what"]: goal["worst"] for goal in result["goals"]}
+        titles_by_state.setdefault(goal["state"], []).append(goal["what"])
+    worst_values = {goal["what"]: goal["worst"] for goal in result["goals"]}
     return {
         "gpu": result["hardware"].get("gpu"),
         "dry": result["settings"]["dry"],
         **{name: value and round(value, 1) for name, value in result["ceilings"].items()},
-        "goals": {what: value and round(value, 3) for what, value in worst.items()},
-        "missed": states.get(MISSED, []),
-        "not measured": states.get(UNKNOWN, []),
+        "goals": {title: value and round(value, 3) for title, value in worst_values.items()},
+        "missed": titles_by_state.get(MISSED, []),
+        "not measured": titles_by_state.get(UNKNOWN, []),
         "failed": sum("failed" in row for row in result["rows"]),
         "errors": [section["name"] for section in result["sections"] if section["error"]],
         "unfinished": [s["name"] for s in result["sections"] if s["seconds"] is None],

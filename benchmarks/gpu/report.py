@@ -8,16 +8,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hf_fp8kv.bench.reporting import build_table
-from hf_fp8kv.bench.reporting import format_number as number
+from hf_fp8kv.bench.reporting import build_table, format_number
 
 from .goals import Row
 
-# Maximum number of contenders next to each other.
+# Maximum number of contenders, which are the columns, of a table.
 MAX_COLUMNS = 7
-# Number of failures that are listed. A broken kernel fails in every case in the same way.
+# Maximum number of failures that are listed. A broken kernel fails in every case in the same way.
 MAX_FAILURES = 20
-# Section: the fields in a cell of its table.
+# The fields in a cell of each section's table.
 TABLES = {
     "write": ("us", "gb_per_s"),
     "decode": ("us", "of_read"),
@@ -40,26 +39,27 @@ LABELS = {
 
 
 def format_tables(result: dict[str, Any]) -> RenderableType:
-    """Return the tables of a result, the failures, the goals, and a line on the device."""
-    parts: list[RenderableType] = []
+    """Return the tables of a result, the failures, the goals, and a line about the device."""
+    tables: list[RenderableType] = []
     for name, fields in TABLES.items():
         title = f"{name}: {', '.join(LABELS.get(field, field) for field in fields)}"
-        parts += _pivot(title, fields, [row for row in result["rows"] if row["section"] == name])
-    if tried := [row for row in result["rows"] if "parameters" in row]:
-        parts.append(_experiments(tried))
-    top = result["ceilings"]
+        rows = [row for row in result["rows"] if row["section"] == name]
+        tables += _make_tables(title, fields, rows)
+    if experiment_rows := [row for row in result["rows"] if "parameters" in row]:
+        tables.append(_make_experiment_table(experiment_rows))
+    rates = {name: format_number(rate) for name, rate in result["ceilings"].items()}
     text = (
         f"{result['hardware'].get('gpu', result['settings']['device'])}: reads "
-        f"{number(top['read_gb_per_s'])} GB/s, copies {number(top['copy_gb_per_s'])} GB/s (read "
-        f"and written), bf16 matmul {number(top['matmul_tflops'])} TFLOP/s, all measured in this "
-        f"run, {result['date']}"
+        f"{rates['read_gb_per_s']} GB/s, copies {rates['copy_gb_per_s']} GB/s (read and written), "
+        f"bf16 matmul {rates['matmul_tflops']} TFLOP/s, all measured in this run, {result['date']}"
     )
     if result["settings"]["dry"]:
         text = "DRY RUN: tiny shapes, nothing here is a measurement. " + text
-    return Group(*parts, Text("\n".join(_failures(result))), *_goals(result), Text(text))
+    failures = Text("\n".join(_list_failures(result)))
+    return Group(*tables, failures, *_format_goals(result), Text(text))
 
 
-def _cell(row: Row | None, fields: tuple[str, ...]) -> str:
+def _format_cell(row: Row | None, fields: tuple[str, ...]) -> str:
     if row is None or "failed" in row:
         return "" if row is None else "failed"
     texts = []
@@ -72,50 +72,52 @@ def _cell(row: Row | None, fields: tuple[str, ...]) -> str:
         elif value is not None and field == "planned_tokens":
             texts.append(f"{value // 1000}k")
         else:
-            texts.append(number(value))
+            texts.append(format_number(value))
     return " ".join(texts)
 
 
-def _pivot(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
+def _make_tables(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
     """Return tables with a row for each case, and a column for each of `MAX_COLUMNS` contenders."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["case"], row["name"]): row for row in rows}
     tables = []
-    for first in range(0, len(names), MAX_COLUMNS):
-        group = names[first : first + MAX_COLUMNS]
+    for start in range(0, len(names), MAX_COLUMNS):
+        group = names[start : start + MAX_COLUMNS]
         body = [
-            [case, *(_cell(cells.get((case, name)), fields) for name in group)]
+            [case, *(_format_cell(cells.get((case, name)), fields) for name in group)]
             for case in dict.fromkeys(row["case"] for row in rows)
             if any((case, name) in cells for name in group)
         ]
-        heads = [name.replace(" ", "\n") for name in group]
-        tables.append(_table(f"{title} (more)" if first else title, ["", *heads], body))
+        headings = [name.replace(" ", "\n") for name in group]
+        tables.append(_make_table(f"{title} (more)" if start else title, ["", *headings], body))
     return tables
 
 
-def _experiments(rows: list[Row]) -> Table:
-    """Return the default and the best launch parameters for each case and format."""
+def _make_experiment_table(rows: list[Row]) -> Table:
+    """Return a table of the default and the best launch parameters of each case and format."""
     body = []
     for key in dict.fromkeys((row["case"], row["kind"]) for row in rows):
-        good = [row for row in rows if (row["case"], row["kind"]) == key and "failed" not in row]
-        if good:
-            default = next((row for row in good if not row["parameters"]), None)
-            best = min(good, key=lambda row: float(row["us"]))
-            times = (_cell(row, ("us", "of_read")) for row in (default, best))
-            body.append([*key, *times, best["name"].split(": ")[1], str(len(good))])
+        case_rows = [row for row in rows if (row["case"], row["kind"]) == key]
+        good_rows = [row for row in case_rows if "failed" not in row]
+        if good_rows:
+            default = next((row for row in good_rows if not row["parameters"]), None)
+            best = min(good_rows, key=lambda row: float(row["us"]))
+            times = (_format_cell(row, ("us", "of_read")) for row in (default, best))
+            body.append([*key, *times, best["name"].split(": ")[1], str(len(good_rows))])
     columns = ["", "stored as", "default", "best", "with", "attempts"]
-    return _table("launch parameters of decode: us, share of the read bandwidth", columns, body)
+    title = "launch parameters of decode: us, share of the read bandwidth"
+    return _make_table(title, columns, body)
 
 
-def _table(title: str, columns: list[str], body: list[list[str]]) -> Table:
-    sides = {name: "left" if place == 0 else "right" for place, name in enumerate(columns)}
+def _make_table(title: str, columns: list[str], body: list[list[str]]) -> Table:
+    alignments = {name: "left" if index == 0 else "right" for index, name in enumerate(columns)}
     return build_table(
-        sides, body, title=f"\n{title}", title_justify="left", pad_edge=False, box=SIMPLE_HEAD,
-        show_edge=False,
+        alignments, body, title=f"\n{title}", title_justify="left", pad_edge=False,
+        box=SIMPLE_HEAD, show_edge=False,
     )  # fmt: skip
 
 
-def _failures(result: dict[str, Any]) -> list[str]:
+def _list_failures(result: dict[str, Any]) -> list[str]:
     lines = [
         f"failed: {row['section']}, {row['case']}, {row['name']}: {row['failed']}"
         for row in result["rows"]
@@ -135,22 +137,22 @@ def _failures(result: dict[str, Any]) -> list[str]:
         # One line for each reason.
         reasons = Counter(text.rpartition(": ")[2] for text in section["skipped"])
         for reason, count in reasons.items():
-            first = next(text for text in section["skipped"] if text.endswith(reason))
+            first_text = next(text for text in section["skipped"] if text.endswith(reason))
             suffix = f" (and {count - 1} more in the JSON)" if count > 1 else ""
-            lines.append(f"not measured: {first}{suffix}")
+            lines.append(f"not measured: {first_text}{suffix}")
     return lines
 
 
-def _where(goal: dict[str, Any]) -> str:
-    share = goal.get("of_datasheet")  # results of older versions have none
-    return goal["where"] + (f" ({100 * share:.0f}% of the datasheet's)" if share else "")
+def _format_place(goal: dict[str, Any]) -> str:
+    fraction = goal.get("of_datasheet")  # results of older versions have none
+    return goal["where"] + (f" ({100 * fraction:.0f}% of the datasheet's)" if fraction else "")
 
 
-def _goals(result: dict[str, Any]) -> tuple[Table, Text]:
+def _format_goals(result: dict[str, Any]) -> tuple[Table, Text]:
     body = [
         [
-            goal["what"], f"{goal['sign']} {goal['bound']:g}", number(goal["worst"]),
-            _where(goal), number(goal["best"]), str(goal["cases"]), goal["state"],
+            goal["what"], f"{goal['sign']} {goal['bound']:g}", format_number(goal["worst"]),
+            _format_place(goal), format_number(goal["best"]), str(goal["cases"]), goal["state"],
         ]
         for goal in result["goals"]
     ]  # fmt: skip
@@ -160,4 +162,4 @@ def _goals(result: dict[str, Any]) -> tuple[Table, Text]:
         if goal["why"]:
             reasons.setdefault(f"{goal['state']}, {goal['why']}", []).append(goal["what"])
     lines = [f"{reason}: {', '.join(names)}" for reason, names in reasons.items()]
-    return _table("goals: the worst case counts", columns, body), Text("\n".join(lines))
+    return _make_table("goals: the worst case counts", columns, body), Text("\n".join(lines))

@@ -1,7 +1,7 @@
-"""Measure transformers' continuous batching, with its own pages and with FP8 pages.
+"""Measure transformers' continuous batching, with stock 16-bit pages and with FP8 pages.
 
 All requests start together, with prompts of different lengths and answers of the same length. Each
-engine has pages for all requests, so that no request waits and the memory can be compared.
+engine has enough pages for all requests, so no request waits and peak memory is comparable.
 """
 
 import functools
@@ -23,34 +23,37 @@ from hf_fp8kv.serving.probe import layer_windows
 
 from .end_to_end import make_model
 from .record import Record
-from .shapes import Served, Sizes
+from .shapes import RunSizes, ServingLoad
 
 # Free memory for the planner, in GiB.
 PLANNED_GIB = 40
-# K and V of a random model are about 1, so the scale hardly matters.
+# K and V of a random model have magnitudes of about 1, so the exact scale hardly matters.
 SCALE = 0.02
-# Maximum delay of an engine after the end of the section, in seconds.
+# Seconds that an engine may run past the end of the section.
 MAX_DELAY = 10
+# Seconds that an engine gets to stop.
+STOP_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class _Engine:
-    """An engine and its configuration."""
+    """An engine of transformers and its options."""
 
     name: str
-    fp8: dict[str, Any] | None = None  # for `serving.enable`, None for transformers' own pages
-    attention: str = "sdpa"  # of transformers' own pages
-    settings: dict[str, Any] = field(default_factory=dict)  # of a ContinuousBatchingConfig
+    fp8_options: dict[str, Any] | None = None  # for `serving.enable`, None for stock pages
+    attention: str = "sdpa"  # attention implementation of stock pages
+    batching_options: dict[str, Any] = field(default_factory=dict)  # ContinuousBatchingConfig
 
 
-def _engines(record: Record, config: Any, backend: str) -> Iterator[_Engine]:
-    # transformers' engine may switch to flash-attn with graphs, which has a separate row.
-    older = "auto_switch_to_flash" not in inspect.signature(ContinuousBatchingConfig).parameters
-    stay = {} if older else {"auto_switch_to_flash": False}
+def _list_engines(record: Record, config: Any, backend: str) -> Iterator[_Engine]:
+    # transformers may switch to FlashAttention, which has a separate row, when it captures graphs.
+    parameters = inspect.signature(ContinuousBatchingConfig).parameters
+    can_switch = "auto_switch_to_flash" in parameters
+    no_switch = {"auto_switch_to_flash": False} if can_switch else {}
     dynamic: dict[str, Any] = {"backend": backend}
     static = dynamic | {"scales": SCALE}
     yield _Engine("fp8 static", static)
-    yield _Engine("bf16 sdpa", None, "paged|sdpa" if older else "sdpa", stay)
+    yield _Engine("bf16 sdpa", None, "sdpa" if can_switch else "paged|sdpa", no_switch)
     yield _Engine("fp8 dynamic", dynamic)
     if is_flash_attn_2_available():
         yield _Engine("bf16 flash", None, "flash_attention_2")
@@ -58,58 +61,59 @@ def _engines(record: Record, config: Any, backend: str) -> Iterator[_Engine]:
         record.skip("bf16 flash: flash-attn is not installed")
     on_gpu = record.stage.device.type == "cuda"
     if on_gpu and backend == "triton" and not any(layer_windows(config)):
-        yield _Engine("fp8 static, graphs", static, settings={"use_cuda_graph": True})
-        yield _Engine("fp8 dynamic, graphs", dynamic, settings={"use_cuda_graph": True})
+        yield _Engine("fp8 static, graphs", static, batching_options={"use_cuda_graph": True})
+        yield _Engine("fp8 dynamic, graphs", dynamic, batching_options={"use_cuda_graph": True})
     else:
-        record.skip("graphs of steps over FP8 pages: they require a GPU")
+        record.skip("CUDA graphs over FP8 pages: they require a GPU, triton and full attention")
     if on_gpu:
-        yield _Engine("fp8 static, async", static, settings={"use_async_batching": True})
+        yield _Engine("fp8 static, async", static, batching_options={"use_async_batching": True})
 
 
-def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each number of requests and each engine."""
-    served = sizes.served
-    model = make_model(served, record.stage)
-    engines = list(_engines(record, model.config.get_text_config(), backend))
-    for requests in served.requests:
-        prompts = make_prompts(served, requests)
+def measure(record: Record, sizes: RunSizes, backend: str) -> None:
+    """Add a row for each engine with each number of requests."""
+    load = sizes.serving
+    model = make_model(load, record.stage)
+    engines = list(_list_engines(record, model.config.get_text_config(), backend))
+    for count in load.request_counts:
+        prompts = make_prompts(load, count)
         for engine in engines:
-            work = functools.partial(_work, record, model, engine, served, prompts)
-            record.measure("serving", f"{requests} requests", engine.name, work)
+            measure_row = functools.partial(_measure_engine, record, model, engine, load, prompts)
+            record.measure("serving", f"{count} requests", engine.name, measure_row)
 
 
-def make_prompts(served: Served, requests: int) -> list[list[int]]:
-    """Return random prompts, with evenly spread lengths in random order."""
-    chance = torch.Generator().manual_seed(0)
-    low, high = served.prompts
-    lengths = torch.linspace(low, high, requests).int()[torch.randperm(requests, generator=chance)]
+def make_prompts(load: ServingLoad, count: int) -> list[list[int]]:
+    """Return `count` random prompts, with evenly spaced lengths in random order."""
+    generator = torch.Generator().manual_seed(0)
+    shortest, longest = load.prompt_lengths
+    order = torch.randperm(count, generator=generator)
+    lengths = torch.linspace(shortest, longest, count).int()[order]
     return [
-        torch.randint(1, served.vocabulary, (int(n),), generator=chance).tolist() for n in lengths
+        torch.randint(1, load.vocabulary, (int(n),), generator=generator).tolist() for n in lengths
     ]
 
 
-def _work(
-    record: Record, model: Any, engine: _Engine, served: Served, prompts: list[list[int]]
+def _measure_engine(
+    record: Record, model: Any, engine: _Engine, load: ServingLoad, prompts: list[list[int]]
 ) -> dict[str, Any]:
     stage = record.stage
     model.set_attn_implementation(engine.attention)
-    if engine.fp8 is not None:
-        serving.enable(model, **engine.fp8)
-    pages = sum(-(-(len(prompt) + served.new) // served.page_size) + 1 for prompt in prompts)
+    if engine.fp8_options is not None:
+        serving.enable(model, **engine.fp8_options)
+    num_pages = sum(-(-(len(prompt) + load.new_tokens) // load.page_size) + 1 for prompt in prompts)
     config = ContinuousBatchingConfig(
-        page_size=served.page_size, num_blocks=pages, max_batch_tokens=served.batch_tokens,
+        page_size=load.page_size, num_blocks=num_pages, max_batch_tokens=load.max_batch_tokens,
         max_requests_per_batch=len(prompts), allow_block_sharing=False, max_memory_percent=PERCENT,
-        **engine.settings,
+        **engine.batching_options,
     )  # fmt: skip
     if config.use_cuda_graph:
-        longest = served.prompts[1] + served.new
-        config.max_blocks_per_request = -(-longest // served.page_size) + 1
+        longest = load.prompt_lengths[1] + load.new_tokens
+        config.max_blocks_per_request = -(-longest // load.page_size) + 1
     try:
         stage.reset_peak()
-        seconds = _run(record, model, config, served, prompts)
+        seconds = _run(record, model, config, load, prompts)
         return {
-            "tokens_per_s": len(prompts) * served.new / seconds, "seconds": seconds,
-            "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * served.new,
+            "tokens_per_s": len(prompts) * load.new_tokens / seconds, "seconds": seconds,
+            "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * load.new_tokens,
             "batch": len(prompts), "peak_bytes": stage.peak_bytes(),
             "planned_tokens": _plan_tokens(model, engine),
         }  # fmt: skip
@@ -117,53 +121,57 @@ def _work(
         serving.disable(model)
         model.set_attn_implementation("sdpa")
         if stage.is_gpu:
-            stage.clean()
+            stage.free_memory()
 
 
 def _run(
-    record: Record, model: Any, config: Any, served: Served, prompts: list[list[int]]
+    record: Record, model: Any, config: Any, load: ServingLoad, prompts: list[list[int]]
 ) -> float:
     """Return the seconds from the first request to the last answer."""
-    generation = GenerationConfig(
-        max_new_tokens=served.new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    generation_config = GenerationConfig(
+        max_new_tokens=load.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=config, timeout=10
+        generation_config=generation_config, continuous_batching_config=config, timeout=STOP_SECONDS
     ) as manager:
-        # The same number of short requests compiles the kernels.
-        first = [prompt[: served.prompts[0]] for prompt in prompts]
-        _wait_for_answers(record, manager, first, served.warm)
-        began = time.perf_counter()
-        _wait_for_answers(record, manager, prompts, served.new)
-        record.stage.wait()
-        return time.perf_counter() - began
+        # Short requests, of the same number as the timed requests, compile the kernels.
+        warmup_prompts = [prompt[: load.prompt_lengths[0]] for prompt in prompts]
+        _wait_for_answers(record, manager, warmup_prompts, load.warmup_tokens)
+        start = time.perf_counter()
+        _wait_for_answers(record, manager, prompts, load.new_tokens)
+        record.stage.synchronize()
+        return time.perf_counter() - start
 
 
-def _wait_for_answers(record: Record, manager: Any, prompts: list[list[int]], new: int) -> None:
-    """Wait for all answers. Raise RuntimeError if a request fails or the time is up."""
-    manager.add_requests(prompts, max_new_tokens=new)
-    missing = len(prompts)
-    while missing:
-        out = manager.get_result(timeout=1)
-        if out is None:
-            late = record.seconds_left() < -MAX_DELAY
-            if late or not manager.is_running():
-                manager.stop(block=True, timeout=10, hard_stop=True)
-                raise RuntimeError("no time left" if late else "the engine stopped")
+def _wait_for_answers(
+    record: Record, manager: Any, prompts: list[list[int]], new_tokens: int
+) -> None:
+    """Wait for all answers. Raise RuntimeError if a request or the engine fails or is too late."""
+    manager.add_requests(prompts, max_new_tokens=new_tokens)
+    num_pending = len(prompts)
+    while num_pending:
+        result = manager.get_result(timeout=1)
+        if result is None:
+            timed_out = record.seconds_left() < -MAX_DELAY
+            if timed_out or not manager.is_running():
+                manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+                raise RuntimeError("time limit exceeded" if timed_out else "the engine stopped")
             continue
-        if out.error is not None:
-            raise RuntimeError(out.error)
-        if out.is_finished():
-            missing -= 1
-            if len(out.generated_tokens) != new:
-                raise RuntimeError(f"expected {new} tokens, got {len(out.generated_tokens)}")
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        if result.is_finished():
+            num_pending -= 1
+            if len(result.generated_tokens) != new_tokens:
+                raise RuntimeError(
+                    f"expected {new_tokens} tokens, got {len(result.generated_tokens)}"
+                )
 
 
 def _plan_tokens(model: Any, engine: _Engine) -> int:
-    """Return the capacity in tokens that the engine's planner finds."""
+    """Return the number of tokens that the engine's planner fits into `PLANNED_GIB` GiB."""
     config = deepcopy(model.config.get_text_config())
-    if engine.fp8 is not None:
-        settings = ServingConfig.parse(**engine.fp8 | {"backend": "torch"})
-        return planned_tokens(config, PLANNED_GIB * GIB, settings)
+    if engine.fp8_options is not None:
+        serving_config = ServingConfig.parse(**engine.fp8_options | {"backend": "torch"})
+        return planned_tokens(config, PLANNED_GIB * GIB, serving_config)
     attention = engine.attention.removeprefix("paged|")
     return planned_tokens(config, PLANNED_GIB * GIB, None, attention=attention)

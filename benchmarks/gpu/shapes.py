@@ -14,123 +14,123 @@ class Heads:
     query: int
     kv: int
     dim: int
-    positions: int = 0  # 16-bit values of the RoPE part next to a latent (MLA), 0 without latents
+    rope_dim: int = 0  # size of the 16-bit RoPE part next to a latent (MLA), 0 without latents
 
     @property
     def query_dim(self) -> int:
         """Size of a query."""
-        return self.dim + self.positions
+        return self.dim + self.rope_dim
 
-    def bytes_per_token(self, kind: "Kind") -> float:
-        """Return the bytes that are read for a stored token, with its scales."""
-        if not self.positions:
-            return 2 * self.kv * self.dim * kind.bytes_per_value(self.dim)
-        # The scales of a token are one word, although the RoPE part needs none.
-        word = 0 if kind.static or kind.format == AUTO else 4
-        return self.dim * (2 if kind.format == AUTO else 1) + word + 2 * self.positions
+    def bytes_per_token(self, fmt: "PageFormat") -> float:
+        """Return the number of bytes that are read for a stored token, including its scales."""
+        if not self.rope_dim:
+            return 2 * self.kv * self.dim * fmt.bytes_per_value(self.dim)
+        # The scales of a token take one 32-bit word, although the RoPE part has no scale.
+        scale_bytes = 0 if fmt.is_static or fmt.dtype == AUTO else 4
+        return self.dim * (2 if fmt.dtype == AUTO else 1) + scale_bytes + 2 * self.rope_dim
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A format of stored K and V."""
+class PageFormat:
+    """The format in which K and V are stored, with static or dynamic scales."""
 
     name: str
-    format: str  # a key of `formats.FORMATS`, or "auto"
-    static: bool = False  # whether the scales are constants
+    dtype: str  # a key of `formats.FORMATS`, or "auto"
+    is_static: bool = False  # whether the scales are constants
 
     @property
-    def is_rare(self) -> bool:
-        """Whether this kind is only measured in cases with all contenders."""
-        return self.static or self.format in _LIKE_E3M4
+    def full_cases_only(self) -> bool:
+        """Whether this format is only measured in the cases with all contenders."""
+        return self.is_static or self.dtype in _LIKE_E3M4
 
     def bytes_per_value(self, dim: int) -> float:
-        """Return the bytes that are read for a value of K or V, with its share of a scale."""
-        if self.format == AUTO:
+        """Return the bytes that are read for a value of K or V, including a part of its scale."""
+        if self.dtype == AUTO:
             return 2.0
-        return 1.0 if self.static else 1.0 + 2.0 / dim
+        return 1.0 if self.is_static else 1.0 + 2.0 / dim
 
 
-BF16 = Kind("bf16 pages", AUTO)
-# The same instructions decode these formats, with shifts by different numbers of bits.
+BF16 = PageFormat("bf16 pages", AUTO)
+# The instructions that decode E3M4 also decode these formats, with other shift counts.
 _LIKE_E3M4 = ("fp8_e2m5", "int8")
-# Whether scales are static. The other formats are measured with dynamic scales.
-_STATIC = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
-KINDS = (
+# Whether scales are static, for each measurement of a format. Other formats have dynamic scales.
+_SCALE_MODES = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
+PAGE_FORMATS = (
     *(
-        Kind(fmt.name.removeprefix("fp8_") + " static" * static, fmt.name, static)
-        for fmt in DISTINCT
-        for static in _STATIC.get(fmt.name, (False,))
+        PageFormat(codec.name.removeprefix("fp8_") + " static" * static, codec.name, static)
+        for codec in DISTINCT
+        for static in _SCALE_MODES.get(codec.name, (False,))
     ),
     BF16,
 )
-_NAMED = {kind.name: kind for kind in KINDS}
-E4M3, E3M4 = _NAMED["e4m3"], _NAMED["e3m4"]
+_BY_NAME = {fmt.name: fmt for fmt in PAGE_FORMATS}
+E4M3, E3M4 = _BY_NAME["e4m3"], _BY_NAME["e3m4"]
 
 
 @dataclass(frozen=True)
 class Case:
     """One attention call."""
 
-    lengths: tuple[int, ...]  # stored tokens of each sequence, including the new ones
+    lengths: tuple[int, ...]  # stored tokens of each sequence, including the new tokens
     heads: Heads = Heads(32, 8, 128)
-    tokens: int = 1  # new tokens of each sequence
+    new_tokens: int = 1  # new tokens of each sequence
     window: int = 0
     softcap: float = 0.0
-    label: str = ""  # name in rows, by default batch and length
+    label: str = ""  # name in rows, by default the batch size and the length
     padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence
-    scaling: float = 0.0  # factor of the logits, by default from the size of a query
+    scaling: float = 0.0  # factor of the logits, 0 for `query_dim**-0.5`
 
     def __str__(self) -> str:
         return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
 
     @property
     def is_ragged(self) -> bool:
-        """Whether lengths differ."""
+        """Whether the sequences have different lengths."""
         return len(set(self.lengths)) > 1
 
     @property
-    def read(self) -> int:
-        """Tokens that are read, over all sequences."""
+    def tokens_read(self) -> int:
+        """Number of tokens that are read, over all sequences."""
         if not self.window:
             return sum(self.lengths) - sum(self.padding)
-        firsts = (first_visible(n - self.tokens, self.window) for n in self.lengths)
-        return sum(n - max(first, 0) for n, first in zip(self.lengths, firsts, strict=True))
+        starts = (first_visible(n - self.new_tokens, self.window) for n in self.lengths)
+        return sum(n - max(start, 0) for n, start in zip(self.lengths, starts, strict=True))
 
     @property
     def flops(self) -> int:
-        """Operations of the two products, over visible tokens only."""
+        """Floating-point operations of the two matrix products, over visible tokens only."""
         if self.window:
-            visible = sum(self.tokens * min(n, self.window) for n in self.lengths)
+            pairs = sum(self.new_tokens * min(n, self.window) for n in self.lengths)
         else:
-            hidden = self.tokens * (self.tokens - 1) // 2
-            stored = sum(self.lengths) - sum(self.padding)
-            visible = self.tokens * stored - hidden * len(self.lengths)
-        return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * visible
+            hidden_pairs = self.new_tokens * (self.new_tokens - 1) // 2
+            stored_tokens = sum(self.lengths) - sum(self.padding)
+            pairs = self.new_tokens * stored_tokens - hidden_pairs * len(self.lengths)
+        return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * pairs
 
-    def bytes_read(self, kind: Kind) -> float:
-        """Return the bytes of K and V that are read."""
-        return self.read * self.heads.bytes_per_token(kind)
+    def bytes_read(self, fmt: PageFormat) -> float:
+        """Return the number of bytes of K and V that are read."""
+        return self.tokens_read * self.heads.bytes_per_token(fmt)
 
     def describe(self) -> dict[str, int]:
         """Return the fields of a row that describe the work of a call."""
-        return {"flops": self.flops, "batch": len(self.lengths), "read": self.read}
+        return {"flops": self.flops, "batch": len(self.lengths), "read": self.tokens_read}
 
     def pad_left(self) -> "Case":
         """Return the case with up to half of each sequence hidden, like prompts of one batch."""
         batch = len(self.lengths)
-        hidden = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
-        return replace(self, label=str(self), padding=tuple(hidden))
+        padding = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
+        return replace(self, label=str(self), padding=tuple(padding))
 
     def attention_spec(self) -> AttentionSpec:
         """Return the specification for `ops.attend`."""
         return AttentionSpec(
             self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
-            softcap=self.softcap, latent=self.heads.positions > 0,
+            softcap=self.softcap, latent=self.heads.rope_dim > 0,
         )  # fmt: skip
 
 
 def format_tokens(tokens: int) -> str:
-    """Return a short form of a number of tokens, such as "32k"."""
+    """Return a short string for a number of tokens, such as "32k"."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
@@ -145,42 +145,42 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Served(ModelShape):
-    """A model and its requests, for engines."""
+class ServingLoad(ModelShape):
+    """The model and the requests of the section "serving"."""
 
-    requests: tuple[int, ...]  # numbers of simultaneous requests, the most important first
-    prompts: tuple[int, int]  # tokens of the shortest and of the longest prompt
-    new: int  # tokens of each answer
-    warm: int  # tokens of each answer in the warm-up
+    request_counts: tuple[int, ...]  # simultaneous requests, the most important number first
+    prompt_lengths: tuple[int, int]  # tokens of the shortest and of the longest prompt
+    new_tokens: int  # tokens of each answer
+    warmup_tokens: int  # tokens of each answer in the warm-up
     page_size: int
-    batch_tokens: int  # maximum number of tokens of a step
+    max_batch_tokens: int  # maximum number of tokens of a step
 
 
 @dataclass(frozen=True)
-class Sizes(ModelShape):
-    """The sizes of a run and of its model. `TINY` runs everything within seconds, untimed."""
+class RunSizes(ModelShape):
+    """The cases of each section, and the model's shape. `TINY` runs in seconds, without timing."""
 
-    decode: tuple[Case, ...]
-    padded: tuple[str, ...]  # names of decode cases that are also measured with left padding
-    compared: int  # number of cases with all contenders
-    layer: tuple[Case, ...]  # steps of one layer
-    layer_kinds: tuple[Kind, ...]  # the first one is also called eagerly
-    others: tuple[Case, ...]  # other heads and attention, and several new tokens
-    writes: tuple[int, ...]  # batches of one new token for each sequence
-    prefill: int  # tokens of a prompt that is written
-    extend: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
-    latents: tuple[Case, ...]  # steps over latents
-    generate: tuple[tuple[int, int], ...]  # batch and context, the most important first
-    prompt: int  # tokens of a first call
-    offloaded: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
-    tokens: tuple[int, int]  # timed new tokens, eager and compiled
-    warm: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
-    served: Served
-    pages: int  # number of different random pages
-    seconds: dict[str, float]  # share of the time of each section
+    decode_cases: tuple[Case, ...]
+    padded_cases: tuple[str, ...]  # names of decode cases that are also measured with left padding
+    num_full_cases: int  # number of cases with all contenders
+    layer_cases: tuple[Case, ...]  # steps of one layer
+    layer_formats: tuple[PageFormat, ...]  # the first format is also called eagerly
+    other_cases: tuple[Case, ...]  # other heads and kinds of attention, and several new tokens
+    write_batches: tuple[int, ...]  # batch sizes, with one new token for each sequence
+    written_tokens: int  # tokens of a prompt that is written
+    extend_shapes: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
+    latent_cases: tuple[Case, ...]  # steps over latents
+    generate_shapes: tuple[tuple[int, int], ...]  # batch and context, the most important first
+    prompt_tokens: int  # tokens of the prompt of a first call
+    offloaded_shapes: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
+    timed_tokens: tuple[int, int]  # new tokens of an eager and of a compiled run
+    warmup_tokens: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
+    serving: ServingLoad
+    num_pages: int  # number of different random pages
+    weights: dict[str, float]  # relative time of each section
 
 
-# Cases that goals need come first, because time may run out.
+# The cases on which goals depend come first, because the time may run out.
 _DECODE = [
     Case((1024 * n,) * batch)
     for batch, n in (
@@ -189,44 +189,44 @@ _DECODE = [
     )
 ]  # fmt: skip
 _DECODE.insert(8, Case((4641, 45118, 1730, 1696), label="ragged"))
-# Heads of DeepSeek's models.
+# Numbers of query heads of DeepSeek's models (MLA).
 _LATENTS = [
-    Case((1024 * n,) * batch, Heads(count, 1, 512, 64), label=f"{count} heads, {batch} x {n}k")
+    Case((1024 * n,) * batch, Heads(heads, 1, 512, 64), label=f"{heads} heads, {batch} x {n}k")
     for batch, n in ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
-    for count in (16, 128)
+    for heads in (16, 128)
 ]
 _LONG = (32768,) * 4
-FULL = Sizes(
-    decode=tuple(_DECODE),
-    padded=("16 x 32k", "98 x 4k", "1 x 32k"),
-    compared=4,
-    layer=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
-    layer_kinds=(E3M4, E4M3, BF16),
-    latents=tuple(_LATENTS),
-    others=(
+FULL = RunSizes(
+    decode_cases=tuple(_DECODE),
+    padded_cases=("16 x 32k", "98 x 4k", "1 x 32k"),
+    num_full_cases=4,
+    layer_cases=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
+    layer_formats=(E3M4, E4M3, BF16),
+    latent_cases=tuple(_LATENTS),
+    other_cases=(
         Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
-        # More than 16 query rows: query heads of a KV head times tokens.
-        Case(_LONG, tokens=8, label="4 x 32k, T 8 (32 rows)"),
-        Case(_LONG, Heads(64, 8, 128), tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
-        Case(_LONG, tokens=16, label="4 x 32k, T 16 (64 rows)"),
+        # More than 16 query rows, which are the query heads of a KV head times the new tokens.
+        Case(_LONG, new_tokens=8, label="4 x 32k, T 8 (32 rows)"),
+        Case(_LONG, Heads(64, 8, 128), new_tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
+        Case(_LONG, new_tokens=16, label="4 x 32k, T 16 (64 rows)"),
         # Other projects have published results for these shapes.
         Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
         Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
-        Case(_LONG, tokens=4, label="4 x 32k, T 4 (16 rows)"),
+        Case(_LONG, new_tokens=4, label="4 x 32k, T 4 (16 rows)"),
         Case(_LONG, Heads(64, 8, 128), label="4 x 32k, G 8"),
         Case(_LONG, Heads(32, 8, 64), label="4 x 32k, D 64"),
         Case(_LONG, Heads(16, 8, 256), label="4 x 32k, D 256"),
         Case(_LONG, window=4096, label="4 x 32k, window 4k"),
         Case(_LONG, softcap=50.0, label="4 x 32k, softcap"),
     ),
-    writes=(1, 4, 16, 64), prefill=8192,
-    extend=tuple((stored, new) for stored in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
+    write_batches=(1, 4, 16, 64), written_tokens=8192,
+    extend_shapes=tuple((past, new) for past in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
     layers=32, hidden=4096, vocabulary=128256, heads=Heads(32, 8, 128),
-    generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), tokens=(12, 32), warm=(3, 8),
-    prompt=8192, offloaded=((1, 32768), (1, 131072)),
-    served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
-    pages=64,
-    seconds={
+    generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
+    timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded_shapes=((1, 32768), (1, 131072)),
+    serving=ServingLoad(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256,
+                        8192), num_pages=64,
+    weights={
         "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 17,
         "end to end": 76, "offloaded": 6, "others": 3, "other kernels": 1, "serving": 5,
     },
@@ -235,40 +235,43 @@ FULL = Sizes(
 _SMALL = Heads(4, 2, 16)
 TINY = replace(
     FULL,
-    decode=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
-    padded=("2 x 70",), compared=1,
-    layer=(Case((70,) * 2, _SMALL),),
-    latents=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
-    others=(
+    decode_cases=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
+    padded_cases=("2 x 70",), num_full_cases=1,
+    layer_cases=(Case((70,) * 2, _SMALL),),
+    latent_cases=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
+    other_cases=(
         Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
-        Case((70, 65), _SMALL, tokens=4, label="2 x 70, T 4"),
+        Case((70, 65), _SMALL, new_tokens=4, label="2 x 70, T 4"),
         Case((70, 65), _SMALL, window=20, label="2 x 70, window"),
         Case((70,), _SMALL, softcap=5.0, label="1 x 70, softcap"),
     ),
-    writes=(1, 3), prefill=20, extend=((0, 20), (70, 20)),
+    write_batches=(1, 3), written_tokens=20, extend_shapes=((0, 20), (70, 20)),
     layers=2, hidden=32, vocabulary=64, heads=_SMALL,
-    generate=((2, 40),), prompt=20, offloaded=((2, 130),), tokens=(3, 3), warm=(2, 2),
-    served=Served(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
-    pages=4, seconds=dict.fromkeys(FULL.seconds, 120.0),
+    generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
+    timed_tokens=(3, 3), warmup_tokens=(2, 2), num_pages=4,
+    serving=ServingLoad(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
+    weights=dict.fromkeys(FULL.weights, 120.0),
 )  # fmt: skip
 
-# Number of stored tokens for compilation. More tokens use the same kernels.
-_SHORT = 1024
+# Maximum number of stored tokens for compilation. More tokens use the same kernels.
+_COMPILED_TOKENS = 1024
 
 
-def shorten(sizes: Sizes) -> Sizes:
-    """Return the sizes with shorter sequences, without cases that need no additional kernel."""
+def shorten_sizes(sizes: RunSizes) -> RunSizes:
+    """Return sizes with shorter sequences, and without cases that need no additional kernel."""
 
-    def short(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-        shortened = (
-            replace(case, lengths=tuple(min(n, _SHORT) for n in case.lengths), label="")
+    def shorten_cases(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+        short_cases = (
+            replace(case, lengths=tuple(min(n, _COMPILED_TOKENS) for n in case.lengths), label="")
             for case in cases
         )
-        return tuple(dict.fromkeys(shortened))
+        return tuple(dict.fromkeys(short_cases))
 
-    decode = short(sizes.decode)
+    decode_cases = shorten_cases(sizes.decode_cases)
+    shapes = dict.fromkeys((min(past, _COMPILED_TOKENS), new) for past, new in sizes.extend_shapes)
     return replace(
-        sizes, decode=decode, padded=(str(decode[0]),), compared=1, layer=short(sizes.layer),
-        latents=short(sizes.latents), others=short(sizes.others), writes=sizes.writes[:1],
-        extend=tuple(dict.fromkeys((min(stored, _SHORT), new) for stored, new in sizes.extend)),
+        sizes, decode_cases=decode_cases, padded_cases=(str(decode_cases[0]),), num_full_cases=1,
+        layer_cases=shorten_cases(sizes.layer_cases), write_batches=sizes.write_batches[:1],
+        latent_cases=shorten_cases(sizes.latent_cases), extend_shapes=tuple(shapes),
+        other_cases=shorten_cases(sizes.other_cases),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Run the sections of the GPU benchmark, each with a share of the time."""
+"""Run the sections of the GPU benchmark, each within a part of the time limit."""
 
 import json
 import multiprocessing
@@ -24,11 +24,11 @@ from . import (
 )
 from .goals import Row
 from .record import DeviceLost, Record, complete
-from .shapes import FULL, TINY, Sizes, shorten
+from .shapes import FULL, TINY, RunSizes, shorten_sizes
 from .stage import Stage
 
-Section = Callable[[Record, Sizes, str], None]
-# The most important sections come first, but latents precede compiled steps, which take long.
+Section = Callable[[Record, RunSizes, str], None]
+# The most important sections come first, but compiled steps, which take long, follow latents.
 SECTIONS: dict[str, Section] = {
     "ceilings": ceilings.measure,
     "decode": attention.measure_decode,
@@ -44,7 +44,7 @@ SECTIONS: dict[str, Section] = {
 }
 # Sections whose kernels are compiled before anything is measured.
 COMPILED_SECTIONS = ("decode", "layer", "write", "extend", "latent", "others")
-# Time limit of compilation in seconds.
+# Maximum time for compilation, in seconds.
 COMPILE_SECONDS = 60.0
 # Sections that are measured only on request.
 ON_REQUEST: dict[str, Section] = {"experiments": experiments.measure}
@@ -61,110 +61,112 @@ def run_suite(
     save: Path | None = None,
     progress: Callable[[str], None] = lambda _message: None,
 ) -> dict[str, Any]:
-    """Measure the sections, and return the result, ready for JSON.
+    """Measure the sections, and return a result that can be written as JSON.
 
     Args:
-        device: A CUDA or ROCm device. In a dry run any device.
+        device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
-        dry: Whether to run everything on tiny shapes, on any machine.
-        sections: Names from `SECTIONS` and `ON_REQUEST`, in this order.
-        seconds: Time limit of all sections. Rows that it excludes are noted as skipped.
+        dry: Whether to run all sections untimed on tiny shapes, on any machine.
+        sections: Names from `SECTIONS` and `ON_REQUEST`, in the order in which they run.
+        seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
         processes: Number of processes that compile kernels first.
-        save: File that is rewritten after each row.
-        progress: Called with messages.
+        save: JSON file that is rewritten after each row. None writes no file.
+        progress: Function that is called with progress messages.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
-        `rows` and `goals`. A section that did not end has None as `seconds`.
+        `rows` and `goals`. `seconds` is None for a section that did not finish.
     """
-    stage, known = Stage(device, dry=dry), {**SECTIONS, **ON_REQUEST}
+    stage, all_sections = Stage(device, dry=dry), {**SECTIONS, **ON_REQUEST}
     settings: dict[str, Any] = {
         "device": device, "backend": backend, "dry": dry, "seconds": seconds,
     }  # fmt: skip
-    parts: list[dict[str, Any]] = [
+    section_results: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
         for name in sections
     ]
     result: dict[str, Any] = {
-        **describe_run("gpu", **_describe_gpu(stage)), "settings": settings, "sections": parts,
+        **describe_run("gpu", **_describe_gpu(stage)), "settings": settings,
+        "sections": section_results,
     }  # fmt: skip
 
-    def keep() -> None:
+    def save_result() -> None:
         if save is not None:
             # The previous file stays complete until the new one replaces it.
-            new = save.with_name(f"{save.name}.new")
-            new.write_text(json.dumps(complete(result), indent=1) + "\n")
-            new.replace(save)
+            temporary_file = save.with_name(f"{save.name}.new")
+            temporary_file.write_text(json.dumps(complete(result), indent=1) + "\n")
+            temporary_file.replace(save)
 
-    record = Record(stage, progress, keep)
+    record = Record(stage, progress, save_result)
     result["rows"] = record.rows
-    sizes, ends = TINY if dry else FULL, time.perf_counter() + seconds
-    keep()
+    sizes, deadline = TINY if dry else FULL, time.perf_counter() + seconds
+    save_result()
     if processes:
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
-        settings["compiling"] = compiled = compile_kernels(device, backend, dry, processes, limit)
-        progress(f"compiled in {compiled['seconds']} s")
-        keep()
-    for index, part in enumerate(parts):
+        settings["compiling"] = counts = compile_kernels(device, backend, dry, processes, limit)
+        progress(f"compiled in {counts['seconds']} s")
+        save_result()
+    for index, section_result in enumerate(section_results):
         # Later sections get the time that a section does not need.
-        weights = [sizes.seconds.get(name, 100.0) for name in sections[index:]]
-        share = (ends - time.perf_counter()) * weights[0] / sum(weights)
-        progress(f"== {part['name']}: up to {max(share, 0):.0f} s")
-        part |= {"share": round(share, 1), "skipped": record.begin(share)}
-        began = time.perf_counter()
+        weights = [sizes.weights.get(name, 100.0) for name in sections[index:]]
+        time_limit = (deadline - time.perf_counter()) * weights[0] / sum(weights)
+        progress(f"== {section_result['name']}: up to {max(time_limit, 0):.0f} s")
+        section_result |= {"share": round(time_limit, 1), "skipped": record.begin(time_limit)}
+        start = time.perf_counter()
         try:
             with torch.no_grad():
-                known[part["name"]](record, sizes, backend)
-        except DeviceLost as lost:
-            part["error"] = str(lost)
-        except Exception as failure:
-            part["error"] = f"{type(failure).__name__}: {failure}"
-        part["seconds"] = round(time.perf_counter() - began, 1)
+                all_sections[section_result["name"]](record, sizes, backend)
+        except DeviceLost as error:
+            section_result["error"] = str(error)
+        except Exception as error:
+            section_result["error"] = f"{type(error).__name__}: {error}"
+        section_result["seconds"] = round(time.perf_counter() - start, 1)
         if stage.is_lost():
-            part["error"] = part["error"] or "lost the device"
-            progress("the device is lost, and the run ends")
-            keep()
+            section_result["error"] = section_result["error"] or "lost the device"
+            progress("lost the device, so the run ends")
+            save_result()
             break
-        stage.clean()
-        keep()
+        stage.free_memory()
+        save_result()
     return complete(result)
 
 
 def compile_kernels(
     device: str, backend: str, dry: bool, processes: int, seconds: float
 ) -> dict[str, float]:
-    """Fill Triton's cache on disk, and return the `seconds` and the number of `failed` processes.
+    """Fill Triton's cache on disk. Return `seconds`, `processes`, and how many `failed`.
 
-    Each process runs its share of the rows, and is ended after `seconds`.
+    Each process runs a part of the rows, and is killed after `seconds` seconds.
     """
-    began, context = time.perf_counter(), multiprocessing.get_context("spawn")
-    pool = [
+    start, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    workers = [
         context.Process(
-            target=compile_share, args=(device, backend, dry, index, processes), daemon=True
+            target=compile_shard, args=(device, backend, dry, index, processes), daemon=True
         )
         for index in range(processes)
     ]
-    for process in pool:
-        process.start()
-    for process in pool:
-        process.join(max(0.0, began + seconds - time.perf_counter()))
-        process.kill()
-    for process in pool:
-        process.join()
-    failed = sum(process.exitcode != 0 for process in pool)
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(max(0.0, start + seconds - time.perf_counter()))
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    num_failed = sum(worker.exitcode != 0 for worker in workers)
     return {
-        "seconds": round(time.perf_counter() - began, 1), "processes": processes, "failed": failed,
+        "seconds": round(time.perf_counter() - start, 1), "processes": processes,
+        "failed": num_failed,
     }  # fmt: skip
 
 
-def compile_share(device: str, backend: str, dry: bool, index: int, processes: int) -> list[Row]:
+def compile_shard(device: str, backend: str, dry: bool, index: int, processes: int) -> list[Row]:
     """Run every `processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
-    record = Record(Stage(device, dry=dry, compiling=True), share=(index, processes))
+    record = Record(Stage(device, dry=dry, compiling=True), shard=(index, processes))
     with torch.no_grad():
         for name in COMPILED_SECTIONS:
-            SECTIONS[name](record, shorten(TINY if dry else FULL), backend)
+            SECTIONS[name](record, shorten_sizes(TINY if dry else FULL), backend)
     return record.rows
 
 

@@ -1,7 +1,7 @@
 """Load vLLM's Triton attention from an installed vLLM or from one file of its source.
 
-The file is `vllm/v1/attention/ops/triton_unified_attention.py`, next to the helpers that it imports
-from its folder. Stand-ins replace its other imports from vLLM.
+The file is `vllm/v1/attention/ops/triton_unified_attention.py`. The helpers that it imports from
+its folder must be next to it. Stand-ins replace all other modules of vLLM that it imports.
 """
 
 import enum
@@ -16,13 +16,13 @@ from unittest import mock
 
 import torch
 
-# The environment variable with the path of the file.
+# Environment variable that contains the path of the file.
 VARIABLE = "HF_FP8KV_VLLM_ATTENTION"
 _OPS = "vllm.v1.attention.ops"
 VLLM_ATTENTION = f"{_OPS}.triton_unified_attention"
 
 
-# The formats of K and V, with the values of vLLM's enum.
+# Formats of K and V, with the values of vLLM's enum.
 _KVQuantMode = enum.IntEnum(
     "KVQuantMode",
     "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD "
@@ -31,26 +31,26 @@ _KVQuantMode = enum.IntEnum(
 )
 
 
-class _Off(ModuleType):
+class _FalsyModule(ModuleType):
     """A stand-in for settings and platforms. Its attributes are falsy, and calls return False."""
 
     def __bool__(self) -> bool:
         return False
 
-    def __call__(self, *_args: object, **_more: object) -> bool:
+    def __call__(self, *_args: object, **_kwargs: object) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Off(name)
+        return _FalsyModule(name)
 
 
 def load_vllm_attention(name: str) -> Any:
-    """Return the module with this name, from vLLM or from the file that the variable names.
+    """Return the module `name` of vLLM, or the file at the path in the environment variable.
 
     Raises:
-        FileNotFoundError: The variable names no file.
+        FileNotFoundError: The path in the environment variable is not a file.
         Exception: Anything that the import raises.
     """
     path = os.environ.get(VARIABLE)
@@ -59,19 +59,19 @@ def load_vllm_attention(name: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{VARIABLE}: expected triton_unified_attention.py, got {path}")
-    # The context restores all modules, so that no other import finds a stand-in.
-    with mock.patch.dict(sys.modules, _stand_ins(file.parent)):
+    # The context restores `sys.modules`, so no other import finds a stand-in.
+    with mock.patch.dict(sys.modules, _make_stand_ins(file.parent)):
         return importlib.import_module(f"{_OPS}.{file.stem}")
 
 
-def _stand_ins(folder: Path) -> dict[str, ModuleType]:
+def _make_stand_ins(folder: Path) -> dict[str, ModuleType]:
     import triton
     import triton.language
 
-    platform: Any = _Off("platform")
+    platform: Any = _FalsyModule("platform")
     platform.fp8_dtype = lambda: torch.float8_e4m3fn
-    facts: dict[str, dict[str, Any]] = {
-        "vllm": {"__path__": [], "envs": _Off("vllm.envs")},
+    attributes: dict[str, dict[str, Any]] = {
+        "vllm": {"__path__": [], "envs": _FalsyModule("vllm.envs")},
         "vllm.v1": {"__path__": []},
         "vllm.v1.attention": {"__path__": []},
         _OPS: {"__path__": [str(folder)]},
@@ -80,7 +80,7 @@ def _stand_ins(folder: Path) -> dict[str, ModuleType]:
         "vllm.triton_utils": {"triton": triton, "tl": triton.language},
         "vllm.v1.kv_cache_interface": {"KVQuantMode": _KVQuantMode},
     }
-    modules = {name: ModuleType(name) for name in facts}
-    for name, content in facts.items():
-        vars(modules[name]).update(content)
-    return {**modules, "vllm.envs": facts["vllm"]["envs"]}
+    modules = {name: ModuleType(name) for name in attributes}
+    for name, values in attributes.items():
+        vars(modules[name]).update(values)
+    return {**modules, "vllm.envs": attributes["vllm"]["envs"]}

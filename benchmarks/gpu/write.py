@@ -8,55 +8,55 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.ops import Pages, reference
 
-from .pools import pages_for
+from .pools import make_layer_pages
 from .record import Record
-from .shapes import KINDS, Case, Kind, Sizes
+from .shapes import PAGE_FORMATS, Case, PageFormat, RunSizes
 
-# Number of layers with separate pages that writes rotate over.
-LAYERS = 32
-STORED = 1000
+# Number of layers with separate pages. Timed writes alternate between them.
+NUM_LAYERS = 32
+STORED_TOKENS = 1000
 
 
-def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add rows for writes of K and V of one layer, with the strides of a model."""
-    layers = 2 if record.stage.dry or record.stage.compiling else LAYERS
-    new = sizes.prefill
+def measure(record: Record, sizes: RunSizes, backend: str) -> None:
+    """Add rows for writes of K and V of one layer, with the strides of a model's tensors."""
+    max_layers = 2 if record.stage.dry or record.stage.compiling else NUM_LAYERS
+    tokens = sizes.written_tokens
     cases = [
-        Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
-        for batch in sizes.writes
+        Case((STORED_TOKENS + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
+        for batch in sizes.write_batches
     ]
-    cases.insert(1, Case((new,), sizes.heads, tokens=new, label=f"1 x {new}"))
+    cases.insert(1, Case((tokens,), sizes.heads, tokens, label=f"1 x {tokens}"))
     for case in cases:
-        for kind in KINDS:
-            count = layers if case.tokens == 1 else min(layers, 4)
-            _measure_case(record, sizes, backend, case, kind, count)
+        for fmt in PAGE_FORMATS:
+            num_layers = max_layers if case.new_tokens == 1 else min(max_layers, 4)
+            _measure_case(record, sizes, backend, case, fmt, num_layers)
 
 
 def _measure_case(
-    record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, layers: int
+    record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat, layers: int
 ) -> None:
     stage, heads = record.stage, case.heads
-    new = len(case.lengths) * case.tokens * 2 * heads.kv * heads.dim
+    num_values = len(case.lengths) * case.new_tokens * 2 * heads.kv * heads.dim
 
-    def work() -> dict[str, Any]:
-        pools = pages_for(stage, kind, case, layers, sizes.pages)
+    def measure_row() -> dict[str, Any]:
+        pools = make_layer_pages(stage, fmt, case, layers, sizes.num_pages)
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-        shape = (len(case.lengths), case.tokens, heads.kv, heads.dim)
+        shape = (len(case.lengths), case.new_tokens, heads.kv, heads.dim)
         states = [stage.randn(*shape).transpose(1, 2) for _ in range(2 * layers)]
-        pairs = list(zip(states[::2], states[1::2], strict=True))
+        kv_pairs = list(zip(states[::2], states[1::2], strict=True))
         steps = [
             functools.partial(ops.write, pages, k, v, lengths, backend)
-            for pages, (k, v) in zip(pools, pairs, strict=True)
+            for pages, (k, v) in zip(pools, kv_pairs, strict=True)
         ]
-        _check(pools[-1], *pairs[-1], lengths, backend)
+        _check_bytes(pools[-1], *kv_pairs[-1], lengths, backend)
         # The values are read, and the codes and scales are written.
-        size = new * (2.0 + kind.bytes_per_value(heads.dim))
-        return {**stage.time(steps), "moved": size, "layers": layers}
+        num_bytes = num_values * (2.0 + fmt.bytes_per_value(heads.dim))
+        return {**stage.time_steps(steps), "moved": num_bytes, "layers": layers}
 
-    record.measure("write", case, kind.name, work)
+    record.measure("write", case, fmt.name, measure_row)
 
 
-def _check(
+def _check_bytes(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
 ) -> None:
     """Raise RuntimeError unless all stored bytes equal the reference's bytes."""

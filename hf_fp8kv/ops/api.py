@@ -1,8 +1,8 @@
 """The operations on stored pages, for direct calls and for torch's dispatcher.
 
-Dispatch takes longer than the rest of a decode step on the host. Operations only go through the
-dispatcher if something observes them: compilers, modes, transforms and profilers of torch, tensors
-without values, subclasses, and gradients.
+Dispatch takes longer than all other host work of a decode step. Operations only go through the
+dispatcher if something observes them: torch's compilers, modes, transforms and profilers, fake and
+meta tensors, tensor subclasses, or autograd.
 """
 
 import inspect
@@ -39,10 +39,10 @@ def write(
         limit: Maximum number of tokens in a sequence. None means the capacity of its pages.
 
     Raises:
-        OutOfPagesError: A token has no page or exceeds the limit. Nothing is stored. "triton" never
-            raises: it skips such tokens.
+        OutOfPagesError: A token has no page or exceeds the limit. In this case nothing is stored.
+            The "triton" backend never raises this error and skips such tokens.
     """
-    run = _write if is_unobserved(key) else _observed("write", backend)
+    run = _write if can_skip_dispatcher(key) else _dispatch("write", backend)
     run(key, value, lengths, limit, backend, pages)
 
 
@@ -72,7 +72,7 @@ def gather(
         The dense tensor, `[B, Hkv, stop - start, D]`, contiguous. Positions in freed pages have
         arbitrary values.
     """
-    run = _gather if is_unobserved(lengths) else _observed("gather", backend)
+    run = _gather if can_skip_dispatcher(lengths) else _dispatch("gather", backend)
     dense: Tensor = run(lengths, side, start, stop, dtype, ragged, backend, pages)
     return dense
 
@@ -95,7 +95,7 @@ def attend(
             position `lengths[b] - T + t`.
         pages: The stored keys and values.
         lengths: Number of stored tokens, including the query tokens, `[B]`, int32.
-        start: Position of the first column of `spec.mask` and `spec.bias`.
+        start: First position, which is the first column of `spec.mask` and `spec.bias`.
         stop: Last position plus one.
         spec: Scaling, causality, window, softcap, sinks, mask and bias.
         plan: Work plan that `make_plan` wrote for these lengths, number of query tokens, window and
@@ -106,7 +106,7 @@ def attend(
         The attention output, `[B, T, Hq, Dv]`, or `[B, T, Hq, Dk]` for latents, in the query's
         dtype. The output of a query without visible tokens is zero.
     """
-    run = _attend if is_unobserved(query) else _observed("attend", backend)
+    run = _attend if can_skip_dispatcher(query) else _dispatch("attend", backend)
     attended: Tensor = run(query, lengths, start, stop, plan, backend, spec, pages)
     return attended
 
@@ -118,8 +118,8 @@ def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
     """
     if backend == "triton" or not torch.compiler.is_compiling():
         return lengths + tokens
-    after: Tensor = _observed("advance", backend)(lengths, tokens, limit, backend)
-    return after
+    new_lengths: Tensor = _dispatch("advance", backend)(lengths, tokens, limit, backend)
+    return new_lengths
 
 
 def plan_rows(
@@ -138,8 +138,8 @@ def plan_rows(
         batch: Number of sequences.
         heads: Number of KV heads.
         length: Number of tokens to read per sequence, if it is the same for all. If splitting would
-            not pay, the plan then has no room for splits, and no kernel merges parts. None means
-            that lengths differ.
+            not be faster, the plan then has no room for splits, and no kernel merges parts. None
+            means that lengths differ.
         rows: Query heads per KV head times query tokens. With more rows a GPU runs fewer programs
             at once, and `attend` does not use a plan with too many parts.
     """
@@ -163,11 +163,11 @@ def make_plan(
         heads: Number of KV heads, as in `plan_rows`.
         backend: "triton", the only backend with plans.
     """
-    run = _plan if is_unobserved(lengths) else _observed("plan", backend)
+    run = _plan if can_skip_dispatcher(lengths) else _dispatch("plan", backend)
     run(plan, lengths, tokens, window, start, heads, backend)
 
 
-def is_unobserved(x: Tensor) -> bool:
+def can_skip_dispatcher(x: Tensor) -> bool:
     """Return whether an operation on `x` can call its backend without the dispatcher."""
     return not (
         torch.compiler.is_dynamo_compiling()
@@ -181,19 +181,19 @@ def is_unobserved(x: Tensor) -> bool:
     )
 
 
-# Maximum number of query tokens per launch in `_attend_apart`, which makes a plan for each launch.
-_MOST_APART = 256
+# Maximum number of query tokens per launch in `_attend_per_token`. Each launch makes a plan.
+_MAX_SEPARATE_TOKENS = 256
 
-# -- operations: the backend and the records are the last parameters ------------------------------
+# -- operations: the last parameters are the backend and the named tuples (spec, pages) ----------
 
-# Backend for tensors without values: sizes are checked, and results are empty.
+# Backend for fake and meta tensors. It checks sizes, and returns tensors without values.
 _FAKE = "fake"
 
 
 def _write(
     key: Tensor, value: Tensor, lengths: Tensor, limit: int | None, backend: str, pages: Pages
 ) -> None:
-    check_sizes(pages, lengths, new=(key, value))
+    check_sizes(pages, lengths, new_tokens=(key, value))
     if backend == _FAKE:
         return
     _check_limit(lengths, key.shape[2], limit)
@@ -212,8 +212,8 @@ def _gather(
     if backend == _FAKE:
         dim = (pages.k if side == "k" else pages.v).head_dim
         return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
-    stored = pages, lengths, side, start, stop, dtype, ragged
-    dense: Tensor = load_backend(backend).gather(*stored)
+    args = pages, lengths, side, start, stop, dtype, ragged
+    dense: Tensor = load_backend(backend).gather(*args)
     return dense
 
 
@@ -230,14 +230,14 @@ def _attend(
     if mask is not None and mask.is_floating_point():
         spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
     if spec.deterministic and backend != "cpu":
-        return _attend_apart(query, lengths, start, stop, backend, spec, pages)
+        return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
     device_args = (plan,) if backend == "triton" else ()
     run = load_backend(backend).attend
     attended: Tensor = run(query, pages, lengths, start, stop, spec, *device_args)
     return attended
 
 
-def _attend_apart(
+def _attend_per_token(
     query: Tensor, lengths: Tensor, start: int, stop: int, backend: str, spec: AttentionSpec,
     pages: Pages,
 ) -> Tensor:  # fmt: skip
@@ -249,34 +249,32 @@ def _attend_apart(
     """
     batch, heads, tokens, dim = query.shape
     rows = query.transpose(1, 2).reshape(-1, heads, 1, dim)
-    steps = torch.arange(1 - tokens, 1, dtype=lengths.dtype, device=lengths.device)
-    totals = (lengths[:, None] + steps).flatten()
+    offsets = torch.arange(1 - tokens, 1, dtype=lengths.dtype, device=lengths.device)
+    token_lengths = (lengths[:, None] + offsets).flatten()
 
-    def apart(x: Tensor | None, part: slice, end: int) -> Tensor | None:
+    def split_tokens(x: Tensor | None, part: slice, end: int) -> Tensor | None:
         if x is None:
             return None
-        each = x.expand(batch, -1, tokens, -1).transpose(1, 2).flatten(0, 1)
-        return each[part, :, None, : end - start]
+        token_rows = x.expand(batch, -1, tokens, -1).transpose(1, 2).flatten(0, 1)
+        return token_rows[part, :, None, : end - start]
 
-    results, ends = [], None if backend == "triton" else totals.tolist()
-    step = 1 if ends is not None else _MOST_APART
-    for first in range(0, len(rows), step):
-        part, end = slice(first, first + step), stop
+    results, ends = [], None if backend == "triton" else token_lengths.tolist()
+    per_launch = 1 if ends is not None else _MAX_SEPARATE_TOKENS
+    for token in range(0, len(rows), per_launch):
+        part, end = slice(token, token + per_launch), stop
         if ends is not None:
-            end = min(stop, max(start + 1, ends[first]))
-        sequences = torch.arange(first, min(first + step, len(rows)), device=lengths.device)
+            end = min(stop, max(start + 1, ends[token]))
+        sequences = torch.arange(token, min(token + per_launch, len(rows)), device=lengths.device)
         sequences //= tokens
         center, columns = pages.k.center, -(-end // pages.page_size)
         part_pages = pages._replace(
             k=pages.k._replace(center=None if center is None else center[sequences]),
             table=pages.table[sequences, :columns],
         )
-        each = spec._replace(
-            mask=apart(spec.mask, part, end), bias=apart(spec.bias, part, end), bounds=None
-        )
-        results.append(
-            load_backend(backend).attend(rows[part], part_pages, totals[part], start, end, each)
-        )
+        mask, bias = (split_tokens(x, part, end) for x in (spec.mask, spec.bias))
+        part_spec = spec._replace(mask=mask, bias=bias, bounds=None)
+        args = rows[part], part_pages, token_lengths[part], start, end, part_spec
+        results.append(load_backend(backend).attend(*args))
     return torch.cat(results).view(batch, tokens, heads, -1)
 
 
@@ -289,10 +287,10 @@ def _plan(
 
 
 def _advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
-    after = lengths + tokens
+    new_lengths = lengths + tokens
     if backend != _FAKE:
-        _check_limit(after, tokens, limit)
-    return after
+        _check_limit(new_lengths, tokens, limit)
+    return new_lengths
 
 
 def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
@@ -303,16 +301,16 @@ def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
 
 # -- registration --------------------------------------------------------------------------------
 
-# Dispatch of a `torch.library.custom_op` would take six times as long.
+# A `torch.library.custom_op` would take six times as long to dispatch.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
-_BY_HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+_HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 # The function of each operation, and its call through the dispatcher, by the dispatcher's name.
 RUN: dict[str, Callable[..., Any]] = {}
 _CALLS: dict[str, Callable[..., Any]] = {}
 
 
-def _observed(name: str, backend: str) -> Callable[..., Any]:
-    """Return a call of an operation through the dispatcher.
+def _dispatch(name: str, backend: str) -> Callable[..., Any]:
+    """Return a function that calls an operation through the dispatcher.
 
     All backends except "triton" read values on the host, which a CUDA graph cannot capture. torch
     requires a tag for such an operation, so it is registered twice.
@@ -321,55 +319,55 @@ def _observed(name: str, backend: str) -> Callable[..., Any]:
 
 
 def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> None:
-    *hints, (_, result) = typing.get_type_hints(function).items()
-    count = sum(not hasattr(kind, "_fields") for _, kind in hints)
-    kinds = dict(leaf for hint in hints for leaf in _leaves(*hint))
+    *hints, (_, result_type) = typing.get_type_hints(function).items()
+    count = sum(not hasattr(type_, "_fields") for _, type_ in hints)
+    types = dict(item for hint in hints for item in _flatten_hint(*hint))
 
     def run(*args: Any) -> Any:
-        return function(*args[:count], *_join(args[count:]))
+        return function(*args[:count], *_join_records(args[count:]))
 
     def fake(*args: Any) -> Any:
-        return function(*args[: count - 1], _FAKE, *_join(args[count:]))
+        return function(*args[: count - 1], _FAKE, *_join_records(args[count:]))
 
-    def call(*args: Any) -> Any:
+    def dispatch(*args: Any) -> Any:
         fields = [flatten(x) if isinstance(x, Pages) else x for x in args[count:]]
         return operation(*args[:count], *itertools.chain(*fields))
 
     parameters = [
-        inspect.Parameter(leaf, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
-        for leaf, kind in kinds.items()
+        inspect.Parameter(parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_)
+        for parameter, type_ in types.items()
     ]
-    writes = result is type(None)
-    signature = inspect.Signature(parameters, return_annotation=None if writes else result)
+    is_write = result_type is type(None)
+    signature = inspect.Signature(parameters, return_annotation=None if is_write else result_type)
     vars(run)["__signature__"] = signature
-    written = {"block", "plan"} & kinds.keys() if writes else ()
-    schema = torch.library.infer_schema(run, mutates_args=written)
+    mutated_names = {"block", "plan"} & types.keys() if is_write else ()
+    schema = torch.library.infer_schema(run, mutates_args=mutated_names)
     _LIBRARY.define(name + schema, tags=tags)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_fp8kv::{name}", fake, lib=_LIBRARY)
     operation = getattr(torch.ops.hf_fp8kv, name).default
-    RUN[name], _CALLS[name] = run, call
+    RUN[name], _CALLS[name] = run, dispatch
 
 
-def _join(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Rebuild the records at the end of the arguments: none, pages, or a spec and pages."""
-    count = len(leaves) - len(PAGE_FIELDS)
-    spec = [AttentionSpec(*leaves[:count])] if count > 0 else []
-    return (*spec, unflatten(leaves[count:])) if leaves else ()
+def _join_records(fields: Sequence[Any]) -> tuple[Any, ...]:
+    """Rebuild the named tuples at the end of the arguments: none, pages, or a spec and pages."""
+    count = len(fields) - len(PAGE_FIELDS)
+    spec = [AttentionSpec(*fields[:count])] if count > 0 else []
+    return (*spec, unflatten(fields[count:])) if fields else ()
 
 
-def _leaves(name: str, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and type of each argument of a schema, such as `k_format` for `format` of `k`."""
-    if not hasattr(kind, "_fields"):
-        yield prefix + name, kind
+def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the name and the type of each schema argument, such as `k_format` for `k.format`."""
+    if not hasattr(type_, "_fields"):
+        yield prefix + name, type_
         return
-    hints = typing.get_type_hints(kind)
-    inner = "" if kind in (Pages, AttentionSpec) else f"{prefix}{name}_"
-    for field in kind._fields:
-        yield from _leaves(field, hints[field], inner)
+    hints = typing.get_type_hints(type_)
+    inner_prefix = "" if type_ in (Pages, AttentionSpec) else f"{prefix}{name}_"
+    for field in type_._fields:
+        yield from _flatten_hint(field, hints[field], inner_prefix)
 
 
 for _function in (_write, _gather, _attend, _plan, _advance):
     _name = _function.__name__[1:]
     _register(_name, _function, ())
-    _register(f"{_name}_by_host", _function, _BY_HOST)
+    _register(f"{_name}_by_host", _function, _HOST_TAGS)

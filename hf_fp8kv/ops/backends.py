@@ -21,13 +21,13 @@ BACKENDS = (*CHOICES[1:], "reference")
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return None for each backend that runs here, or the reason why it does not run."""
-    return {name: _why_not(name) for name in CHOICES if name != AUTO}
+    """Return, for each backend, None if it runs here, or the reason why it does not run."""
+    return {name: _find_obstacle(name) for name in CHOICES if name != AUTO}
 
 
-def _why_not(name: str) -> str | None:
+def _find_obstacle(name: str) -> str | None:
     if name == "triton":
-        return _why_not_triton()
+        return _find_triton_obstacle()
     if name == "cpu" and not _installed.get(name):
         from .cpu.build import REPAIR, find_library
 
@@ -46,10 +46,10 @@ def _is_installed(package: str) -> bool:
     return _installed[package]
 
 
-def _why_not_triton() -> str | None:
+def _find_triton_obstacle() -> str | None:
     if not _is_installed("triton"):
         return "triton is not installed: pip install triton"
-    # Triton's interpreter runs kernels on a CPU, only for tests. Other backends are far faster.
+    # Triton's interpreter runs kernels on a CPU, for tests only. Other backends are far faster.
     if torch.cuda.is_available() or is_interpreted():
         return None
     return "torch finds no CUDA or ROCm device"
@@ -68,17 +68,17 @@ def choose_backend(name: str, device: torch.device) -> str:
         return name
     if name not in CHOICES:
         raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
-    best = name if name != AUTO else "cpu" if device.type == "cpu" else "triton"
-    why = _why_not(best) or _why_not_on(best, device)
-    if why is None:
-        return best
+    backend = name if name != AUTO else "cpu" if device.type == "cpu" else "triton"
+    reason = _find_obstacle(backend) or _find_device_obstacle(backend, device)
+    if reason is None:
+        return backend
     if name != AUTO:
-        raise BackendError(f"backend {name!r} cannot run here: {why}. Use backend='auto'")
-    warn_once(logger, f"backend 'torch', which is slower, is used instead of {best!r}: {why}")
+        raise BackendError(f"backend {name!r} cannot run here: {reason}. Use backend='auto'")
+    warn_once(logger, f"backend 'torch', which is slower, is used instead of {backend!r}: {reason}")
     return "torch"
 
 
-def _why_not_on(name: str, device: torch.device) -> str | None:
+def _find_device_obstacle(name: str, device: torch.device) -> str | None:
     if name == "cpu" and device.type != "cpu":
         return f"it expected pages on the CPU, got {device.type}"
     if name != "triton" or (device.type == "cpu" and is_interpreted()):

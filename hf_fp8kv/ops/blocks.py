@@ -1,8 +1,8 @@
 """Pages in blocks of memory. A page is identified by its distance from the first block.
 
 A block is `[n, bytes]`, uint8: consecutive pages in the layout of `page_layout`. A block never
-moves or grows. Kernels add an offset to the first block's address. Other code indexes rows of
-blocks.
+moves or grows. Kernels add a page's offset to the first block's address. Other code indexes the
+rows of blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
     """
     first = blocks[0]
     if len(blocks) == 1:
-        # These offsets contain no addresses, so they also hold if compiled code copies the block.
+        # These offsets contain no addresses, so they stay valid if compiled code copies the block.
         size = first.stride(0)
         return torch.arange(0, size * len(first), size, dtype=torch.int64, device=first.device)
-    distances = [
+    block_offsets = [
         block.data_ptr() - first.data_ptr() + block.stride(0) * np.arange(len(block))
         for block in blocks
     ]
-    offsets = upload(np.concatenate(distances).astype(np.int64), first.device)
+    offsets = upload(np.concatenate(block_offsets).astype(np.int64), first.device)
     vars(offsets)["blocks"] = tuple(blocks)
     return offsets
 
@@ -42,7 +42,7 @@ def upload(numbers: Ints, device: torch.device) -> Tensor:
 
     On the CPU the result shares memory with `numbers`, which must not change afterwards.
     """
-    # The tensor can then be written in inference mode and outside it.
+    # The tensor can then be written both in inference mode and outside it.
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.from_numpy(numbers)
         if device.type != "cuda" or not tensor.numel():
@@ -64,8 +64,8 @@ def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
         (block,) = blocks
         return block.index_select(0, _as_index(numbers, block.device))
     rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
-    for block, indices, local in _locate(blocks, numbers):
-        rows[indices] = block[local]
+    for block, indices, block_rows in _locate(blocks, numbers):
+        rows[indices] = block[block_rows]
     return rows
 
 
@@ -78,8 +78,8 @@ def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) ->
         (block,) = blocks
         block.index_copy_(0, _as_index(numbers, block.device), rows)
         return
-    for block, indices, local in _locate(blocks, numbers):
-        block[local] = rows[indices]
+    for block, indices, block_rows in _locate(blocks, numbers):
+        block[block_rows] = rows[indices]
 
 
 def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
@@ -87,46 +87,46 @@ def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
 
 
 def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the blocks that hold the pages, and indices of pages in `numbers` and in the block."""
+    """Yield each block with pages, and the indices of its pages in `numbers` and in the block."""
     ends = np.cumsum([len(block) for block in blocks])
     block_index = np.searchsorted(ends, numbers, side="right")
     for i in np.unique(block_index):
         indices = np.flatnonzero(block_index == i)
-        local = numbers[indices] - (ends[i] - len(blocks[i]))
+        block_rows = numbers[indices] - (ends[i] - len(blocks[i]))
         device = blocks[i].device
-        yield blocks[i], upload(indices, device), upload(local.astype(np.int64), device)
+        yield blocks[i], upload(indices, device), upload(block_rows.astype(np.int64), device)
 
 
 # -- pages of a table ----------------------------------------------------------------------------
 
 
-def read_rows(pages: Pages, first: int, last: int) -> Tensor:
-    """Return copies of the logical pages `first` to `last - 1` of each sequence, `[B * n, bytes]`.
+def read_rows(pages: Pages, start: int, stop: int) -> Tensor:
+    """Return copies of the logical pages `start` to `stop - 1` of each sequence, `[B * n, bytes]`.
 
     A missing page is read as page 0. With several blocks, this synchronizes with the device.
     """
-    number = pages.table[:, first:last].clamp(min=0).flatten()
+    number = pages.table[:, start:stop].clamp(min=0).flatten()
     blocks = blocks_of(pages)
     if len(blocks) == 1:
         return blocks[0].index_select(0, number)
     return take_pages(blocks, number.cpu().numpy())
 
 
-def split_places(
+def group_by_block(
     pages: Pages, number: Tensor, exists: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
-    """Yield the blocks that hold the pages, and the pages' indices in the block and in `[B, T]`.
+    """Yield each block with pages, and the pages' indices in the block and in `[B, T]`.
 
     Args:
         pages: The pages.
         number: Page numbers, `[B, T]`.
-        exists: Which of them exist, `[B, T]`, bool. The other numbers are ignored.
+        exists: Which pages exist, `[B, T]`, bool. The numbers of missing pages are ignored.
 
     This synchronizes with the device.
     """
-    chosen = exists.nonzero(as_tuple=True)
-    for block, indices, local in _locate(blocks_of(pages), number[chosen].cpu().numpy()):
-        yield block, local, tuple(axis[indices] for axis in chosen)
+    token_index = exists.nonzero(as_tuple=True)
+    for block, indices, block_rows in _locate(blocks_of(pages), number[token_index].cpu().numpy()):
+        yield block, block_rows, tuple(axis[indices] for axis in token_index)
 
 
 def blocks_of(pages: Pages) -> tuple[Tensor, ...]:
@@ -140,16 +140,16 @@ def pack_pages(
     table: Tensor,
 ) -> Pages:  # fmt: skip
     """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
-    count, heads, slots, _ = map(int, k_codes.shape)
+    num_pages, heads, slots, _ = map(int, k_codes.shape)
     has_scales = token_scales is not None
     layout = page_layout(
         heads, slots, k.head_dim, v.head_dim, k_codes.dtype, v_codes.dtype, has_scales
     )
-    block = k_codes.new_zeros((count, layout.size), dtype=torch.uint8)
-    for name, part in layout.split(block).items():
+    block = k_codes.new_zeros((num_pages, layout.size), dtype=torch.uint8)
+    for name, region in layout.split(block).items():
         codes = {"k": k_codes, "v": v_codes, "token_scales": token_scales}[name]
         assert codes is not None
-        part.copy_(codes)
+        region.copy_(codes)
     return Pages(
         k, v, block, table, locate_pages([block]), heads, slots, k_codes.dtype, v_codes.dtype,
         has_scales,

@@ -69,12 +69,12 @@ class Pages(_PageFields):
         sizes: Cached sizes for `check_sizes`, or None. This and the next two attributes are not
             fields of the tuple, and `_replace` drops them.
         attributes: Cached fields under the names of `PagedKV`, or None.
-        launch_facts: Cached facts for recorded launches (`triton.replay`), or None.
+        launch_properties: Cached properties for recorded launches (`triton.replay`), or None.
     """
 
     sizes: tuple[int, int, int, int, int, torch.device] | None = None
     attributes: dict[str, Any] | None = None
-    launch_facts: Any = None
+    launch_properties: Any = None
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy does not keep the cached attributes. A pool locates the blocks of a copy again.
@@ -131,10 +131,9 @@ class AttentionSpec(NamedTuple):
             `[1 | B, 2]`, int32: the first visible position, and the last hidden position plus one.
             None means that a backend computes the bounds if it needs them. Wrong bounds give wrong
             results.
-        latent: Whether K holds latents and V the positional parts (RoPE) of the same tokens, with
-            one KV head. The keys are `[latent, positions]`, and so are the queries,
-            `[B, Hq, T, Dk + Dv]`. The values are the latents, so the result is `[B, T, Hq, Dk]`. K
-            then has no center.
+        latent: Whether K holds latents and V the RoPE parts of the same tokens, with one KV head.
+            Keys are `[latent, RoPE part]`, and so are queries, `[B, Hq, T, Dk + Dv]`. Values are
+            the latents, so the result is `[B, T, Hq, Dk]`. K then has no center.
         deterministic: Whether the result of a query must depend only on the tokens it attends to,
             not on other queries or sequences, nor (backend "cpu") on the number of threads. The
             call must be causal, and the mask must hide later tokens.
@@ -156,7 +155,7 @@ class AttentionSpec(NamedTuple):
 PAGE_FIELDS = (
     *[f"{side}_{name}" for side in "kv" for name in StoredSide._fields], *Pages._fields[2:],
 )  # fmt: skip
-_SIDE = len(StoredSide._fields)
+_SIDE_SIZE = len(StoredSide._fields)
 
 
 def flatten(pages: Pages) -> tuple[Any, ...]:
@@ -165,7 +164,7 @@ def flatten(pages: Pages) -> tuple[Any, ...]:
     return (*pages.k, *pages.v, *remaining)
 
 
-def unflatten(leaves: Sequence[Any]) -> Pages:
+def unflatten(fields: Sequence[Any]) -> Pages:
     """Rebuild pages from the values of `flatten`."""
-    k, v = leaves[:_SIDE], leaves[_SIDE : 2 * _SIDE]
-    return Pages(StoredSide(*k), StoredSide(*v), *leaves[2 * _SIDE :])
+    k, v = fields[:_SIDE_SIZE], fields[_SIDE_SIZE : 2 * _SIDE_SIZE]
+    return Pages(StoredSide(*k), StoredSide(*v), *fields[2 * _SIDE_SIZE :])

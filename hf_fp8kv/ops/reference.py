@@ -10,14 +10,14 @@ from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
 from ..formats.codec import decode, dynamic_scale, encode, search_scale
 from ..formats.rotation import rotate
-from .blocks import read_rows, split_places
+from .blocks import group_by_block, read_rows
 from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import visible
 
-# Tokens decoded at a time by `gather`.
-CHUNK = 512
-# Tokens encoded at a time: encoding needs temporary memory of many times their size.
-WRITTEN_AT_A_TIME = 512
+# Maximum number of tokens that `gather` decodes at a time.
+GATHER_CHUNK = 512
+# Maximum number of tokens that `write` encodes at a time, in many times their memory.
+WRITE_CHUNK = 512
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
@@ -26,17 +26,17 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     number, slot, exists = locate(pages, lengths, tokens)
     if pages.table.is_cpu and not bool(exists.all()):
         raise_overrun(pages, lengths, tokens)
-    for start in range(0, tokens, WRITTEN_AT_A_TIME):
-        chunk = slice(start, start + WRITTEN_AT_A_TIME)
+    for start in range(0, tokens, WRITE_CHUNK):
+        chunk = slice(start, start + WRITE_CHUNK)
         k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
         v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
-        for block, local, chosen in split_places(pages, number[:, chunk], exists[:, chunk]):
-            parts, slots = pages.layout.split(block), slot[:, chunk][chosen]
-            parts["k"][local, :, slots] = k.transpose(1, 2)[chosen].to(pages.k_dtype)
-            parts["v"][local, :, :, slots] = v.transpose(1, 2)[chosen].to(pages.v_dtype)
+        for block, rows, index in group_by_block(pages, number[:, chunk], exists[:, chunk]):
+            parts, slots = pages.layout.split(block), slot[:, chunk][index]
+            parts["k"][rows, :, slots] = k.transpose(1, 2)[index].to(pages.k_dtype)
+            parts["v"][rows, :, :, slots] = v.transpose(1, 2)[index].to(pages.v_dtype)
             for i, scales in enumerate((k_scales, v_scales)):
                 if scales is not None:
-                    parts["token_scales"][local, :, slots, i] = scales.transpose(1, 2)[chosen]
+                    parts["token_scales"][rows, :, slots, i] = scales.transpose(1, 2)[index]
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
@@ -51,16 +51,16 @@ def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
 
 
 def locate(pages: Pages, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return page number, slot, and whether the page exists, of the new tokens, each `[B, T]`."""
+    """Return page number and slot of each new token, and whether its page exists, each `[B, T]`."""
     position = lengths[:, None].long() - tokens + torch.arange(tokens, device=lengths.device)
     column = position // pages.page_size
-    inside = column < pages.table.shape[1]
+    in_table = column < pages.table.shape[1]
     number = pages.table.long().gather(1, column.clamp(max=pages.table.shape[1] - 1))
-    return number, position % pages.page_size, inside & (number >= 0)
+    return number, position % pages.page_size, in_table & (number >= 0)
 
 
 def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the stored form of `x`, `[B, Hkv, T, D]`, and its dynamic scales or None.
+    """Return the codes of `x`, `[B, Hkv, T, D]`, and its dynamic scales, `[B, Hkv, T]`, or None.
 
     `search` selects the best dynamic scale within an octave (for K) instead of the smallest (for
     V).
@@ -92,12 +92,12 @@ def gather(
     dim = (pages.k if side == "k" else pages.v).head_dim
     shape = (len(pages.table), pages.heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
-    step = max(CHUNK // pages.page_size, 1) * pages.page_size
-    begin = start
-    while begin < stop:
-        end = min((begin // step + 1) * step, stop)
-        out[:, :, begin - start : end - start] = read_dense(pages, side, begin, end)
-        begin = end
+    step = max(GATHER_CHUNK // pages.page_size, 1) * pages.page_size
+    low = start
+    while low < stop:
+        high = min((low // step + 1) * step, stop)
+        out[:, :, low - start : high - start] = read_dense(pages, side, low, high)
+        low = high
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
         empty = position >= lengths[:, None]
@@ -108,17 +108,17 @@ def gather(
 def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     """Return K or V, `[B, Hkv, stop - start, D]`, in float32, or in the stored dtype for "auto"."""
     size = pages.page_size
-    first, last = start // size, -(-stop // size)
+    page_start, page_stop = start // size, -(-stop // size)
     # A freed page is outside the window. It is read as page 0, and the caller masks it.
-    parts = pages.layout.split(read_rows(pages, first, last))
-    shape = len(pages.table), last - first
+    parts = pages.layout.split(read_rows(pages, page_start, page_stop))
+    shape = len(pages.table), page_stop - page_start
     stored = pages.k if side == "k" else pages.v
     codes = parts[side].unflatten(0, shape)
     if side == "v":
         codes = codes.transpose(3, 4)
-    inside = slice(start - first * size, stop - first * size)
+    span = slice(start - page_start * size, stop - page_start * size)
     # [B, pages, Hkv, S, D] -> [B, Hkv, pages * S, D]
-    tokens: Tensor = codes.transpose(1, 2).flatten(2, 3)[:, :, inside]
+    tokens: Tensor = codes.transpose(1, 2).flatten(2, 3)[:, :, span]
     if stored.format == AUTO:
         return tokens
     x = decode(tokens, FORMATS[stored.format])
@@ -127,7 +127,7 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     else:
         scales = parts["token_scales"][..., "kv".index(side)].unflatten(0, shape)
         scales = scales.transpose(1, 2).flatten(2, 3)
-        x *= scales[:, :, inside, None].float()
+        x *= scales[:, :, span, None].float()
     if stored.rotated:
         x = rotate(x)
     if stored.center is not None:
@@ -151,16 +151,16 @@ def attend(
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
     if spec.bias is not None:
         logits = logits + spec.bias.float()
-    seen = visible(lengths, tokens, start, stop, spec.causal, spec.window)[:, None]
+    is_visible = visible(lengths, tokens, start, stop, spec.causal, spec.window)[:, None]
     if spec.mask is not None:
-        seen = seen & spec.mask.bool()
-    logits = logits.masked_fill(~seen, -torch.inf)
+        is_visible = is_visible & spec.mask.bool()
+    logits = logits.masked_fill(~is_visible, -torch.inf)
     if spec.sinks is not None:
         sink = spec.sinks.float().view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
         weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
     else:
         weights = logits.softmax(-1)
-    weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0)
-    # 0 * NaN is NaN, so values of hidden tokens are replaced: they may hold NaN.
-    v = v.masked_fill(~seen.any(2)[..., None], 0)
+    weights = weights.masked_fill(~is_visible.any(-1, keepdim=True), 0)
+    # Hidden tokens may have the value NaN, and 0 * NaN is NaN, so their values become zeros.
+    v = v.masked_fill(~is_visible.any(2)[..., None], 0)
     return (weights @ v).transpose(1, 2).to(query.dtype)

@@ -9,7 +9,7 @@ _Position = TypeVar("_Position", int, Tensor)
 
 
 def first_visible(query_position: _Position, window: int) -> _Position:
-    """Return the first position in the window of a query. It is negative if nothing is hidden.
+    """Return the first position in the window of a query. It may be negative.
 
     This defines a window: a query at position p attends to `p - window + 1` to p.
     """
@@ -24,27 +24,28 @@ def visible(
     The queries are the last `tokens` stored tokens: query `t` is at position `lengths[b] - T + t`.
     """
     position = torch.arange(start, stop, device=lengths.device)
-    query = (lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device))[..., None]
-    seen = (position < lengths[:, None])[:, None].expand(-1, tokens, -1)
+    offsets = torch.arange(tokens, device=lengths.device)
+    query_position = (lengths[:, None] - tokens + offsets)[..., None]
+    is_visible = (position < lengths[:, None])[:, None].expand(-1, tokens, -1)
     if causal:
-        seen = seen & (position <= query)
+        is_visible = is_visible & (position <= query_position)
     if window:
-        seen = seen & (position >= first_visible(query, window))
-    return seen
+        is_visible = is_visible & (position >= first_visible(query_position, window))
+    return is_visible
 
 
-def mask_bounds(seen: Tensor, start: int) -> Tensor:
+def mask_bounds(is_visible: Tensor, start: int) -> Tensor:
     """Return the first visible position, and the last hidden position plus one, `[B, 2]`, int32.
 
     Args:
-        seen: Which positions from `start` on are visible in a mask, `[B, N]`, bool.
+        is_visible: Which positions from `start` on are visible in a mask, `[B, N]`, bool.
         start: Position of the first column.
 
-    If nothing is visible, the first result is `start + N`. If nothing is hidden, the second result
-    is `start`. No value is read on the host.
+    If no position is visible, the first result is `start + N`. If no position is hidden, the second
+    result is `start`. No value is read on the host.
     """
-    stop = start + seen.shape[1]
-    position = torch.arange(start, stop, dtype=torch.int32, device=seen.device)
-    first = torch.where(seen, position, stop).amin(1)
-    hidden = torch.where(seen, start, position + 1).amax(1)
-    return torch.stack([first, hidden], 1).int()
+    stop = start + is_visible.shape[1]
+    position = torch.arange(start, stop, dtype=torch.int32, device=is_visible.device)
+    first = torch.where(is_visible, position, stop).amin(1)
+    hidden_stop = torch.where(is_visible, start, position + 1).amax(1)
+    return torch.stack([first, hidden_stop], 1).int()

@@ -33,7 +33,17 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.record import Record, summarize
-from benchmarks.gpu.shapes import BF16, E3M4, E4M3, FULL, KINDS, TINY, Case, Heads, shorten
+from benchmarks.gpu.shapes import (
+    BF16,
+    E3M4,
+    E4M3,
+    FULL,
+    PAGE_FORMATS,
+    TINY,
+    Case,
+    Heads,
+    shorten_sizes,
+)
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv import ops
 from hf_fp8kv.formats import DISTINCT
@@ -65,7 +75,9 @@ def measure_failures(record, measure, *args):
 def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
     """Only the full run has serving and compiled caches."""
     monkeypatch.setattr(end_to_end, "CACHES", end_to_end.CACHES[:2])
-    monkeypatch.setattr(suite, "TINY", replace(TINY, writes=(1,), others=TINY.others[:1]))
+    monkeypatch.setattr(
+        suite, "TINY", replace(TINY, write_batches=(1,), other_cases=TINY.other_cases[:1])
+    )
     path = tmp_path / "gpu.json"
     sections = [name for name in suite.SECTIONS if name != "serving"]
     result = suite.run_suite(**DRY, sections=sections, save=path)
@@ -75,7 +87,7 @@ def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, 
     assert {row["section"] for row in result["rows"]} == {*sections} - {"other kernels"}
     assert len([row for row in result["rows"] if row.get("first_ms", 0) > 0]) == 3
     decode = {row["name"] for row in result["rows"] if row["section"] == "decode"}
-    assert {kind.name for kind in KINDS} | {"sdpa math", "flex"} <= decode
+    assert {kind.name for kind in PAGE_FORMATS} | {"sdpa math", "flex"} <= decode
     for row in result["rows"]:
         if row["section"] in ("decode", "layer", "others", "extend"):
             assert 0 <= row["error"] < 0.01, row
@@ -108,7 +120,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(Stage, "is_gpu", property(lambda _self: True))
     # A CPU has neither cuDNN nor a profiler for CUDA.
     flash = {"flash": baselines.SDPBackend.FLASH_ATTENTION}
-    monkeypatch.setattr(baselines, "_backends", lambda _stage: flash)
+    monkeypatch.setattr(baselines, "_list_backends", lambda _stage: flash)
     return cuda
 
 
@@ -124,7 +136,7 @@ def test_a_dry_run_measures_every_section(device, request):
     failed_names = {row["name"] for row in result["rows"] if "failed" in row}
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
     end_rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
-    assert {goals.PAGED, *goals.STRONG[:2], end_to_end.CACHES[-1][0]} <= end_rows.keys()
+    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CACHES[-1][0]} <= end_rows.keys()
     assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.AUTO]["cache_bytes"]
     plans = {r["name"]: r["planned_tokens"] for r in result["rows"] if r["section"] == "serving"}
     assert plans["fp8 static"] > plans["fp8 dynamic"] > plans["bf16 sdpa"]
@@ -139,13 +151,13 @@ def test_kernels_are_timed_in_graphs(gpu):
     """By the fake clock, a graph takes 2 ms. Without graphs, a note gives the reason."""
     calls = []
     gpu.Event.return_value.elapsed_time.return_value = 0.4
-    timing = Stage("cpu").time([lambda: calls.append(1)] * 3)
+    timing = Stage("cpu").time_steps([lambda: calls.append(1)] * 3)
     # Two rounds warm up, one round estimates the time, and then rounds take 2 ms.
     assert (timing["calls"], len(calls)) == (3 * 6, 2 * 3 + 3 + 3 * 6)
     assert timing["us"] == pytest.approx(400 / 18)
-    assert [Stage("cpu").copies(size) for size in (2**14, 2**30, 16)] == [4, 1, 256]
+    assert [Stage("cpu").count_buffers(size) for size in (2**14, 2**30, 16)] == [4, 1, 256]
     gpu.graph.side_effect = RuntimeError("operation not permitted when capturing\nmore")
-    timing = Stage("cpu").time([lambda: None])
+    timing = Stage("cpu").time_steps([lambda: None])
     assert timing["note"] == "no graph: operation not permitted when capturing"
 
 
@@ -213,10 +225,10 @@ def _scale_last_head(function):
 LATENTS = (latent.measure, TINY, "torch")
 PADDED = Case((130, 130), TINY.heads, padding=(0, 65))
 CACHED = (cached.measure_attention, "decode", PADDED, E4M3, "torch")
-RAGGED = (attention.measure_pages, TINY, "torch", "decode", TINY.decode[1], E4M3)
+RAGGED = (attention.measure_pages, TINY, "torch", "decode", TINY.decode_cases[1], E4M3)
 MANY_HEADS = (*RAGGED[:4], Case((40,), Heads(48, 1, 32, 16)), E4M3)
-WRITES = (write.measure, replace(TINY, writes=(1,), prefill=70), "torch")
-SDPA = (baselines.measure_decode, "decode", TINY.decode[0])
+WRITES = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70), "torch")
+SDPA = (baselines.measure_decode, "decode", TINY.decode_cases[0])
 # A module, its function, a defect for it, the measurement, and the contenders that must fail.
 DEFECTS = [
     (ops, "attend", _scale_output, LATENTS, STEP_NAMES | KERNEL_NAMES),
@@ -224,7 +236,7 @@ DEFECTS = [
     (ops, "attend", _omit_one_value, RAGGED, {"e4m3"}),
     (ops, "attend", _omit_output, RAGGED, {"e4m3"}),
     (ops, "attend", _scale_last_head, MANY_HEADS, {"e4m3"}),
-    (ops, "write", _flip_byte, WRITES, {kind.name for kind in KINDS}),
+    (ops, "write", _flip_byte, WRITES, {kind.name for kind in PAGE_FORMATS}),
     (cached, "fp8_paged_attention", _scale_output, CACHED, {"e4m3"}),
     (cached, "fp8_paged_attention", _drop_mask, CACHED, {"e4m3"}),
     (latent, "fp8_paged_attention", _scale_output, LATENTS, STEP_NAMES),
@@ -312,10 +324,10 @@ def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, mon
 def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     """Compiling measures no times, and calls no attention of torch or transformers."""
     times = []
-    monkeypatch.setattr(Stage, "time", lambda *args, **_more: times.append(args) or {})
+    monkeypatch.setattr(Stage, "time_steps", lambda *args, **_more: times.append(args) or {})
 
     def count_rows(index, count):
-        rows = suite.compile_share("cpu", "torch", True, index, count)
+        rows = suite.compile_shard("cpu", "torch", True, index, count)
         assert not [row for row in rows if "failed" in row]
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
 
@@ -332,23 +344,26 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
 def test_a_step_is_compiled_once():
     calls = []
     stage = Stage("cpu", compiling=True)
-    assert stage.time([lambda: calls.append(1)] * 3) == {}
-    assert (len(calls), stage.copies(1)) == (1, 1)
+    assert stage.time_steps([lambda: calls.append(1)] * 3) == {}
+    assert (len(calls), stage.count_buffers(1)) == (1, 1)
 
 
 def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
     """Longer sequences would change neither splits nor the widths of plans."""
-    short_sizes = shorten(FULL)
-    for name in ("decode", "layer", "latents", "others"):
+    short_sizes = shorten_sizes(FULL)
+    for name in ("decode_cases", "layer_cases", "latent_cases", "other_cases"):
         full_cases, short_cases = (
-            {(len(x.lengths), x.heads, x.tokens, x.window, x.softcap) for x in getattr(sizes, name)}
+            {
+                (len(x.lengths), x.heads, x.new_tokens, x.window, x.softcap)
+                for x in getattr(sizes, name)
+            }
             for sizes in (FULL, short_sizes)
         )
         assert full_cases == short_cases
         assert len(getattr(short_sizes, name)) == len(short_cases)
     # A layer's K and V take at most 1 GiB in 16 bits, because 15 processes share a GPU.
-    assert {(bool(stored), new) for stored, new in short_sizes.extend} == {
-        (bool(stored), new) for stored, new in FULL.extend
+    assert {(bool(stored), new) for stored, new in short_sizes.extend_shapes} == {
+        (bool(stored), new) for stored, new in FULL.extend_shapes
     }
 
 
@@ -365,7 +380,7 @@ def _hang(*_args):
     [pytest.param(_die, 300.0, 1, marks=pytest.mark.full), (_hang, 0.5, 2)],
 )
 def test_a_process_that_fails_or_hangs_does_not_end_the_run(monkeypatch, share, seconds, failed):
-    monkeypatch.setattr(suite, "compile_share", share)
+    monkeypatch.setattr(suite, "compile_shard", share)
     monkeypatch.setattr(suite, "COMPILE_SECONDS", seconds)
     result = suite.run_suite(**DRY, sections=("ceilings",), seconds=1000.0, processes=2)
     compiling = result["settings"]["compiling"]
@@ -382,7 +397,7 @@ def test_processes_compile_tiny_shapes():
 @pytest.mark.full
 def test_a_failing_engine_does_not_end_other_engines(record):
     """FP8 pages fail here, because the page size must be a power of two."""
-    sizes = replace(TINY, served=replace(TINY.served, requests=(2,), page_size=7))
+    sizes = replace(TINY, serving=replace(TINY.serving, request_counts=(2,), page_size=7))
     with torch.no_grad():
         serving.measure(record, sizes, "torch")
     failures = {row["name"]: row.get("failed", "") for row in record.rows}
@@ -392,38 +407,43 @@ def test_a_failing_engine_does_not_end_other_engines(record):
 
 def test_steps_of_a_layer_continue(record):
     """Each step stores one more token, and its mask has one more column."""
-    steps = cached.CacheSteps(record.stage, E4M3, TINY.layer[0], 2, "torch", preallocated=False)
+    steps = cached.CacheSteps(
+        record.stage, E4M3, TINY.layer_cases[0], 2, "torch", preallocated=False
+    )
     for index in range(3):
         outputs = [steps.step(layer) for layer in range(2)]
-        assert steps.cache.get_seq_length() == TINY.layer[0].lengths[0] + index
+        assert steps.cache.get_seq_length() == TINY.layer_cases[0].lengths[0] + index
     assert not torch.equal(*outputs), "the layers must have different tokens"
 
 
 def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
-    names = [str(case) for case in (*FULL.decode, *FULL.latents)]
-    assert set(goals.CASES) == set(names[: FULL.compared])
-    assert set(FULL.padded) | set(experiments.LATENT_CASES) < set(names)
-    assert list(FULL.seconds) == list(suite.SECTIONS)
-    assert {kind.format for kind in KINDS} == {"auto", *(fmt.name for fmt in DISTINCT)}
-    switches = itertools.chain(*experiments.LATENT_SWITCHES.values())
+    names = [str(case) for case in (*FULL.decode_cases, *FULL.latent_cases)]
+    assert set(goals.REQUIRED_CASES) == set(names[: FULL.num_full_cases])
+    assert set(FULL.padded_cases) | set(experiments.LATENT_CASES) < set(names)
+    assert list(FULL.weights) == list(suite.SECTIONS)
+    assert {kind.dtype for kind in PAGE_FORMATS} == {"auto", *(fmt.name for fmt in DISTINCT)}
+    switches = itertools.chain(*experiments.LATENT_SEARCHES.values())
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
     assert {key for values in switches for key in values} == fields | {"programs"}
-    prompts = [serving.make_prompts(FULL.served, 32) for _ in range(2)]
+    prompts = [serving.make_prompts(FULL.serving, 32) for _ in range(2)]
     lengths = [len(prompt) for prompt in prompts[0]]
     assert (min(lengths), max(lengths), prompts[0]) == (200, 2000, prompts[1])
     case = Case((32768,) * 16)
     assert (case.bytes_read(E4M3), case.flops) == (
-        case.read * 8 * 130 * 2,
-        case.read * 32 * 128 * 4,
+        case.tokens_read * 8 * 130 * 2,
+        case.tokens_read * 32 * 128 * 4,
     )
     # Three new tokens after two stored tokens attend to three, four and five tokens.
-    assert Case((5,), tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
-    assert Case((1000, 10), window=100, tokens=2).read == 101 + 10
+    assert Case((5,), new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
+    assert Case((1000, 10), window=100, new_tokens=2).tokens_read == 101 + 10
     padded_case = Case((100,) * 4).pad_left()
-    assert (padded_case.padding, padded_case.read) == ((0, 12, 25, 37), 400 - 74)
+    assert (padded_case.padding, padded_case.tokens_read) == ((0, 12, 25, 37), 400 - 74)
     # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
-    for case in FULL.latents:
-        assert (case.bytes_read(E3M4), case.bytes_read(BF16)) == (case.read * 644, case.read * 1152)
+    for case in FULL.latent_cases:
+        assert (case.bytes_read(E3M4), case.bytes_read(BF16)) == (
+            case.tokens_read * 644,
+            case.tokens_read * 1152,
+        )
 
 
 # -- Triton and other projects ---------------------------------------------------------------------
@@ -432,12 +452,12 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
 def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = Record(Stage(device, dry=True))
-    for name in ("SWITCHES", "LATENT_SWITCHES"):
+    for name in ("SEARCHES", "LATENT_SEARCHES"):
         monkeypatch.setattr(experiments, name, {"tile": [{"tile": 32}, {"tile": 64}]})
-    sizes = replace(TINY, decode=(Case((70,), TINY.heads),))
+    sizes = replace(TINY, decode_cases=(Case((70,), TINY.heads),))
     experiments.measure(record, sizes, "triton")
     assert len(record.rows) == 6
-    pages = (attention.measure_pages, sizes, "triton", "", sizes.decode[0], BF16)
+    pages = (attention.measure_pages, sizes, "triton", "", sizes.decode_cases[0], BF16)
     assert not measure_failures(record, *pages)
     from benchmarks.gpu.read_kernel import read_all
 
@@ -491,7 +511,7 @@ def test_the_kernel_of_vllm_is_measured(record, monkeypatch, tmp_path):
     assert not measure_failures(record, other_kernels.measure, TINY, "torch"), record.rows
     assert {row["name"] for row in record.rows} == VLLM_NAMES
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
-    sizes = replace(TINY, decode=(Case((70, 3), TINY.heads, label="again"),), others=())
+    sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),), other_cases=())
     assert measure_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
     assert "vllm" not in sys.modules
     monkeypatch.setenv(vllm_file.VARIABLE, str(tmp_path / "none.py"))

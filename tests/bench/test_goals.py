@@ -19,13 +19,13 @@ def make_row(section, case, name, **values):
     return {"section": section, "case": case, "name": name, **values}
 
 
-def decode_row(case, name, us, share=0.9, read=goals.LARGE):
+def decode_row(case, name, us, share=0.9, read=goals.LARGE_STEP):
     return make_row("decode", case, name, us=us, moved=us * share * 4e6, read=read)
 
 
 def make_good_rows():
     rows = [make_row("ceilings", "read", "a", us=1000.0, moved=4e9)]
-    for case in goals.CASES:
+    for case in goals.REQUIRED_CASES:
         for name, us in (("e4m3", 100.0), ("e3m4", 104.0), ("bf16 pages", 200.0)):
             rows.append(decode_row(case, name, us))
     rows += [decode_row("1 x 1k", name, 7.0, 0.1, 1024) for name in goals.FORMATS]
@@ -133,10 +133,10 @@ def test_the_worst_value_counts_and_a_failure_misses_the_goal(what, bad_row):
 
 
 def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
-    strong_row = make_row("end to end", "8 x 32k", goals.STRONG[3], tokens_per_s=110.0)
+    strong_row = make_row("end to end", "8 x 32k", goals.ALTERNATIVES[3], tokens_per_s=110.0)
     result = get_goal([*make_good_rows(), strong_row], GENERATE)
     assert (result["state"], result["worst"]) == ("missed", pytest.approx(170 / 110))
-    small_row = decode_row("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE - 1)
+    small_row = decode_row("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE_STEP - 1)
     assert get_goal([*make_good_rows(), small_row], SHARE)["state"] == "met"
     case = "128 heads, 1 x 4k"
     rows = [make_row("latent", case, name, us=10.0) for name in ("e4m3", goals.STOCK)]

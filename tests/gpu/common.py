@@ -40,15 +40,15 @@ def random_llama(dtype: torch.dtype = torch.float32) -> Any:
 
 
 @contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
+def forbid_synchronization() -> Iterator[None]:
     """Make torch raise an error if Python waits for the GPU in this context."""
     if not ON_GPU:
         yield
         return
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
+    previous_mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(previous_mode)

@@ -17,10 +17,10 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
-from benchmarks.gpu.latent import Layers
-from benchmarks.gpu.pools import check, pages_for, poison_memory, relative_error
+from benchmarks.gpu.latent import LatentLayers
+from benchmarks.gpu.pools import check_output, make_layer_pages, poison_memory, relative_error
 from benchmarks.gpu.record import TOLERANCE
-from benchmarks.gpu.shapes import BF16, E3M4, E4M3, KINDS, TINY, Case, Heads, Kind
+from benchmarks.gpu.shapes import BF16, E3M4, E4M3, PAGE_FORMATS, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
@@ -28,7 +28,7 @@ from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import reference
 from hf_fp8kv.ops.blocks import locate_pages
-from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
+from tests.gpu.common import DEVICE, MARKS, ON_GPU, forbid_synchronization, only_gpu, random_llama
 from tests.helpers.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
@@ -38,7 +38,7 @@ pytestmark = MARKS
 # Heads of a usual size, and tiny heads for the interpreter.
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-[STATIC] = (kind for kind in KINDS if kind.name == "e4m3 static")
+[STATIC] = (fmt for fmt in PAGE_FORMATS if fmt.name == "e4m3 static")
 STAGE = Stage(DEVICE, dry=not ON_GPU)
 
 
@@ -53,7 +53,7 @@ def _fresh_compiler() -> Iterator[None]:
 # -- generation ----------------------------------------------------------------------------------
 
 
-def medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
+def make_medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a random float32 model (tiny without a GPU) and a padded prompt of two rows."""
     tokens = 300 if ON_GPU else 20
     model = random_llama()
@@ -66,7 +66,7 @@ def medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
 
 def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     if name == "medium":
-        return medium_model()
+        return make_medium_model()
     model, inputs = tiny(name, attn_implementation="fp8_paged", **config)
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 
@@ -79,7 +79,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-def compiling() -> dict[str, Any]:
+def make_compile_options() -> dict[str, Any]:
     """Return options to compile on a CPU. On a GPU, generate() compiles by default."""
     if ON_GPU:
         return {}
@@ -88,7 +88,7 @@ def compiling() -> dict[str, Any]:
     return {"compile_config": config}
 
 
-def answer(model: Any, inputs: dict[str, Any], cache: Any, **options: Any) -> torch.Tensor:
+def generate(model: Any, inputs: dict[str, Any], cache: Any, **options: Any) -> torch.Tensor:
     count = 40 if ON_GPU else 4
     return model.generate(
         **inputs, past_key_values=cache, **{"max_new_tokens": count, **GREEDY, **options}
@@ -110,58 +110,62 @@ class ForcedTokens(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
 
-def cache_for(model: Any, inputs: dict[str, Any], static: bool, **options: Any) -> FP8PagedCache:
-    room = {"max_cache_len": inputs["input_ids"].shape[1] + 60} if static else {}
-    return FP8PagedCache(model.config, page_size=16, **{"backend": "triton", **room, **options})
+def make_cache(
+    model: Any, inputs: dict[str, Any], is_static: bool, **options: Any
+) -> FP8PagedCache:
+    length_options = {"max_cache_len": inputs["input_ids"].shape[1] + 60} if is_static else {}
+    return FP8PagedCache(
+        model.config, page_size=16, **{"backend": "triton", **length_options, **options}
+    )
 
 
-@pytest.mark.parametrize("form", ["dynamic", "static", "compiled"])
+@pytest.mark.parametrize("cache_kind", ["dynamic", "static", "compiled"])
 @pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_match_the_reference(name, keywords, form):
-    if keywords and (name not in ("medium", "gqa") or (name, form) == ("medium", "compiled")):
+def test_tokens_match_the_reference(name, keywords, cache_kind):
+    if keywords and (name not in ("medium", "gqa") or (name, cache_kind) == ("medium", "compiled")):
         pytest.skip("formats do not depend on the model")
     if name not in ("medium", "gqa") and not ON_GPU:
         pytest.skip("test_kernels_generate.py tests these models")
     model, inputs = make_model(name)
-    reference_output = answer(
-        model, inputs, cache_for(model, inputs, False, backend="reference", **keywords), **LOGITS
+    reference_output = generate(
+        model, inputs, make_cache(model, inputs, False, backend="reference", **keywords), **LOGITS
     )
     expected = reference_output.sequences
-    cache = cache_for(model, inputs, form != "dynamic", **keywords)
-    options = compiling() if form == "compiled" else {"disable_compile": True}
+    cache = make_cache(model, inputs, cache_kind != "dynamic", **keywords)
+    options = make_compile_options() if cache_kind == "compiled" else {"disable_compile": True}
     if name == "medium" and "prefill" in keywords:
         # The prompt reads codes. Float32 rounding may change codes in each layer, and the logits by
         # 2e-4 (two backends of a CPU). A wrong page in one layer changes the logits by 1e-2, and a
         # doubled scale of its values by 0.3.
         forced = LogitsProcessorList([ForcedTokens(expected)])
-        output = answer(model, inputs, cache, logits_processor=forced, **LOGITS, **options)
+        output = generate(model, inputs, cache, logits_processor=forced, **LOGITS, **options)
         errors = map(relative_error, output.logits, reference_output.logits)
         assert max(errors) < 1e-3
         return
-    assert torch.equal(answer(model, inputs, cache, **options), expected)
-    if form == "compiled":
+    assert torch.equal(generate(model, inputs, cache, **options), expected)
+    if cache_kind == "compiled":
         assert counters["stats"]["unique_graphs"] == 1, "a step was compiled again"
         assert not counters["inductor"]["cudagraph_skips"], "a step was not one CUDA graph"
         cache.reset()
-        assert torch.equal(answer(model, inputs, cache, **options), expected)
+        assert torch.equal(generate(model, inputs, cache, **options), expected)
         assert counters["stats"]["unique_graphs"] == 1, "a reset cache was compiled again"
 
 
-@pytest.mark.parametrize("extra", [{"max_new_tokens": 5}, {"num_beams": 3}], ids=str)
-def test_compiled_steps_continue_after_beams_and_crops(extra):
+@pytest.mark.parametrize("extra_options", [{"max_new_tokens": 5}, {"num_beams": 3}], ids=str)
+def test_compiled_steps_continue_after_beams_and_crops(extra_options):
     """The same compiled step is used for reordered beams and after a crop."""
     model, inputs = make_model("gqa")
     outputs = []
-    for backend, options in (("triton", compiling()), ("reference", {})):
-        cache = cache_for(model, inputs, backend == "triton", backend=backend)
-        options = {**options, **extra}
-        outputs.append(answer(model, inputs, cache, **options))
-        if "num_beams" not in extra:
+    for backend, options in (("triton", make_compile_options()), ("reference", {})):
+        cache = make_cache(model, inputs, backend == "triton", backend=backend)
+        options = {**options, **extra_options}
+        outputs.append(generate(model, inputs, cache, **options))
+        if "num_beams" not in extra_options:
             cache.crop(-3)
             longer = {"input_ids": outputs[-1], "attention_mask": torch.ones_like(outputs[-1])}
             longer["attention_mask"][:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-            outputs.append(answer(model, longer, cache, **options))
+            outputs.append(generate(model, longer, cache, **options))
     half = len(outputs) // 2
     assert all(map(torch.equal, outputs[:half], outputs[half:]))
 
@@ -170,7 +174,7 @@ def test_forks_continue_independently():
     model, inputs = make_model("gqa")
     logits = []
     for backend in ("triton", "reference"):
-        cache = cache_for(model, inputs, False, backend=backend)
+        cache = make_cache(model, inputs, False, backend=backend)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
             forks = [cache, cache.fork(), cache.fork()]
@@ -191,10 +195,10 @@ def test_forks_continue_independently():
 # -- layers in host memory -----------------------------------------------------------------------
 
 
-def deep_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def make_deep_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model with more than two layers, and a padded prompt of two rows."""
     if name == "medium" and ON_GPU:
-        return medium_model()
+        return make_medium_model()
     types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     layers = types if name == "sliding_and_full" else {}
     return make_model("gqa" if name == "medium" else name, num_hidden_layers=4, **layers)
@@ -206,16 +210,16 @@ def deep_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 def test_offloaded_layers_give_the_same_tokens(name, keywords, offloading):
     if name != "medium" and (keywords or not ON_GPU):
         pytest.skip("formats do not depend on the model, test_offloading.py has the rest")
-    model, inputs = deep_model(name)
+    model, inputs = make_deep_model(name)
     is_default = name == "medium" and not keywords and ON_GPU
     for options in ({}, {"num_beams": 2}, {"prefill_chunk_size": 7})[: 3 if is_default else 1]:
-        expected = answer(model, inputs, cache_for(model, inputs, False, **keywords), **options)
-        cache = cache_for(model, inputs, False, **keywords, **offloading)
-        assert torch.equal(answer(model, inputs, cache, **options), expected), options
+        expected = generate(model, inputs, make_cache(model, inputs, False, **keywords), **options)
+        cache = make_cache(model, inputs, False, **keywords, **offloading)
+        assert torch.equal(generate(model, inputs, cache, **options), expected), options
         assert cache.memory_footprint().fetched_bytes > 0
 
 
-def filled(layers: int, batch: int, tokens: int, **keywords: Any) -> FP8PagedCache:
+def fill_cache(layers: int, batch: int, tokens: int, **keywords: Any) -> FP8PagedCache:
     """Return a cache of several layers, with equal random tokens for equal sizes."""
     config = make_config((HEADS.query, HEADS.kv, HEADS.dim), layers)
     config._attn_implementation = "fp8_paged"
@@ -227,7 +231,7 @@ def filled(layers: int, batch: int, tokens: int, **keywords: Any) -> FP8PagedCac
     return cache
 
 
-def deep_steps(cache: FP8PagedCache, layers: int, steps: int) -> Iterator[torch.Tensor]:
+def run_steps(cache: FP8PagedCache, layers: int, steps: int) -> Iterator[torch.Tensor]:
     """Yield the attention output of each layer in each step, while other tensors use memory."""
     torch.manual_seed(1)
     for _ in range(steps):
@@ -247,11 +251,11 @@ def test_copies_and_kernels_do_not_race():
     """Layers of 64 MiB or more are copied. Late copies or early writes would change bits."""
     layers, tokens, steps = (6, 40_000, 12) if ON_GPU else (3, 130, 2)
     options = {"dtype": "fp8_e4m3"}
-    expected = list(deep_steps(filled(layers, 1, tokens, **options), layers, steps))
-    for where in ({"offloading": True}, {"offloading": tokens // 128}):
-        cache = filled(layers, 1, tokens, **options, **where)
-        for index, output in enumerate(deep_steps(cache, layers, steps)):
-            assert torch.equal(output, expected[index]), (where, divmod(index, layers))
+    expected = list(run_steps(fill_cache(layers, 1, tokens, **options), layers, steps))
+    for offload_options in ({"offloading": True}, {"offloading": tokens // 128}):
+        cache = fill_cache(layers, 1, tokens, **options, **offload_options)
+        for index, output in enumerate(run_steps(cache, layers, steps)):
+            assert torch.equal(output, expected[index]), (offload_options, divmod(index, layers))
         sizes = cache.memory_footprint()
         assert sizes.fetched_bytes > sizes.returned_bytes > 0
 
@@ -260,17 +264,17 @@ def test_copies_and_kernels_do_not_race():
 def test_offloading_uses_the_memory_of_two_layers():
     """The bound also holds while Python is ahead of the device."""
     layers, tokens = 8, 40_000
-    layer_bytes = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
+    layer_bytes = fill_cache(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
     gc.collect()
     before = torch.cuda.memory_allocated()  # allocated by other tests
-    cache = filled(layers, 1, tokens, dtype="fp8_e4m3", offloading=True)
-    for _ in deep_steps(cache, layers, 1):
+    cache = fill_cache(layers, 1, tokens, dtype="fp8_e4m3", offloading=True)
+    for _ in run_steps(cache, layers, 1):
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated() - before
     assert allocated < 2.2 * layer_bytes
-    for _ in deep_steps(cache, layers, 3):
+    for _ in run_steps(cache, layers, 3):
         pass
     # Besides the pages, a step uses its queries and 16 MiB.
     assert torch.cuda.max_memory_allocated() - before < 2.2 * layer_bytes + 2**26
@@ -278,11 +282,11 @@ def test_offloading_uses_the_memory_of_two_layers():
 
 @only_gpu
 def test_a_step_with_offloaded_layers_does_not_synchronize():
-    cache = filled(4, 1, 5000, dtype="fp8_e4m3", offloading=True)
-    steps = deep_steps(cache, 4, 4)
+    cache = fill_cache(4, 1, 5000, dtype="fp8_e4m3", offloading=True)
+    steps = run_steps(cache, 4, 4)
     for _ in range(2 * 4):
         next(steps)
-    with waiting_is_an_error():
+    with forbid_synchronization():
         attended = list(steps)
     assert all(bool(out.isfinite().all()) for out in attended)
 
@@ -290,7 +294,7 @@ def test_a_step_with_offloaded_layers_does_not_synchronize():
 # -- one layer -----------------------------------------------------------------------------------
 
 
-def layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
+def make_layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
     """Return a decode step of one layer, with constant random input."""
     torch.manual_seed(2)
     query, key, value = (
@@ -306,21 +310,21 @@ def layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
 
 
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}, {"dtype": "auto"}], ids=str)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_decode_step_does_not_synchronize(static, keywords):
+@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+def test_a_decode_step_does_not_synchronize(is_static, keywords):
     """The steps stay within a page, because a growing cache waits once for each new page."""
-    room = {"max_cache_len": 200} if static else {}
-    step = layer_step(filled(1, 2, 70, **keywords, **room))
+    length_options = {"max_cache_len": 200} if is_static else {}
+    step = make_layer_step(fill_cache(1, 2, 70, **keywords, **length_options))
     step()
-    with waiting_is_an_error():
+    with forbid_synchronization():
         for _ in range(3):
             out = step()
     assert bool(out.isfinite().all())
 
 
 @only_gpu
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_no_step_compiles_a_kernel_again(static, monkeypatch):
+@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+def test_no_step_compiles_a_kernel_again(is_static, monkeypatch):
     """Triton by default compiles a kernel again for a length of 1 or a multiple of 16.
 
     The sequences have more than one page, so that kernels of split sequences are in the first step.
@@ -330,9 +334,9 @@ def test_no_step_compiles_a_kernel_again(static, monkeypatch):
     compiled: list[Any] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda **event: compiled.append(event))
     # No other test has compiled kernels for pages of this size.
-    page_size = 32 if static else 128
-    room = {"max_cache_len": 500} if static else {}
-    step = layer_step(filled(1, 2, 150, page_size=page_size, **room))
+    page_size = 32 if is_static else 128
+    length_options = {"max_cache_len": 500} if is_static else {}
+    step = make_layer_step(fill_cache(1, 2, 150, page_size=page_size, **length_options))
     for _ in range(3):
         step()
     before = len(compiled)
@@ -348,8 +352,8 @@ def test_a_replayed_graph_uses_the_current_lengths(keywords):
     """One captured step is replayed over several pages and plans."""
     start, count = 60, 1500
     keywords = {**keywords, "max_cache_len": start + count + 10}
-    cache, eager = (filled(1, 2, start, **keywords) for _ in range(2))
-    step, expected_step = layer_step(cache), layer_step(eager)
+    cache, eager = (fill_cache(1, 2, start, **keywords) for _ in range(2))
+    step, expected_step = make_layer_step(cache), make_layer_step(eager)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -369,96 +373,100 @@ def test_a_replayed_graph_uses_the_current_lengths(keywords):
     assert int(cache.get_seq_length()) == int(eager.get_seq_length()) == start + count
 
 
-def prepare(kind: Kind, case: Case) -> tuple[Callable[[], object], Callable[[], Any], Any]:
+def prepare_attention(
+    fmt: PageFormat, case: Case
+) -> tuple[Callable[[], object], Callable[[], Any], Any]:
     """Return functions that create a plan, attend to scattered pages, and compute the error."""
-    pages, query = pages_for(STAGE, kind, case, 1, 16)[0], make_query(STAGE, case)
-    make, plan, ends = make_plan_step(STAGE, case, "triton")
-    make()
+    pages, query = make_layer_pages(STAGE, fmt, case, 1, 16)[0], make_query(STAGE, case)
+    make_plan, plan, ends = make_plan_step(STAGE, case, "triton")
+    make_plan()
     return (
-        make,
+        make_plan,
         functools.partial(attend, query, pages, ends, case, plan, "triton"),
-        lambda output: check(output, query, pages, case),
+        lambda output: check_output(output, query, pages, case),
     )
 
 
-@pytest.mark.parametrize("kind", [E4M3, STATIC, E3M4, BF16], ids=lambda kind: kind.name)
-def test_repeated_calls_give_the_same_bits(kind):
+@pytest.mark.parametrize("fmt", [E4M3, STATIC, E3M4, BF16], ids=lambda fmt: fmt.name)
+def test_repeated_calls_give_the_same_bits(fmt):
     """A race would change the result of sequences that are split into many parts."""
     lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
     case = Case(lengths, HEADS, label="repeats")
     with torch.no_grad():
-        plan, attend_again, error = prepare(kind, case)
+        make_plan_again, attend_once, measure_error = prepare_attention(fmt, case)
         with poison_memory():
-            first = attend_again()
-        assert error(first) < TOLERANCE
+            first = attend_once()
+        assert measure_error(first) < TOLERANCE
         for index in range(200 if ON_GPU else 2):
-            plan()
+            make_plan_again()
             for reused in (False, True):
-                assert torch.equal(attend_again(), first), f"repeat {index}, plan {reused=}"
+                assert torch.equal(attend_once(), first), f"repeat {index}, plan {reused=}"
 
 
-FEW, MANY = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
+FEW_HEADS, MANY_HEADS = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
 
 
-def shrink(case: Case) -> Case:
+def shrink_case(case: Case) -> Case:
     """Return a case that is small enough for the interpreter, unless there is a GPU."""
     if ON_GPU:
         return case
-    is_latent, tokens = case.heads.positions > 0, min(case.tokens, 20)
+    is_latent, tokens = case.heads.rope_dim > 0, min(case.new_tokens, 20)
     heads = Heads(case.heads.query // 8, 1, 32, 16) if is_latent else TINY.heads
     lengths = tuple(n if n < 200 and is_latent else 1 + n // 40 + tokens for n in case.lengths)
-    return replace(case, lengths=lengths, heads=heads, tokens=tokens, window=min(case.window, 20))
+    return replace(
+        case, lengths=lengths, heads=heads, new_tokens=tokens, window=min(case.window, 20)
+    )
 
 
-DENSE = [
+DENSE_CASES = [
     Case((20000, 1, 64, 777), HEADS, label="ragged"),
     Case((5000, 4096), HEADS, window=1024, label="window"),
     Case((5000, 100), HEADS, softcap=20.0, label="softcap"),
-    Case((5000, 100), HEADS, tokens=4, label="several tokens"),
-    Case((5000,), HEADS, tokens=700, label="many tokens"),
+    Case((5000, 100), HEADS, new_tokens=4, label="several tokens"),
+    Case((5000,), HEADS, new_tokens=700, label="many tokens"),
     Case((3000,), Heads(8, 8, 64), label="no groups"),
     Case((3000,), Heads(16, 2, 256), label="large heads"),
     Case((3000,), Heads(16, 2, 80), label="odd heads"),
 ]
-LATENT = [
-    Case((20000, 1, 777), FEW, label="16 heads"),
-    Case((63, 64, 65, 128, 129), FEW, label="ends of pages"),
-    Case((33, 64, 5000), MANY, label="128 heads"),
-    Case((5000, 65), FEW, tokens=4, label="several tokens"),
-    Case((3000, 833), FEW, tokens=300, label="many tokens"),
-    Case((1500,), MANY, tokens=130, label="many tokens, 128 heads"),
-    Case((5000, 4096), FEW, window=1024, label="window"),
+LATENT_CASES = [
+    Case((20000, 1, 777), FEW_HEADS, label="16 heads"),
+    Case((63, 64, 65, 128, 129), FEW_HEADS, label="ends of pages"),
+    Case((33, 64, 5000), MANY_HEADS, label="128 heads"),
+    Case((5000, 65), FEW_HEADS, new_tokens=4, label="several tokens"),
+    Case((3000, 833), FEW_HEADS, new_tokens=300, label="many tokens"),
+    Case((1500,), MANY_HEADS, new_tokens=130, label="many tokens, 128 heads"),
+    Case((5000, 4096), FEW_HEADS, window=1024, label="window"),
 ]
 # Grid: all kinds with all cases, because each pair is a separate kernel.
-PAIRS = [
-    *((kind, case) for kind in (E4M3, STATIC, BF16) for case in DENSE),
-    *((kind, case) for kind in (E3M4, E4M3, BF16) for case in LATENT),
+FORMAT_CASES = [
+    *((fmt, case) for fmt in (E4M3, STATIC, BF16) for case in DENSE_CASES),
+    *((fmt, case) for fmt in (E3M4, E4M3, BF16) for case in LATENT_CASES),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), PAIRS,
-    ids=[f"{kind.name}-{'latent ' * (case in LATENT)}{case}" for kind, case in PAIRS],
+    ("fmt", "case"), FORMAT_CASES,
+    ids=[f"{fmt.name}-{'latent ' * (case in LATENT_CASES)}{case}" for fmt, case in FORMAT_CASES],
 )  # fmt: skip
-def test_attention_over_scattered_pages_matches_the_reference(kind, case):
+def test_attention_over_scattered_pages_matches_the_reference(fmt, case):
     """Attention with a plan, in poisoned memory, matches the reference."""
-    _, attend_again, error = prepare(kind, shrink(case))
+    _, attend_once, measure_error = prepare_attention(fmt, shrink_case(case))
     with torch.no_grad(), poison_memory():
-        output = attend_again()
-    assert error(output) < TOLERANCE
+        output = attend_once()
+    assert measure_error(output) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
-@pytest.mark.parametrize("heads", [FEW, MANY], ids=["16 heads", "128 heads"])
-@pytest.mark.parametrize("kind", [E3M4, BF16], ids=lambda kind: kind.name)
-def test_layer_steps_with_latents_match_the_reference(kind, heads, preallocated):
+@pytest.mark.parametrize("heads", [FEW_HEADS, MANY_HEADS], ids=["16 heads", "128 heads"])
+@pytest.mark.parametrize("fmt", [E3M4, BF16], ids=lambda fmt: fmt.name)
+def test_layer_steps_with_latents_match_the_reference(fmt, heads, preallocated):
     """A layer of DeepSeek stores a token and attends to all tokens, as in the benchmark."""
-    case = shrink(Case((4097,) * 2, heads))
+    case = shrink_case(Case((4097,) * 2, heads))
     length = case.lengths[0]
     with torch.no_grad(), poison_memory():
-        layers = Layers(STAGE, case, 2)
+        layers = LatentLayers(STAGE, case, 2)
         cache = FP8PagedCache(
-            layers.modules[0].config, dtype=kind.format, backend="triton",
+            layers.modules[0].config, dtype=fmt.dtype, backend="triton",
             max_cache_len=length + 8 if preallocated else None,
         )  # fmt: skip
         steps, handles = layers.fill(cache, fp8_paged_attention)
@@ -466,7 +474,7 @@ def test_layer_steps_with_latents_match_the_reference(kind, heads, preallocated)
             for step in steps:
                 output = step()
             layers.case = replace(layers.case, lengths=(length + index,) * 2)
-            assert layers.error(output, *handles) < TOLERANCE
+            assert layers.relative_error(output, *handles) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
@@ -477,50 +485,50 @@ def test_layer_steps_with_latents_match_the_reference(kind, heads, preallocated)
         Case((700,) * 50, HEADS, label="50 sequences"),
         Case((130,) * 98, HEADS, label="98 sequences"),
         Case((30000, 30000), HEADS, label="a mask at size").pad_left(),
-        Case((3000,), HEADS, tokens=8, label="32 rows"),
-        Case((3000,), Heads(16, 2, 128), tokens=3, label="24 rows"),
-        Case((3000,), HEADS, tokens=16, label="64 rows"),
-        Case((3000,) * 2, HEADS, tokens=16, label="64 rows, padded").pad_left(),
-        Case((3000,) * 2, HEADS, tokens=300, label="many tokens, padded").pad_left(),
+        Case((3000,), HEADS, new_tokens=8, label="32 rows"),
+        Case((3000,), Heads(16, 2, 128), new_tokens=3, label="24 rows"),
+        Case((3000,), HEADS, new_tokens=16, label="64 rows"),
+        Case((3000,) * 2, HEADS, new_tokens=16, label="64 rows, padded").pad_left(),
+        Case((3000,) * 2, HEADS, new_tokens=300, label="many tokens, padded").pad_left(),
         Case((3000,) * 2, Heads(8, 8, 128), label="no groups, padded").pad_left(),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [E4M3, E3M4, BF16], ids=lambda kind: kind.name)
-def test_attention_in_a_step_of_generate_matches_the_reference(kind, case, preallocated):
+@pytest.mark.parametrize("fmt", [E4M3, E3M4, BF16], ids=lambda fmt: fmt.name)
+def test_attention_in_a_step_of_generate_matches_the_reference(fmt, case, preallocated):
     """A step has a filled cache and transformers' mask, as in the benchmark."""
     if not ON_GPU:
-        if not preallocated and kind != E3M4:
+        if not preallocated and fmt != E3M4:
             pytest.skip("the same masks")
         small = tuple(1 + n // 100 for n in case.lengths[:3])
-        tokens = min(case.tokens, 20)
+        tokens = min(case.new_tokens, 20)
         lengths = tuple(n + tokens for n in small)
         padding = tuple(n // 100 for n in case.padding[:3])
-        case = replace(case, lengths=lengths, tokens=tokens, padding=padding, heads=TINY.heads)
+        case = replace(case, lengths=lengths, new_tokens=tokens, padding=padding, heads=TINY.heads)
     with torch.no_grad(), poison_memory():
-        steps = CacheSteps(STAGE, kind, case, 2, "triton", preallocated=preallocated)
+        steps = CacheSteps(STAGE, fmt, case, 2, "triton", preallocated=preallocated)
         for layer in range(2):
             output = steps.step(layer)
-    assert check(output, steps.query, pages_of(steps.key), case) < TOLERANCE
+    assert check_output(output, steps.query, pages_of(steps.key), case) < TOLERANCE
 
 
 def test_gather_reads_pages_past_two_gigabytes():
     """The pages are at the end of a pool of more than 2 ** 31 bytes."""
     total_pages = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
-    near = pages_for(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
+    near_pages = make_layer_pages(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
 
-    count, size = near.block.shape
+    count, size = near_pages.block.shape
     block = torch.empty((total_pages, size), dtype=torch.uint8, device=DEVICE)
-    block[-count:] = near.block
-    far = near._replace(
-        block=block, offsets=locate_pages([block]), table=near.table + (total_pages - count)
+    block[-count:] = near_pages.block
+    far_pages = near_pages._replace(
+        block=block, offsets=locate_pages([block]), table=near_pages.table + (total_pages - count)
     )
     ends = torch.tensor([300], dtype=torch.int32, device=DEVICE)
     for side in ("k", "v"):
         arguments = (ends, side, 0, 300, torch.float32, False)
-        actual = ops.gather(far, *arguments, "triton")
-        assert torch.equal(actual, ops.gather(near, *arguments, "triton"))
-        assert torch.equal(actual, reference.gather(far, *arguments))
+        actual = ops.gather(far_pages, *arguments, "triton")
+        assert torch.equal(actual, ops.gather(near_pages, *arguments, "triton"))
+        assert torch.equal(actual, reference.gather(far_pages, *arguments))
 
 
 @only_gpu
@@ -529,15 +537,17 @@ def test_gather_reads_pages_past_two_gigabytes():
 )
 def test_attention_memory_is_bounded(tokens, stored, limit):
     """Cases are a step, a prompt whose codes are converted first, and one with too many codes."""
-    _, attend_again, _ = prepare(E4M3, Case((stored,), HEADS, tokens=tokens, label="memory"))
-    attend_again()
+    _, attend_once, _ = prepare_attention(
+        E4M3, Case((stored,), HEADS, new_tokens=tokens, label="memory")
+    )
+    attend_once()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()
-    out = attend_again()
-    grown = torch.cuda.max_memory_allocated() - allocated
+    out = attend_once()
+    growth = torch.cuda.max_memory_allocated() - allocated
     # A split sequence needs memory for partial sums. K and V of 60,000 tokens in bf16 take 246 MB.
-    assert grown < out.numel() * out.element_size() + limit
+    assert growth < out.numel() * out.element_size() + limit
 
 
 # -- calibration -----------------------------------------------------------------------------------

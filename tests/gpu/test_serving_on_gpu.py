@@ -21,7 +21,7 @@ from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EnginePages, skip_pages
 from hf_fp8kv.serving.step import EngineStep
-from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
+from tests.gpu.common import DEVICE, MARKS, ON_GPU, forbid_synchronization, only_gpu, random_llama
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import (
     batching,
@@ -43,8 +43,8 @@ if ops.available_backends()["triton"] is not None:
 
 pytestmark = MARKS
 # Factor of all lengths. The interpreter can only compute a few tokens.
-LONGER = 9 if ON_GPU else 1
-PAGES = 32 * LONGER
+LENGTH_FACTOR = 9 if ON_GPU else 1
+PAGES = 32 * LENGTH_FACTOR
 # "auto" would choose a different backend on a CPU.
 TRITON = {"backend": "triton"}
 
@@ -68,15 +68,15 @@ def make_tiny(name: str, **config: Any) -> Any:
 
 MODELS = {
     "llama": random_llama,
-    "mistral": functools.partial(make_tiny, "mistral", sliding_window=20 * LONGER),
+    "mistral": functools.partial(make_tiny, "mistral", sliding_window=20 * LENGTH_FACTOR),
     "gemma2": functools.partial(
-        make_tiny, "gemma2", sliding_window=8 * LONGER, query_pre_attn_scalar=1
+        make_tiny, "gemma2", sliding_window=8 * LENGTH_FACTOR, query_pre_attn_scalar=1
     ),
-    "gpt_oss": functools.partial(make_tiny, "gpt_oss", sliding_window=9 * LONGER),
+    "gpt_oss": functools.partial(make_tiny, "gpt_oss", sliding_window=9 * LENGTH_FACTOR),
 }
 
 
-def texts(*, few: bool = False) -> list[list[int]]:
+def make_prompts(*, few: bool = False) -> list[list[int]]:
     """Return prompts. The last two share full pages at the start."""
     # This is the first seed for which the tokens of all models and kinds have wide margins.
     generator = torch.Generator().manual_seed(5)
@@ -84,25 +84,25 @@ def texts(*, few: bool = False) -> list[list[int]]:
     def draw(count: int) -> list[int]:
         return torch.randint(3, 99, (count,), generator=generator).tolist()
 
-    shared = draw(32 * LONGER)
+    shared = draw(32 * LENGTH_FACTOR)
     ends = [shared + draw(3), shared + draw(1)]
-    return ends if few else [draw(3), draw(17 * LONGER), draw(13 * LONGER), *ends]
+    return ends if few else [draw(3), draw(17 * LENGTH_FACTOR), draw(13 * LENGTH_FACTOR), *ends]
 
 
-def run(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def run_prompts(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
     return generate_batch(model, prompts, **{"pages": PAGES, "max_batch_tokens": 4096, **options})
 
 
 @functools.cache
-def case(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
+def make_reference(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
     """Return a model, keywords with static scales, and the tokens of generate() with these."""
     model = MODELS[name]()
     keywords = {"scales": head_scales(model), **TRITON}
-    return model, keywords, generate_each(model, texts(), **keywords)
+    return model, keywords, generate_each(model, make_prompts(), **keywords)
 
 
 @contextlib.contextmanager
-def enabled(model: Any, **keywords: Any) -> Iterator[None]:
+def enable_pages(model: Any, **keywords: Any) -> Iterator[None]:
     serving.enable(model, **keywords)
     try:
         yield
@@ -111,16 +111,16 @@ def enabled(model: Any, **keywords: Any) -> Iterator[None]:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Any, list[list[int]]]]:
+def served_model() -> Iterator[tuple[Any, list[list[int]]]]:
     """Yield the model with FP8 pages and static scales, and its answers to `texts()`."""
-    model, keywords, expected = case()
-    with enabled(model, **keywords):
+    model, keywords, expected = make_reference()
+    with enable_pages(model, **keywords):
         yield model, expected
 
 
 # -- the same tokens -------------------------------------------------------------------------------
 
-KINDS: dict[str, dict[str, Any]] = {
+CACHE_KINDS: dict[str, dict[str, Any]] = {
     "static": {},
     "dynamic": {"dtype": "fp8_e4m3"},
     "e5m2": {"dtype": "fp8_e5m2"},
@@ -130,33 +130,33 @@ KINDS: dict[str, dict[str, Any]] = {
 
 # Whole prompts, prompts in chunks next to decoding requests, and steps that are prepared while a
 # different step runs.
-FORMS: dict[str, dict[str, Any]] = {
+BATCHING_OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "chunks": {"max_batch_tokens": 16 * LONGER},
+    "chunks": {"max_batch_tokens": 16 * LENGTH_FACTOR},
     "async": {"use_async_batching": True},
     "async chunks": {"max_batch_tokens": 100, "use_async_batching": True},
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option_name", BATCHING_OPTIONS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_batches_give_the_tokens_of_generate(name: str, kind: str, form: str) -> None:
+def test_batches_give_the_tokens_of_generate(name: str, kind: str, option_name: str) -> None:
     """The cases are prefill, decoding, and both, with full attention, rings, softcap and sinks."""
-    if "async" in form and (kind != "static" or not ON_GPU):
+    if "async" in option_name and (kind != "static" or not ON_GPU):
         pytest.skip("only a GPU prepares steps in advance, in the same way for every kind")
-    if not ON_GPU and name != "llama" and (kind != "static" or form == "whole"):
+    if not ON_GPU and name != "llama" and (kind != "static" or option_name == "whole"):
         pytest.skip("the interpreter needs minutes, and test_serving.py tests the CPU")
     model = MODELS[name]()
-    keywords = {**TRITON, **KINDS[kind]}
+    keywords = {**TRITON, **CACHE_KINDS[kind]}
     if kind == "static":
-        model, keywords, expected = case(name)
+        model, keywords, expected = make_reference(name)
     else:
-        expected = generate_each(model, texts(), **keywords)
+        expected = generate_each(model, make_prompts(), **keywords)
     if kind == "static" and ON_GPU:
-        assert expected != generate_each(model, texts(), dtype="auto"), "FP8 has no effect"
-    with enabled(model, **keywords):
-        assert run(model, texts(), **FORMS[form]) == expected
+        assert expected != generate_each(model, make_prompts(), dtype="auto"), "FP8 has no effect"
+    with enable_pages(model, **keywords):
+        assert run_prompts(model, make_prompts(), **BATCHING_OPTIONS[option_name]) == expected
 
 
 @pytest.mark.parametrize("center", [False, True], ids=["", "centered"])
@@ -164,9 +164,9 @@ def test_bfloat16_differs_only_in_tokens_with_close_logits(center: bool) -> None
     """Products of different shapes round differently, so a rounding error may decide a token."""
     model = random_llama(torch.bfloat16)
     keywords = {"scales": head_scales(model, center=center), **TRITON}
-    prompts = texts(few=not ON_GPU)
-    with enabled(model, **keywords):
-        outputs = run(model, prompts)
+    prompts = make_prompts(few=not ON_GPU)
+    with enable_pages(model, **keywords):
+        outputs = run_prompts(model, prompts)
     model.set_attn_implementation("fp8_paged")
     for prompt, new in zip(prompts, outputs, strict=True):
         cache = FP8PagedCache(model.config, prefill="stored", **keywords)
@@ -179,18 +179,18 @@ def test_bfloat16_differs_only_in_tokens_with_close_logits(center: bool) -> None
         assert ((logits.amax(1) - chosen) <= 0.5 * logits.std(1)).all()
 
 
-def test_prefixes_are_reused(served: Any) -> None:
-    model, expected = served
+def test_prefixes_are_reused(served_model: Any) -> None:
+    model, expected = served_model
     with open_manager(model, pages=PAGES) as manager:
-        actual = [request_answer(manager, text) for text in texts()[-2:]]
+        actual = [request_answer(manager, text) for text in make_prompts()[-2:]]
         usage = serving.usage(manager)
     assert actual == expected[-2:]
     assert usage is not None
-    assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LONGER)
+    assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LENGTH_FACTOR)
 
 
-def test_forked_requests_give_the_tokens_of_generate(served: Any) -> None:
-    model, _ = served
+def test_forked_requests_give_the_tokens_of_generate(served_model: Any) -> None:
+    model, _ = served_model
     prompts = serving_tools.prompts()[: 4 if ON_GPU else 2]
     expected = generate_each(model, prompts, scales=head_scales(model), **TRITON)
     assert generate_forked(model, prompts, 3) == [tokens for tokens in expected for _ in range(3)]
@@ -210,22 +210,22 @@ def count_calls(kind: Any, name: str) -> Any:
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) -> None:
     """Graphs are captured for 1, 2, 4 and 5 requests, and replayed while requests start and end."""
-    model, keywords, expected = case()
+    model, keywords, expected = make_reference()
     if kind == "dynamic":
         keywords = TRITON
-        expected = generate_each(model, texts(), **keywords)
+        expected = generate_each(model, make_prompts(), **keywords)
     graph = torch.cuda.CUDAGraph
     for chunk in (4096, 100):
         options = {"max_batch_tokens": chunk, "use_cuda_graph": True, **async_options}
         with (
-            enabled(model, **keywords),
-            count_calls(graph, "capture_begin") as captured,
-            count_calls(graph, "replay") as replayed,
+            enable_pages(model, **keywords),
+            count_calls(graph, "capture_begin") as capture_calls,
+            count_calls(graph, "replay") as replay_calls,
         ):
-            assert run(model, texts(), **options) == expected, chunk
+            assert run_prompts(model, make_prompts(), **options) == expected, chunk
         # A few graphs are captured for each of two sets of inputs, and not one for each step.
-        assert 0 < captured.call_count <= 8
-        assert replayed.call_count > serving_tools.NEW_TOKENS / 2
+        assert 0 < capture_calls.call_count <= 8
+        assert replay_calls.call_count > serving_tools.NEW_TOKENS / 2
 
 
 @only_gpu
@@ -237,18 +237,18 @@ def test_unsupported_graphs_are_refused() -> None:
             model.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
 
 
-def test_unused_rows_do_not_change_tokens(served: Any) -> None:
+def test_unused_rows_do_not_change_tokens(served_model: Any) -> None:
     """Steps use a block table with padding, as in graphs."""
-    model, expected = served
+    model, expected = served_model
     # The shared pages of a common prefix would be written twice.
     config = batching(pages=PAGES, allow_block_sharing=False)
     manager = model.init_continuous_batching(greedy(), config)
-    manager.continuous_batching_config.max_blocks_per_request = 4 * LONGER
+    manager.continuous_batching_config.max_blocks_per_request = 4 * LENGTH_FACTOR
     manager.warmup()
     manager.batch_processor.model_runner.pad_inputs = True
     with run_manager(manager):
         # 3 and 5 requests are padded to rows for 4 and 8.
-        assert request_answers(manager, texts()) == expected
+        assert request_answers(manager, make_prompts()) == expected
 
 
 @pytest.mark.parametrize("kind", ["static", "e5m2"])
@@ -261,28 +261,28 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
     offloads = note_offloads(monkeypatch)
     model = MODELS[name]()
     keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
-    prompts = [text[:30] for text in texts() if len(text) > 12]
+    prompts = [text[:30] for text in make_prompts() if len(text) > 12]
     expected = generate_each(model, prompts, **TRITON, **keywords)
     # The pages have room for all prompts together, but not for the answers.
-    pages = sum(-(-len(text) // 8) for text in prompts) + 3
-    with enabled(model, **TRITON, **keywords):
-        outputs = run(
-            model, prompts, page_size=8, pages=pages, max_batch_tokens=256, cpu_offload_space=0.01,
-            allow_block_sharing=False,
+    num_pages = sum(-(-len(text) // 8) for text in prompts) + 3
+    with enable_pages(model, **TRITON, **keywords):
+        outputs = run_prompts(
+            model, prompts, page_size=8, pages=num_pages, max_batch_tokens=256,
+            cpu_offload_space=0.01, allow_block_sharing=False,
         )  # fmt: skip
     assert outputs == expected
     assert any(offloads)
 
 
-@pytest.mark.parametrize("form", ["config", pytest.param("level", marks=only_gpu)])
-def test_a_compiled_model_gives_the_same_tokens(served: Any, form: str) -> None:
-    model, expected = served
+@pytest.mark.parametrize("option_name", ["config", pytest.param("level", marks=only_gpu)])
+def test_a_compiled_model_gives_the_same_tokens(served_model: Any, option_name: str) -> None:
+    model, expected = served_model
     backend = {"mode": "default"} if ON_GPU else {"backend": "eager", "mode": None}
     options = {"varlen_compile_config": CompileConfig(fullgraph=False, dynamic=True, **backend)}
-    if form == "level":
+    if option_name == "level":
         options = {"default_compile_level": 1}
-    few = slice(None) if ON_GPU else slice(2)
-    assert run(model, texts()[few], **options) == expected[few]
+    prompt_slice = slice(None) if ON_GPU else slice(2)
+    assert run_prompts(model, make_prompts()[prompt_slice], **options) == expected[prompt_slice]
 
 
 @only_gpu
@@ -296,29 +296,31 @@ def test_memory_stays_within_the_plan() -> None:
     model(torch.ones((1, 8), dtype=torch.long, device=DEVICE), use_cache=False)  # workspaces
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    allocated_bytes = torch.cuda.memory_allocated()
     # Other processes may allocate or free memory of the GPU while the engine plans.
-    free = [torch.cuda.mem_get_info()[0]]
+    free_bytes = [torch.cuda.mem_get_info()[0]]
     torch.cuda.reset_peak_memory_stats()
-    run(model, prompts, pages=None, page_size=256, max_batch_tokens=8192, max_memory_percent=0.2)
-    used = torch.cuda.max_memory_allocated() - before
+    run_prompts(
+        model, prompts, pages=None, page_size=256, max_batch_tokens=8192, max_memory_percent=0.2
+    )
+    used_bytes = torch.cuda.max_memory_allocated() - allocated_bytes
     torch.cuda.empty_cache()
-    free.append(torch.cuda.mem_get_info()[0])
-    assert used <= 0.2 * max(free) + 2**26
-    assert used > 0.9 * 0.2 * min(free), "the pages use less than allowed"
+    free_bytes.append(torch.cuda.mem_get_info()[0])
+    assert used_bytes <= 0.2 * max(free_bytes) + 2**26
+    assert used_bytes > 0.9 * 0.2 * min(free_bytes), "the pages use less than allowed"
 
 
 # -- one layer of one step -------------------------------------------------------------------------
 
-HEADS, QUERIES, DIM, SLOTS = (8, 32, 128, 64) if ON_GPU else (2, 4, 16, 8)
+HEADS, QUERY_HEADS, HEAD_DIM, PAGE_SIZE = (8, 32, 128, 64) if ON_GPU else (2, 4, 16, 8)
 # Stored and new tokens of three prompts, then of two decoding requests and a chunk.
-FIRST = tuple((0, n * LONGER) for n in (33, 20, 40))
-SECOND = ((33 * LONGER, 1), (20 * LONGER, 1), (40 * LONGER, 30))
+FIRST_STEP = tuple((0, n * LENGTH_FACTOR) for n in (33, 20, 40))
+SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FACTOR, 30))
 
 
 def run_layer(
     stored: Pages,
-    form: EnginePages,
+    engine_pages: EnginePages,
     window: int | None,
     first: int = 0,
     backend: str = "triton",
@@ -326,48 +328,56 @@ def run_layer(
 ) -> list[torch.Tensor]:
     """Return the attention outputs of two steps of three requests, whose pages start at `first`."""
     generator = torch.Generator().manual_seed(0)
-    count = -(-(window or 80 * LONGER) // SLOTS) + 1
-    layer = StoredLayer(stored, LayerStorage(form.plan, None, None, None), form, backend)
+    count = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1
+    layer = StoredLayer(
+        stored, LayerStorage(engine_pages.plan, None, None, None), engine_pages, backend
+    )
     outputs = []
-    for requests in (FIRST, SECOND):
-        step = EngineStep([window], SLOTS)
+    for requests in (FIRST_STEP, SECOND_STEP):
+        step = EngineStep([window], PAGE_SIZE)
         for index, (past, tokens) in enumerate(requests):
             start = first + index * count
             step.add(past, tokens, [list(range(start, start + count))])
         query, key, value = (
-            torch.randn(1, heads, step.count, DIM, generator=generator).to(device, form.dtype)
-            for heads in (QUERIES, HEADS, HEADS)
+            torch.randn(1, heads, step.count, HEAD_DIM, generator=generator).to(
+                device, engine_pages.dtype
+            )
+            for heads in (QUERY_HEADS, HEADS, HEADS)
         )
-        with waiting_is_an_error(), torch.no_grad():
-            spec = AttentionSpec(DIM**-0.5, causal=True)
+        with forbid_synchronization(), torch.no_grad():
+            spec = AttentionSpec(HEAD_DIM**-0.5, causal=True)
             outputs.append(layer.attend(query, key, value, step.work(0, device), spec))
     return outputs
 
 
-FORM = EnginePages(HEADS, DIM, SLOTS, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
+ENGINE_PAGES = EnginePages(
+    HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True
+)
 
 
-def pages(count: int, device: torch.device = DEVICE) -> Pages:
-    memory = torch.zeros(count * FORM.bytes_per_page, dtype=torch.uint8, device=device)
-    return FORM.view_memory(memory)
+def make_pages(count: int, device: torch.device = DEVICE) -> Pages:
+    memory = torch.zeros(count * ENGINE_PAGES.bytes_per_page, dtype=torch.uint8, device=device)
+    return ENGINE_PAGES.view_memory(memory)
 
 
-@pytest.mark.parametrize("window", [None, 25 * LONGER], ids=["full", "ring"])
+@pytest.mark.parametrize("window", [None, 25 * LENGTH_FACTOR], ids=["full", "ring"])
 def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -> None:
     """Lists of requests are copied while the GPU works. Pages are past 2 ** 31 bytes of a pool."""
-    room = 3 * (-(-80 * LONGER // SLOTS) + 1)
-    far = 2**31 // (HEADS * SLOTS * DIM) + 5 if ON_GPU else 7
-    near = run_layer(pages(room), FORM, window)
-    many = pages(far + room)
+    num_pages = 3 * (-(-80 * LENGTH_FACTOR // PAGE_SIZE) + 1)
+    far_page = 2**31 // (HEADS * PAGE_SIZE * HEAD_DIM) + 5 if ON_GPU else 7
+    near_outputs = run_layer(make_pages(num_pages), ENGINE_PAGES, window)
+    large_pool = make_pages(far_page + num_pages)
     for index in (0, 1):  # a layer's pages start at its index in a block
-        actual = run_layer(skip_pages(many, index), FORM, window, far - 1)
-        for output, expected in zip(actual, near, strict=True):
+        actual = run_layer(skip_pages(large_pool, index), ENGINE_PAGES, window, far_page - 1)
+        for output, expected in zip(actual, near_outputs, strict=True):
             assert torch.equal(output, expected)
     if ON_GPU:
-        assert many.block.numel() > 2**31
-    assert not many.block[: far - 1].any(), "a page outside the requests was written"
+        assert large_pool.block.numel() > 2**31
+    assert not large_pool.block[: far_page - 1].any(), "a page outside the requests was written"
     # The backend "torch" on the CPU gives the same results.
     cpu = torch.device("cpu")
-    expected_outputs = run_layer(pages(room, cpu), FORM, window, backend="torch", device=cpu)
-    for output, expected in zip(near, expected_outputs, strict=True):
+    expected_outputs = run_layer(
+        make_pages(num_pages, cpu), ENGINE_PAGES, window, backend="torch", device=cpu
+    )
+    for output, expected in zip(near_outputs, expected_outputs, strict=True):
         assert (output.cpu() - expected).norm() < 1e-3 * expected.norm()

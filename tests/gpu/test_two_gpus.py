@@ -30,27 +30,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     )  # fmt: skip
     folder: Path = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(folder)
-    places: dict[str, int] = {f"model.layers.{i}": i // 2 for i in range(LAYERS)}
-    places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    one, two = (
+    device_map: dict[str, int] = {f"model.layers.{i}": i // 2 for i in range(LAYERS)}
+    device_map |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    one_gpu, two_gpus = (
         AutoModelForCausalLM.from_pretrained(
-            folder, device_map=device_map, attn_implementation="fp8_paged"
+            folder, device_map=placement, attn_implementation="fp8_paged"
         ).eval()
-        for device_map in (0, places)
+        for placement in (0, device_map)
     )
-    return one, two
+    return one_gpu, two_gpus
 
 
-def scales() -> KVScales:
+def make_scales() -> KVScales:
     generator = torch.Generator().manual_seed(5)
 
-    def heads() -> torch.Tensor:
+    def random_scales() -> torch.Tensor:
         return 4 * (0.5 + torch.rand(HEADS, 1, generator=generator)) / 448
 
-    return KVScales({index: LayerScales(heads(), heads()) for index in range(LAYERS)})
+    return KVScales(
+        {index: LayerScales(random_scales(), random_scales()) for index in range(LAYERS)}
+    )
 
 
-def prompt(tokens: int = 300) -> dict[str, torch.Tensor]:
+def make_prompt(tokens: int = 300) -> dict[str, torch.Tensor]:
     """Return two rows, one of which starts with pages of padding."""
     ids = torch.randint(1, 1000, (2, tokens), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -58,22 +60,22 @@ def prompt(tokens: int = 300) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.to("cuda:0"), "attention_mask": mask.to("cuda:0")}
 
 
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 400}], ids=["growing", "static"])
-@pytest.mark.parametrize("kind", [None, "heads"], ids=["dynamic", "static-scales"])
-def test_two_gpus_give_the_tokens_of_one_gpu(models, form, kind):
+@pytest.mark.parametrize("cache_options", [{}, {"max_cache_len": 400}], ids=["growing", "static"])
+@pytest.mark.parametrize("scale_kind", [None, "heads"], ids=["dynamic", "static-scales"])
+def test_two_gpus_give_the_tokens_of_one_gpu(models, cache_options, scale_kind):
     answers = []
     for model in models:
-        cache_scales = None if kind is None else scales()
-        cache = FP8PagedCache(model.config, scales=cache_scales, prefill="stored", **form)
-        answers.append(model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist())
+        cache_scales = None if scale_kind is None else make_scales()
+        cache = FP8PagedCache(model.config, scales=cache_scales, prefill="stored", **cache_options)
+        answers.append(model.generate(**make_prompt(), past_key_values=cache, **GREEDY).tolist())
     assert answers[0] == answers[1]
 
 
 def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
     """A fork, and a cache that was loaded to the CPU, continue like the original."""
     _, model = models
-    cache = FP8PagedCache(model.config, scales=scales(), prefill="stored")
-    inputs = prompt()
+    cache = FP8PagedCache(model.config, scales=make_scales(), prefill="stored")
+    inputs = make_prompt()
     with torch.no_grad():
         model(**{name: t[:, :290] for name, t in inputs.items()}, past_key_values=cache)
     copies = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]

@@ -49,9 +49,9 @@ def test_parts_of_a_page_do_not_overlap_and_are_aligned(sizes):
     layout = page_layout(*sizes, torch.uint8, torch.bfloat16, True)
     block = torch.zeros(3, layout.size, dtype=torch.uint8)
     for name, part in layout.split(block).items():
-        assert layout.first[name] % 16 == 0
+        assert layout.offsets[name] % 16 == 0
         part.view(torch.uint8).add_(1)
-        assert part.data_ptr() == block.data_ptr() + layout.first[name]
+        assert part.data_ptr() == block.data_ptr() + layout.offsets[name]
     assert block.max() == 1, "a byte is in two parts"
     heads, slots, k_dim, v_dim = sizes
     assert block.sum() == 3 * heads * slots * (k_dim + 2 * v_dim + 4)

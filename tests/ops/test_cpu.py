@@ -246,6 +246,6 @@ def test_a_missing_library_is_named(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("unloaded_library")
 def test_a_library_of_a_different_source_is_refused(monkeypatch):
-    monkeypatch.setattr(build, "stamp", lambda: 1)
+    monkeypatch.setattr(build, "compute_stamp", lambda: 1)
     with pytest.raises(BackendError, match="a different source"):
         attend(make_pages(40), torch.randn(1, 6, 1, DIM), 40)

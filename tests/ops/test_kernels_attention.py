@@ -596,17 +596,17 @@ def test_the_length_of_a_chunk_is_not_a_constant():
 )  # fmt: skip
 def test_widened_codes_give_the_same_bits(case, monkeypatch):
     pages, query, kwargs, expected = prepare_expected(case)
-    monkeypatch.setattr(extend, "WIDENED_FROM", 0)
-    monkeypatch.setattr(extend, "WIDENED_BLOCKS", 2)
+    monkeypatch.setattr(extend, "MIN_WIDENED_TOKENS", 0)
+    monkeypatch.setattr(extend, "MIN_WIDENED_BLOCKS", 2)
     # A GPU has more SMs than these cases have blocks of rows.
-    monkeypatch.setattr(extend, "SPLIT_FROM", 1000)
+    monkeypatch.setattr(extend, "MAX_UNSPLIT_TOKENS", 1000)
     with recording() as recorded:
         result = run_kernel("extend", case, pages, query, **kwargs)
     assert list_kernels(recorded) == ["_widen_codes", "_attend"]
     assert errors(result, expected).max() <= 2 * errors(
         torch_attention(case, pages, query, kwargs), expected
     ).max()  # fmt: skip
-    monkeypatch.setattr(extend, "WIDENED_BYTES", 0)
+    monkeypatch.setattr(extend, "MAX_WIDENED_BYTES", 0)
     with recording() as recorded:
         assert_same(run_kernel("extend", case, pages, query, **kwargs), result)
     assert list_kernels(recorded) == ["_attend"]

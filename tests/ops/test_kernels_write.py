@@ -29,7 +29,7 @@ import triton.language as tl
 
 from hf_fp8kv.ops.triton import encoder
 from hf_fp8kv.ops.triton.gather import gather
-from hf_fp8kv.ops.triton.tuning import SINGLE_TOKENS
+from hf_fp8kv.ops.triton.tuning import MAX_DECODE_TOKENS
 from hf_fp8kv.ops.triton.write import TILE, UNLIMITED, write
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
@@ -172,7 +172,7 @@ def test_each_format_is_written_with_each_kind_of_scale(name, scales, shape):
     check_write(Case(key=name, value=NEXT_FORMAT[name], **SCALES[scales], **SHAPES[shape]))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, SINGLE_TOKENS, SINGLE_TOKENS + 1, 16, 17])
+@pytest.mark.parametrize("tokens", [1, 2, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1, 16, 17])
 def test_tokens_around_the_end_of_a_page_are_written(tokens):
     check_write(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
 

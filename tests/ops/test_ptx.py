@@ -119,7 +119,7 @@ FAULTS = {
         "decode", "_attend", "", r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+ )0", r"\g<1>16"
     ),
     "the page after the right one": Fault(
-        "decode", "_attend", "later * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
+        "decode", "_attend", "next_tile * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
     ),
     "sums are not rescaled": Fault(
         "decode", "_attend", "acc * per_row(alpha",

@@ -88,8 +88,8 @@ MUTANTS = (
     ),
     Mutant(
         "reference: V's scale doubled", REFERENCE,
-        "x *= scales[:, :, inside, None].float()",
-        'x *= scales[:, :, inside, None].float() * (1 + (side == "v"))',
+        "x *= scales[:, :, span, None].float()",
+        'x *= scales[:, :, span, None].float() * (1 + (side == "v"))',
         "tests/ops/test_ops.py",
     ),
     Mutant(
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference: bytes of hidden tokens count", REFERENCE,
-        "    v = v.masked_fill(~seen.any(2)[..., None], 0)\n", "", "tests/ops/test_ops.py",
+        "    v = v.masked_fill(~is_visible.any(2)[..., None], 0)\n", "", "tests/ops/test_ops.py",
     ),
     Mutant(
         "reference: a write without a page is silent", REFERENCE,
@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant(
         "causal: a token does not attend to itself", "ops/visibility.py",
-        "seen & (position <= query)", "seen & (position < query)", "tests/ops/test_ops.py",
+        "(position <= query_position)", "(position < query_position)", "tests/ops/test_ops.py",
     ),
     # The torch backend.
     Mutant(
@@ -150,7 +150,7 @@ MUTANTS = (
     # Triton, interpreted.
     Mutant(
         "triton: the first new token is lost", WRITE,
-        "inside = (t >= 0) & (t < tokens)", "inside = (t > 0) & (t < tokens)",
+        "is_new = (t >= 0) & (t < tokens)", "is_new = (t > 0) & (t < tokens)",
         "tests/ops/test_kernels_write.py",
     ),
     Mutant(
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: tokens past the limit are stored", WRITE,
-        "    inside &= position < limit\n", "", "tests/ops/test_kernels_write.py",
+        "    is_new &= position < limit\n", "", "tests/ops/test_kernels_write.py",
     ),
     Mutant(
         "triton: a token lost at a page boundary", WRITE,
@@ -182,12 +182,13 @@ MUTANTS = (
     ),
     Mutant(
         "triton: splits are merged without their weight", DECODE,
-        "tl.sum(split_acc * share[:, None], 0)", "tl.sum(split_acc, 0)",
+        "tl.sum(split_acc * weight[:, None], 0)", "tl.sum(split_acc, 0)",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
         "triton: splits after the first 32 are not merged", DECODE,
-        "range(0, num_splits, MERGED)", "range(0, tl.minimum(num_splits, MERGED), MERGED)",
+        "range(0, num_splits, SPLITS_AT_ONCE)",
+        "range(0, tl.minimum(num_splits, SPLITS_AT_ONCE), SPLITS_AT_ONCE)",
         "tests/ops/test_kernels_attention.py",
     ),
     # C++.
@@ -344,12 +345,12 @@ MUTANTS = (
     ),
     Mutant(
         "sizes: a mask of another size is accepted", "ops/sizes.py",
-        "if not fits or not known or x.device != device:", "if not known or x.device != device:",
+        "if not has_shape or not has_dtype or x.device", "if not has_dtype or x.device",
         "tests/ops/test_ops.py tests/attention/test_masks.py",
     ),
     Mutant(
         "latents: absorbed without the positions", "ops/torch/backend.py",
-        "torch.cat([keys, decoded], -1), keys", "torch.cat([keys, 0 * decoded], -1), keys",
+        "torch.cat([keys, values], -1), keys", "torch.cat([keys, 0 * values], -1), keys",
         "tests/attention/test_latent.py tests/ops/test_ops.py",
     ),
     # Scales and calibration.

@@ -22,25 +22,25 @@ from .records import (
     KINDS,
     WRITE,
     address,
-    broadcast,
-    decoding,
-    encoding,
-    no_gaps,
-    readable_floats,
-    stored,
-    strided,
-    table,
+    broadcast_fields,
+    decoding_fields,
+    encoding_fields,
+    pack_rows,
+    side_fields,
+    strided_fields,
+    table_fields,
+    to_readable,
 )
 
-# Number of stored values from which an additional thread pays.
+# Minimum number of stored values per thread. With fewer values a thread does not pay.
 GRAIN = 1 << 16
 # Sums are computed separately for each span of this number of tokens, and then added in a fixed
-# order. If heads and queries give fewer than UNITS units of work per thread, each span is a
+# order. If heads and queries give fewer than MIN_UNITS units of work per thread, each span is a
 # separate unit, so that a delayed thread delays the call only briefly.
 SPAN = 512
-UNITS = 4
+MIN_UNITS = 4
 # Maximum number of query rows per unit and head. More rows exceed the CPU's cache.
-ROWS = 64
+MAX_ROWS = 64
 
 
 @functools.cache
@@ -60,9 +60,9 @@ def load_library() -> ctypes.CDLL:
         raise BackendError(
             f"backend 'cpu': expected {path.name}, got {error}. To use it, {build.REPAIR}"
         ) from error
-    described = (ctypes.c_int64 * 4)()
-    library.describe(described)
-    if list(described) != [build.stamp(), WRITE.size, GATHER.size, ATTEND.size]:
+    description = (ctypes.c_int64 * 4)()
+    library.describe(description)
+    if list(description) != [build.compute_stamp(), WRITE.size, GATHER.size, ATTEND.size]:
         raise BackendError(
             f"backend 'cpu': {path.name} was built from a different source. To use it, "
             f"{build.REPAIR}"
@@ -70,20 +70,20 @@ def load_library() -> ctypes.CDLL:
     for name in ("write_tokens", "gather", "attend"):
         getattr(library, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
     library.gather.restype = library.attend.restype = None
-    # A symbol of a library that torch._C requires.
+    # The function is a symbol of a library that torch._C requires.
     parallel_for = ctypes.CDLL(torch._C.__file__).torch_parallel_for
     library.set_parallel_for(ctypes.cast(parallel_for, ctypes.c_void_p))
     return library
 
 
 @functools.cache
-def _first_process() -> int:
+def _get_first_pid() -> int:
     return os.getpid()
 
 
-def _plain(pages: Pages) -> Pages:
+def _pack_tensors(pages: Pages) -> Pages:
     """Return the same pages, with contiguous scales, center and block table."""
-    k, v, table = pages.k, pages.v, no_gaps(pages.table)
+    k, v, table = pages.k, pages.v, pack_rows(pages.table)
     tensors = k.static_scale, k.center, v.static_scale
     if table is pages.table and all(x is None or x.is_contiguous() for x in tensors):
         return pages
@@ -92,10 +92,10 @@ def _plain(pages: Pages) -> Pages:
     return pages._replace(k=k, v=v._replace(static_scale=v_scale), table=table)
 
 
-def _threads(values: int) -> int:
-    if _first_process() != os.getpid():  # torch's threads do not survive a fork
+def _choose_threads(num_values: int) -> int:
+    if _get_first_pid() != os.getpid():  # torch's threads do not survive a fork
         return 1
-    return max(1, min(torch.get_num_threads(), values // GRAIN))
+    return max(1, min(torch.get_num_threads(), num_values // GRAIN))
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
@@ -103,27 +103,27 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     if not KINDS.keys() >= {pages.k_dtype, pages.v_dtype}:
         torch_backend.write(pages, key, value, lengths)
         return
-    pages, lengths = _plain(pages), no_gaps(lengths)
+    pages, lengths = _pack_tensors(pages), pack_rows(lengths)
     k, v = pages.k, pages.v
-    key, value = _input(pages.k_dtype, key), _input(pages.v_dtype, value)
+    key, value = _convert_input(pages.k_dtype, key), _convert_input(pages.v_dtype, value)
     batch, heads, tokens, _ = key.shape
     call = WRITE.pack(
-        batch, heads, tokens, MIN_SCALE, *table(pages, lengths),
-        *stored(pages, "k", k.center), *strided(key), *encoding(k.format),
-        *stored(pages, "v", None), *strided(value), *encoding(v.format),
+        batch, heads, tokens, MIN_SCALE, *table_fields(pages, lengths),
+        *side_fields(pages, "k", k.center), *strided_fields(key), *encoding_fields(k.format),
+        *side_fields(pages, "v", None), *strided_fields(value), *encoding_fields(v.format),
     )  # fmt: skip
-    # The search for K's scales dominates, so a value counts as 8.
-    if not load_library().write_tokens(call, _threads(8 * (key.numel() + value.numel()))):
+    # The search for K's scales takes most of the time, so each value counts as 8.
+    if not load_library().write_tokens(call, _choose_threads(8 * (key.numel() + value.numel()))):
         raise_overrun(pages, lengths, tokens)
 
 
-def _input(stored: torch.dtype, x: Tensor) -> Tensor:
+def _convert_input(stored_dtype: torch.dtype, x: Tensor) -> Tensor:
     """Convert `x` to a dtype that the kernel reads: for "auto" to the dtype of the pages."""
-    if stored != torch.uint8:
-        x = x.to(stored)
+    if stored_dtype != torch.uint8:
+        x = x.to(stored_dtype)
     elif x.dtype not in KINDS or x.dtype == torch.uint8:
         x = x.float()
-    return no_gaps(x)
+    return pack_rows(x)
 
 
 def gather(
@@ -140,20 +140,20 @@ def gather(
 
     `head_range` selects KV heads. Unless it selects all of them, K must not have a center.
     """
-    pages, lengths = _plain(pages), no_gaps(lengths)
+    pages, lengths = _pack_tensors(pages), pack_rows(lengths)
     is_k = side == "k"
-    chosen, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
+    stored_side, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
     if not KINDS.keys() >= {stored_dtype, dtype}:
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
     first_head, last_head, _ = head_range.indices(pages.heads)
     heads, batch = last_head - first_head, len(pages.table)
-    out = torch.empty((batch, heads, stop - start, chosen.head_dim), dtype=dtype, device="cpu")
+    out = torch.empty((batch, heads, stop - start, stored_side.head_dim), dtype=dtype, device="cpu")
     call = GATHER.pack(
-        batch, heads, first_head, start, stop, ragged, not is_k, *table(pages, lengths),
-        *stored(pages, side, None if chosen.format == AUTO else chosen.center),
-        *decoding(chosen.format), out.data_ptr(), KINDS[dtype],
+        batch, heads, first_head, start, stop, ragged, not is_k, *table_fields(pages, lengths),
+        *side_fields(pages, side, None if stored_side.format == AUTO else stored_side.center),
+        *decoding_fields(stored_side.format), out.data_ptr(), KINDS[dtype],
     )  # fmt: skip
-    load_library().gather(call, _threads(out.numel()))
+    load_library().gather(call, _choose_threads(out.numel()))
     return out
 
 
@@ -165,7 +165,7 @@ def attend(
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if prompts.is_faster(query, pages, start, spec):
         return prompts.attend(query, pages, lengths, spec, gather)
-    pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
+    pages, query, lengths = _pack_tensors(pages), pack_rows(query), pack_rows(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
     k, v = pages.k, pages.k if latent else pages.v
     batch, q_heads, tokens, q_dim = query.shape
@@ -173,30 +173,32 @@ def attend(
     groups = q_heads // heads
     out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype, device="cpu")
 
-    # The rows of one block share decoded values.
-    block = min(tokens, max(ROWS // groups, 1))
-    blocks = -(-tokens // block)
-    rows = block * groups
-    threads = _threads((stop - start) * batch * heads * (q_dim + v_dim) * -(-rows // 4) * blocks)
+    # The rows of a block share decoded values.
+    block_tokens = min(tokens, max(MAX_ROWS // groups, 1))
+    blocks = -(-tokens // block_tokens)
+    rows = block_tokens * groups
+    read_values = (stop - start) * batch * heads * (q_dim + v_dim)
+    threads = _choose_threads(read_values * -(-rows // 4) * blocks)
     units = batch * heads * blocks
-    splits = -(-stop // SPAN) - start // SPAN if threads > 1 and units < UNITS * threads else 1
-    work = torch.empty(units * splits * rows * (2 + v_dim), dtype=torch.float32, device="cpu")
+    splits = -(-stop // SPAN) - start // SPAN if threads > 1 and units < MIN_UNITS * threads else 1
+    sums = torch.empty(units * splits * rows * (2 + v_dim), dtype=torch.float32, device="cpu")
 
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
-    mask = None if mask is None else no_gaps(mask).view(torch.uint8)
-    bounds = None if mask is None or bounds is None else no_gaps(bounds)
-    bias = None if bias is None else no_gaps(readable_floats(bias))
+    mask = None if mask is None else pack_rows(mask).view(torch.uint8)
+    bounds = None if mask is None or bounds is None else pack_rows(bounds)
+    bias = None if bias is None else pack_rows(to_readable(bias))
     sinks = None if sinks is None else sinks.float().contiguous()
-    second = *stored(pages, "v", None), *decoding(pages.v.format)
-    values = (*stored(pages, "k", None), *decoding(k.format)) if latent else second
+    v_fields = *side_fields(pages, "v", None), *decoding_fields(pages.v.format)
+    k_fields = *side_fields(pages, "k", None), *decoding_fields(k.format)
+    value_fields = k_fields if latent else v_fields
     call = ATTEND.pack(
         batch, q_heads, heads, tokens, start, stop, causal, window, scaling, softcap,
-        *table(pages, lengths), *stored(pages, "k", center), *decoding(k.format),
-        *values, latent, *second, *strided(query),
-        address(sinks),
-        *broadcast(mask), *broadcast(bias),
+        *table_fields(pages, lengths), *side_fields(pages, "k", center), *decoding_fields(k.format),
+        *value_fields, latent, *v_fields, *strided_fields(query), address(sinks),
+        *broadcast_fields(mask), *broadcast_fields(bias),
         address(bounds), 0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0),
-        SPAN, splits, blocks, block, rows, out.data_ptr(), KINDS[out.dtype], work.data_ptr(),
+        SPAN, splits, blocks, block_tokens, rows, out.data_ptr(), KINDS[out.dtype],
+        sums.data_ptr(),
     )  # fmt: skip
     load_library().attend(call, threads)
     return out

@@ -1,6 +1,6 @@
-"""Compilation of the kernels: `python -m hf_fp8kv.ops.cpu.build`, or the build hook of the wheel.
+"""Compile the kernels: `python -m hf_fp8kv.ops.cpu.build`, or the build hook of the wheel.
 
-The library uses no headers of Python or torch, so one wheel works with all their versions.
+The libraries use no headers of Python or torch, so one wheel works with all versions of both.
 """
 
 import os
@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 # Instructions for a user without compiled libraries.
 REPAIR = "install a C++ compiler and run: python -m hf_fp8kv.ops.cpu.build"
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-# Compiler flags of each library, by torch's name of the CPU capability. VNNI is not part of that.
+# Compiler flags of each library, by torch's name of the CPU capability, which does not cover VNNI.
 TARGETS: dict[str, list[str]] = {"DEFAULT": []}
 if platform.machine() in ("x86_64", "AMD64"):
     TARGETS["AVX2"] = _AVX2
@@ -27,7 +27,7 @@ _OPTIONS = [
     "-fwrapv", "-Wno-psabi",
 ]  # fmt: skip
 if sys.platform == "linux":
-    # Systems older than the compiler's have older versions of these libraries.
+    # Older systems than the compiler's have older versions of these two libraries.
     _OPTIONS += ["-static-libgcc", "-static-libstdc++"]
 
 
@@ -37,7 +37,7 @@ def find_library(capability: str) -> Path:
     return SOURCE.with_name(f"kernels_{target.lower()}.so")
 
 
-def stamp() -> int:
+def compute_stamp() -> int:
     """Return a checksum of the source and of the compiler options."""
     return zlib.crc32(SOURCE.read_bytes() + Path(__file__).read_bytes())
 
@@ -53,18 +53,18 @@ def build() -> list[Path]:
     """
     for target in TARGETS:
         find_library(target).unlink(missing_ok=True)
-    named = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
-    command = [*shlex.split(named), *_OPTIONS, f"-DSTAMP={stamp()}u", str(SOURCE)]
-    running = {}
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
+    command = [*shlex.split(compiler), *_OPTIONS, f"-DSTAMP={compute_stamp()}u", str(SOURCE)]
+    processes = {}
     for target, flags in TARGETS.items():
-        new = find_library(target).with_suffix(f".{os.getpid()}")
-        running[new] = subprocess.Popen([*command, *flags, "-o", str(new)])
-    failed = [compiler for compiler in running.values() if compiler.wait()]
-    if failed:
-        for new in running:
-            new.unlink(missing_ok=True)
-        raise subprocess.CalledProcessError(failed[0].returncode, failed[0].args)
-    return [new.replace(new.with_suffix(".so")) for new in running]
+        new_path = find_library(target).with_suffix(f".{os.getpid()}")
+        processes[new_path] = subprocess.Popen([*command, *flags, "-o", str(new_path)])
+    failures = [process for process in processes.values() if process.wait()]
+    if failures:
+        for new_path in processes:
+            new_path.unlink(missing_ok=True)
+        raise subprocess.CalledProcessError(failures[0].returncode, failures[0].args)
+    return [new_path.replace(new_path.with_suffix(".so")) for new_path in processes]
 
 
 if __name__ == "__main__":

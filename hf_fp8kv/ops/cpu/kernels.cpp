@@ -206,7 +206,7 @@ struct ReadHalves {
   }
 };
 
-struct ReadTable {  // any code, by a table
+struct ReadTable {  // decodes any code, by a table
   static constexpr int64_t WIDTH = 1;
   const float* numbers;
   inline Sixteen operator()(const char* p) const {
@@ -217,7 +217,7 @@ struct ReadTable {  // any code, by a table
 };
 
 #ifdef __AVX2__
-struct ReadCodes {  // codes without NaN and infinity; the result lacks a factor
+struct ReadCodes {  // decodes finite codes, up to a factor
   static constexpr int64_t WIDTH = 1;
   __m128i shift;
   __m256i mask;
@@ -342,8 +342,8 @@ struct Rows {
   const float* factors = nullptr;
 
   Rows from(int64_t row) const {
-    const float* left = factors ? factors + row : nullptr;
-    return {x + row * x_stride, x_stride, out + row * out_stride, out_stride, left};
+    const float* row_factors = factors ? factors + row : nullptr;
+    return {x + row * x_stride, x_stride, out + row * out_stride, out_stride, row_factors};
   }
 };
 
@@ -493,12 +493,12 @@ void multiply(
     const Read& read, const Segment* segments, int64_t count, int64_t lines, int64_t size,
     const Rows& rows) {
   for (int64_t row = 0; row < size; row += ROWS) {
-    const Rows left = rows.from(row);
+    const Rows remaining = rows.from(row);
     switch (size - row) {
-      case 1: multiply_rows<1, ADDS>(read, segments, count, lines, left); break;
-      case 2: multiply_rows<2, ADDS>(read, segments, count, lines, left); break;
-      case 3: multiply_rows<3, ADDS>(read, segments, count, lines, left); break;
-      default: multiply_rows<4, ADDS>(read, segments, count, lines, left);
+      case 1: multiply_rows<1, ADDS>(read, segments, count, lines, remaining); break;
+      case 2: multiply_rows<2, ADDS>(read, segments, count, lines, remaining); break;
+      case 3: multiply_rows<3, ADDS>(read, segments, count, lines, remaining); break;
+      default: multiply_rows<4, ADDS>(read, segments, count, lines, remaining);
     }
   }
 }
@@ -557,10 +557,10 @@ void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
 #ifdef __AVX2__
     for (int64_t i = 0; i < count; i += 8) {
       float buffer[8] = {};
-      const int64_t left = count - i < 8 ? count - i : 8;
-      std::memcpy(buffer, from + i, 4 * left);
+      const int64_t remaining = count - i < 8 ? count - i : 8;
+      std::memcpy(buffer, from + i, 4 * remaining);
       const __m128i packed = _mm256_cvtps_ph(_mm256_loadu_ps(buffer), 0);
-      std::memcpy(halves + i, &packed, 2 * left);
+      std::memcpy(halves + i, &packed, 2 * remaining);
     }
 #else
     for (int64_t i = 0; i < count; i++) halves[i] = to_half(from[i]);
@@ -579,14 +579,14 @@ void rotate(float* x, int64_t dim, int64_t block) {
     int64_t i = 0;
 #ifndef __clang__
     if (half < LANES && dim % LANES == 0) {
-      Ints other, second;
+      Ints peer_lane, is_second;
       for (int lane = 0; lane < LANES; lane++) {
-        other[lane] = lane ^ half;
-        second[lane] = lane & half ? -1 : 0;
+        peer_lane[lane] = lane ^ half;
+        is_second[lane] = lane & half ? -1 : 0;
       }
       for (; i < dim; i += LANES) {
-        const Floats a = load<Floats>(x + i), b = __builtin_shuffle(a, other);
-        store(x + i, where(second, b - a, a + b));
+        const Floats a = load<Floats>(x + i), b = __builtin_shuffle(a, peer_lane);
+        store(x + i, where(is_second, b - a, a + b));
       }
     }
 #endif
@@ -603,7 +603,7 @@ void rotate(float* x, int64_t dim, int64_t block) {
 
 // ---- threads ------------------------------------------------------------------------------------
 
-// `torch_parallel_for` of torch's stable ABI. Kernels share torch's threads: an additional pool would
+// `torch_parallel_for` of torch's stable ABI. Kernels share torch's threads: a second pool would
 // compete for the cores with torch's threads, which spin after each operation.
 int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 
@@ -617,14 +617,14 @@ void for_units(int64_t units, int64_t threads, const Make& make) {
     const Make& make;
   };
   Context context{{0}, units, make};
-  const auto work = [](int64_t, int64_t, void* p) {
+  const auto run_units = [](int64_t, int64_t, void* p) {
     auto& c = *(Context*)p;
     auto unit = c.make();
     for (int64_t i; (i = c.next++) < c.units;) unit(i);
   };
   if (threads > units) threads = units;
-  if (threads > 1) parallel_for(0, threads, 1, work, &context);
-  else work(0, 1, &context);
+  if (threads > 1) parallel_for(0, threads, 1, run_units, &context);
+  else run_units(0, 1, &context);
 }
 
 // ---- write --------------------------------------------------------------------------------------
@@ -662,8 +662,8 @@ void encode(const float* x, const float* inverse, bool by_channel, const NewSide
   for (int64_t i = 0; i < c.dim; i += LANES) {
     Floats value = load<Floats>(x + i) * (by_channel ? load<Floats>(inverse + i) : splat(*inverse));
     Ints raw = (Ints)value, magnitude = raw & 0x7FFFFFFF;
-    Ints odd = magnitude >> drop & 1;
-    Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - (int32_t)c.rebias;
+    Ints is_odd = magnitude >> drop & 1;
+    Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + is_odd) >> drop) - (int32_t)c.rebias;
     // Adding a small value to a number whose last bit is worth one step rounds it to that step.
     Ints small = (Ints)(bits(magnitude) + bits(step_bits)) - step_bits;
     Ints rounded = magnitude < (int32_t)c.min_normal ? small : normal;
@@ -677,10 +677,10 @@ void encode(const float* x, const float* inverse, bool by_channel, const NewSide
 }
 
 // Return the bfloat16 bits of the dynamic scale for a largest |x| with the bits `magnitude`.
-uint32_t dynamic_scale(uint32_t magnitude, float most, float least) {
+uint32_t dynamic_scale(uint32_t magnitude, float max_value, float min_scale) {
   if (magnitude >= INFINITE) return 0x7FC0;
-  float scale = load<float>(&magnitude) / most;
-  scale = scale > least ? scale : least;
+  float scale = load<float>(&magnitude) / max_value;
+  scale = scale > min_scale ? scale : min_scale;
   return (load<uint32_t>(&scale) + 0xFFFF) >> 16;
 }
 
@@ -698,8 +698,8 @@ uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
   Floats scales[VECTORS], inverses[VECTORS];
   Longs errors[VECTORS] = {};
   for (int v = 0; v < VECTORS; v++) {
-    Ints tried = (Ints)(load<Floats>(OCTAVE.steps + v * LANES) * start);
-    scales[v] = bits((tried + 0xFFFF) & ~0xFFFF);
+    Ints candidate = (Ints)(load<Floats>(OCTAVE.steps + v * LANES) * start);
+    scales[v] = bits((candidate + 0xFFFF) & ~0xFFFF);
     inverses[v] = unit / scales[v];
   }
   // A lane can sum the squares of 64 errors in float32 exactly: an error is at most 2^9, so the sum
@@ -728,13 +728,13 @@ uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
     }
     for (int v = 0; v < VECTORS; v++) errors[v] += __builtin_convertvector(sums[v], Longs);
   }
-  float least = INFINITY, best = start, relative_to = 1 / start;
+  float min_cost = INFINITY, best_scale = start, relative_to = 1 / start;
   for (int i = 0; i < SCALES; i++) {
-    const float tried = scales[i / LANES][i % LANES], relative = tried * relative_to;
+    const float candidate = scales[i / LANES][i % LANES], relative = candidate * relative_to;
     const float cost = (float)errors[i / LANES][i % LANES] * (relative * relative);
-    if (cost < least) least = cost, best = tried;
+    if (cost < min_cost) min_cost = cost, best_scale = candidate;
   }
-  return load<uint32_t>(&best) >> 16;
+  return load<uint32_t>(&best_scale) >> 16;
 }
 
 // Write the codes of one vector `x` to `codes`, and its dynamic scale, if any, to `dynamic`. `line`
@@ -818,7 +818,7 @@ void decode_part(
   const int64_t width = width_of(s.kind), dim = s.dim;
   const char* codes = page + s.codes + head * slots * dim * width;
   const bool clean = s.kind == CODES && !has_special(codes, slots * dim, s);
-  // Copies: captured references are loaded again after each store.
+  // Capture copies, because captured references are loaded again after each store.
   with_reader(s.kind, s, clean, [=](const auto& read) {
     if (!transposed)
       for (int64_t t = 0; t < count; t++)
@@ -831,21 +831,21 @@ void decode_part(
   });
 }
 
-// Gather positions `begin` to `end - 1` of one head, all in one page. `square` is temporary memory.
+// Gather positions `begin` to `end - 1` of one head, all in one page. `memory` is temporary memory.
 void gather_part(
-    const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* square) {
+    const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* memory) {
   const Side& s = c.side;
   const int64_t slots = c.table.slots, slot = begin % slots, count = end - begin;
   const int64_t stored_head = head + c.first_head, first = stored_head * slots;
   const char* page = c.table.page_of(sequence, begin);
-  const int64_t room = padded(s.dim);
-  float* lines = square;  // [count, room]
+  const int64_t pitch = padded(s.dim);
+  float* lines = memory;  // [count, pitch]
   decode_part(
-      s, page, slots, stored_head, slot, count, c.transposed, lines, room, square + BLOCK * room);
+      s, page, slots, stored_head, slot, count, c.transposed, lines, pitch, memory + BLOCK * pitch);
   const float* scale = s.static_scale ? s.static_scale + stored_head * s.dim : nullptr;
   const float* center = s.center ? s.center + (sequence * c.heads + head) * s.dim : nullptr;
   for (int64_t t = 0; t < count; t++) {
-    float* x = lines + t * room;
+    float* x = lines + t * pitch;
     const float dynamic =
         s.token_scales ? scale_of(page + s.token_scales + 4 * (first + slot + t)) : 1;
     if (c.ragged && begin + t >= c.table.lengths[sequence]) {
@@ -871,7 +871,7 @@ struct Attend {
   Table table;
   Side k, v;
   int64_t latent;
-  Side p;  // their positional parts, if K holds latents
+  Side p;  // RoPE parts, if K holds latents
   Strided q;
   const float* sinks;
   Strided mask, bias;
@@ -879,13 +879,13 @@ struct Attend {
   int64_t bounds_b, span, splits, blocks, block_tokens, rows;
   char* out;
   int64_t out_kind;
-  float* work;  // [units, rows, 2 + Dv]: results of `fold`
+  float* sums;  // [units, rows, 2 + Dv]: results of `add_span`
 };
 
 // Return whether the products of a side are sums of integers: its codes are integers of at most 11
 // bits. Rounding a row to 16 bits is only exact enough for 16-bit models. The page size has no
 // effect, because deterministic models have the same bits with pages of any size.
-bool is_whole(const Attend& c, const Side& side) {
+bool sums_are_exact(const Attend& c, const Side& side) {
 #ifdef __AVX512BW__
   return c.q.kind != F32 && side.kind == CODES && side.shift <= 6 && !c.latent;
 #else
@@ -915,13 +915,13 @@ float round_row(const float* x, int64_t count, const Side& side, float* to) {
   const __m512 inverse = _mm512_set1_ps(1 / scale);
   alignas(64) int16_t order[32];  // 16 even and 16 odd positions
   for (int i = 0; i < 32; i++) order[i] = (int16_t)(i < 16 ? 4 * i : 4 * i - 62);
-  const auto apart = load<__m512i>(order);
+  const auto deinterleave = load<__m512i>(order);
   for (int64_t i = 0; i < count; i += 64) {
-    auto whole = [&](int64_t j) {
+    auto to_ints = [&](int64_t j) {
       return _mm512_cvtps_epi32(_mm512_loadu_ps(x + i + j) * inverse);
     };
-    const __m512i a = _mm512_permutex2var_epi16(whole(0), apart, whole(16));
-    const __m512i b = _mm512_permutex2var_epi16(whole(32), apart, whole(48));
+    const __m512i a = _mm512_permutex2var_epi16(to_ints(0), deinterleave, to_ints(16));
+    const __m512i b = _mm512_permutex2var_epi16(to_ints(32), deinterleave, to_ints(48));
     _mm512_storeu_si512((char*)to + 2 * i, _mm512_shuffle_i64x2(a, b, 0x44));
     _mm512_storeu_si512((char*)to + 2 * i + 64, _mm512_shuffle_i64x2(a, b, 0xEE));
   }
@@ -945,9 +945,9 @@ struct Scratch {
   std::vector<Segment> segments, decoded;
   float *q, *logits, *offset, *largest, *sums, *k_scales, *v_scales, *strip, *latents, *out;
   // Rounded queries and weights, and their factors, if the products of a side are sums of integers.
-  float *whole_q, *q_factors, *whole_weights, *weight_factors;
-  int64_t q_stride, whole_stride;
-  bool k_whole, v_whole;
+  float *int_q, *q_factors, *int_weights, *weight_factors;
+  int64_t q_stride, int_stride;
+  bool k_is_int, v_is_int;
   uint8_t seen[TILE + STEP];
 
   explicit Scratch(const Attend& c) {
@@ -955,24 +955,24 @@ struct Scratch {
     const int64_t pages = TILE / c.table.slots + 2, tile = TILE + STEP * pages;  // at most
     parts.resize(pages), segments.resize(pages), decoded.resize(pages);
     q_stride = k + padded(c.latent ? c.p.dim : 0);
-    k_whole = is_whole(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
-    v_whole = is_whole(c, c.v);
-    whole_stride = k / 2;
+    k_is_int = sums_are_exact(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
+    v_is_int = sums_are_exact(c, c.v);
+    int_stride = k / 2;
     const int64_t of_latents = c.latent ? LATENTS * q_stride : 0;
-    const std::pair<float**, int64_t> places[] = {
+    const std::pair<float**, int64_t> buffers[] = {
         {&q, c.rows * q_stride}, {&logits, c.rows * LINE},
         {&offset, rows},         {&largest, rows},
         {&sums, rows},           {&k_scales, LINE},
         {&v_scales, LINE},       {&strip, SUMS * (k > tile ? k : tile)},
         {&latents, of_latents},  {&out, c.rows * v},
-        {&whole_q, k_whole ? c.rows * whole_stride : 0},
-        {&whole_weights, v_whole ? c.rows * TILE / 2 : 0},
+        {&int_q, k_is_int ? c.rows * int_stride : 0},
+        {&int_weights, v_is_int ? c.rows * TILE / 2 : 0},
         {&q_factors, rows},      {&weight_factors, rows}};
     int64_t total = STEP;
-    for (const auto& [place, size] : places) total += size;
+    for (const auto& [buffer, size] : buffers) total += size;
     memory.reset(new float[total]);
     auto next = (float*)(((uintptr_t)memory.get() + 63) & -64);
-    for (const auto& [place, size] : places) *place = next, next += size;
+    for (const auto& [buffer, size] : buffers) *buffer = next, next += size;
     std::memset(latents, 0, 4 * of_latents);
   }
 };
@@ -1059,12 +1059,12 @@ void multiply_stored(
     int64_t length = 0;
     for (int64_t i = 0; i < parts; i++) length += padded(s.segments[i].count);
     for (int64_t line = 0; line < lines; line += SUMS) {
-      const int64_t here = lines - line < SUMS ? lines - line : SUMS;
+      const int64_t num_lines = lines - line < SUMS ? lines - line : SUMS;
       float* to = s.strip;
       for (int64_t i = 0; i < parts; i++) {
         const Segment& segment = s.segments[i];
         s.decoded[i] = {(const char*)to, 4 * length, segment.count, segment.x, nullptr};
-        for (int64_t l = 0; l < here; l++) {
+        for (int64_t l = 0; l < num_lines; l++) {
           float* row = to + l * length;
           decode_line(read, segment.at + (line + l) * segment.stride, segment.count, row);
           if (seen)
@@ -1074,14 +1074,14 @@ void multiply_stored(
         to += padded(segment.count);
       }
       const Rows output{rows.x, rows.x_stride, rows.out + line, rows.out_stride};
-      multiply<ADDS>(ReadFloats{}, s.decoded.data(), parts, here, size, output);
+      multiply<ADDS>(ReadFloats{}, s.decoded.data(), parts, num_lines, size, output);
     }
   });
 }
 
 // Compute the products of queries and a tile of K.
 void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows) {
-  const bool clean = !s.k_whole && are_clean(c, s, parts, c.k, head, true);
+  const bool clean = !s.k_is_int && are_clean(c, s, parts, c.k, head, true);
   const int64_t stride = c.k.dim * width_of(c.k.kind);
   for (int64_t i = 0; i < parts; i++) {
     const Part part = s.parts[i];
@@ -1091,7 +1091,7 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
         part.page + c.k.codes + (head * c.table.slots + part.slot) * stride, stride, c.k.dim, 0,
         prefetch};
     Rows logits{s.q, s.q_stride, s.logits + part.first, LINE};
-    if (s.k_whole) logits = {s.whole_q, s.whole_stride, logits.out, LINE, s.q_factors};
+    if (s.k_is_int) logits = {s.int_q, s.int_stride, logits.out, LINE, s.q_factors};
     multiply_stored<false>(s, c.k, clean, 1, part.count, rows, logits, nullptr);
   }
 }
@@ -1100,7 +1100,7 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
 void multiply_values(
     const Attend& c, Scratch& s, int64_t parts, int64_t sequence, int64_t next, int64_t head,
     int64_t rows, bool all_seen) {
-  const bool clean = !s.v_whole && are_clean(c, s, parts, c.v, head, false);
+  const bool clean = !s.v_is_int && are_clean(c, s, parts, c.v, head, false);
   const int64_t width = width_of(c.v.kind);
   for (int64_t i = 0; i < parts; i++) {
     const Part& part = s.parts[i];
@@ -1111,18 +1111,18 @@ void multiply_values(
     s.segments[i] = {first, c.table.slots * width, part.count, part.first, prefetch};
   }
   Rows weights{s.logits, LINE, s.out, padded(c.v.dim)};
-  if (s.v_whole) {
+  if (s.v_is_int) {
     const int64_t count = s.parts[parts - 1].first + s.parts[parts - 1].count;
     for (int64_t row = 0; row < rows; row++)
       s.weight_factors[row] =
-          round_row(s.logits + row * LINE, count, c.v, s.whole_weights + row * TILE / 2);
-    weights = {s.whole_weights, TILE / 2, s.out, weights.out_stride, s.weight_factors};
+          round_row(s.logits + row * LINE, count, c.v, s.int_weights + row * TILE / 2);
+    weights = {s.int_weights, TILE / 2, s.out, weights.out_stride, s.weight_factors};
   }
   const uint8_t* seen = all_seen || clean ? nullptr : s.seen;
   multiply_stored<true>(s, c.v, clean, parts, c.v.dim, rows, weights, seen);
 }
 
-// Compute the products of queries and a tile of latents. Latents and their positional parts are
+// Compute the products of queries and a tile of latents. Latents and their RoPE parts are
 // decoded into the same lines, which `multiply_weights` also reads.
 void multiply_latents(
     const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows, int64_t count) {
@@ -1199,7 +1199,7 @@ void add_bias(
 }
 
 // Mask logits. Set `seen` for positions that are visible to some query, and return whether all are.
-bool hide(
+bool mask_logits(
     const Attend& c, Scratch& s, int64_t sequence, int64_t token, int64_t rows, int64_t low,
     int64_t first, int64_t count, int64_t query, bool masked) {
   const int64_t groups = c.q_heads / c.heads;
@@ -1231,23 +1231,23 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
     for (int64_t j = count; j < padded(count); j++) line[j] = NOTHING;
     // The last part may begin within a vector, and then reads weights up to here.
     for (int64_t j = padded(count); j < LINE; j++) line[j] = 0;
-    Floats best = splat(s.largest[row]);
+    Floats max = splat(s.largest[row]);
     for (int64_t j = 0; j < count; j += LANES) {
       Floats x = load<Floats>(line + j);
-      best = where(x > best, x, best);
+      max = where(x > max, x, max);
     }
-    float most = s.largest[row];
-    for (int lane = 0; lane < LANES; lane++) most = best[lane] > most ? best[lane] : most;
-    if (most > s.largest[row]) {
+    float row_max = s.largest[row];
+    for (int lane = 0; lane < LANES; lane++) row_max = max[lane] > row_max ? max[lane] : row_max;
+    if (row_max > s.largest[row]) {
       if (s.largest[row] > NOTHING) {
-        const float alpha = exp(splat(s.largest[row] - most))[0];
+        const float alpha = exp(splat(s.largest[row] - row_max))[0];
         s.sums[row] *= alpha;
         for (int64_t d = 0; d < stride; d++) s.out[row * stride + d] *= alpha;
       }
-      s.largest[row] = most;
+      s.largest[row] = row_max;
     }
     // For a row without visible positions, -inf - 0 gives weights of zero, but -inf - -inf is NaN.
-    const float base = most > NOTHING ? most : 0;
+    const float base = row_max > NOTHING ? row_max : 0;
     Floats total = {};
     for (int64_t j = 0; j < padded(count); j += LANES) {
       Floats weight = exp(load<Floats>(line + j) - base);
@@ -1275,7 +1275,7 @@ void attend_tile(
   if (c.latent) {
     if (c.p.token_scales) load_scales(c, s, parts, c.p.token_scales, head, s.v_scales);
     multiply_latents(c, s, parts, head, rows, count);
-    k_scales = nullptr;  // already applied to decoded values
+    k_scales = nullptr;  // the scales were applied to decoded values
   } else {
     multiply_keys(c, s, parts, head, rows);
   }
@@ -1296,7 +1296,7 @@ void attend_tile(
   if (c.bounds && low >= *(const int32_t*)((const char*)(c.bounds + 1) + sequence * c.bounds_b))
     masked = false;
   if (masked || c.window || low < first || (c.causal && high > query + 1)) {
-    all_seen = hide(c, s, sequence, token, rows, low, first, count, query, masked);
+    all_seen = mask_logits(c, s, sequence, token, rows, low, first, count, query, masked);
     if (!all_seen && !std::memchr(s.seen, 1, count)) return;
   }
   const float* v_scales = nullptr;
@@ -1315,17 +1315,17 @@ void attend_tile(
 // Add the sums of a span, relative to its largest logit, to the sums of earlier spans. `to` holds
 // the largest logit, the sum of weights, and the weighted sums of V. Spans are added in a fixed
 // order, so a result does not depend on threads or other queries.
-void fold(float* to, float largest, float sum, const float* x, int64_t dim) {
-  const float most = largest > to[0] ? largest : to[0];
+void add_span(float* to, float largest, float sum, const float* x, int64_t dim) {
+  const float max_logit = largest > to[0] ? largest : to[0];
   // Without visible positions the sums are zero. If all visible logits are NaN, they are NaN.
-  const float before = to[0] > NOTHING ? std::exp(to[0] - most) : 1;
-  const float here = largest > NOTHING ? std::exp(largest - most) : 1;
-  to[0] = most;
-  to[1] = to[1] * before + sum * here;
-  for (int64_t d = 0; d < dim; d++) to[2 + d] = to[2 + d] * before + x[d] * here;
+  const float old_factor = to[0] > NOTHING ? std::exp(to[0] - max_logit) : 1;
+  const float new_factor = largest > NOTHING ? std::exp(largest - max_logit) : 1;
+  to[0] = max_logit;
+  to[1] = to[1] * old_factor + sum * new_factor;
+  for (int64_t d = 0; d < dim; d++) to[2 + d] = to[2 + d] * old_factor + x[d] * new_factor;
 }
 
-void clear(float* sums, int64_t dim) {
+void clear_sums(float* sums, int64_t dim) {
   sums[0] = NOTHING;
   std::memset(sums + 1, 0, 4 * (1 + dim));
 }
@@ -1340,8 +1340,8 @@ void load_queries(
                     (token + row / groups) * c.q.t;
     float* to = s.q + row * s.q_stride;
     s.offset[row] = load_query(c, x, c.k, head, center, to);
-    if (s.k_whole)
-      s.q_factors[row] = round_row(to, c.k.dim, c.k, s.whole_q + row * s.whole_stride);
+    if (s.k_is_int)
+      s.q_factors[row] = round_row(to, c.k.dim, c.k, s.int_q + row * s.int_stride);
     if (c.latent) {
       x += c.k.dim * width_of(c.q.kind);
       load_query(c, x, c.p, head, nullptr, to + padded(c.k.dim));
@@ -1351,13 +1351,13 @@ void load_queries(
 
 void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
   const int64_t size = 2 + c.v.dim, stride = padded(c.v.dim);
-  float* part = c.work + unit * c.rows * size;
+  float* part = c.sums + unit * c.rows * size;
   const int64_t split = unit % c.splits, block = unit / c.splits % c.blocks;
   const int64_t pair = unit / c.splits / c.blocks, head = pair % c.heads, sequence = pair / c.heads;
   const int64_t token = block * c.block_tokens;
   const int64_t tokens = c.tokens - token < c.block_tokens ? c.tokens - token : c.block_tokens;
   const int64_t rows = tokens * (c.q_heads / c.heads), length = c.table.lengths[sequence];
-  for (int64_t row = 0; row < c.rows; row++) clear(part + row * size, c.v.dim);
+  for (int64_t row = 0; row < c.rows; row++) clear_sums(part + row * size, c.v.dim);
 
   int64_t first = c.start, high = c.stop;
   const int64_t query = length - c.tokens + token;  // position of the first row
@@ -1369,14 +1369,14 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
     if (visible > first) first = visible;
   }
   if (c.window && query - c.window + 1 > first) first = query - c.window + 1;
-  if (c.splits > 1) {  // each unit computes one span
+  if (c.splits > 1) {  // each unit computes a single span
     const int64_t begin = (c.start / c.span + split) * c.span;
     if (first < begin) first = begin;
     if (high > begin + c.span) high = begin + c.span;
   }
   if (first < high) load_queries(c, s, sequence, head, token, rows);
   // Vectors begin at multiples of STEP or 64, and tiles at multiples of their size.
-  for (int64_t low = first & -(s.v_whole ? 64 : STEP); low < high;) {
+  for (int64_t low = first & -(s.v_is_int ? 64 : STEP); low < high;) {
     std::memset(s.out, 0, 4 * c.rows * stride);
     for (int64_t row = 0; row < rows; row++) s.largest[row] = NOTHING, s.sums[row] = 0;
     int64_t stop = (low / c.span + 1) * c.span;
@@ -1388,7 +1388,7 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
       low = end;
     }
     for (int64_t row = 0; row < rows; row++)
-      fold(part + row * size, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
+      add_span(part + row * size, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
   }
 }
 
@@ -1398,16 +1398,16 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
   const int64_t block = token / c.block_tokens,
                 unit = (sequence * c.heads + head) * c.blocks + block;
   const int64_t place = (token % c.block_tokens) * groups + q_head % groups;
-  clear(sums, dim);
+  clear_sums(sums, dim);
   for (int64_t i = 0; i < c.splits; i++) {
-    const float* part = c.work + ((unit * c.splits + i) * c.rows + place) * (2 + dim);
-    fold(sums, part[0], part[1], part + 2, dim);
+    const float* part = c.sums + ((unit * c.splits + i) * c.rows + place) * (2 + dim);
+    add_span(sums, part[0], part[1], part + 2, dim);
   }
   float weight = 1, total = sums[1], *x = sums + 2;
   if (c.sinks) {
-    const float sink = c.sinks[q_head], most = sink > sums[0] ? sink : sums[0];
-    weight = sums[0] > NOTHING ? std::exp(sums[0] - most) : 1;
-    total = total * weight + (sink == NOTHING ? 0 : std::exp(sink - most));
+    const float sink = c.sinks[q_head], max_logit = sink > sums[0] ? sink : sums[0];
+    weight = sums[0] > NOTHING ? std::exp(sums[0] - max_logit) : 1;
+    total = total * weight + (sink == NOTHING ? 0 : std::exp(sink - max_logit));
   }
   const float inverse = weight / (total != 0 ? total : 1);
   const float factor = c.v.kind == CODES ? (float)c.v.factor : 1;

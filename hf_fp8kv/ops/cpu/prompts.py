@@ -22,10 +22,10 @@ _Gather = Callable[[Pages, Tensor, str, int, int, torch.dtype, bool, slice], Ten
 
 # Minimum number of query rows per KV head. On a Xeon (Sapphire Rapids) with 512 to 6,144 stored
 # tokens, the break-even was between 24 and 96 rows.
-ROWS = 64
-# Maximum size of dense keys and values at a time, in bytes, unless a single head is larger.
-_BYTES = 64 * 2**20
-_MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
+MIN_ROWS = 64
+# Maximum size of the dense keys and values of a product, in bytes, unless one head is larger.
+_MAX_BYTES = 64 * 2**20
+_HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported()
 
 
 def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> bool:
@@ -34,54 +34,54 @@ def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> b
     is_supported = (
         spec.sinks is None and spec.mask is None and spec.bias is None
         and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
-        and not spec.deterministic
+        and not spec.deterministic and query.dtype in (torch.bfloat16, torch.float16)
     )  # fmt: skip
-    return bool(is_supported) and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
+    return bool(is_supported) and rows >= MIN_ROWS
 
 
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, spec: AttentionSpec, gather: _Gather
 ) -> Tensor:
-    """Compute softmax attention, `[B, T, Hq, Dv]`. `gather` is this backend's operation."""
+    """Compute softmax attention, `[B, T, Hq, Dv]`. `gather` is the "cpu" backend's operation."""
     batch, q_heads, tokens, _ = query.shape
     heads, v_dim = pages.heads, pages.v.head_dim
     dtype = query.dtype
-    if dtype != torch.bfloat16 or not _MULTIPLIES_BF16:
+    if dtype != torch.bfloat16 or not _HAS_BF16_PRODUCTS:
         dtype = torch.float32  # other CPUs multiply 16-bit values far more slowly
     out = query.new_zeros((batch, tokens, q_heads, v_dim))
-    for row in range(batch):
-        length = int(lengths[row])
+    for b in range(batch):
+        length = int(lengths[b])
         # Queries before the start of their sequence attend to nothing.
         count = min(tokens, length)
-        first = max(length - count - spec.window + 1, 0) if spec.window else 0
+        start = max(length - count - spec.window + 1, 0) if spec.window else 0
         if not count:
             continue
-        size = (length - first) * (pages.k.head_dim + v_dim) * dtype.itemsize
-        step = max(1, min(heads, _BYTES // size))
-        visible = _mask(count, length - first, spec.window)
-        group = q_heads // heads
+        head_bytes = (length - start) * (pages.k.head_dim + v_dim) * dtype.itemsize
+        num_heads = max(1, min(heads, _MAX_BYTES // head_bytes))
+        mask = _make_mask(count, length - start, spec.window)
+        groups = q_heads // heads
         # A center adds the same value to all logits of a query, which cancels in the softmax.
         # Without it K has smaller rounding errors.
         k = pages.k._replace(center=None)
-        row_pages = pages._replace(k=k, table=pages.table[row : row + 1])
-        for head in range(0, heads, step):
-            part = slice(head, min(head + step, heads))
+        sequence_pages = pages._replace(k=k, table=pages.table[b : b + 1])
+        for head in range(0, heads, num_heads):
+            part = slice(head, min(head + num_heads, heads))
             key, value = (
-                gather(row_pages, lengths[row : row + 1], side, first, length, dtype, False, part)
+                gather(sequence_pages, lengths[b : b + 1], side, start, length, dtype, False, part)
                 for side in "kv"
             )
-            rows = slice(group * part.start, group * part.stop)
+            query_heads = slice(groups * part.start, groups * part.stop)
             output = scaled_dot_product_attention(
-                query[row : row + 1, rows, tokens - count :].to(dtype), key, value, visible,
-                is_causal=visible is None, scale=spec.scaling, enable_gqa=group > 1,
+                query[b : b + 1, query_heads, tokens - count :].to(dtype), key, value, mask,
+                is_causal=mask is None, scale=spec.scaling, enable_gqa=groups > 1,
             )  # fmt: skip
-            out[row, tokens - count :, rows] = output[0].transpose(0, 1).to(out.dtype)
+            out[b, tokens - count :, query_heads] = output[0].transpose(0, 1).to(out.dtype)
     return out
 
 
-def _mask(queries: int, keys: int, window: int) -> Tensor | None:
-    """Return the mask of the last `queries` of `keys` tokens, or None if it is simply causal."""
+def _make_mask(queries: int, keys: int, window: int) -> Tensor | None:
+    """Return the mask, `[queries, keys]`, of the last `queries` tokens, or None if it is causal."""
     if queries == keys and (not window or window >= keys):
         return None
-    visible = torch.ones((queries, keys), dtype=torch.bool, device="cpu").tril(keys - queries)
-    return visible.triu(keys - queries - window + 1) if window else visible
+    mask = torch.ones((queries, keys), dtype=torch.bool, device="cpu").tril(keys - queries)
+    return mask.triu(keys - queries - window + 1) if window else mask

@@ -1,7 +1,7 @@
 """Arguments of the C++ kernels: the structs of kernels.cpp.
 
-Each function returns the fields of one nested struct. `WRITE`, `GATHER` and `ATTEND` have the same
-fields as format characters: "q" for integers and addresses, "d" for float64.
+Each function returns the fields of one nested struct. `WRITE`, `GATHER` and `ATTEND` describe all
+fields of a call by format characters: "q" for integers and addresses, "d" for float64.
 """
 
 import functools
@@ -28,7 +28,7 @@ ATTEND = struct.Struct(
 )  # fmt: skip
 
 
-def table(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
+def table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
     """Return the fields of the struct `Table`."""
     rows = pages.table
     return (
@@ -37,7 +37,7 @@ def table(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
+def side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `Stored` of side "k" or "v".
 
     `codes` is the offset of the side's codes in a page, in bytes. `token_scales` is the offset of
@@ -45,11 +45,11 @@ def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     `rotation` is the number of channels that are rotated together, or 0.
     """
     side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
-    layout, scales = pages.layout, 0
+    layout, scale_offset = pages.layout, 0
     if side.is_dynamic:
-        scales = layout.first["token_scales"] + (2 if name == "v" else 0)
+        scale_offset = layout.offsets["token_scales"] + (2 if name == "v" else 0)
     return (
-        layout.first[name], KINDS[dtype], side.head_dim, scales,
+        layout.offsets[name], KINDS[dtype], side.head_dim, scale_offset,
         address(side.static_scale), address(center),
         rotation_block(side.head_dim) if side.rotated else 0,
     )  # fmt: skip
@@ -60,34 +60,34 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def strided(x: Tensor) -> tuple[int, ...]:
+def strided_fields(x: Tensor) -> tuple[int, ...]:
     """Return the fields of the struct `Strided` of a tensor `[b, h, t, any]`, strides in bytes."""
     size = x.element_size()
     b, h, t, _ = x.stride()
     return x.data_ptr(), KINDS[x.dtype], b * size, h * size, t * size
 
 
-def broadcast(x: Tensor | None) -> tuple[int, ...]:
+def broadcast_fields(x: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `Strided` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
     if x is None:
         return 0, F32, 0, 0, 0
-    data, dtype, b, h, t = strided(x)
+    data, dtype, b, h, t = strided_fields(x)
     batch, heads, tokens, _ = x.shape
     return data, dtype, b if batch > 1 else 0, h if heads > 1 else 0, t if tokens > 1 else 0
 
 
-def no_gaps(x: Tensor) -> Tensor:
+def pack_rows(x: Tensor) -> Tensor:
     """Return the tensor, or a copy if its last axis is not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
-def readable_floats(x: Tensor) -> Tensor:
+def to_readable(x: Tensor) -> Tensor:
     """Return the tensor, or a float32 copy if kernels do not read its dtype."""
     return x if x.dtype in KINDS else x.float()
 
 
 @functools.cache
-def _values_of_codes(name: str) -> tuple[Tensor, float]:
+def _decode_all_codes(name: str) -> tuple[Tensor, float]:
     """Return the values of the 256 codes divided by a factor, float32, and the factor."""
     fmt = FORMATS[name]
     factor = 2.0 ** (15 - fmt.bias)
@@ -95,7 +95,7 @@ def _values_of_codes(name: str) -> tuple[Tensor, float]:
 
 
 @functools.cache
-def decoding(name: str) -> tuple[float, ...]:
+def decoding_fields(name: str) -> tuple[float, ...]:
     """Return the fields that the struct `Side` adds to `Stored`.
 
     Shifting and masking the bits of a code gives a float16 (10 bits of mantissa, bias 15) that
@@ -105,7 +105,7 @@ def decoding(name: str) -> tuple[float, ...]:
     if name == AUTO:
         return 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
-    values, factor = _values_of_codes(name)
+    values, factor = _decode_all_codes(name)
     shift = 10 - fmt.mantissa_bits
     if fmt.inf_code is not None:
         nan_mask = nan_code = fmt.inf_code
@@ -115,16 +115,16 @@ def decoding(name: str) -> tuple[float, ...]:
 
 
 @functools.cache
-def encoding(name: str) -> tuple[float, ...]:
+def encoding_fields(name: str) -> tuple[float, ...]:
     """Return the fields of a format in `NewSide`. `unit` is the exponent of `error_unit`."""
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
     step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
-    sign = int(not fmt.unsigned_zero)
+    has_sign = int(not fmt.unsigned_zero)
     rebias = (127 - fmt.bias) << fmt.mantissa_bits
     min_normal = (128 - fmt.bias) << 23
     return (
-        23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code, fmt.nan_code, sign,
+        23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code, fmt.nan_code, has_sign,
         int(math.log2(fmt.error_unit)), fmt.max,
     )  # fmt: skip

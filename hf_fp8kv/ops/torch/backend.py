@@ -1,7 +1,7 @@
 """The "torch" backend: attention over a few pages at a time, with an online softmax.
 
-A chunk of about 512 tokens stays in a CPU's cache between decoding and the two products, so the
-sequence is never dense as a whole. Bytes are decoded by table lookup (`index_select`), because
+A chunk of about 512 tokens stays in a CPU's cache between decoding and the two products. The whole
+sequence is never dense. Bytes are decoded by table lookup (`index_select`), because
 torch's own cast from float8 is many times slower on a CPU.
 """
 
@@ -16,10 +16,10 @@ from ..visibility import first_visible, visible
 
 __all__ = ["attend", "gather", "write"]
 
-# Tokens of one chunk.
+# Number of tokens of a chunk.
 CHUNK = 512
-# For few query rows over latents, which are wide: longer chunks mean fewer thread barriers.
-LATENT_CHUNK, FEW_ROWS = 2048, 256
+# Latents have longer chunks for at most this number of query rows, so threads wait less often.
+LATENT_CHUNK, MAX_LATENT_ROWS = 2048, 256
 
 
 def attend(
@@ -28,16 +28,17 @@ def attend(
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     batch, q_heads, tokens, _ = query.shape
     heads, k, v, window = pages.heads, pages.k, pages.v, spec.window
-    values, groups = k if spec.latent else v, q_heads // heads
+    value_side, groups = k if spec.latent else v, q_heads // heads
     rows = groups * tokens
-    exact = (query.float() * spec.scaling).reshape(batch, heads, rows, -1)
+    scaled_query = (query.float() * spec.scaling).reshape(batch, heads, rows, -1)
     # softmax(x + a) = softmax(x), so the center's part of the logits only matters if they are
     # compared with something that lacks it: a softcap or sinks.
     offset = None
     if k.center is not None and k.format != AUTO and (spec.softcap or spec.sinks is not None):
-        offset = exact @ k.center[..., None]
+        offset = scaled_query @ k.center[..., None]
     # Keys and values stay rotated. The queries and the output are rotated instead.
-    parts = zip(exact.split([k.head_dim, v.head_dim][: 1 + spec.latent], -1), (k, v), strict=False)
+    dims = [k.head_dim, v.head_dim] if spec.latent else [k.head_dim]
+    parts = zip(scaled_query.split(dims, -1), (k, v), strict=False)
     q = torch.cat([rotate(part) if side.rotated else part for part, side in parts], -1)
     stored = pages._replace(k=k._replace(center=None, rotated=False), v=v._replace(rotated=False))
 
@@ -50,48 +51,48 @@ def attend(
     m_i = q.new_full((batch, heads, rows, 1), -torch.inf)
     l_i = torch.zeros_like(m_i)
     if spec.sinks is not None:
-        per_head = spec.sinks.float().view(1, heads, groups, 1)
-        m_i = per_head.expand(batch, -1, -1, tokens).reshape(m_i.shape)
+        sinks = spec.sinks.float().view(1, heads, groups, 1)
+        m_i = sinks.expand(batch, -1, -1, tokens).reshape(m_i.shape)
         l_i = torch.ones_like(m_i)
-    out = q.new_zeros((batch, heads, rows, values.head_dim))
+    out = q.new_zeros((batch, heads, rows, value_side.head_dim))
 
-    size = LATENT_CHUNK if spec.latent and rows <= FEW_ROWS else CHUNK
-    step = max(size // pages.page_size, 1) * pages.page_size
+    chunk_tokens = LATENT_CHUNK if spec.latent and rows <= MAX_LATENT_ROWS else CHUNK
+    step = max(chunk_tokens // pages.page_size, 1) * pages.page_size
     for page_start in range(low // step * step, high, step):
         begin, end = max(page_start, low), min(page_start + step, high)
         columns = slice(begin - start, end - start)
-        keys, decoded = (read_dense(stored, side, begin, end).float() for side in "kv")
+        keys, values = (read_dense(stored, side, begin, end).float() for side in "kv")
         if spec.latent:
-            keys, decoded = torch.cat([keys, decoded], -1), keys
+            keys, values = torch.cat([keys, values], -1), keys
         logits = q @ keys.transpose(2, 3)
         if offset is not None:
             logits += offset
         if spec.softcap:
             logits = torch.tanh(logits / spec.softcap) * spec.softcap
-        shaped = logits.view(batch, heads, groups, tokens, -1)
+        grouped_logits = logits.view(batch, heads, groups, tokens, -1)
         if spec.bias is not None:
             bias = spec.bias[..., columns].float()
-            shaped += bias.unflatten(1, (heads, groups) if bias.shape[1] > 1 else (1, 1))
-        seen = visible(lengths, tokens, begin, end, spec.causal, window)
+            grouped_logits += bias.unflatten(1, (heads, groups) if bias.shape[1] > 1 else (1, 1))
+        is_visible = visible(lengths, tokens, begin, end, spec.causal, window)
         if spec.mask is not None:
-            seen = seen & spec.mask[:, 0, :, columns].bool()
-        shaped.masked_fill_(~seen[:, None, None], -torch.inf)
+            is_visible = is_visible & spec.mask[:, 0, :, columns].bool()
+        grouped_logits.masked_fill_(~is_visible[:, None, None], -torch.inf)
         # Hidden tokens must not contribute, even if their bytes are NaN.
-        hidden = ~seen.any(1)
-        if bool(hidden.any()):
-            decoded.masked_fill_(hidden[:, None, :, None], 0)
+        is_hidden = ~is_visible.any(1)
+        if bool(is_hidden.any()):
+            values.masked_fill_(is_hidden[:, None, :, None], 0)
 
         m_new = torch.maximum(m_i, logits.amax(-1, keepdim=True))
         # A row without visible tokens so far has m_new = -inf, and exp(-inf - -inf) would be NaN.
-        safe = m_new.masked_fill(m_new == -torch.inf, 0)
-        weights = (logits - safe).exp_()
-        alpha = (m_i - safe).exp_()
+        m_finite = m_new.masked_fill(m_new == -torch.inf, 0)
+        weights = (logits - m_finite).exp_()
+        alpha = (m_i - m_finite).exp_()
         l_i = l_i * alpha + weights.sum(-1, keepdim=True)
         out *= alpha
-        out += weights @ decoded
+        out += weights @ values
         m_i = m_new
     out /= l_i.masked_fill(l_i == 0, 1)
-    if values.rotated:
+    if value_side.rotated:
         out = rotate(out)
     out = out.view(batch, heads, groups, tokens, -1).permute(0, 3, 1, 2, 4).contiguous()
     return out.view(batch, tokens, q_heads, -1).to(query.dtype)

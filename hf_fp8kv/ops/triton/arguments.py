@@ -11,7 +11,7 @@ from ...formats import AUTO
 from ...formats.rotation import rotation_block, rotation_factor
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
-from .codec import SHIFTED, Codec, codec_for, widened
+from .codec import SHIFTED, Codec, codec_for, make_decoded_codec
 from .softmax import COMPACT, COMPLETE, NO_MASK
 from .target import Target, next_power_of_2, target_of
 from .tuning import LaunchConfig, Workload
@@ -117,7 +117,7 @@ class Constants:
         mask: NO_MASK, COMPACT or COMPLETE.
         centered: Whether the center's part of the logits is added.
         k_dynamic, v_dynamic: Whether K and V have dynamic scales.
-        latent: Whether K holds latents, which are also the values, and V their positional parts.
+        latent: Whether K holds latents, which are also the values, and V their RoPE parts.
         precision: `input_precision` of `tl.dot` for float32 operands.
         config: Launch parameters, or None for kernels that do not depend on them.
     """
@@ -188,23 +188,23 @@ def side_for(stored: StoredSide) -> Side:
     return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)
 
 
-def _codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
+def _choose_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
     stored = _TYPES.get(dtype, tl.float16)
     exact = exact or dtype == torch.float32
     codec = codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
-    return widened(codec) if side.format != AUTO and dtype.is_floating_point else codec
+    return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
-def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
+def _prepare_broadcast(x: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
     """Return a mask or bias, contiguous in its last axis, and its strides, 0 for broadcast axes."""
-    if extra is None:
+    if x is None:
         return None, (0, 0, 0)
-    if extra.stride(3) != 1 and extra.shape[3] > 1:
-        extra = extra.contiguous()
-    if extra.dtype == torch.bool:
-        extra = extra.view(torch.uint8)
-    b, h, t = (extra.stride(i) if extra.shape[i] > 1 else 0 for i in range(3))
-    return extra, (b, h, t)
+    if x.stride(3) != 1 and x.shape[3] > 1:
+        x = x.contiguous()
+    if x.dtype == torch.bool:
+        x = x.view(torch.uint8)
+    b, h, t = (x.stride(i) if x.shape[i] > 1 else 0 for i in range(3))
+    return x, (b, h, t)
 
 
 def prepare(
@@ -220,37 +220,37 @@ def prepare(
     if query.stride(3) != 1:
         query = query.contiguous()
     exact = query.dtype == torch.float32
-    k_codec = _codec(pages.k, pages.k_dtype, target, exact)
-    v_codec = _codec(pages.v, pages.v_dtype, target, exact)
+    k_codec = _choose_codec(pages.k, pages.k_dtype, target, exact)
+    v_codec = _choose_codec(pages.v, pages.v_dtype, target, exact)
     # The center's part of the logits only matters next to a term that lacks it: a softcap or sinks.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
     k, v = pointers_to(pages, "k"), pointers_to(pages, "v")
     if not centered:
         k = k._replace(center=None)
     scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None
-    mask, mask_strides = _broadcast(spec.mask)
-    kind, bounds = NO_MASK.value, None
+    mask, mask_strides = _prepare_broadcast(spec.mask)
+    mask_kind, bounds = NO_MASK.value, None
     if mask is not None:
         assert not mask.is_floating_point(), "a mask to add is a bias"
-        kind = COMPLETE.value
+        mask_kind = COMPLETE.value
         if mask.shape[2] == 1:
-            kind, bounds = COMPACT.value, spec.bounds
+            mask_kind, bounds = COMPACT.value, spec.bounds
             if bounds is None:
                 bounds = mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
-    bias, bias_strides = _broadcast(spec.bias)
+    bias, bias_strides = _prepare_broadcast(spec.bias)
     k_side, v_side = side_for(pages.k), side_for(pages.v)
-    values, values_codec = (k_side, k_codec) if spec.latent else (v_side, v_codec)
+    value_side, value_codec = (k_side, k_codec) if spec.latent else (v_side, v_codec)
     width, groups = max(k_side.width, v_side.width), query.shape[1] // pages.heads
     # For float32 operands, three products on tensor cores are as exact as float32. The operands of
     # large heads, split for these products, do not fit into shared memory.
-    precise = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
+    precision = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
     constants = _constants_of(
-        pages.heads, groups, pages.page_size, k_side, v_side, values, k_codec, v_codec, spec.causal,
-        spec.window > 0, spec.softcap != 0, kind, centered, pages.k.is_dynamic, pages.v.is_dynamic,
-        spec.latent, precise,
+        pages.heads, groups, pages.page_size, k_side, v_side, value_side, k_codec, v_codec,
+        spec.causal, spec.window > 0, spec.softcap != 0, mask_kind, centered, pages.k.is_dynamic,
+        pages.v.is_dynamic, spec.latent, precision,
     )  # fmt: skip
-    # The positional part of a key is much smaller than its latent, so its dtype is ignored.
+    # The RoPE part of a key is much smaller than its latent, so its dtype is ignored.
     stored_dtypes = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
     workload = Workload(
         width=width,
@@ -258,10 +258,10 @@ def prepare(
         exact=tl.float32 in (k_codec.operand, v_codec.operand),
         wide=any(dtype.itemsize > 1 for dtype in stored_dtypes),
         biased=bias is not None,
-        complete=kind == COMPLETE.value,
+        complete=mask_kind == COMPLETE.value,
         rotated=max(k_side.block, v_side.block) > 1,
         latent=spec.latent,
-        shifted=k_codec.how == SHIFTED.value,
+        shifted=k_codec.method == SHIFTED.value,
     )
     return AttentionArgs(
         AttentionTensors(query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks),
@@ -270,7 +270,7 @@ def prepare(
             spec.scaling,
             spec.softcap,
             spec.scaling * v_codec.factor * rotation_factor(v_side.block),
-            values_codec.factor * rotation_factor(values.block),
+            value_codec.factor * rotation_factor(value_side.block),
         ),
         start,
         stop,

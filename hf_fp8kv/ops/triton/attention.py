@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .codec import decode_for_dot, keep
+from .codec import decode_for_dot, keep_layout
 from .page_access import load_codes, load_page_offset, load_scales
 from .products import add_values, join_chunks, multiply_keys, split_chunks
-from .rotation import mix
+from .rotation import mix_channels
 from .softmax import (
     COMPACT,
     COMPLETE,
     HEADROOM,
     LOG2E,
-    SUMMED_LATE,
+    MAX_LATE_ROWS,
     change_logits,
     find_visible,
     last_before_window,
@@ -107,15 +107,15 @@ def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
     GROUPS: tl.constexpr = CALL.groups
     ROWS: tl.constexpr = CALL.config.rows
     count = GROUPS * tokens
-    first = block * ROWS
-    rows = first + tl.arange(0, ROWS)
+    first_row = block * ROWS
+    rows = first_row + tl.arange(0, ROWS)
     row = tl.minimum(rows, count - 1)
     t = row // GROUPS
-    before = length - tokens
-    last = (tl.minimum(first + ROWS, count) - 1) // GROUPS
+    num_past = length - tokens
+    last_token = (tl.minimum(first_row + ROWS, count) - 1) // GROUPS
     return Rows(
-        b, h, row, h * GROUPS + row % GROUPS, t, before + t, rows < count,
-        before + first // GROUPS, before + last,
+        b, h, row, h * GROUPS + row % GROUPS, t, num_past + t, rows < count,
+        num_past + first_row // GROUPS, num_past + last_token,
     )  # fmt: skip
 
 
@@ -143,37 +143,37 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         begin = tl.maximum(begin, last_before_window(rows.first_q, span.window) + 1)
     begin = tl.maximum(begin, 0)
 
-    # Positions `full` to `full_end - 1` are visible to every row.
-    full = begin
-    full_end = end
+    # Positions `clear_start` to `clear_end - 1` are visible to every row.
+    clear_start = begin
+    clear_end = end
     if CALL.causal:
-        full_end = tl.minimum(full_end, rows.first_q + 1)
+        clear_end = tl.minimum(clear_end, rows.first_q + 1)
     if CALL.windowed:
-        full = tl.maximum(full, last_before_window(rows.last_q, span.window) + 1)
+        clear_start = tl.maximum(clear_start, last_before_window(rows.last_q, span.window) + 1)
     mask_ptr = tensors.mask
     if CALL.mask == COMPACT:
         mask_ptr += b.to(tl.int64) * strides.mask[0]
         bounds_ptr = tensors.bounds + b.to(tl.int64) * strides.mask[1]
         begin = tl.maximum(begin, tl.load(bounds_ptr))
-        full = tl.maximum(full, tl.load(bounds_ptr + 1))
+        clear_start = tl.maximum(clear_start, tl.load(bounds_ptr + 1))
     elif CALL.mask == COMPLETE:
         mask_ptr += _row_offset(strides.mask, rows)
-        full_end = 0
+        clear_end = 0
     bias_ptr = tensors.bias
     if bias_ptr is not None:
         bias_ptr += _row_offset(strides.bias, rows)
 
     # Tiles [main, main_end) need no mask. Positions before and after them are read in smaller
     # masked tiles, which are not pipelined and need the most registers.
-    main = tl.cdiv(full, TILE)
-    main_end = tl.maximum(full_end // TILE, main)
+    main = tl.cdiv(clear_start, TILE)
+    main_end = tl.maximum(clear_end // TILE, main)
     # If nothing is visible, no masked tile is read, because the table may end before `begin`.
-    first = begin // MASKED_TILE
-    last = tl.where(begin < end, tl.cdiv(end, MASKED_TILE), first)
+    first_tile = begin // MASKED_TILE
+    last_tile = tl.where(begin < end, tl.cdiv(end, MASKED_TILE), first_tile)
     PER_TILE: tl.constexpr = TILE // MASKED_TILE
-    before = tl.minimum(main * PER_TILE, last) - first
-    after = tl.minimum(main_end * PER_TILE, last)
-    masked = before + last - after
+    num_before = tl.minimum(main * PER_TILE, last_tile) - first_tile
+    after_start = tl.minimum(main_end * PER_TILE, last_tile)
+    num_masked = num_before + last_tile - after_start
 
     query = _load_rows(tensors, factors, rows, strides.query, CALL)
     WIDTH: tl.constexpr = CALL.out.width
@@ -183,7 +183,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     # With few rows, weights are summed over tokens once, after the last tile.
-    if ROWS > SUMMED_LATE:
+    if ROWS > MAX_LATE_ROWS:
         l_i = tl.zeros([ROWS], tl.float32)
     else:
         l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
@@ -194,21 +194,21 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     # the loads of codes can be pipelined over all stages.
     page = tl.load(table_ptr + main * TILE // CALL.page_size, mask=main < main_end, other=0)
     next_offset = load_page_offset(tensors.k, tl.maximum(page, 0))
-    later = tl.minimum(main + 1, main_end - 1)
-    page = tl.load(table_ptr + later * TILE // CALL.page_size, mask=main < main_end, other=0)
+    next_tile = tl.minimum(main + 1, main_end - 1)
+    page = tl.load(table_ptr + next_tile * TILE // CALL.page_size, mask=main < main_end, other=0)
     for j in tl.range(main, main_end, num_stages=CALL.config.stages):
         page_offset = next_offset
         next_offset = load_page_offset(tensors.k, tl.maximum(page, 0))
-        later = tl.minimum(j + 2, main_end - 1)
-        page = tl.load(table_ptr + later * TILE // CALL.page_size)
+        next_tile = tl.minimum(j + 2, main_end - 1)
+        page = tl.load(table_ptr + next_tile * TILE // CALL.page_size)
         acc, m_i, l_i = _attend_tile(
             acc, m_i, l_i, query, j, page_offset, tensors, factors.softcap, rows, view, CALL,
             MASKED=False,
         )  # fmt: skip
-    if ROWS <= SUMMED_LATE:
+    if ROWS <= MAX_LATE_ROWS:
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
-    for i in tl.range(0, masked, num_stages=1):
-        j = tl.where(i < before, first + i, after + i - before)
+    for i in tl.range(0, num_masked, num_stages=1):
+        j = tl.where(i < num_before, first_tile + i, after_start + i - num_before)
         page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // CALL.page_size), 0)
         page_offset = load_page_offset(tensors.k, page)
         acc, m_i, l_i = _attend_tile(
@@ -233,8 +233,7 @@ def _row_offset(strides, rows):
 def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     """Return query rows as operands, a factor for the logits, and the products with the center.
 
-    For latents: the latent part of the rows and its factor, then the positional part and its
-    factor.
+    For latents: the latent part of the rows and its factor, then the RoPE part and its factor.
     """
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
@@ -250,16 +249,16 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     factor *= LOG2E
     # (Triton does not accept an early return of a different type, so this needs an else.)
     if CALL.latent:
-        positions, v_factor, _ = _load_query(
+        rope_part, v_factor, _ = _load_query(
             ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.heads,
             V_SIDE, False, V_CODEC,
         )  # fmt: skip
         # Otherwise Triton would choose their layout for the sums of the rotation.
-        q = keep(q, K_CODEC)
-        positions = keep(positions, V_CODEC)
+        q = keep_layout(q, K_CODEC)
+        rope_part = keep_layout(rope_part, V_CODEC)
         if CHUNKS > 1:
             q = split_chunks(q, CHUNKS)
-        return q, factor, positions, v_factor * LOG2E
+        return q, factor, rope_part, v_factor * LOG2E
     else:
         return q, factor, offset * LOG2E
 
@@ -278,23 +277,23 @@ def _load_query(
     """
     DIM: tl.constexpr = SIDE.dim
     d = tl.arange(0, SIDE.width)
-    real = rows.exists[:, None] & (d < DIM)[None, :]
-    q = tl.load(ptrs[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
+    in_head = rows.exists[:, None] & (d < DIM)[None, :]
+    q = tl.load(ptrs[:, None] + d[None, :], mask=in_head, other=0.0).to(tl.float32)
     offset = tl.zeros([q.shape[0]], tl.float32)
     if CENTERED:
         center_ptr = side.center + (rows.b * HEADS + rows.h).to(tl.int64) * DIM
         center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
         offset = tl.sum(q * center[None, :], 1) * scaling
-    q = mix(q, SIDE.block)
+    q = mix_channels(q, SIDE.block)
     if side.static_scale is not None:
         scale_ptr = side.static_scale + rows.h * DIM
         q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
     # A power of two that scales the largest value of a row to between 2^13 and 2^14.
     exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) & 0xFF
-    up = tl.minimum(tl.maximum(267 - exponent, 1), 253)
-    raised = q * (up << 23).to(tl.float32, bitcast=True)[:, None]
-    factor = ((254 - up) << 23).to(tl.float32, bitcast=True) * code_scaling
-    return raised.to(CODEC.operand), factor, offset
+    scale_bits = tl.minimum(tl.maximum(267 - exponent, 1), 253)
+    scaled = q * (scale_bits << 23).to(tl.float32, bitcast=True)[:, None]
+    factor = ((254 - scale_bits) << 23).to(tl.float32, bitcast=True) * code_scaling
+    return scaled.to(CODEC.operand), factor, offset
 
 
 @triton.jit
@@ -320,13 +319,13 @@ def _attend_tile(
     if CALL.k_dynamic or CALL.v_dynamic:
         k_scale, v_scale = load_scales(word_ptrs)
     if CALL.latent:
-        q, factor, q_positions, v_factor = query
-        latents = keep(decode_for_dot(k_codes, K_CODEC), K_CODEC)
-        positions = keep(decode_for_dot(v_codes, V_CODEC), V_CODEC)
+        q, factor, q_rope, v_factor = query
+        latents = keep_layout(decode_for_dot(k_codes, K_CODEC), K_CODEC)
+        rope_part = keep_layout(decode_for_dot(v_codes, V_CODEC), V_CODEC)
         if CALL.config.chunks > 1:
             latents = split_chunks(latents, CALL.config.chunks)
         x = multiply_keys(q, latents, CALL)
-        y = multiply_keys(q_positions, tl.trans(positions), CALL)
+        y = multiply_keys(q_rope, tl.trans(rope_part), CALL)
         if CALL.k_dynamic:
             x *= per_column(k_scale, SWAPPED)
         if CALL.v_dynamic:
@@ -364,11 +363,11 @@ def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.
     out = finish(
         acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, d, factors.out, CALL, SWAPPED
     )
-    real = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
+    in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
     index = (rows.b * tokens + rows.t) * (CALL.heads * CALL.groups) + rows.head
     offset = index.to(tl.int64) * CALL.out.dim
     out_ptrs = out_ptr + per_row(offset, SWAPPED) + per_column(d, SWAPPED)
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
@@ -390,4 +389,4 @@ def finish(
         scale_ptr = static_scale_ptr + h * CALL.out.dim
         scale = tl.load(scale_ptr + d, mask=d < CALL.out.dim, other=0.0)
         out *= per_column(scale, SWAPPED)
-    return mix(out, CALL.out.block, SWAPPED)
+    return mix_channels(out, CALL.out.block, SWAPPED)

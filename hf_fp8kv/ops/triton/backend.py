@@ -1,7 +1,7 @@
-"""The "triton" backend: each operation is one or two launches, and never synchronizes.
+"""The "triton" backend: each operation takes one or two launches, and never synchronizes.
 
-Tokens without a page, or past the limit, are skipped. Backends for CPUs raise an error instead,
-which on a GPU would need a synchronization.
+Tokens without a page, or past the limit, are skipped. The backends for CPUs raise an error instead.
+On a GPU that would require a synchronization.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from . import plan as planning
 from . import write as writing
 from .gather import gather
 from .plan import plan_rows
-from .replay import SharedTensors, describe, recordings, run_or_replay
-from .tuning import DECODE_ROWS, SINGLE_TOKENS
+from .replay import SharedTensors, describe_tensors, recordings, run_or_replay
+from .tuning import DECODE_ROWS, MAX_DECODE_TOKENS
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 
-_NO_PAGES = SharedTensors({}, [])
+_NO_SHARED_TENSORS = SharedTensors({}, [])
 
 
 def write(
@@ -29,17 +29,17 @@ def write(
     lengths: torch.Tensor,
     limit: int | None = None,
 ) -> None:
-    """Store new tokens, as `writing.write`."""
+    """Store new tokens like `triton.write.write`, and replay recorded launches."""
     max_tokens = writing.UNLIMITED if limit is None else limit
-    # Prompts vary in length: each length would need one of a limited number of recordings.
-    if key.shape[2] > SINGLE_TOKENS:
+    # Each length of a prompt would need a recording, and the number of recordings is limited.
+    if key.shape[2] > MAX_DECODE_TOKENS:
         writing.write(pages, key, value, lengths, max_tokens)
         return
     table = pages.table
     run_or_replay(
         writing.write, (pages, key, value, lengths, max_tokens),
-        layout=(_strided(key), _strided(value)),
-        tensors=(key, value, lengths), shared=_shared_tensors(pages),
+        layout=(_shape_and_strides(key), _shape_and_strides(value)),
+        tensors=(key, value, lengths), shared=_describe_pages(pages),
         limit=max_tokens, columns=table.shape[1], table_b=table.stride(0),
     )  # fmt: skip
 
@@ -47,14 +47,14 @@ def write(
 def make_plan(
     plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
 ) -> None:
-    """Overwrite a work plan, as `planning.make_plan`."""
-    if tokens > SINGLE_TOKENS:
+    """Overwrite a work plan like `triton.plan.make_plan`, and replay recorded launches."""
+    if tokens > MAX_DECODE_TOKENS:
         planning.make_plan(plan, lengths, tokens, window, start, heads)
         return
     run_or_replay(
         planning.make_plan, (plan, lengths, tokens, window, start, heads),
-        layout=(_strided(plan), lengths.shape, tokens, window, heads),
-        tensors=(plan, lengths), shared=_NO_PAGES, start=start,
+        layout=(_shape_and_strides(plan), lengths.shape, tokens, window, heads),
+        tensors=(plan, lengths), shared=_NO_SHARED_TENSORS, start=start,
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def attend(
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
     # Models with latents have many query heads per KV head, so the number of tokens decides.
-    if tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS:
+    if tokens > MAX_DECODE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = query, pages, lengths, start, stop, spec, plan
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, deterministic = spec
@@ -84,18 +84,19 @@ def attend(
     attended: torch.Tensor = run_or_replay(
         decode.attend, args,
         layout=(
-            _strided(query), None if plan is None else plan.shape, scaling, causal, window, softcap,
-            latent, deterministic,
+            _shape_and_strides(query), None if plan is None else plan.shape, scaling, causal,
+            window, softcap, latent, deterministic,
         ),
-        tensors=(query, lengths, plan, sinks, mask, bounds), shared=_shared_tensors(pages),
+        tensors=(query, lengths, plan, sinks, mask, bounds), shared=_describe_pages(pages),
         start=start, stop=stop, table_b=table.stride(0),
         mask_b=0 if mask is None or len(mask) == 1 else mask.stride(0),
+        # A compact mask has no head stride, so `mask_h` is the batch stride of its bounds.
         mask_h=0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
     )  # fmt: skip
     return attended
 
 
-def _strided(x: torch.Tensor | None) -> Any:
+def _shape_and_strides(x: torch.Tensor | None) -> Any:
     return None if x is None else (x.shape, x.stride())
 
 
@@ -104,12 +105,12 @@ def _is_compact(mask: torch.Tensor) -> bool:
     return mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
 
 
-def _shared_tensors(pages: Pages) -> SharedTensors:
-    """Return the facts about pages that recordings depend on, cached in the pages."""
-    shared: SharedTensors | None = pages.launch_facts
+def _describe_pages(pages: Pages) -> SharedTensors:
+    """Return the properties of pages that recordings depend on, cached in the pages."""
+    shared: SharedTensors | None = pages.launch_properties
     if shared is None:
         k, v = pages.k, pages.v
-        kind, addresses = describe(
+        properties, addresses = describe_tensors(
             (
                 pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
                 pages.token_scales, pages.table, pages.offsets,
@@ -117,5 +118,5 @@ def _shared_tensors(pages: Pages) -> SharedTensors:
         )  # fmt: skip
         # Format, head size and rotation of each side, without its tensors.
         sizes = k[2:], v[2:], pages.heads, pages.page_size
-        shared = pages.launch_facts = SharedTensors(recordings[kind, sizes], addresses)
+        shared = pages.launch_properties = SharedTensors(recordings[properties, sizes], addresses)
     return shared

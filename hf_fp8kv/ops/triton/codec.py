@@ -16,13 +16,13 @@ import triton.language as tl
 from ...formats import AUTO, FORMATS
 from .target import Target
 
-# How codes are decoded (`Codec.how`).
+# How codes are decoded (`Codec.method`).
 AS_IS = tl.constexpr(0)  # not at all: values are stored in 16 or 32 bits
 CAST = tl.constexpr(1)  # by an instruction of the hardware
 SHIFTED = tl.constexpr(2)  # by shifting bits
 
 # Triton's types for formats that hardware converts.
-_CASTS = {
+_CAST_TYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
     torch.float8_e4m3fnuz: tl.float8e4b8,
@@ -36,25 +36,25 @@ class Codec:
     """How a kernel decodes one format (a constexpr of the kernels).
 
     Attributes:
-        how: AS_IS, CAST or SHIFTED.
+        method: How codes are decoded: AS_IS, CAST or SHIFTED.
         operand: Dtype of the dot product's operand.
         factor: Factor that decoded values lack.
-        cast: Dtype of the codes if `how` is CAST.
-        shift: Number of bits by which the lower seven bits are shifted left if `how` is SHIFTED.
+        cast: Dtype of the codes if `method` is CAST.
+        shift: Number of bits by which the lower seven bits are shifted left if `method` is SHIFTED.
         nan: Code of NaN that must be restored: 0x7F if all seven lower bits set mean NaN, or 0x80.
             -1 means that none is restored.
-        assembly: PTX that shifts the four codes of a register if `how` is SHIFTED, or "".
-        keep: Constraints of inline assembly that keeps 32 bits in their register, or "".
+        assembly: PTX that shifts the four codes of a register if `method` is SHIFTED, or "".
+        constraint: Constraints of inline assembly that keeps 32 bits in their register, or "".
     """
 
-    how: int
+    method: int
     operand: tl.dtype
     factor: float = 1.0
     cast: tl.dtype | None = None
     shift: int = 0
     nan: int = -1
     assembly: str = ""
-    keep: str = ""
+    constraint: str = ""
 
 
 @functools.cache
@@ -71,10 +71,10 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     # The hardware converts to float16 on NVIDIA, and to bfloat16 on AMD.
     operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
     operand = tl.float32 if exact else operand
-    keep = "=r,0" if target.is_nvidia and not (exact or target.interpreted) else ""
+    constraint = "=r,0" if target.is_nvidia and not (exact or target.interpreted) else ""
     if is_cast:
         assert fmt.torch_dtype is not None
-        return Codec(CAST.value, operand, cast=_CASTS[fmt.torch_dtype], keep=keep)
+        return Codec(CAST.value, operand, cast=_CAST_TYPES[fmt.torch_dtype], constraint=constraint)
     # float16 has a bias of 15 and 10 bits of mantissa.
     shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
     # Shifted codes of finite values must be finite in float16, and infinity (thus also NaN) must be
@@ -87,11 +87,11 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     if keep_nan and fmt.inf_code is None:
         nan = 0x80 if fmt.unsigned_zero else 0x7F
     assembly = packed_shift(shift, nan) if target.is_nvidia and not target.interpreted else ""
-    return Codec(SHIFTED.value, operand, factor, shift=shift, nan=nan, assembly=assembly, keep=keep)
+    return Codec(SHIFTED.value, operand, factor, None, shift, nan, assembly, constraint)
 
 
 @functools.cache
-def widened(codec: Codec) -> Codec:
+def make_decoded_codec(codec: Codec) -> Codec:
     """Return the codec of values that `decode_for_dot` has already converted."""
     return Codec(AS_IS.value, codec.operand, codec.factor)
 
@@ -99,68 +99,68 @@ def widened(codec: Codec) -> Codec:
 @triton.jit
 def decode_for_dot(codes, CODEC: tl.constexpr):
     """Convert codes of any shape to CODEC.operand. Shifted codes still lack CODEC.factor."""
-    if CODEC.how == AS_IS:
+    if CODEC.method == AS_IS:
         return codes.to(CODEC.operand)
-    elif CODEC.how == CAST:
+    elif CODEC.method == CAST:
         return codes.to(CODEC.cast, bitcast=True).to(CODEC.operand)
     elif CODEC.assembly != "":
         return tl.inline_asm_elementwise(
             CODEC.assembly, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         ).to(CODEC.operand)
     else:
-        tl.static_assert(CODEC.how == SHIFTED, "unknown way to read a format")
+        tl.static_assert(CODEC.method == SHIFTED, "unknown way to read a format")
         return _shift(codes, CODEC).to(CODEC.operand)
 
 
 @triton.jit
-def keep(x, CODEC: tl.constexpr):
+def keep_layout(x, CODEC: tl.constexpr):
     """Return `x`, of CODEC.operand, in the layout in which it was computed.
 
     Without this, Triton would convert the layout of the operation's inputs, and decode again for
     each product. It does not move code past inline assembly that may have side effects.
     """
-    if CODEC.keep != "":
+    if CODEC.constraint != "":
         x = tl.inline_asm_elementwise(
-            "", CODEC.keep, [x], dtype=CODEC.operand, is_pure=False, pack=2
+            "", CODEC.constraint, [x], dtype=CODEC.operand, is_pure=False, pack=2
         )
     return x
 
 
 @triton.jit
 def _shift(codes, CODEC: tl.constexpr):
-    wide = codes.to(tl.int16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << CODEC.shift)
+    code = codes.to(tl.int16)
+    half_bits = ((code & 0x80) << 8) | ((code & 0x7F) << CODEC.shift)
     if CODEC.nan == 0x7F:
-        half = tl.where((wide & 0x7F) == 0x7F, 0x7E00, half)
+        half_bits = tl.where((code & 0x7F) == 0x7F, 0x7E00, half_bits)
     elif CODEC.nan == 0x80:
-        half = tl.where(wide == 0x80, 0x7E00, half)
+        half_bits = tl.where(code == 0x80, 0x7E00, half_bits)
     else:
         tl.static_assert(CODEC.nan == -1, "unknown NaN of a format")
-    return half.to(tl.float16, bitcast=True)
+    return half_bits.to(tl.float16, bitcast=True)
 
 
 # `prmt` widens each byte to 16 bits and repeats its sign bit in the upper byte. After the shift,
 # the sign is at float16's position, and a mask clears the bits between it and the rest. With NaN, a
 # byte of `m` has its top bit set if the code is NaN. Repeating that bit gives 0xFF00, which is NaN
 # with any lower bits. `lop3` with 0xEA is (a & b) | c.
-_HALVES = """
+_SHIFT_HALVES = """
     prmt.b32 low, $2, 0, 0x9180;
     prmt.b32 high, $2, 0, 0xB3A2;
     shl.b32 low, low, {shift};
     shl.b32 high, high, {shift};
 """
-_KEEP = """
+_CLEAR = """
     and.b32 $0, low, {mask};
     and.b32 $1, high, {mask};
 """
-_MARK = {
+_MARK_NAN = {
     # The lower seven bits are all set.
     0x7F: "and.b32 m, $2, 0x7F7F7F7F; add.u32 m, m, 0x01010101;",
     # The lower seven bits are zero, and the top bit is set.
     0x80: """and.b32 m, $2, 0x7F7F7F7F; add.u32 m, m, 0x7F7F7F7F; not.b32 m, m;
     and.b32 m, m, $2;""",
 }
-_KEEP_WITH_NAN = """
+_CLEAR_WITH_NAN = """
     prmt.b32 a, m, 0, 0x9484;
     prmt.b32 b, m, 0, 0xB4A4;
     lop3.b32 $0, low, {mask}, a, 0xEA;
@@ -170,6 +170,6 @@ _KEEP_WITH_NAN = """
 
 def packed_shift(shift: int, nan: int) -> str:
     """Return PTX (`Codec.assembly`) that converts the four codes in $2 to float16 in $0 and $1."""
-    body = _HALVES + (_MARK[nan] + _KEEP_WITH_NAN if nan >= 0 else _KEEP)
+    code = _SHIFT_HALVES + (_MARK_NAN[nan] + _CLEAR_WITH_NAN if nan >= 0 else _CLEAR)
     mask = (0x8000 | 0x7F << shift) * 0x10001
-    return "{ .reg .b32 low, high, a, b, m;" + body.format(shift=shift, mask=hex(mask)) + "}"
+    return "{ .reg .b32 low, high, a, b, m;" + code.format(shift=shift, mask=hex(mask)) + "}"

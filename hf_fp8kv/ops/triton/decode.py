@@ -20,8 +20,8 @@ from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected
 # Partial sums that a program of `_combine` loads at a time, and its channels. This pair was the
 # fastest of five on an H100 in three of four decode cases. A program has one warp, because with
 # several warps ptxas may issue the loads one by one.
-LOADED = tl.constexpr(4096)
-CHANNELS = 128
+LOADED_SUMS = tl.constexpr(4096)
+MAX_CHANNELS = 128
 
 
 def attend(
@@ -37,19 +37,19 @@ def attend(
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.workload.rows <= DECODE_ROWS or spec.latent
     config = decode_config(args.target, args.workload)
-    if plan is not None and not _fits(plan, args, config):
+    if plan is not None and not _fits_plan(plan, args, config):
         plan = None
     return launch_attention(args, config, plan, split=not spec.deterministic)
 
 
-def _fits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
+def _fits_plan(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
     """Return whether all parts of a plan can run at the same time in this call.
 
     The plan was made before the query was known, for a single block of few rows.
     """
     if args.workload.rows > config.rows:
         return False
-    batch, programs = len(args.tensors.lengths), programs_of(args, config)
+    batch, programs = len(args.tensors.lengths), count_programs(args, config)
     return len(plan) <= plan_rows(plan.device, batch, args.constants.heads, programs=programs)
 
 
@@ -72,10 +72,10 @@ def launch_attention(
     batch, q_heads, tokens, _ = query.shape
     dim, device = constants.out.dim, query.device
     heads, blocks = constants.heads, cdiv(args.workload.rows, config.rows)
-    partial, parts = None, batch
+    partial_sums, parts = None, batch
     grid: tuple[int, ...] = (heads * batch * blocks,)
     if split and plan is None:
-        programs = programs_of(args, config)
+        programs = count_programs(args, config)
         rows = plan_rows(device, batch, heads * blocks, programs=programs)
         plan = allocate((rows, 4), torch.int32, device)
         make_plan(plan, tensors.lengths, tokens, args.window, args.start, heads * blocks, programs)
@@ -85,29 +85,29 @@ def launch_attention(
         grid = (heads, parts, blocks)
         # Partial sums, followed by m_i and l_i of each part.
         rows = parts * q_heads * tokens if parts > batch else 0
-        partial = allocate((rows * (dim + 2),), torch.float32, device)
+        partial_sums = allocate((rows * (dim + 2),), torch.float32, device)
     launch(
-        _attend, grid, tensors, plan, out, partial, batch, tokens, args.start, args.stop,
+        _attend, grid, tensors, plan, out, partial_sums, batch, tokens, args.start, args.stop,
         args.window, args.factors, args.query_strides, *args.strides, **args.options(config),
     )  # fmt: skip
     if parts > batch:
         values = tensors.k if constants.latent else tensors.v
         # A program needs all channels that a rotation mixes.
-        channels = max(min(CHANNELS, constants.out.width), constants.out.block)
+        channels = max(min(MAX_CHANNELS, constants.out.width), constants.out.block)
         grid = (args.workload.rows, heads * (constants.out.width // channels), batch)
         launch(
-            _combine, grid, plan, partial, tensors.sinks, values.static_scale, out, tokens, parts,
-            args.factors.out, SHAPE=constants, WIDTH=channels, num_warps=1,
+            _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, tokens,
+            parts, args.factors.out, SHAPE=constants, WIDTH=channels, num_warps=1,
         )  # fmt: skip
     return out
 
 
-def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
+def count_programs(args: AttentionArgs, config: LaunchConfig) -> int:
     """Return the number of programs of `_attend` that plans assume to run on an SM at once."""
     workload = args.workload
     is_guessed = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
-    chosen = config if is_guessed else None
-    return expected_programs(args.target, config.rows, chosen, latent=workload.latent)
+    guessed_config = config if is_guessed else None
+    return expected_programs(args.target, config.rows, guessed_config, latent=workload.latent)
 
 
 @triton.jit(
@@ -172,18 +172,18 @@ def _attend(
         write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
     else:
         d = tl.arange(0, CALL.out.width)
-        real = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
+        in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
         count = CALL.groups * tokens
-        saved = ((slot * CALL.heads + h) * count + rows.row).to(tl.int64)
-        sum_ptrs = partial_ptr + per_row(saved * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
-        tl.store(sum_ptrs, acc, mask=real)
-        stats_ptr = _stats_of(partial_ptr, tl.num_programs(1), tokens, CALL)
-        tl.store(stats_ptr + saved * 2, m_i, mask=rows.exists)
-        tl.store(stats_ptr + saved * 2 + 1, l_i, mask=rows.exists)
+        row_index = ((slot * CALL.heads + h) * count + rows.row).to(tl.int64)
+        sum_ptrs = partial_ptr + per_row(row_index * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
+        tl.store(sum_ptrs, acc, mask=in_head)
+        stats_ptr = _find_stats(partial_ptr, tl.num_programs(1), tokens, CALL)
+        tl.store(stats_ptr + row_index * 2, m_i, mask=rows.exists)
+        tl.store(stats_ptr + row_index * 2 + 1, l_i, mask=rows.exists)
 
 
 @triton.jit
-def _stats_of(partial_ptr, max_parts, tokens, CALL: tl.constexpr):
+def _find_stats(partial_ptr, max_parts, tokens, CALL: tl.constexpr):
     return partial_ptr + max_parts.to(tl.int64) * (CALL.heads * CALL.groups * CALL.out.dim * tokens)
 
 
@@ -204,34 +204,34 @@ def _combine(
         SHAPE: See `Constants`.
     """
     b, h, row = tl.program_id(2), tl.program_id(1) % SHAPE.heads, tl.program_id(0)
-    first = tl.load(plan_ptr + (max_parts + b) * 4)
+    first_slot = tl.load(plan_ptr + (max_parts + b) * 4)
     num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
     if num_splits == 1:
         return
     count = SHAPE.groups * tokens
-    stats_ptr = _stats_of(partial_ptr, max_parts, tokens, SHAPE)
-    MERGED: tl.constexpr = LOADED // WIDTH
-    i = tl.arange(0, MERGED)
+    stats_ptr = _find_stats(partial_ptr, max_parts, tokens, SHAPE)
+    SPLITS_AT_ONCE: tl.constexpr = LOADED_SUMS // WIDTH
+    i = tl.arange(0, SPLITS_AT_ONCE)
     d = tl.program_id(1) // SHAPE.heads * WIDTH + tl.arange(0, WIDTH)
-    real = d < SHAPE.out.dim
+    in_head = d < SHAPE.out.dim
     acc = tl.zeros([1, WIDTH], tl.float32)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
-    for begin in range(0, num_splits, MERGED):
-        inside = begin + i < num_splits
-        saved = (((first + begin + i) * SHAPE.heads + h) * count + row).to(tl.int64)
-        split_m = tl.load(stats_ptr + saved * 2, mask=inside, other=float("-inf"))
-        split_l = tl.load(stats_ptr + saved * 2 + 1, mask=inside, other=0.0)
+    for begin in range(0, num_splits, SPLITS_AT_ONCE):
+        in_range = begin + i < num_splits
+        row_index = (((first_slot + begin + i) * SHAPE.heads + h) * count + row).to(tl.int64)
+        split_m = tl.load(stats_ptr + row_index * 2, mask=in_range, other=float("-inf"))
+        split_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
         split_acc = tl.load(
-            partial_ptr + (saved * SHAPE.out.dim)[:, None] + d[None, :],
-            mask=inside[:, None] & real[None, :], other=0.0,
+            partial_ptr + (row_index * SHAPE.out.dim)[:, None] + d[None, :],
+            mask=in_range[:, None] & in_head[None, :], other=0.0,
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(split_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_finite)
-        share = tl.exp2(split_m - m_finite)
-        l_i = l_i * alpha + tl.sum(split_l * share, 0)
-        acc = acc * alpha + tl.sum(split_acc * share[:, None], 0)[None, :]
+        weight = tl.exp2(split_m - m_finite)
+        l_i = l_i * alpha + tl.sum(split_l * weight, 0)
+        acc = acc * alpha + tl.sum(split_acc * weight[:, None], 0)[None, :]
         m_i = m_new
     head = h * SHAPE.groups + row % SHAPE.groups
     heads = head + tl.zeros([1], tl.int32)
@@ -241,4 +241,4 @@ def _combine(
     token = b * tokens + row // SHAPE.groups
     offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out.dim
     out_ptrs = out_ptr + offset + d[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real[None, :])
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_head[None, :])

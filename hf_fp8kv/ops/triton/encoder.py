@@ -13,7 +13,7 @@ from ...formats import MIN_SCALE
 from ...formats.codec import SEARCH_STEPS as _SEARCH_STEPS
 
 SEARCH_STEPS = tl.constexpr(_SEARCH_STEPS)
-LEAST_SCALE = tl.constexpr(MIN_SCALE)
+SMALLEST_SCALE = tl.constexpr(MIN_SCALE)
 INFINITY = tl.constexpr(0x7F800000)
 BFLOAT16_NAN = tl.constexpr(0x7FC00000)
 
@@ -25,9 +25,9 @@ def encode(x, FORMAT: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     # Number of bits of a float32 mantissa that the format lacks.
     DROP: tl.constexpr = 23 - FORMAT.mantissa_bits
-    odd = (magnitude >> DROP) & 1
-    half = (1 << (DROP - 1)) - 1
-    normal = (magnitude + half + odd) >> DROP
+    is_odd = (magnitude >> DROP) & 1
+    below_half = (1 << (DROP - 1)) - 1
+    normal = (magnitude + below_half + is_odd) >> DROP
     normal -= (127 - FORMAT.bias) << FORMAT.mantissa_bits
     # Adding 2^23 steps rounds a subnormal value to whole steps.
     rounded = tl.abs(x) + 2.0**23 * FORMAT.min_subnormal
@@ -59,47 +59,47 @@ def to_bfloat16(scale):
 
 
 @triton.jit
-def _mark_nan(scale, largest):
+def _mark_nan(scale, max_bits):
     """Return `scale`, or NaN if the largest magnitude of a vector is infinity or NaN."""
     bits = scale.to(tl.int32, bitcast=True)
-    return tl.where(largest < INFINITY, bits, BFLOAT16_NAN).to(tl.float32, bitcast=True)
+    return tl.where(max_bits < INFINITY, bits, BFLOAT16_NAN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _smallest(x, FORMAT: tl.constexpr):
+def _find_smallest_scale(x, FORMAT: tl.constexpr):
     """Return the smallest scale and the bits of the largest magnitude of each row, `[N]`."""
     # Bits are compared as integers, because a maximum of floats ignores NaN.
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), FORMAT.max)
-    return _round_up_to_bfloat16(tl.maximum(scale, LEAST_SCALE)), largest
+    max_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    scale = tl.div_rn(max_bits.to(tl.float32, bitcast=True), FORMAT.max)
+    return _round_up_to_bfloat16(tl.maximum(scale, SMALLEST_SCALE)), max_bits
 
 
 @triton.jit
 def smallest_scale(x, FORMAT: tl.constexpr):
     """Return `formats.codec.dynamic_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
-    scale, largest = _smallest(x, FORMAT)
-    return _mark_nan(scale, largest)
+    scale, max_bits = _find_smallest_scale(x, FORMAT)
+    return _mark_nan(scale, max_bits)
 
 
 @triton.jit
-def _without_nan(x, largest):
+def _zero_invalid_rows(x, max_bits):
     """Replace rows with infinity or NaN by zeros, because their errors have no integer form."""
-    return tl.where((largest < INFINITY)[:, None], x, 0.0)
+    return tl.where((max_bits < INFINITY)[:, None], x, 0.0)
 
 
 @triton.jit
 def search_scale(x, FORMAT: tl.constexpr):
     """Return `formats.codec.search_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
-    first, largest = _smallest(x, FORMAT)
-    x = _without_nan(x, largest)
-    chosen = first
-    least_cost = _rounding_cost(x, first, first, FORMAT)
+    min_scale, max_bits = _find_smallest_scale(x, FORMAT)
+    x = _zero_invalid_rows(x, max_bits)
+    best_scale = min_scale
+    min_cost = _rounding_cost(x, min_scale, min_scale, FORMAT)
     for j in range(1, SEARCH_STEPS):
-        scales = _candidate_scales(first, tl.full([1], j, tl.int32))
-        cost = _rounding_cost(x, scales, first, FORMAT)
-        chosen = tl.where(cost < least_cost, scales, chosen)
-        least_cost = tl.minimum(cost, least_cost)
-    return _mark_nan(chosen, largest)
+        scales = _candidate_scales(min_scale, tl.full([1], j, tl.int32))
+        cost = _rounding_cost(x, scales, min_scale, FORMAT)
+        best_scale = tl.where(cost < min_cost, scales, best_scale)
+        min_cost = tl.minimum(cost, min_cost)
+    return _mark_nan(best_scale, max_bits)
 
 
 @triton.jit
@@ -108,38 +108,38 @@ def search_scale_at_once(x, FORMAT: tl.constexpr):
 
     `x` `[SEARCH_STEPS, D]` has a copy of the vector for each scale.
     """
-    first, largest = _smallest(x, FORMAT)
-    x = _without_nan(x, largest)
-    scales = _candidate_scales(first, tl.arange(0, SEARCH_STEPS))
-    cost = _rounding_cost(x, scales, first, FORMAT).to(tl.int32, bitcast=True)
+    min_scale, max_bits = _find_smallest_scale(x, FORMAT)
+    x = _zero_invalid_rows(x, max_bits)
+    scales = _candidate_scales(min_scale, tl.arange(0, SEARCH_STEPS))
+    cost = _rounding_cost(x, scales, min_scale, FORMAT).to(tl.int32, bitcast=True)
     # One reduction finds the least cost and, among equal costs, the smallest scale.
     code = scales.to(tl.int32, bitcast=True) >> 16
     code = (cost.to(tl.int64) << 16) | code.to(tl.int64)
-    code = tl.where(largest < INFINITY, code, BFLOAT16_NAN >> 16)
-    best = tl.min(code, 0, keep_dims=True).to(tl.int32)
-    return (best << 16).to(tl.float32, bitcast=True)
+    code = tl.where(max_bits < INFINITY, code, BFLOAT16_NAN >> 16)
+    best_code = tl.min(code, 0, keep_dims=True).to(tl.int32)
+    return (best_code << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _candidate_scales(first, j):
+def _candidate_scales(min_scale, j):
     """Return `first * 2^(j / SEARCH_STEPS)` rounded up to bfloat16.
 
     The hardware's power of two is accurate enough. Unless it is exact, no product is closer to a
     bfloat16 value than 2^-19 of itself.
     """
-    return _round_up_to_bfloat16(first * tl.exp2(j * (1.0 / SEARCH_STEPS)))
+    return _round_up_to_bfloat16(min_scale * tl.exp2(j * (1.0 / SEARCH_STEPS)))
 
 
 @triton.jit
-def _rounding_cost(x, scales, first, FORMAT: tl.constexpr):
+def _rounding_cost(x, scales, min_scale, FORMAT: tl.constexpr):
     """Return the squared rounding errors of rows of `x` with `scales`, relative to `first`."""
-    scaled = x * tl.div_rn(1.0, scales)[:, None]
+    scaled_x = x * tl.div_rn(1.0, scales)[:, None]
     # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
     DROP: tl.constexpr = 23 - FORMAT.mantissa_bits
-    binade = scaled.to(tl.int32, bitcast=True) & 0x7F800000
+    binade = scaled_x.to(tl.int32, bitcast=True) & 0x7F800000
     binade = tl.maximum(binade, (128 - FORMAT.bias) << 23)
-    large = (binade + (DROP << 23 | 0x400000)).to(tl.float32, bitcast=True)
-    error = ((scaled + large) - large) - scaled
+    rounding_term = (binade + (DROP << 23 | 0x400000)).to(tl.float32, bitcast=True)
+    error = ((scaled_x + rounding_term) - rounding_term) - scaled_x
     integer_error = tl.floor(error * FORMAT.error_unit + 0.5).to(tl.int32)
-    relative = scales * tl.div_rn(1.0, first)
+    relative = scales * tl.div_rn(1.0, min_scale)
     return tl.sum(integer_error * integer_error, 1).to(tl.float32) * (relative * relative)

@@ -3,9 +3,9 @@
 If blocks of query rows give fewer programs than the GPU has SMs (a short chunk after a long
 prefix), sequences are split as in decoding.
 
-Many blocks of rows read the same codes. From `WIDENED_BLOCKS` blocks on, a kernel first converts
-the codes of a layer to 16 bits, once. The products have the same operands, so the result has the
-same bits. On an H100, 2,048 tokens over 8,192 take 0.85 of the time, and 0.74 with a third stage.
+Many blocks of rows read the same codes. From `MIN_WIDENED_BLOCKS` blocks on, a kernel first
+converts the codes of a layer to 16 bits, once. The products have equal operands, so results have
+equal bits. On an H100, 2,048 tokens over 8,192 take 0.85 of the time, and 0.74 with a third stage.
 """
 
 import torch
@@ -23,12 +23,12 @@ from .target import cdiv, launch, next_power_of_2
 from .tuning import extend_config, family_of
 
 # Sequences of at most this number of tokens are not split.
-SPLIT_FROM = 256
+MAX_UNSPLIT_TOKENS = 256
 # Minimum numbers of blocks of query rows and of positions for widening. On an H100, widening takes
 # as long as converting the codes for 8 blocks.
-WIDENED_BLOCKS, WIDENED_FROM = 8, 1024
+MIN_WIDENED_BLOCKS, MIN_WIDENED_TOKENS = 8, 1024
 # Maximum size of the widened pages of a layer, in bytes: 65,536 tokens of 8 heads of 128.
-WIDENED_BYTES = 1 << 28
+MAX_WIDENED_BYTES = 1 << 28
 _TORCH_TYPES = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
 
@@ -44,27 +44,27 @@ def attend(
     args = prepare(query, pages, lengths, start, stop, spec)
     config = extend_config(args.target, args.workload)
     blocks = cdiv(args.workload.rows, config.rows)
-    wide = None if spec.deterministic else _widen(args, pages, blocks)
-    if wide is not None:
-        args = prepare(query, wide, lengths, start, stop, spec)
+    wide_pages = None if spec.deterministic else _widen_pages(args, pages, blocks)
+    if wide_pages is not None:
+        args = prepare(query, wide_pages, lengths, start, stop, spec)
         config = extend_config(args.target, args.workload, widened=True)
     is_small = pages.heads * len(lengths) * blocks < args.target.sm_count
-    split = is_small and stop > SPLIT_FROM and not spec.deterministic
-    return launch_attention(args, config, split=split)
+    may_split = is_small and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
+    return launch_attention(args, config, split=may_split)
 
 
-def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
+def _widen_pages(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
     """Copy the pages below `args.stop`, with codes converted to operands of products.
 
     Returns:
         None unless widening is known to pay. It is not for few blocks of rows, nor with a window,
         which limits the shared codes. It is not for latents, float32 products and complete masks,
         whose sums would spill, nor without 8-bit codes. GPUs whose products do not read K and V
-        from shared memory do not gain, and the copies may not exceed `WIDENED_BYTES`.
+        from shared memory do not gain, and the copies may not exceed `MAX_WIDENED_BYTES`.
     """
     workload, stop = args.workload, args.stop
-    is_shared = blocks >= WIDENED_BLOCKS and stop >= WIDENED_FROM
-    if not is_shared or args.start or args.window or family_of(args.target).widened is None:
+    is_long = blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
+    if not is_long or args.start or args.window or family_of(args.target).widened is None:
         return None
     if workload.exact or workload.latent or workload.complete:
         return None
@@ -74,18 +74,18 @@ def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
     dtypes = [_TORCH_TYPES[codec.operand] for codec in codecs]
     heads, slots, dims = pages.heads, pages.page_size, (pages.k.head_dim, pages.v.head_dim)
     layout = page_layout(heads, slots, *dims, dtypes[0], dtypes[1], pages.has_scales)
-    batch, count = len(args.tensors.lengths), cdiv(stop, slots)
-    if batch * count * layout.size > WIDENED_BYTES:
+    batch, columns = len(args.tensors.lengths), cdiv(stop, slots)
+    if batch * columns * layout.size > MAX_WIDENED_BYTES:
         return None
-    block = pages.block.new_empty((batch * count, layout.size))
-    table = pages.table.new_empty((batch, count))
-    offsets = pages.offsets.new_empty(batch * count)
+    block = pages.block.new_empty((batch * columns, layout.size))
+    table = pages.table.new_empty((batch, columns))
+    offsets = pages.offsets.new_empty(batch * columns)
     wide = Pages(
         pages.k, pages.v, block, table, offsets, heads, slots, dtypes[0], dtypes[1],
         pages.has_scales,
     )  # fmt: skip
     launch(
-        _widen_codes, (heads, count, batch), pointers_to(pages, "k"), pointers_to(pages, "v"),
+        _widen_codes, (heads, columns, batch), pointers_to(pages, "k"), pointers_to(pages, "v"),
         pages.token_scales, pages.table, args.tensors.lengths, pointers_to(wide, "k"),
         pointers_to(wide, "v"), wide.token_scales, table, layout.size, pages.table.stride(0),
         SLOTS=slots,
@@ -135,10 +135,10 @@ def _widen_codes(
 
 @triton.jit
 def _widen_side(side, wide, page_offset, wide_offset, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
-    PART: tl.constexpr = 2048
+    CHUNK: tl.constexpr = 2048
     codes_ptr = head_pointer(side.codes, page_offset, h, SIZE)
     wide_ptr = head_pointer(wide.codes, wide_offset, h, SIZE)
-    for first in tl.range(0, SIZE, PART, num_stages=1):
-        n = first + tl.arange(0, PART)
+    for first in tl.range(0, SIZE, CHUNK, num_stages=1):
+        n = first + tl.arange(0, CHUNK)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
         tl.store(wide_ptr + n, decode_for_dot(codes, CODEC), mask=n < SIZE)

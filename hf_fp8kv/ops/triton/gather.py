@@ -66,36 +66,36 @@ def _gather(
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile = start // TILE + tl.program_id(0)
-    first = tile * TILE
+    tile_start = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
-    position = first + i
-    inside = (position >= start) & (position < stop)
-    exists = inside
+    position = tile_start + i
+    in_range = (position >= start) & (position < stop)
+    exists = in_range
     if RAGGED:
         exists &= position < tl.load(lengths_ptr + b)
-    real = (d < DIM)[None, :]
+    in_head = (d < DIM)[None, :]
 
     # A freed page is outside the window. Page 0 is read instead, and the caller masks it.
     table_ptr += b.to(tl.int64) * table_b
     if PAGE % TILE == 0:
         # The tile lies in one page, so every slot of it exists.
-        page = tl.load(table_ptr + first // PAGE)
+        page = tl.load(table_ptr + tile_start // PAGE)
         slot = (tile % (PAGE // TILE)) * TILE + i
-        loaded = real
+        is_loaded = in_head
     else:
-        page = tl.load(table_ptr + position // PAGE, mask=inside, other=0)
+        page = tl.load(table_ptr + position // PAGE, mask=in_range, other=0)
         slot = position % PAGE
-        loaded = exists[:, None] & real
+        is_loaded = exists[:, None] & in_head
     page_offset = load_page_offset(side, tl.maximum(page, 0))
     codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
     if TRANSPOSED:
         code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
     else:
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-    codes = tl.load(code_ptrs, mask=loaded, other=0)
+    codes = tl.load(code_ptrs, mask=is_loaded, other=0)
 
-    if CODEC.how == AS_IS:
+    if CODEC.method == AS_IS:
         x = codes
     else:
         x = decode_for_dot(codes, CODEC) * CODEC.factor
@@ -111,6 +111,6 @@ def _gather(
             x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]
     if RAGGED:
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
-    row = ((b.to(tl.int64) * HEADS + h) * (stop - start) + (first - start)) * DIM
+    row = ((b.to(tl.int64) * HEADS + h) * (stop - start) + (tile_start - start)) * DIM
     out_ptrs = out_ptr + row + (i * DIM)[:, None] + d[None, :]
-    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=inside[:, None] & real)
+    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=in_range[:, None] & in_head)

@@ -11,7 +11,7 @@ def load_page_offset(side, page):
 
 
 @triton.jit
-def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1):
+def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
     """Return a pointer to the SIZE elements of head `h` in a page, with the shape of `page_offset`.
 
     `pointer` points to the elements of head 0 in the first page. ALIKE is the number of consecutive
@@ -19,10 +19,10 @@ def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, ALIKE: tl.constexp
     """
     # Parts of a page begin at multiples of 16 bytes, which Triton cannot derive from an offset. The
     # cast to an integer is needed: for a pointer plus an offset, compilers still load single bytes.
-    part = tl.multiple_of((pointer.to(tl.int64) + page_offset).to(pointer.dtype), 16)
-    if ALIKE > 1:
-        part = tl.max_constancy(part, ALIKE)
-    return part + h * SIZE
+    head_ptr = tl.multiple_of((pointer.to(tl.int64) + page_offset).to(pointer.dtype), 16)
+    if NUM_EQUAL > 1:
+        head_ptr = tl.max_constancy(head_ptr, NUM_EQUAL)
+    return head_ptr + h * SIZE
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def load_codes(
         slots = slot + n
     else:
         # Past the end the last page is read again, because masked loads would read single bytes.
-        last = tl.maximum(view.end - 1, 0) // PAGE
-        pages = tl.load(view.table_ptr + tl.minimum(position // PAGE, last))
+        last_column = tl.maximum(view.end - 1, 0) // PAGE
+        pages = tl.load(view.table_ptr + tl.minimum(position // PAGE, last_column))
         pages = tl.maximum(pages, 0)
         if PAGE % 16 == 0:
             # 16 consecutive tokens are in one page. Triton 3.6 does not derive this on AMD.

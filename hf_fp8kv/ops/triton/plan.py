@@ -28,11 +28,11 @@ from .tuning import PlanConfig, expected_programs, plan_config
 
 NO_END = tl.constexpr(2**31 - 1)
 # Added to the length of a part so that it sorts before all parts without it.
-EARLY = tl.constexpr(2**30)
+EARLY_BONUS = tl.constexpr(2**30)
 # CUDA's limit for the second axis of a grid.
-MOST_PARTS = 65_535
-# Merging this number of parts takes 1 us.
-MANY_PARTS = tl.constexpr(32)
+MAX_PARTS = 65_535
+# Number of parts that are merged in 1 us.
+PARTS_PER_US = tl.constexpr(32)
 
 
 def plan_rows(
@@ -57,10 +57,8 @@ def plan_rows(
     """
     target = target_of(device)
     capacity = target.sm_count * (programs or expected_programs(target, rows))
-    ranges = max(1, min(capacity // heads, MOST_PARTS + 1 - batch))
-    if length is not None and not gains_if_even(
-        length, batch, heads, capacity, plan_config(target)
-    ):
+    ranges = max(1, min(capacity // heads, MAX_PARTS + 1 - batch))
+    if length is not None and not pays_if_even(length, batch, heads, capacity, plan_config(target)):
         ranges = 1
     return 2 * batch + ranges - 1
 
@@ -88,11 +86,11 @@ def make_plan(
     assert plan.is_contiguous()
     parts = max_parts(plan, batch)
     capacity = target.sm_count * (programs or expected_programs(target))
-    ranges, room = max(1, capacity // heads), parts - batch + 1
-    if 1 < room < ranges:
+    ranges, max_ranges = max(1, capacity // heads), parts - batch + 1
+    if 1 < max_ranges < ranges:
         # The plan was sized for fewer programs.
-        capacity = room * heads
-    ranges = min(ranges, room)
+        capacity = max_ranges * heads
+    ranges = min(ranges, max_ranges)
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, capacity,
         parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),
@@ -100,8 +98,8 @@ def make_plan(
     )  # fmt: skip
 
 
-def gains_if_even(length: int, batch: int, heads: int, capacity: int, config: PlanConfig) -> bool:
-    """Return the result of `_gains` for sequences of equal length."""
+def pays_if_even(length: int, batch: int, heads: int, capacity: int, config: PlanConfig) -> bool:
+    """Return the result of `_splitting_pays` for sequences of equal length."""
     units, count = cdiv(length, config.unit), batch * heads
     late, half, cost = count % capacity, capacity // 2, config.split_cost
     if count <= capacity:
@@ -113,7 +111,7 @@ def gains_if_even(length: int, batch: int, heads: int, capacity: int, config: Pl
 
 
 @triton.jit
-def _gains(units, total, longest, batch, heads, capacity, unit, cost):
+def _splitting_pays(units, total, longest, batch, heads, capacity, unit, cost):
     """Return whether splitting into ranges saves more time than it costs.
 
     The unit of time is the time in which a program reads a unit of tokens while `capacity` programs
@@ -134,16 +132,16 @@ def _gains(units, total, longest, batch, heads, capacity, unit, cost):
     half = (capacity // 2).to(tl.int64)
     split_time = total.to(tl.int64) * heads
     longest = longest.to(tl.int64)
-    last = tl.where(late > 0, tl.maximum(late, half), 0)
-    unsplit_time = longest * (count - late + last)
+    last_programs = tl.where(late > 0, tl.maximum(late, half), 0)
+    unsplit_time = longest * (count - late + last_programs)
     if count <= capacity:
         # All programs start at once and share the bandwidth while more than half of them run. The
         # maximum over several times finds the time from which fewer than half run.
         unsplit_time = tl.maximum(longest * half, split_time)
         for i in tl.static_range(1, 8):
-            until = longest * i // 8
-            read = tl.sum(tl.minimum(units.to(tl.int64), until), 0)
-            unsplit_time = tl.maximum(unsplit_time, read * heads + (longest - until) * half)
+            limit = longest * i // 8
+            units_read = tl.sum(tl.minimum(units.to(tl.int64), limit), 0)
+            unsplit_time = tl.maximum(unsplit_time, units_read * heads + (longest - limit) * half)
     else:
         cost = cost // 2
     return (unsplit_time - split_time) * unit > cost.to(tl.int64) * capacity
@@ -169,10 +167,10 @@ def _plan(
         tokens, window, start: As in `ops.make_plan`.
         ranges: Maximum number of ranges. 1 means that no sequence is split.
         capacity: Number of programs that the GPU runs at once.
-        cost: As in `_gains`.
+        cost: As in `_splitting_pays`.
         merge_cost: Number of tokens that a program reads in the time in which one part is merged.
     """
-    me = tl.program_id(0)
+    own_b = tl.program_id(0)
     b = tl.arange(0, BATCH_WIDTH)
     exists = b < batch
     ends = tl.load(lengths_ptr + b, mask=exists, other=0)
@@ -188,11 +186,11 @@ def _plan(
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
     # This n minimizes the time to read a range of n tokens and to merge `longest / n` parts.
-    least = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
-    length = tl.maximum(tl.cdiv(total, ranges), (least / UNIT).to(tl.int32))
+    min_tokens = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
+    length = tl.maximum(tl.cdiv(total, ranges), (min_tokens / UNIT).to(tl.int32))
     # With many parts to merge, half of the programs suffice for the bandwidth.
-    length = tl.maximum(length, tl.minimum(tl.cdiv(total, ranges) * 2, longest // MANY_PARTS))
-    split = _gains(units, total, longest, batch, heads, capacity, UNIT, cost)
+    length = tl.maximum(length, tl.minimum(tl.cdiv(total, ranges) * 2, longest // PARTS_PER_US))
+    split = _splitting_pays(units, total, longest, batch, heads, capacity, UNIT, cost)
     length = tl.where(split, length, total)
 
     first_range = begin // length
@@ -201,62 +199,62 @@ def _plan(
     total_parts = tl.sum(num_parts, 0)
     # Parts in the middle of a sequence are whole ranges.
     num_middle = tl.maximum(num_parts - 2, 0)
-    middle = tl.cumsum(num_middle, 0) - num_middle
+    middle_row = tl.cumsum(num_middle, 0) - num_middle
     total_middle = tl.sum(num_middle, 0)
     # Parts are sorted by length, the longest first. If most programs read whole sequences, possibly
     # of equal length, parts that begin a range come before all others. Their lengths differ, so
     # that programs do not all end, and leave the memory idle, at the same time.
-    alike = (longest <= length) | (batch * heads >= 2 * capacity)
-    early = tl.where(alike, EARLY, 0)
+    is_uniform = (longest <= length) | (batch * heads >= 2 * capacity)
+    bonus = tl.where(is_uniform, EARLY_BONUS, 0)
     head = tl.minimum(stop, (first_range + 1) * length) - begin
-    head += tl.where(begin == first_range * length, early, 0)
+    head += tl.where(begin == first_range * length, bonus, 0)
     head = tl.where(exists, head, 0)
-    tail = stop - (stop - 1) // length * length + early
+    tail = stop - (stop - 1) // length * length + bonus
     tail = tl.where(num_parts > 1, tail, 0)
 
-    mine = b == me
-    my_begin = _pick(begin, mine)
-    my_low = _pick(low, mine)
-    my_range = _pick(first_range, mine)
-    my_parts = _pick(num_parts, mine)
-    my_slot = _pick(slot, mine)
-    my_head = _pick(head, mine)
-    my_tail = _pick(tail, mine)
-    head_row = total_middle + _count_before(head, tail, my_head, b < me, b < me)
-    tail_row = total_middle + _count_before(head, tail, my_tail, b <= me, b < me)
+    is_own = b == own_b
+    own_begin = _pick_own(begin, is_own)
+    own_low = _pick_own(low, is_own)
+    own_range = _pick_own(first_range, is_own)
+    own_parts = _pick_own(num_parts, is_own)
+    own_slot = _pick_own(slot, is_own)
+    own_head = _pick_own(head, is_own)
+    own_tail = _pick_own(tail, is_own)
+    head_row = total_middle + _count_before(head, tail, own_head, b < own_b, b < own_b)
+    tail_row = total_middle + _count_before(head, tail, own_tail, b <= own_b, b < own_b)
 
     i = tl.arange(0, PARTS_WIDTH)
-    row = tl.where(i == my_parts - 1, tail_row, _pick(middle, mine) + i - 1)
+    row = tl.where(i == own_parts - 1, tail_row, _pick_own(middle_row, is_own) + i - 1)
     row = tl.where(i == 0, head_row, row)
-    part_begin = ((my_range + i) * length - my_begin + my_low) * UNIT
+    part_begin = ((own_range + i) * length - own_begin + own_low) * UNIT
     part_end = part_begin + length * UNIT
     row_ptrs = plan_ptr + row * 4
-    is_mine = i < my_parts
-    tl.store(row_ptrs, me, mask=is_mine)
-    tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_begin), mask=is_mine)
-    tl.store(row_ptrs + 2, tl.where(i == my_parts - 1, NO_END, part_end), mask=is_mine)
-    tl.store(row_ptrs + 3, tl.where(my_parts > 1, my_slot + i, -1), mask=is_mine)
-    sequence_ptr = plan_ptr + (max_parts + me) * 4
-    tl.store(sequence_ptr, my_slot)
-    tl.store(sequence_ptr + 1, my_parts)
+    is_own_part = i < own_parts
+    tl.store(row_ptrs, own_b, mask=is_own_part)
+    tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_begin), mask=is_own_part)
+    tl.store(row_ptrs + 2, tl.where(i == own_parts - 1, NO_END, part_end), mask=is_own_part)
+    tl.store(row_ptrs + 3, tl.where(own_parts > 1, own_slot + i, -1), mask=is_own_part)
+    sequence_ptr = plan_ptr + (max_parts + own_b) * 4
+    tl.store(sequence_ptr, own_slot)
+    tl.store(sequence_ptr + 1, own_parts)
 
-    if me == batch - 1:
+    if own_b == batch - 1:
         unused = total_parts + i
         tl.store(plan_ptr + unused * 4, -1, mask=unused < max_parts)
 
 
 @triton.jit
-def _pick(x, mine):
-    return tl.sum(tl.where(mine, x, 0), 0)
+def _pick_own(x, is_own):
+    return tl.sum(tl.where(is_own, x, 0), 0)
 
 
 @triton.jit
-def _count_before(head, tail, size, heads_first, tails_first):
+def _count_before(head, tail, size, tied_heads, tied_tails):
     """Return the number of first and last parts that come before a part of length `size`.
 
-    These are longer parts, and parts of equal length in `heads_first` and `tails_first`.
+    These are longer parts, and parts of equal length in `tied_heads` and `tied_tails`.
     """
-    before = (head > size) | ((head == size) & heads_first)
-    count = tl.sum(before.to(tl.int32), 0)
-    before = (tail > size) | ((tail == size) & tails_first)
-    return count + tl.sum(before.to(tl.int32), 0)
+    is_before = (head > size) | ((head == size) & tied_heads)
+    count = tl.sum(is_before.to(tl.int32), 0)
+    is_before = (tail > size) | ((tail == size) & tied_tails)
+    return count + tl.sum(is_before.to(tl.int32), 0)

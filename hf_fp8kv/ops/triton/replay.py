@@ -17,7 +17,7 @@ depends on:
     * for each tensor: whether it is None, its dtype, and its alignment to 16 bytes, because Triton
       compiles kernels for these properties, and on AMD for sizes over 2 GiB
 
-The facts about the tensors of pages (`SharedTensors`) are computed once and cached in the pages.
+The properties of the tensors of pages (`SharedTensors`) are computed once and cached in the pages.
 This is safe because these tensors never change their memory.
 
 A call is not recorded if a kernel receives a tensor that torch computed, or two tensors at the same
@@ -35,13 +35,13 @@ from triton import knobs
 
 from .target import Recorded, Target, is_recording, recording, target_of
 
-# Triton launches kernels in the same way from the first of these versions to before the last.
+# Triton launches kernels in the same way from the first version to the version before the last.
 _SUPPORTED = ((3, 6), (3, 10))
 _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _REPLAYS = _SUPPORTED[0] <= _version < _SUPPORTED[1] and not knobs.runtime.interpret
 
 # Maximum number of recordings for one kind of pages.
-_MOST_RECORDINGS = 256
+_MAX_RECORDINGS = 256
 _2_GIB = 2**31 - 1
 
 # Replay functions by key. Their arguments are addresses and integers. None means that the call
@@ -52,7 +52,7 @@ recordings: collections.defaultdict[Hashable, Recordings] = collections.defaultd
 
 
 class SharedTensors(NamedTuple):
-    """Facts about tensors that calls share, such as the tensors of pages.
+    """Recordings for tensors that calls share, such as the tensors of pages.
 
     Attributes:
         recordings: Recordings of calls with such tensors.
@@ -63,20 +63,20 @@ class SharedTensors(NamedTuple):
     addresses: list[int | None]
 
 
-def describe(
+def describe_tensors(
     tensors: Sequence[torch.Tensor | None], *, sizes: bool = True
 ) -> tuple[Hashable, list[int | None]]:
-    """Return the facts about tensors that recordings depend on, and the tensors' addresses.
+    """Return the properties of tensors that recordings depend on, and the tensors' addresses.
 
     `sizes` includes whether a tensor exceeds 2 GiB.
     """
     addresses = [None if x is None else x.data_ptr() for x in tensors]
-    kind = (
+    properties = (
         tuple([None if x is None else x.dtype for x in tensors]),
         tuple([address and address & 15 for address in addresses]),
         sizes and tuple([x is None or x.untyped_storage().nbytes() <= _2_GIB for x in tensors]),
     )
-    return kind, addresses
+    return properties, addresses
 
 
 def run_or_replay(
@@ -85,7 +85,7 @@ def run_or_replay(
     layout: tuple[Any, ...],
     tensors: Sequence[torch.Tensor | None],
     shared: SharedTensors,
-    **numbers: int,
+    **integers: int,
 ) -> Any:
     """Return `operation(*args)`. If an equal call was recorded, replay it.
 
@@ -95,7 +95,7 @@ def run_or_replay(
         layout: Everything that it depends on, except the arguments below.
         tensors: Tensors that differ in each call. The first determines the device.
         shared: All other tensors among its arguments.
-        numbers: Integers that differ in each call. Kernels take them under these names, without
+        integers: Integers that differ in each call. Kernels take them under these names, without
             specialization, or not at all.
     """
     if not _REPLAYS or is_recording() or _is_unusual():
@@ -104,48 +104,48 @@ def run_or_replay(
     assert first is not None
     device = first.device
     target = target_of(device)
-    kind, addresses = describe(tensors, sizes=not target.is_nvidia)
-    known, shared_addresses = shared
+    properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
+    replays, shared_addresses = shared
     addresses += shared_addresses
-    key = operation, layout, device, kind, id(target)
-    if key not in known:
+    key = operation, layout, device, properties, id(target)
+    if key not in replays:
         with recording() as recorded:
             result = operation(*args)
-        if len(known) >= _MOST_RECORDINGS:
-            known.clear()
+        if len(replays) >= _MAX_RECORDINGS:
+            replays.clear()
         try:
-            known[key] = _compile(recorded, result, target, device, addresses, numbers)
+            replays[key] = _compile_replay(recorded, result, target, device, addresses, integers)
         except LookupError:
-            known[key] = None
+            replays[key] = None
         return result
-    repeat = known[key]
-    if repeat is None:
+    replay = replays[key]
+    if replay is None:
         return operation(*args)
     if device.index is not None and first.is_cuda and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return repeat(addresses, **numbers)
-    return repeat(addresses, **numbers)
+            return replay(addresses, **integers)
+    return replay(addresses, **integers)
 
 
 def _is_unusual() -> bool:
     """Return whether hooks observe launches, or settings that affect compilation are changed."""
     runtime, compilation = knobs.runtime, knobs.compilation
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
-        getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        getattr(enter_hook, "calls", enter_hook) or getattr(leave_hook, "calls", leave_hook)
         or runtime.debug or compilation.instrumentation_mode
         or getattr(compilation, "fpsan_homomorphic_casts", None)
         or getattr(runtime, "add_stages_inspection_hook", None)
     )  # fmt: skip
 
 
-def _compile(
+def _compile_replay(
     recorded: Recorded,
     result: torch.Tensor | None,
     target: Target,
     device: torch.device,
     addresses: list[int | None],
-    numbers: dict[str, int],
+    integers: dict[str, int],
 ) -> Callable[..., torch.Tensor | None]:
     """Generate a function that repeats a recorded call with new addresses and integers.
 
@@ -160,38 +160,38 @@ def _compile(
     pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocated)]
     pointers += [(x, f"a[{i}]") for i, x in enumerate(addresses) if x is not None]
     counts = collections.Counter(address for address, _ in pointers)
-    origins = {address: source for address, source in pointers if counts[address] == 1}
-    origins[0] = "0"  # tensors without elements
+    expressions = {address: source for address, source in pointers if counts[address] == 1}
+    expressions[0] = "0"  # tensors without elements
 
-    def name(x: Any) -> str:
+    def bind(x: Any) -> str:
         name = f"x{len(objects)}"
         objects[name] = x
         return name
 
-    def express(x: Any) -> str:
+    def express_argument(x: Any) -> str:
         if isinstance(x, tuple):
-            parts = [express(element) for element in x]
-            return f"({', '.join(parts)},)" if set(parts) - objects.keys() else name(x)
-        return origins[x.data_ptr()] if isinstance(x, torch.Tensor) else name(x)
+            parts = [express_argument(element) for element in x]
+            return f"({', '.join(parts)},)" if set(parts) - objects.keys() else bind(x)
+        return expressions[x.data_ptr()] if isinstance(x, torch.Tensor) else bind(x)
 
-    lines = [f"def replay({', '.join(['a', *numbers])}):"]
+    lines = [f"def replay({', '.join(['a', *integers])}):"]
     for i, x in enumerate(allocated):
-        shape, stride, dtype = name(tuple(x.shape)), name(x.stride()), name(x.dtype)
-        lines.append(f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={name(device)})")
+        shape, stride, dtype = bind(tuple(x.shape)), bind(x.stride()), bind(x.dtype)
+        lines.append(f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={bind(device)})")
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
-        held = compiled.function, compiled.packed_metadata
+        handles = compiled.function, compiled.packed_metadata
         # No metadata and no hooks, because `_is_unusual` excludes them.
-        parts = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(name, held), *["None"] * 3]
+        elements = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(bind, handles), *["None"] * 3]
         for parameter, x in zip(kernel.params, args, strict=False):
-            if parameter.name not in numbers:
-                parts.append(express(x))
-            elif x == numbers[parameter.name] and parameter.do_not_specialize:
-                parts.append(parameter.name)
+            if parameter.name not in integers:
+                elements.append(express_argument(x))
+            elif x == integers[parameter.name] and parameter.do_not_specialize:
+                elements.append(parameter.name)
             else:
                 raise LookupError(parameter.name)
-        parts += [name(constants[parameter.name]) for parameter in kernel.params[len(args) :]]
-        lines.append(f"{name(compiled.run)}({', '.join(parts)})")
+        elements += [bind(constants[parameter.name]) for parameter in kernel.params[len(args) :]]
+        lines.append(f"{bind(compiled.run)}({', '.join(elements)})")
     if result is not None:
         indices = {id(x): i for i, x in enumerate(allocated)}
         lines.append(f"return m{indices[id(result)]}")

@@ -13,32 +13,32 @@ import triton.language as tl
 def rotate(x, BLOCK: tl.constexpr):
     """Rotate the rows of `x`, `[N, W]`, float32, in blocks of `Side.block` channels."""
     if BLOCK > 1:
-        x = mix(x, BLOCK) * BLOCK**-0.5
+        x = mix_channels(x, BLOCK) * BLOCK**-0.5
     return x
 
 
 @triton.jit
-def lay_out_like(x, given):
+def lay_out_like(x, reference):
     """Return `x`, float32, in the layout of `given`, which has the same shape.
 
     Triton propagates layouts of loads and products, but not through all of `mix`, so later
     operations would get an arbitrary layout. Triton does not detect that the condition is always
     true. LLVM does, and removes it.
     """
-    magnitude = given.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = reference.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(magnitude >= 0, x, 0.0)
 
 
 @triton.jit
-def mix(x, BLOCK: tl.constexpr, SWAPPED: tl.constexpr = False):
+def mix_channels(x, BLOCK: tl.constexpr, SWAPPED: tl.constexpr = False):
     """Rotate rows without the factor at the end. SWAPPED rotates the columns of `[W, N]`."""
     if BLOCK > 1:
         # With columns, a thread holds more values and exchanges fewer with other threads.
-        mixed = x if SWAPPED else tl.trans(x)
+        columns = x if SWAPPED else tl.trans(x)
         for i in tl.static_range(12):
             if 2**i < BLOCK:
-                mixed = _mix_halves(mixed, 2**i)
-        x = lay_out_like(mixed if SWAPPED else tl.trans(mixed), x)
+                columns = _mix_halves(columns, 2**i)
+        x = lay_out_like(columns if SWAPPED else tl.trans(columns), x)
     return x
 
 
@@ -48,5 +48,5 @@ def _mix_halves(x, HALF: tl.constexpr):
     W: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     pairs = tl.permute(tl.reshape(x, [W // (2 * HALF), 2, HALF, N]), [0, 2, 3, 1])
-    a, b = tl.split(pairs)
-    return tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 3, 1, 2]), [W, N])
+    first, second = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 3, 1, 2]), [W, N])

@@ -17,10 +17,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 HEADROOM = tl.constexpr(14.0)
 # A vector V of zeros has the smallest possible scale. A scale below this limit must not lower the
 # reference of the weights further, or their sum could overflow.
-LEAST_SCALE = tl.constexpr(2.0**-40)
+MIN_LOG_SCALE = tl.constexpr(2.0**-40)
 # Up to this number of rows, weights are summed over tokens once, after the last tile, because a sum
 # over warps costs three barriers.
-SUMMED_LATE = tl.constexpr(16)
+MAX_LATE_ROWS = tl.constexpr(16)
 
 
 @triton.jit
@@ -51,9 +51,9 @@ def change_logits(x, softcap, view, position, CALL: tl.constexpr):
         x = cap - 2 * cap / (tl.exp2(x * (2 / softcap)) + 1)
     if view.bias_ptr is not None:
         column = per_column(position - view.start, SWAPPED)
-        within = per_column((position >= view.start) & (position < view.end), SWAPPED)
+        in_range = per_column((position >= view.start) & (position < view.end), SWAPPED)
         ptrs = per_row(view.bias_ptr, SWAPPED) + column
-        bias = tl.load(ptrs, mask=within, other=0.0).to(tl.float32)
+        bias = tl.load(ptrs, mask=in_range, other=0.0).to(tl.float32)
         # A row in which every bias is bfloat16's lowest value must give a plain mean. The bias must
         # therefore come out of a maximum: otherwise a GPU fuses the product with the subtraction of
         # the row's maximum and does not round the product. The rounding error of such a value is
@@ -76,8 +76,8 @@ def find_visible(position, rows, view, CALL: tl.constexpr):
     if CALL.causal:
         visible &= per_column(position, SWAPPED) <= per_row(rows.position, SWAPPED)
     if CALL.windowed:
-        too_old = last_before_window(rows.position, view.window)
-        visible &= per_column(position, SWAPPED) > per_row(too_old, SWAPPED)
+        last_hidden = last_before_window(rows.position, view.window)
+        visible &= per_column(position, SWAPPED) > per_row(last_hidden, SWAPPED)
     if CALL.mask == COMPLETE:
         mask_ptrs = per_row(view.mask_ptr, SWAPPED) + per_column(position - view.start, SWAPPED)
         visible &= tl.load(mask_ptrs, mask=visible, other=0) != 0
@@ -98,7 +98,7 @@ def weigh(x, m_i, l_i, v_scale, seen, DYNAMIC: tl.constexpr, SWAPPED: tl.constex
             v_scale = tl.where(seen, v_scale, 0.0)
         # log2 within 0.09, from the bits: the exponent, and a linear approximation by the mantissa.
         # It only sets the reference of the weights.
-        bits = tl.maximum(v_scale, LEAST_SCALE).to(tl.int32, bitcast=True)
+        bits = tl.maximum(v_scale, MIN_LOG_SCALE).to(tl.int32, bitcast=True)
         log2_scale = bits.to(tl.float32) * 2.0**-23 - 127.0
         m_new = tl.maximum(m_i, tl.max(x + per_column(log2_scale, SWAPPED), 1 - ROW_AXIS))
     else:

@@ -1,6 +1,6 @@
 """Launch parameters of the attention kernel: tables for each family of GPUs.
 
-Decoding has few query rows, and extending a sequence by a prompt or a chunk has many.
+Decoding has few query rows. Extending a sequence by a prompt or a chunk has many query rows.
 
 The parameters for decoding on sm_90 were tuned on an H100 (docs/performance.md). All others were
 chosen by compiling for each target (`make kernels`): no spills, and `expected_programs` programs of
@@ -50,7 +50,7 @@ class LaunchConfig:
 
 
 # Maximum number of new tokens per sequence that separate programs write, as in decoding.
-SINGLE_TOKENS = 8
+MAX_DECODE_TOKENS = 8
 # Maximum number of query rows per KV head for decoding.
 DECODE_ROWS = 64
 # Maximum number of query rows of latents for which a program takes 16 rows. For 16 sequences of 16k
@@ -87,11 +87,11 @@ class Family:
     """Launch parameters for similar GPUs. The key of a table is the maximum head size of a row.
 
     Attributes:
-        needs: Resources of a program in decoding by maximum number of query rows:
+        needs: Resources of a program in decoding, by the maximum number of query rows:
             registers per thread, warps, and shared memory in bytes. Plans are made for all layers
             before a kernel is compiled. `make kernels` checks that the number of programs fits.
         guess: Assumed registers per thread and shared memory of any other program.
-        guess_large: As `guess`, for latents and for more than 32 rows.
+        guess_large: As `guess`, for latents and for more than 32 rows per program.
         decode: (tile, warps, stages, registers) with swapped operands, by number of rows and head
             size.
         decode_rows_first: As `decode`, without swapped operands, by head size.
@@ -131,7 +131,7 @@ class Family:
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
 # per byte. From head size 128 on, the codes of K and V of one tile are 16 KB. With 168 registers,
 # six programs of two warps fit.
-_FEW: _Table = {
+_DECODE_FEW_ROWS: _Table = {
     64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
     1024: (16, 4, 2, None),
 }  # fmt: skip
@@ -141,8 +141,8 @@ _CUDA = Family(
     guess=(255, 48 << 10),
     guess_large=(255, 72 << 10),
     decode={
-        8: _FEW,
-        16: {width: (*row[:3], row[3] and 240) for width, row in _FEW.items()},
+        8: _DECODE_FEW_ROWS,
+        16: {width: (*row[:3], row[3] and 240) for width, row in _DECODE_FEW_ROWS.items()},
         32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
     },
     # Swapping saves nothing with equal numbers of rows and tokens.
@@ -189,12 +189,12 @@ _FAMILIES = {
 # For float32 operands, which need many registers.
 _DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
 _EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
-_NONE: _Table = {}
+_EMPTY_TABLE: _Table = {}
 
 
 def plan_config(target: Target) -> PlanConfig:
     """Return the parameters of splitting sequences."""
-    return _replace(PlanConfig(), target)
+    return _apply_parameters(PlanConfig(), target)
 
 
 def family_of(target: Target) -> Family:
@@ -220,8 +220,8 @@ def expected_programs(
     if config is None:
         needs = family.needs[min(limit for limit in family.needs if rows <= limit)]
     else:
-        limit, shared = family.guess_large if latent or config.rows > 32 else family.guess
-        needs = config.registers or limit, config.warps, shared
+        registers, shared = family.guess_large if latent or config.rows > 32 else family.guess
+        needs = config.registers or registers, config.warps, shared
     return int(target.parameters.get("programs") or max(1, target.fit(*needs)))
 
 
@@ -261,12 +261,12 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     if workload.latent:
         return _latent_config(target, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
-    few = min((limit for limit in (*family.needs, 32) if rows <= limit), default=64)
+    max_rows = min((limit for limit in (*family.needs, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
-    rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
-    swapped = family.decode.get(rows, _NONE)
-    is_swapped = not exact and width <= max(swapped, default=0)
-    table = swapped if is_swapped else family.decode_rows_first
+    rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
+    swapped_table = family.decode.get(rows, _EMPTY_TABLE)
+    is_swapped = not exact and width <= max(swapped_table, default=0)
+    table = swapped_table if is_swapped else family.decode_rows_first
     tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
     if wide and not exact:
         tile = max(16, tile // 2)  # the same number of bytes
@@ -278,7 +278,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     # would spill in a tile of that size.
     masked_tile = 16 if complete or biased else max(16, tile // 2)
     config = LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped)
-    return _replace(config, target)
+    return _apply_parameters(config, target)
 
 
 def extend_config(target: Target, workload: Workload, *, widened: bool = False) -> LaunchConfig:
@@ -298,7 +298,7 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
     if family.limits and workload.complete and not workload.exact:
         config = replace(config, registers=_MANY_REGISTERS)
-    return _replace(config, target)
+    return _apply_parameters(config, target)
 
 
 def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -318,10 +318,10 @@ def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
             warps, in_chunks = family.latent_rotated, True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
     config = LaunchConfig(rows, tile, warps, stages, swapped=swapped, chunks=chunks)
-    config = _replace(config, target)
+    config = _apply_parameters(config, target)
     return replace(config, swapped=config.swapped and config.chunks == 1)
 
 
-def _replace(config: _Config, target: Target) -> _Config:
-    chosen = {name: x for name, x in target.parameters.items() if hasattr(config, name)}
-    return replace(config, **chosen) if chosen else config
+def _apply_parameters(config: _Config, target: Target) -> _Config:
+    overrides = {name: x for name, x in target.parameters.items() if hasattr(config, name)}
+    return replace(config, **overrides) if overrides else config

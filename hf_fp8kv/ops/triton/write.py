@@ -20,7 +20,7 @@ from .encoder import (
 from .page_access import head_pointer, load_page_offset
 from .rotation import lay_out_like, rotate
 from .target import launch, target_of
-from .tuning import SINGLE_TOKENS
+from .tuning import MAX_DECODE_TOKENS
 
 # Number of positions that a program stores at once. A page holds a whole number of tiles, so that
 # V's transposed rows are stored in runs of bytes.
@@ -46,7 +46,7 @@ def write(
     """
     batch, heads, tokens, _ = key.shape
     k_side, v_side = side_for(pages.k), side_for(pages.v)
-    tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
+    tile = 1 if tokens <= MAX_DECODE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
     options = launch_options(
@@ -138,12 +138,12 @@ def write_side(
     d = tl.arange(0, WIDTH)
     position = start + i
     t = position - length
-    inside = (t >= 0) & (t < tokens)
-    real = (d < DIM)[None, :]
+    is_new = (t >= 0) & (t < tokens)
+    in_head = (d < DIM)[None, :]
     x_ptrs = x_ptr + (t.to(tl.int64) * strides[2])[:, None]
     x_ptrs += (d.to(tl.int64) * strides[3])[None, :]
-    given = inside[:, None] & real
-    inside &= position < limit
+    is_given = is_new[:, None] & in_head
+    is_new &= position < limit
 
     if PAGE % TILE == 0:
         column = start // PAGE
@@ -151,26 +151,26 @@ def write_side(
         slot = (tile % (PAGE // TILE)) * TILE + i
     else:
         column = position // PAGE
-        page = tl.load(table_ptr + column, mask=inside & (column < columns), other=-1)
+        page = tl.load(table_ptr + column, mask=is_new & (column < columns), other=-1)
         slot = position % PAGE
-    exists = inside & (page >= 0)
+    exists = is_new & (page >= 0)
     page_offset = load_page_offset(side, tl.maximum(page, 0))
     codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
 
     if FORMAT is None:
-        codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
+        codes = tl.load(x_ptrs, mask=is_given, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
-        x = rotate(_load_centered(x_ptrs, given, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_given, center_ptr, d, DIM), BLOCK)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], FORMAT)
     else:
-        x = rotate(_load_centered(x_ptrs, given, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_given, center_ptr, d, DIM), BLOCK)
         if TRANSPOSED:
             scale = smallest_scale(x, FORMAT)
         elif TILE == 1:
             # Load a copy for each scale to try, so that every thread has values to work on.
-            again = tl.zeros([SEARCH_STEPS, 1], tl.int32)
-            copies = _load_centered(x_ptrs + again, given & (again == 0), center_ptr, d, DIM)
+            zeros = tl.zeros([SEARCH_STEPS, 1], tl.int32)
+            copies = _load_centered(x_ptrs + zeros, is_given & (zeros == 0), center_ptr, d, DIM)
             if BLOCK > 1:
                 copies = lay_out_like(tl.broadcast_to(x, [SEARCH_STEPS, WIDTH]), copies)
             scale = search_scale_at_once(copies, FORMAT)
@@ -189,11 +189,11 @@ def write_side(
         end = start + TILE
         if (page >= 0) & (start >= length) & (end <= length + tokens) & (end <= limit):
             # No token is masked, so the bytes of a run are stored together.
-            tl.store(code_ptrs, codes, mask=real)
+            tl.store(code_ptrs, codes, mask=in_head)
         else:
-            tl.store(code_ptrs, codes, mask=exists[:, None] & real)
+            tl.store(code_ptrs, codes, mask=exists[:, None] & in_head)
     else:
-        tl.store(code_ptrs, codes, mask=exists[:, None] & real)
+        tl.store(code_ptrs, codes, mask=exists[:, None] & in_head)
 
 
 @triton.jit

@@ -13,27 +13,27 @@ import triton
 
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
-from benchmarks.gpu.pools import check, pages_for
+from benchmarks.gpu.pools import check_output, make_layer_pages
 from benchmarks.gpu.record import TOLERANCE
-from benchmarks.gpu.shapes import BF16, E3M4, E4M3, TINY, Case, Heads, Kind
+from benchmarks.gpu.shapes import BF16, E3M4, E4M3, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv.cache.paged_tensor import pages_of
 
 ON_GPU = torch.cuda.is_available()
 HEADS = Heads(8, 2, 64) if ON_GPU else TINY.heads
-LATENT = Heads(16, 1, 512, 64) if ON_GPU else TINY.latents[0].heads
+LATENT = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
-def attend_to_pages(stage: Stage, case: Case, kind: Kind) -> float:
+def attend_to_pages(stage: Stage, case: Case, kind: PageFormat) -> float:
     """Return the error of attention to scattered pages. A plan may split the attention."""
-    [pages] = pages_for(stage, kind, case, 1, 8)
+    [pages] = make_layer_pages(stage, kind, case, 1, 8)
     query = make_query(stage, case)
     compute_plan, plan, lengths = make_plan_step(stage, case, "triton")
     compute_plan()
-    return check(attend(query, pages, lengths, case, plan, "triton"), query, pages, case)
+    return check_output(attend(query, pages, lengths, case, plan, "triton"), query, pages, case)
 
 
-def step_cache(stage: Stage, kind: Kind) -> float:
+def step_cache(stage: Stage, kind: PageFormat) -> float:
     """Return the error of a growing cache after three steps that each write, plan and attend."""
     case = Case((130, 130), HEADS)
     steps = CacheSteps(stage, kind, case, 2, "triton", preallocated=False)
@@ -41,7 +41,7 @@ def step_cache(stage: Stage, kind: Kind) -> float:
         for layer in range(2):
             output = steps.step(layer)
     stored = Case((132, 132), HEADS)
-    return check(output, steps.query, pages_of(steps.key), stored)
+    return check_output(output, steps.query, pages_of(steps.key), stored)
 
 
 def main() -> int:
@@ -61,14 +61,14 @@ def main() -> int:
             for kind in (E3M4, E4M3, BF16):
                 errors[f"cache {kind.name}"] = step_cache(stage, kind)
                 errors[f"ragged {kind.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), kind)
-            extend_case = Case((200,), HEADS, tokens=70)
+            extend_case = Case((200,), HEADS, new_tokens=70)
             for kind in (E3M4, BF16):
                 errors[f"extend {kind.name}"] = attend_to_pages(stage, extend_case, kind)
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT), E3M4)
         else:
             length = 32768 if ON_GPU else 130
             errors["decode"] = attend_to_pages(stage, Case((length,), HEADS), E3M4)
-        stage.wait()
+        stage.synchronize()
     print({name: f"{error:.1e}" for name, error in errors.items()})
     return int(not max(errors.values()) < TOLERANCE)
 

@@ -133,7 +133,7 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     codec = call.k_codec if call else constants.get("K_CODEC")
     violations = find_violations(
         target, variant, assembly, shared, warps, tile if reads_pages else 0,
-        converts=reads_codes and getattr(codec, "how", None) != AS_IS.value,
+        converts=reads_codes and getattr(codec, "method", None) != AS_IS.value,
     )  # fmt: skip
     tile = tile if assembly.loop else 0
     bytes_per_tile = variant.bytes_per_token * tile

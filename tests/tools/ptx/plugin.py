@@ -21,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests() -> None:
     from hf_fp8kv.ops import backends
 
-    backends._why_not_triton = lambda: None
-    backends._why_not_on = lambda *_: None
+    backends._find_triton_obstacle = lambda: None
+    backends._find_device_obstacle = lambda *_: None
 
 
 @pytest.hookimpl(wrapper=True)
