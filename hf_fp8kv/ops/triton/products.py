@@ -19,20 +19,20 @@ from .softmax import per_row
 
 
 @triton.jit
-def split_chunks(logits, CHUNKS: tl.constexpr):
-    """Return `x`, `[N, W]`, as `[CHUNKS, N, W / CHUNKS]`."""
-    N: tl.constexpr = logits.shape[0]
-    W: tl.constexpr = logits.shape[1]
-    return tl.permute(tl.reshape(logits, [N, CHUNKS, W // CHUNKS]), [1, 0, 2])
+def split_chunks(tile, CHUNKS: tl.constexpr):
+    """Return a tile, `[N, W]`, as `[CHUNKS, N, W / CHUNKS]`."""
+    N: tl.constexpr = tile.shape[0]
+    W: tl.constexpr = tile.shape[1]
+    return tl.permute(tl.reshape(tile, [N, CHUNKS, W // CHUNKS]), [1, 0, 2])
 
 
 @triton.jit
-def join_chunks(logits):
+def join_chunks(tile):
     """Return chunks, `[CHUNKS, N, W / CHUNKS]`, as `[N, W]`."""
-    C: tl.constexpr = logits.shape[0]
-    N: tl.constexpr = logits.shape[1]
-    W: tl.constexpr = logits.shape[2]
-    return tl.reshape(tl.permute(logits, [1, 0, 2]), [N, C * W])
+    C: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    W: tl.constexpr = tile.shape[2]
+    return tl.reshape(tl.permute(tile, [1, 0, 2]), [N, C * W])
 
 
 @triton.jit
