@@ -210,7 +210,7 @@ def _combine(
         return
     count = SHAPE.groups * tokens
     stats_ptr = _find_stats(partial_ptr, max_parts, tokens, SHAPE)
-    SPLITS_AT_ONCE: tl.constexpr = LOADED_SUMS // WIDTH
+    SPLITS_AT_ONCE: tl.constexpr = LOADED_SUMS // (WIDTH if WIDTH > 128 else 128)
     i = tl.arange(0, SPLITS_AT_ONCE)
     d = tl.program_id(1) // SHAPE.heads * WIDTH + tl.arange(0, WIDTH)
     in_head = d < SHAPE.out.dim
