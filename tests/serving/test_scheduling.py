@@ -75,7 +75,7 @@ def test_scored_prompts_share_the_logits_of_a_step():
 def submit(
     prompts: dict[str, list[int]], num_pages: int, *, is_fair: bool = True
 ) -> tuple[Any, Any]:
-    """Return a model, and its manager before the first step. Each request has a limit of two tokens."""
+    """Return a model and its manager before the first step. Each request gets two new tokens."""
     model = tiny("llama", max_position_embeddings=512)[0]
     serving.enable(model)
     model.set_attn_implementation("fp8_paged")  # as `manager.start` does
