@@ -1,4 +1,4 @@
-"""Setup of all tests: no network, fixed seeds, the number of threads, devices, and two tiers.
+"""Set up all tests: no network, fixed seeds, the number of threads, devices, and two tiers.
 
 `make test` runs the fast tier, which tests every behavior once. Tests marked `full` only run in
 `make test-all`. Tests marked `gpu` need a GPU that torch finds.

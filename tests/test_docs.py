@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import hf_fp8kv
-from tests.helpers.shallow import layers, save_first_layers  # noqa: F401
+from tests.helpers.shallow import num_layers, save_first_layers  # noqa: F401
 
 pytestmark = [
-    pytest.mark.text, pytest.mark.parametrize("layers", ["first layers"], indirect=True)
+    pytest.mark.text, pytest.mark.parametrize("num_layers", ["first layers"], indirect=True)
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ def shallow_model_path(demo_model_path, tmp_path_factory):
 
 
 @pytest.fixture
-def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
+def run(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Return a function that runs the blocks of pages in order, and returns their global names.
 
     A comment after a print() must be a line that the block prints. The answers of 16-bit models
@@ -36,10 +36,10 @@ def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
     """
     monkeypatch.chdir(tmp_path)  # some blocks write files
 
-    def scale(match: re.Match[str]) -> str:
+    def scale_number(match: re.Match[str]) -> str:
         """Scale numbers of layers and of bytes, which are multiples of the model's 30 layers."""
         value = int(match[0])
-        return str(value if value % 30 else value // 30 * layers)
+        return str(value if value % 30 else value // 30 * num_layers)
 
     def run_pages(*pages: str) -> dict[str, Any]:
         names: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
                 exec(compile(block, f"{page}, block {number}", "exec"), names)
                 printed = capsys.readouterr().out.splitlines()
                 for line in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
-                    expected = re.sub(r"\b\d+\b", scale, line)
+                    expected = re.sub(r"\b\d+\b", scale_number, line)
                     assert expected in printed, f"{page}, block {number}"
                 lines += printed
         assert any(line.startswith(PROMPT) for line in lines)

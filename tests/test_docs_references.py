@@ -12,7 +12,7 @@ from hf_fp8kv import FP8PagedCache
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
-# Paths from the root of the repository, and from the package's folder, which docs may leave out.
+# Paths relative to the root of the repository, and relative to the package's folder.
 PATHS = [
     f"/{path.relative_to(base)}"
     for base in (ROOT, ROOT / "hf_fp8kv")

@@ -1,4 +1,4 @@
-"""Tests of the classes of errors: their built-in bases, copies and pickles."""
+"""Tests of the error classes: their built-in bases, copies and pickles."""
 
 import copy
 import inspect

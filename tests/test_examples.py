@@ -17,7 +17,7 @@ import pytest
 
 from hf_fp8kv import demo_model_path
 from tests.helpers.serve_process import save_chat_model
-from tests.helpers.shallow import layers, save_first_layers, shallow_model_path  # noqa: F401
+from tests.helpers.shallow import num_layers, save_first_layers, shallow_model_path  # noqa: F401
 
 pytestmark = pytest.mark.text
 
@@ -48,7 +48,7 @@ RunExample = Callable[..., str]
 
 
 @pytest.fixture
-def run(layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F811
+def run(num_layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F811
     """Return a function that runs an example with arguments, and returns its output."""
 
     def run_example(name: str, *arguments: str) -> str:
@@ -66,8 +66,8 @@ def _read_numbers(pattern: str, text: str) -> tuple[float, ...]:
     return tuple(float(group.replace(",", "")) for group in match.groups())
 
 
-def _count_pages(tokens: int) -> int:
-    return -(-tokens // PAGE_SIZE)
+def _count_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE)
 
 
 def test_examples_are_short_documented_and_tested():
@@ -92,7 +92,7 @@ def test_help_lists_the_options(monkeypatch, capsys, name):
     assert "None" not in output
 
 
-def test_quickstart_counts_both_caches(run, layers):  # noqa: F811
+def test_quickstart_counts_both_caches(run, num_layers):  # noqa: F811
     output = run("quickstart.py")
     tokens, dense_bytes, page_bytes, share, kl = _read_numbers(
         r"tokens held: (\d+)\nin 16 bits: ([\d,]+) bytes\n"
@@ -100,21 +100,21 @@ def test_quickstart_counts_both_caches(run, layers):  # noqa: F811
         output,
     )
     assert tokens == 400 + 8  # the last new token is never stored
-    assert dense_bytes == tokens * layers * BF16_BYTES
-    assert page_bytes == _count_pages(int(tokens)) * PAGE_SIZE * layers * PAGE_BYTES
+    assert dense_bytes == tokens * num_layers * BF16_BYTES
+    assert page_bytes == _count_pages(int(tokens)) * PAGE_SIZE * num_layers * PAGE_BYTES
     assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
     assert 0 < kl < 0.1
     answers = r"^(?:DynamicCache|FP8PagedCache), [\d.]+ tokens per second: '.+'$"
     assert len(re.findall(answers, output, re.MULTILINE)) == 2
 
 
-def test_forks_share_pages_and_give_the_answers_of_separate_caches(run, layers):  # noqa: F811
+def test_forks_share_pages_and_give_the_answers_of_separate_caches(run, num_layers):  # noqa: F811
     output = run("fork_chat.py")
     assert "the same answers without forks: True" in output
     answers = re.findall(r"^What is a \w+\? '(.+)'$", output, re.MULTILINE)
     # Answers of the first layers hardly depend on the question.
     assert len(answers) == 2
-    assert layers < 30 or len(set(answers)) == 2
+    assert num_layers < 30 or len(set(answers)) == 2
     shared_tokens, shared_pages = _read_numbers(r"shared: (\d+) tokens in (\d+) pages", output)
     fork_pages, separate_pages = _read_numbers(r"pages with forks: (\d+); apart: (\d+)", output)
     assert shared_tokens > 256
@@ -136,7 +136,7 @@ def test_a_chat_computes_only_new_tokens(run):
     assert (tokens[2], reused[2]) == (tokens[1], tokens[1] - 1)
 
 
-def test_an_exhausted_budget_shortens_the_text(run, layers, monkeypatch):  # noqa: F811
+def test_an_exhausted_budget_shortens_the_text(run, num_layers, monkeypatch):  # noqa: F811
     output = run("long_context.py")
     assert "out of pages: a chunk needs 2, 0 are left" in output
     num_read, num_total = _read_numbers(r"read (\d+) of (\d+) tokens", output)
@@ -145,7 +145,7 @@ def test_an_exhausted_budget_shortens_the_text(run, layers, monkeypatch):  # noq
         r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", output
     )
     assert pages == 8
-    assert dense_bytes == (8 * PAGE_SIZE - 1) * layers * BF16_BYTES
+    assert dense_bytes == (8 * PAGE_SIZE - 1) * num_layers * BF16_BYTES
     assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
     assert 0.515 < share < 0.52
     assert re.search(r"answer: '.+'", output)
@@ -185,14 +185,14 @@ def test_a_pipeline_is_enabled_and_disabled(run):
         assert len(answer) > len(prompt) + 6
 
 
-def test_calibrated_scales_are_saved_and_loaded(run, layers, tmp_path):  # noqa: F811
+def test_calibrated_scales_are_saved_and_loaded(run, num_layers, tmp_path):  # noqa: F811
     # The model is in float32, because most CPUs are six times slower with bfloat16.
-    model = save_first_layers(demo_model_path(), tmp_path / "model", layers, dtype="float32")
+    model = save_first_layers(demo_model_path(), tmp_path / "model", num_layers, dtype="float32")
     arguments = [*ARGUMENTS["calibrate_and_export.py"], "--model", str(model)]
     out = tmp_path / "scales"
     output = run("calibrate_and_export.py", *arguments, "--out", str(out))
     assert re.search(
-        rf"^KVScales\({layers} layers, per tensor, .*from \d+ tokens in \d+ s$", output, re.M
+        rf"^KVScales\({num_layers} layers, per tensor, .*from \d+ tokens in \d+ s$", output, re.M
     )
     kl = dict(
         re.findall(r"^(\w.+): KL ([\d.e+-]+), same top-1 [\d.]+%, over \d+ tokens$", output, re.M)
@@ -206,10 +206,10 @@ def test_calibrated_scales_are_saved_and_loaded(run, layers, tmp_path):  # noqa:
     assert "London is the capital of" in output.splitlines()[-1]
     weights = [path.stat().st_size for path in (out / "copy").glob("*.safetensors")]
     # The complete checkpoint with the scales: two bytes per parameter of embeddings and layers.
-    assert sum(weights) > 2 * (28_311_552 + layers * 3_540_096)
+    assert sum(weights) > 2 * (28_311_552 + num_layers * 3_540_096)
 
 
-def test_the_notebook_measures_each_cache(layers, capsys):  # noqa: F811
+def test_the_notebook_measures_each_cache(num_layers, capsys):  # noqa: F811
     cells = json.loads((FOLDER / "measure_your_model.ipynb").read_text())["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
@@ -219,10 +219,10 @@ def test_the_notebook_measures_each_cache(layers, capsys):  # noqa: F811
     for code in codes[1:]:
         exec(code, names)
     output = capsys.readouterr().out
-    assert f"LlamaForCausalLM: {layers} layers: {layers} fused" in output
+    assert f"LlamaForCausalLM: {num_layers} layers: {num_layers} fused" in output
     for title in ("DynamicCache", "default", "adaptive", "E4M3"):
         (token_bytes,) = _read_numbers(rf"{title} +([\d,]+) bytes per token", output)
-        assert token_bytes == layers * (BF16_BYTES if title == "DynamicCache" else PAGE_BYTES)
+        assert token_bytes == num_layers * (BF16_BYTES if title == "DynamicCache" else PAGE_BYTES)
         kl, agreement = _read_numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", output)
         assert kl == 0 if title == "DynamicCache" else 0 < kl < 0.1
         assert 80 < agreement <= 100

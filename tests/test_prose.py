@@ -38,7 +38,7 @@ FILES = {
     "tests": ("tests/**/*.py", "benchmarks/**/*.py", "examples/*.py"),
 }
 GENERATED_PAGE = "architectures.md"  # every type of model has a row, some with foreign messages
-# The most matches of each pattern, in the order of `PATTERNS`. They only fall.
+# Maximum number of matches of each pattern, in the order of `PATTERNS`. It must not grow.
 ALLOWED = {
     "package": (1, 0, 0, 5, 0, 147, 1, 0, 0, 1, 0, 1, 1, 1, 8, 0, 0),
     "docs": (0,) * len(PATTERNS),

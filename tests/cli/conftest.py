@@ -47,6 +47,6 @@ def run(monkeypatch, capsys) -> Command:
 
 @pytest.fixture
 def saved_scales(tmp_path) -> Path:
-    """A folder with scales of three layers."""
+    """Return a folder with the scales of three layers."""
     random_scales("tensor").save_pretrained(tmp_path / "own")
     return tmp_path / "own"

@@ -34,17 +34,17 @@ def generate(run, model):
 
 
 def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
-    # The model is in float32, because in 16 bits two attentions may choose different tokens.
+    # In a 16-bit dtype, two attention implementations may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)
     output = generate("--kv-cache-dtype", "auto", model=folder)
-    dense, pages = output["runs"]
-    assert pages["token_ids"] == dense["token_ids"]
+    dense_run, paged_run = output["runs"]
+    assert paged_run["token_ids"] == dense_run["token_ids"]
     assert output["agreement"] == {"equal": 12, "of": 12, "first_difference": None}
-    assert pages["bytes_per_token"] == dense["bytes_per_token"]
-    assert dense["cached_tokens"] == pages["cached_tokens"] == 5 + 12 - 1
-    # 2 layers, K and V, 2 heads of 16 values, 4 bytes for each value.
-    assert dense["cache_bytes"] == dense["cached_tokens"] * 2 * 2 * 2 * 16 * 4
-    assert (dense["attention"], pages["attention"]) == ("sdpa", "fp8_paged")
+    assert paged_run["bytes_per_token"] == dense_run["bytes_per_token"]
+    assert dense_run["cached_tokens"] == paged_run["cached_tokens"] == 5 + 12 - 1
+    # 2 layers, K and V, 2 heads of 16 values, 4 bytes per value.
+    assert dense_run["cache_bytes"] == dense_run["cached_tokens"] * 2 * 2 * 2 * 16 * 4
+    assert (dense_run["attention"], paged_run["attention"]) == ("sdpa", "fp8_paged")
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
     ids=["constant", "dynamic", "alias-small-pages", "unquantized-keys", "two-formats", "centered"],
 )
 def test_bytes_per_token_match_the_formats(generate, options, ratio):
-    dense, pages = generate(*options)["runs"]
-    assert pages["bytes_per_token"] / dense["bytes_per_token"] == pytest.approx(ratio)
-    assert pages["scales"] == ("1.0" if "--scales" in options else "dynamic")
+    dense_run, paged_run = generate(*options)["runs"]
+    assert paged_run["bytes_per_token"] / dense_run["bytes_per_token"] == pytest.approx(ratio)
+    assert paged_run["scales"] == ("1.0" if "--scales" in options else "dynamic")
     memory = 8 * 1024**3
-    assert dense["tokens_that_fit"] == memory // dense["bytes_per_token"]
-    assert pages["tokens_that_fit"] == memory // pages["bytes_per_token"]
+    for run in (dense_run, paged_run):
+        assert run["tokens_that_fit"] == memory // run["bytes_per_token"]
 
 
 def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
@@ -131,7 +131,10 @@ def test_the_table_fits_into_the_terminal(run, model, monkeypatch, columns):
 )
 def test_agreement_counts_equal_positions(first_ids, second_ids, expected):
     def make_run(ids: list[int]) -> Run:
-        return Run("", "", "", "", ids, None, 1, 1, 1.0, 1)
+        return Run(
+            cache="", scales="", attention="", text="", token_ids=ids, tokens_per_second=None,
+            cached_tokens=1, cache_bytes=1, bytes_per_token=1.0, tokens_that_fit=1,
+        )  # fmt: skip
 
     agreement = compare_tokens(make_run(first_ids), make_run(second_ids))
     assert tuple(agreement.values()) == expected
@@ -151,8 +154,8 @@ def test_memory_sizes_are_parsed(text, size):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-# HERE stands for a folder with scales, and OUT for a folder that does not exist.
-GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "convert HERE "
+# SCALES stands for a folder with scales, and OUT for a folder that does not exist.
+GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect SCALES ", "convert SCALES "
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,8 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "conver
 def test_usage_errors_exit_with_2_and_other_errors_with_1(
     run, saved_scales, model, tmp_path, code, line, message
 ):
-    values = {"HERE": str(saved_scales), "OUT": str(tmp_path / "out"), "MODEL": model, "EMPTY": ""}
+    out = tmp_path / "out"
+    values = {"SCALES": str(saved_scales), "OUT": str(out), "MODEL": model, "EMPTY": ""}
     arguments = [re.sub("|".join(values), lambda m: values[m[0]], part) for part in line.split()]
     err = run.fails(*arguments, code=code)
     if code == 1:
@@ -211,7 +215,7 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
         assert error
         assert line.startswith("generate") or not output
     assert message in err
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 # -- other commands --------------------------------------------------------------------------------

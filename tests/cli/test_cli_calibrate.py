@@ -42,7 +42,7 @@ def text_file(tmp_path) -> Path:
 
 @pytest.fixture
 def run(run, model, text_file, tmp_path):
-    """A runner of `calibrate` whose default model, text and folder are small test data."""
+    """Return a command that runs `calibrate` with a small default model, text and folder."""
     original_run = run.run_command
 
     def run_calibrate(*arguments: str, **kwargs: str) -> tuple[int, str, str]:

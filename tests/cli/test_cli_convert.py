@@ -13,7 +13,7 @@ from tests.scales.test_sources import DATA, edit_json
 
 @pytest.fixture
 def convert(run, saved_scales, tmp_path):
-    """A runner of `convert` with the folder of saved scales and the folder `out` as arguments."""
+    """Return a command that runs `convert` with the saved scales and the folder `out`."""
     run_command = run.run_command
     run.run_command = lambda *arguments, **kwargs: run_command(
         "convert", str(saved_scales), str(tmp_path / "out"), *arguments, **kwargs

@@ -14,7 +14,7 @@ from hf_fp8kv.scales import SCALE_FORMATS
 
 @pytest.fixture
 def complete(monkeypatch, capsys):
-    """A function that returns the completions of a line's last word, as in a shell."""
+    """Return a function that returns the completions of a line's last word, as in a shell."""
 
     def complete_line(line: str, shell: str = "bash") -> list[str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])

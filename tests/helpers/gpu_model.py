@@ -66,7 +66,7 @@ class _SM:
 
 
 def run_parts(sizes: Iterable[int]) -> float:
-    """Return the microseconds until all programs have ended. Program `i` reads `sizes[i]` bytes.
+    """Return the microseconds until all programs end. Program `i` reads `sizes[i]` bytes.
 
     `flow` is the time in clocks that would have passed if the memory did not limit the SMs' rates.
     """
@@ -87,13 +87,13 @@ def run_parts(sizes: Iterable[int]) -> float:
         heapq.heappush(timers, (time + START_TIME, next(order), index, program, float(size)))
         return 1
 
-    def sm_rate(count: int) -> float:
+    def get_rate(count: int) -> float:
         return RATES[count - 1] if count else 0.0
 
     def update_reads(index: int) -> _SM:
         sm, count = sms[index], len(sms[index].targets)
         if count:
-            sm.bytes_read += (flow - sm.update_flow) * sm_rate(count) / count
+            sm.bytes_read += (flow - sm.update_flow) * get_rate(count) / count
         sm.update_flow = flow
         return sm
 
@@ -101,7 +101,7 @@ def run_parts(sizes: Iterable[int]) -> float:
         sm, count = sms[index], len(sms[index].targets)
         sm.version += 1
         if count:
-            drain_flow = flow + (sm.targets[0][0] - sm.bytes_read) * count / sm_rate(count)
+            drain_flow = flow + (sm.targets[0][0] - sm.bytes_read) * count / get_rate(count)
             heapq.heappush(drain_heap, (drain_flow, index, sm.version))
 
     for _ in RATES:
@@ -121,47 +121,47 @@ def run_parts(sizes: Iterable[int]) -> float:
                 num_running += start_program(index) - 1
                 continue
             sm = update_reads(index)
-            demand -= sm_rate(len(sm.targets))
+            demand -= get_rate(len(sm.targets))
             heapq.heappush(sm.targets, (sm.bytes_read + size, program))
         else:
             index = heapq.heappop(drain_heap)[1]
             sm = update_reads(index)
-            demand -= sm_rate(len(sm.targets))
+            demand -= get_rate(len(sm.targets))
             _, program = heapq.heappop(sm.targets)
             end_time = time + END_TIME
             heapq.heappush(timers, (end_time, next(order), index, program, None))
-        demand += sm_rate(len(sm.targets))
+        demand += get_rate(len(sm.targets))
         schedule_drain(index)
     return time
 
 
-def plan_time(parts: Sequence[Part], lengths: Sequence[int], heads: int) -> float:
+def plan_time(parts: Sequence[Part], lengths: Sequence[int], num_heads: int) -> float:
     """Return the microseconds that a plan takes for sequences of these lengths."""
     sizes = [min(part.end * UNIT, lengths[part.sequence]) - part.begin * UNIT for part in parts]
-    read_time = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)])
+    read_time = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(num_heads)])
     part_counts = Counter(part.sequence for part in parts if not part.is_whole)
     return read_time + (MERGE_TIME + PART_TIME * max(part_counts.values()) if part_counts else 0.0)
 
 
-def lower_bound(lengths: Sequence[int], heads: int) -> float:
+def lower_bound(lengths: Sequence[int], num_heads: int) -> float:
     """Return the microseconds in which the memory can deliver all bytes."""
-    return sum(lengths) * heads * BYTES_PER_TOKEN / BANDWIDTH
+    return sum(lengths) * num_heads * BYTES_PER_TOKEN / BANDWIDTH
 
 
-def best_time(lengths: Sequence[int], heads: int) -> float:
-    """Return the least time in microseconds of plans with whole sequences or with even parts."""
+def best_time(lengths: Sequence[int], num_heads: int) -> float:
+    """Return the shortest time in microseconds, over plans of whole sequences or even parts."""
 
     def cut_evenly(count: int) -> list[Part]:
         max_units = -(-max(lengths) // UNIT)
         size = -(-max_units // count)
         parts = []
         for sequence, length in enumerate(lengths):
-            units = max(1, -(-length // UNIT))
-            num_parts = -(-units // size)
-            step = -(-units // num_parts)
-            spans = [(i, min(i + step, units)) for i in range(0, units, step)]
+            num_units = max(1, -(-length // UNIT))
+            num_parts = -(-num_units // size)
+            step = -(-num_units // num_parts)
+            spans = [(i, min(i + step, num_units)) for i in range(0, num_units, step)]
             parts += [Part(sequence, *span, len(spans) == 1) for span in spans]
         return sorted(parts, key=lambda part: part.begin - part.end)
 
     counts = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)
-    return min(plan_time(cut_evenly(n), lengths, heads) for n in counts)
+    return min(plan_time(cut_evenly(n), lengths, num_heads) for n in counts)

@@ -13,14 +13,14 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """
     axis_pairs = list(itertools.combinations(range(len(axes)), 2))
 
-    def pairs_of(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+    def list_pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
         return {(i, j, case[i], case[j]) for i, j in axis_pairs}
 
     cases: list[tuple[int, ...]] = []
     all_cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    missing_pairs = set().union(*map(pairs_of, all_cases))
+    missing_pairs = set().union(*map(list_pairs, all_cases))
     while missing_pairs:
-        best_case = max(all_cases, key=lambda case: len(pairs_of(case) & missing_pairs))
+        best_case = max(all_cases, key=lambda case: len(list_pairs(case) & missing_pairs))
         cases.append(best_case)
-        missing_pairs -= pairs_of(best_case)
+        missing_pairs -= list_pairs(best_case)
     return [tuple(axis[i] for axis, i in zip(axes, case, strict=True)) for case in cases]

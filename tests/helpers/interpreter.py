@@ -152,7 +152,7 @@ def _repair_arithmetic() -> None:
 
 
 def _repair_maximum() -> None:
-    """Return the operand that is not NaN, as a GPU does unless it must propagate NaN."""
+    """Make a maximum ignore a NaN operand, as a GPU does unless it must propagate NaN."""
     Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 

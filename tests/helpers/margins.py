@@ -20,7 +20,7 @@ class WideMargins(LogitsProcessor):
         margin, row = (best - second_best).min(0)
         assert margin >= self.min_margin, (
             f"a thin margin: in row {int(row)}, after {input_ids.shape[1]} tokens, the best logit "
-            f"leads by {margin:.1e}, expected at least {self.min_margin:.1e}. Change the prompt"
+            f"leads by {margin:.1e}, not by {self.min_margin:.1e}. Choose a different prompt"
         )
         return scores
 

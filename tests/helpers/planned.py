@@ -1,4 +1,4 @@
-"""Scales with a storage plan for each layer of a tiny model with GQA. All plans differ."""
+"""Scales with a different storage plan for each layer of a tiny model with GQA."""
 
 import torch
 from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ def planned_scales(
     """
     generator = torch.Generator().manual_seed(5)
 
-    def scale(max_value: float, side: SidePlan) -> torch.Tensor | None:
+    def make_scale(max_value: float, side: SidePlan) -> torch.Tensor | None:
         head_factors, fmt = 1 + torch.rand(heads, 1, generator=generator), FORMATS[side.format]
         if coarse:
             return head_factors / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
@@ -40,7 +40,9 @@ def planned_scales(
     for index in range(layers):
         plan = PLANS[index % len(PLANS)]
         center = torch.randn(heads, dim, generator=generator) / 2 if plan.k.centered else None
-        layer_scales[index] = LayerScales(scale(6.0, plan.k), scale(4.0, plan.v), center, plan=plan)
+        layer_scales[index] = LayerScales(
+            make_scale(6.0, plan.k), make_scale(4.0, plan.v), center, plan=plan
+        )
     scales_class = StoragePlan if is_dynamic else KVScales
     return scales_class(layer_scales, model_type="llama", origin="planned", weights_digest="ab" * 8)
 
@@ -53,6 +55,6 @@ def as_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
 def planned_scales_for(model: PreTrainedModel, **keywords: bool) -> KVScales:
     """Return `planned_scales` with the number of layers, heads and channels of a model."""
     config = model.config.get_text_config()
-    heads = config.num_key_value_heads
+    num_heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return planned_scales(config.num_hidden_layers, heads, dim, **keywords)
+    return planned_scales(config.num_hidden_layers, num_heads, dim, **keywords)

@@ -1,9 +1,9 @@
 """Check that replayed calls of the Triton backend launch the same kernels as direct calls.
 
-Each call is recorded. A call that differs from it in one argument follows, and then the first call
-again. The arguments of all launches are compared with the launches of a call without replay. Triton
-specializes kernels as on a GPU, but the fake compiler returns only a name. This module patches
-Triton globally, so use it in a separate process without Triton's interpreter.
+Each check records a call, runs a call that differs in one argument, and repeats the first call. All
+launches must have the same arguments as the launches of a call without replay. Triton specializes
+kernels as on a GPU, but the fake compiler returns only a name. This module patches Triton globally,
+so it must run in a separate process without Triton's interpreter.
 """
 
 import itertools
@@ -33,27 +33,27 @@ from hf_fp8kv.ops.triton.target import Target, assuming
 BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, COLUMNS = 2, 2, 8, 64, 16, 9, 4
 # The arguments of launches since the last comparison, and whether each launch had a hook.
 launches: list[tuple[Any, ...]] = []
-has_hook: list[bool] = []
-_serials, jit_launches = itertools.count(), itertools.count()
+had_hooks: list[bool] = []
+_kernel_numbers, _jit_calls = itertools.count(), itertools.count()
 
 
 def _fake_compile(src: Any, **_: Any) -> SimpleNamespace:
-    """Replace Triton's compiler. The result is the name of the kernel's function and a number."""
+    """Replace Triton's compiler. The kernel has a name and a number, and records its launches."""
 
     def run_kernel(*arguments: Any) -> None:
         *grid, stream, function, metadata, _data, enter, _exit = arguments[:9]
-        has_hook.append(enter is not None)
+        had_hooks.append(enter is not None)
         addresses = map_tensors(arguments[9:], torch.Tensor.data_ptr)
         launches.append((*grid, stream, function, metadata, addresses))
 
     return SimpleNamespace(
-        run=run_kernel, function=f"{src.fn.__name__} {next(_serials)}", packed_metadata="metadata",
-        launch_metadata=lambda *_: None,
+        run=run_kernel, function=f"{src.fn.__name__} {next(_kernel_numbers)}",
+        packed_metadata="metadata", launch_metadata=lambda *_: None,
     )  # fmt: skip
 
 
 def fake_gpu() -> None:
-    """Make Triton assume a GPU, and record its launches in `launches`."""
+    """Make Triton target a fake GPU, and record its launches in `launches`."""
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -65,7 +65,7 @@ def fake_gpu() -> None:
     )
     compiler.compile = sys.modules["triton.compiler"].compile = _fake_compile
     run = jit.JITFunction.run
-    jit.JITFunction.run = lambda *args, **kwargs: (next(jit_launches), run(*args, **kwargs))[1]
+    jit.JITFunction.run = lambda *args, **kwargs: (next(_jit_calls), run(*args, **kwargs))[1]
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -84,15 +84,15 @@ class AllocationRecorder(TorchDispatchMode):
         return result
 
 
-def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int = -1) -> Any:
-    """Apply `change` to tensor number `index` of the arguments, or to all tensors if it is -1."""
-    leaves, spec = tree_flatten(args)
+def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int | None = None) -> Any:
+    """Apply `change` to tensor number `index` of the arguments, or to all tensors by default."""
+    leaves, tree_spec = tree_flatten(args)
     indices = itertools.count()
     new_leaves = [
-        change(x) if isinstance(x, torch.Tensor) and (next(indices) == index or index < 0) else x
+        change(x) if isinstance(x, torch.Tensor) and index in (None, next(indices)) else x
         for x in leaves
     ]
-    return tree_unflatten(new_leaves, spec)
+    return tree_unflatten(new_leaves, tree_spec)
 
 
 def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -129,18 +129,18 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     replay._REPLAYS = False
     expected = trace_call(operation, args)
     replay._REPLAYS = True
-    old_count = next(jit_launches)
+    old_count = next(_jit_calls)
     actual = trace_call(operation, args)
     assert actual == expected, f"{label}:\n{actual}\n{expected}"
-    return next(jit_launches) == old_count + 1
+    return next(_jit_calls) == old_count + 1  # Triton did not launch a kernel itself
 
 
 def make_tokens(heads: int, num_tokens: int = 1) -> torch.Tensor:
     return torch.zeros(BATCH, num_tokens, heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
 
 
-def make_plan_rows(rows: int) -> torch.Tensor:
-    return torch.zeros(rows, 4, dtype=torch.int32)
+def make_plan_rows(num_rows: int) -> torch.Tensor:
+    return torch.zeros(num_rows, 4, dtype=torch.int32)
 
 
 def make_pages() -> Pages:
@@ -161,7 +161,7 @@ MakePlan = namedtuple("MakePlan", "plan lengths tokens window start heads")
 
 
 def make_strided(x: torch.Tensor, offset: int = 0, stride_factor: int = 1) -> torch.Tensor:
-    """Return zeros like `x` with multiplied strides, `offset` values after an aligned address."""
+    """Return zeros shaped like `x` with larger strides, `offset` values past an aligned address."""
     strides = [stride_factor * stride for stride in x.stride()]
     size = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
     memory = torch.zeros(size + offset + 16, dtype=x.dtype)
@@ -189,16 +189,17 @@ def vary_arguments(args: Any) -> Iterator[tuple[str, Any]]:
     # Different values of fields, and different dtypes and strides of queries, keys and values.
     for name, values in FIELD_VALUES[type(args)].items():
         for i, value in enumerate(values):
-            yield f"{name}, {i}", args._replace(**{name: value})
+            yield f"{name}, value {i}", args._replace(**{name: value})
     for name in {"query", "key", "value"} & set(args._fields):
         for i, change in enumerate(_TOKEN_CHANGES):
-            yield f"{name}, {i}", args._replace(**{name: map_tensors(getattr(args, name), change)})
+            changed = map_tensors(getattr(args, name), change)
+            yield f"{name}, change {i}", args._replace(**{name: changed})
     if "pages" in args._fields:
         for i, change in enumerate(_PAGE_CHANGES):
             yield f"pages {i}", args._replace(pages=change(args.pages))
-    shared_token = make_tokens(HEADS)
+    shared_tokens = make_tokens(HEADS)
     if isinstance(args, Write):
-        yield "the same address", args._replace(key=shared_token, value=shared_token)
+        yield "key and value share memory", args._replace(key=shared_tokens, value=shared_tokens)
         for n in (2, 40):
             new_tokens = make_tokens(HEADS, n), make_tokens(HEADS, n)
             yield f"{n} tokens", args._replace(key=new_tokens[0], value=new_tokens[1])
@@ -302,25 +303,25 @@ def compare_calls() -> dict[str, int]:
     }
     with assuming(Target.parse("sm_90")):
         for name, args in calls.items():
-            operation, call_number = getattr(backend, name), itertools.count()
+            operation, comparison_numbers = getattr(backend, name), itertools.count()
             compare_with_replay(operation, args, name)
             relocated_args = map_tensors(args, make_strided)
             assert compare_with_replay(operation, relocated_args, name), "not replayed"
             for label, changed_args in vary_arguments(args):
                 check_after_recording(
-                    operation, args, changed_args, f"{name}, {label} {next(call_number)}"
+                    operation, args, changed_args, f"{name}, {label} {next(comparison_numbers)}"
                 )
-                check_after_recording(operation, changed_args, args, f"{name}, all but {label}")
+                check_after_recording(operation, changed_args, args, f"{name}, {label}, reversed")
             for context in CONTEXTS:
                 check_after_recording(
-                    operation, args, args, f"{name}, context {next(call_number)}", context
+                    operation, args, args, f"{name}, context {next(comparison_numbers)}", context
                 )
             # With a launch hook, Triton must perform the launch so that it calls the hook.
             hook = knobs.runtime.launch_enter_hook
             for edit_hook in (hook.add, hook.remove):
                 edit_hook(print)
-                has_hook.clear()
+                had_hooks.clear()
                 operation(*args)
-                assert set(has_hook) == {edit_hook.__name__ == "add"}
-            comparisons[name] = next(call_number)
+                assert set(had_hooks) == {edit_hook.__name__ == "add"}
+            comparisons[name] = next(comparison_numbers)
     return comparisons

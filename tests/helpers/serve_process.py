@@ -91,7 +91,7 @@ def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -
 
 
 def add_overflow(folder: str) -> None:
-    """Change a model of `save_chat_model`: OVERFLOWS makes logits NaN, and is in no answer."""
+    """Change a model so that OVERFLOWS in a prompt makes logits NaN. No answer contains it."""
     model, token = LlamaForCausalLM.from_pretrained(folder), ord(OVERFLOWS) - 32
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.nan
@@ -100,7 +100,7 @@ def add_overflow(folder: str) -> None:
     model.save_pretrained(folder)
 
 
-def generate_answer(folder: str, question: str, tokens: int, **options: object) -> str:
+def generate_answer(folder: str, question: str, num_tokens: int, **options: object) -> str:
     """Return the answer of `generate()` with FP8 pages and a prefill that reads stored values."""
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -111,13 +111,13 @@ def generate_answer(folder: str, question: str, tokens: int, **options: object) 
     cache = FP8PagedCache(model.config, prefill="stored", **options)
     with torch.inference_mode():
         output = model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=tokens, do_sample=False
+            **inputs, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False
         )
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def events(text: str) -> list[Any]:
-    """Return the parsed events of a streamed answer, without the final [DONE]."""
+    """Parse the events of a streamed answer, except the final [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
@@ -272,7 +272,7 @@ class HostedServer(Endpoint):
         return self._error
 
     def stop(self) -> None:
-        """Stop the server as soon as all its requests are answered."""
+        """Stop the server when all its requests are answered."""
         assert self._server is not None
         self._server.should_exit = True
         self.wait(WAIT)

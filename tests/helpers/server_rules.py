@@ -1,4 +1,4 @@
-"""The rules by which SGLang, TGI and old versions of vLLM read KV scales, from their source code.
+"""How SGLang, TGI and old versions of vLLM read KV scales, according to their source code.
 
 These servers were not run. In tests/vllm/test_checkpoints.py, vLLM's own loader reads our files.
 
@@ -17,7 +17,7 @@ Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class LoadError(Exception):
-    """The server would not start, or would use a scale of 1.0."""
+    """Raised if the server would not start, or would use a scale of 1.0."""
 
 
 def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -51,7 +51,7 @@ def find_quantization(config: dict) -> dict:
     return quantization
 
 
-# Patterns of the names of scales in a checkpoint. The group is the side that the scale applies to.
+# Patterns of the names of scales in a checkpoint. The group is the side, K or V.
 SGLANG_NAMES = (
     r"\.(?:self_attn|mixer)\.[kv]_proj\.([kv])_scale$",
     r"\.([kv])_proj\.output_scale$",
@@ -113,10 +113,10 @@ def read_scaling_factors(
     cache = data["kv_cache"]
     if cache["dtype"] != "float8_e4m3fn":
         raise LoadError("the scaling factors are for a different dtype")
-    ranks = {int(key): value for key, value in cache["scaling_factor"].items()}
-    if len(ranks) != size or rank not in ranks:
-        raise LoadError(f"the file is for {len(ranks)} ranks")
-    factors = {int(key): float(value) for key, value in ranks[rank].items()}
+    rank_factors = {int(key): value for key, value in cache["scaling_factor"].items()}
+    if len(rank_factors) != size or rank not in rank_factors:
+        raise LoadError(f"the file is for {len(rank_factors)} ranks")
+    factors = {int(key): float(value) for key, value in rank_factors[rank].items()}
     if sorted(factors) != list(range(layers)):
         raise LoadError("the map of this rank is malformed")
     return factors

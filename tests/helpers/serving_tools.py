@@ -30,18 +30,18 @@ def batching(*, page_size: int = PAGE, pages: int | None = 64, **options: Any) -
 
 
 class OpenAIPenalties(LogitsProcessor):
-    """OpenAI's presence and frequency penalties, after a prompt of `prompt` tokens."""
+    """Applies OpenAI's presence and frequency penalties after `prompt_tokens` tokens."""
 
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+        self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = input_ids[0, self._prompt :].bincount(minlength=scores.shape[1])
+        counts = input_ids[0, self._prompt_tokens :].bincount(minlength=scores.shape[1])
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
 def greedy(**options: Any) -> GenerationConfig:
-    """Return the settings of greedy generation of NEW tokens, without an end token."""
+    """Return the settings of greedy generation of `NEW_TOKENS` tokens, without an end token."""
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
     config.pad_token_id = 0
     for name, value in options.items():
@@ -56,19 +56,19 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     They are so large that most codes are subnormal. This coarse rounding changes the tokens.
     """
     config = model.config.get_text_config()
-    heads = config.num_key_value_heads
+    num_heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     generator = torch.Generator().manual_seed(1)
 
     def draw_scales(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand((heads, 1), generator=generator)
+        return low + (high - low) * torch.rand((num_heads, 1), generator=generator)
 
     return KVScales(
         {
             i: LayerScales(
                 draw_scales(10, 60),
                 draw_scales(20, 80),
-                torch.randn((heads, dim), generator=generator) if center else None,
+                torch.randn((num_heads, dim), generator=generator) if center else None,
             )
             for i in range(config.num_hidden_layers)
         }
@@ -160,9 +160,9 @@ def wait_for_results(manager: Any, count: int) -> dict[str, list[int]]:
     return tokens
 
 
-def request_answer(manager: Any, prompt: list[int], new: int | None = None) -> list[int]:
+def request_answer(manager: Any, prompt: list[int], num_tokens: int | None = None) -> list[int]:
     """Return the tokens of a new request to a manager that has no other requests."""
-    request_id = manager.add_request(prompt, max_new_tokens=new or NEW_TOKENS)
+    request_id = manager.add_request(prompt, max_new_tokens=num_tokens or NEW_TOKENS)
     return wait_for_results(manager, 1)[request_id]
 
 
@@ -193,7 +193,7 @@ class _TorchWithoutPinning:
 
 
 def note_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that collects the results of offloads, which then need no accelerator."""
+    """Make offloads work without an accelerator. Return a list of the results of later offloads."""
     offloads: list[Any] = []
     manager: Any = offloading_manager.OffloadingManager
     offload = manager._offload_to_cpu

@@ -25,7 +25,7 @@ class PlanCall(NamedTuple):
 
 
 def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[PlanCall]:
-    """Replace the "triton" backend with the reference and plans. Return a list of all later calls.
+    """Replace the "triton" backend with the reference and plans. Return a list of its calls.
 
     Each row of a plan stores one of the lengths for which the plan was made.
 

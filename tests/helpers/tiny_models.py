@@ -122,7 +122,7 @@ SIZES: Options = {
 LATENT: Options = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
-    # With 16 heads few scores are 0. The choice among equal scores depends on their number.
+    # With 16 heads, few scores are 0. The choice among equal scores depends on their count.
     "index_n_heads": 16,
     "index_topk": 8,
 }
@@ -437,7 +437,7 @@ def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and any(part in name for part in _TOKEN_TABLES):
-                # A table that is also the output layer would predict the last token again.
+                # An embedding that is also the output layer would predict the last token again.
                 weight.mul_((0.1 if weight is head_weight else 1.0) / weight.float().std())
             if any(part in name for part in _UNCHANGED_PARTS) or not weight.is_floating_point():
                 continue

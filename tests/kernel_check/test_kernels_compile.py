@@ -134,7 +134,7 @@ def check_messages(violations: list[str], expected: list[str]) -> None:
         ("converted by bits", ["no native conversion"]),
         ("float64", ["float64 instructions"]),
         ("unknown format", ["does not compile: KeyError: 'no format'"]),
-        ("dies", ["the process ended with -6"]),
+        ("dies", ["the process ended with exit code -6"]),
     ],
 )  # fmt: skip
 def test_a_bad_kernel_violates_its_rules(compiled, name, expected):
@@ -156,8 +156,8 @@ def list_violations(
     return list(find_violations(gpu, variant, assembly, shared, warps=4, tile=64, converts=True))
 
 
-# sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp of AMD has
-# 64 lanes, so half of the bytes per lane suffice.
+# sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp on AMD GPUs
+# has 64 lanes, so half of the bytes per lane suffice.
 @pytest.mark.parametrize(
     ("changes", "options", "expected"),
     [
@@ -170,7 +170,7 @@ def list_violations(
         ({"wide_bytes": 64}, {}, ["2048 of 4096 bytes in 16-byte loads"]),
         ({"byte_loads": 8}, {}, ["8 loads of single bytes from shared memory"]),
         ({"conversions": 0}, {}, ["no native conversion"]),
-        ({"registers": 255}, {}, ["2 programs fit on an SM, of 3"]),
+        ({"registers": 255}, {}, ["2 of 3 programs fit on an SM"]),
         ({"doubles": 1}, {}, ["1 float64 instructions"]),
         ({"fused": 1}, {"extras": ("bias",)}, ["1 products with log2(e) fused with sums"]),
         ({"fused": 1}, {"extras": ("softcap",)}, []),

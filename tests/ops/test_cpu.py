@@ -24,17 +24,17 @@ pytestmark = pytest.mark.text
 HEADS, DIM = 2, 32
 
 
-def make_pages(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
-    """Return pages of one sequence with `tokens` random tokens."""
-    case = test_ops.Case("", lengths=(tokens,), key=fmt, value=fmt, dtype=dtype)
+def make_pages(num_tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
+    """Return pages of one sequence with `num_tokens` random tokens."""
+    case = test_ops.Case("", lengths=(num_tokens,), key=fmt, value=fmt, dtype=dtype)
     return test_ops.fill(test_ops.make_pages(case), case)
 
 
 def attend(
-    pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu_backend
+    pages: Pages, query: torch.Tensor, length: int, module: Any = cpu_backend
 ) -> torch.Tensor:
-    lengths = torch.tensor([tokens], dtype=torch.int32)
-    result = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
+    lengths = torch.tensor([length], dtype=torch.int32)
+    result = module.attend(query, pages, lengths, 0, length, AttentionSpec(0.2, causal=True))
     assert isinstance(result, torch.Tensor)
     return result
 

@@ -1,10 +1,10 @@
 """Compare Triton's attention kernels, for few and many query rows, with reference.py.
 
-The tests run on a GPU if there is one, otherwise in Triton's interpreter. test_ops.py has the
-cases, the faults and the limit for float32. Memory that was not written holds NaN. In 16 bits a
-kernel's error may be twice the error of PyTorch's attention to the same values, dense. (The kernel
-keeps K and V exact, and rounds queries and weights to float16. PyTorch keeps the queries, and
-rounds K, V and weights.)
+The tests run on a GPU if there is one, otherwise in Triton's interpreter. test_ops.py defines
+the cases, the injected faults and the error limit for float32. Memory that was not written holds
+NaN. For 16-bit dtypes, a kernel's error may be at most twice the error of PyTorch's attention over
+the same values. (The kernel keeps K and V exact, and rounds queries and weights to float16. PyTorch
+keeps the queries, and rounds K, V and weights.)
 """
 
 import dataclasses
@@ -68,13 +68,15 @@ def to_device(x: Any) -> Any:
 
 
 def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> Tensor:
-    """Return a kernel's result on the CPU. By default, pages of 64 tokens are in several blocks."""
+    """Return a kernel's result on the CPU. Pages are moved to DEVICE unless `is_on_device`."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     plans = {"plan": kwargs.pop("plan")} if "plan" in kwargs else {}
-    blocks = kwargs.pop("blocks", case.page_size == 64)
+    is_on_device = kwargs.pop("is_on_device", False)
     spec = AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()})
-    if blocks is not None:  # with None, the pages are already on the device
-        pages = split_into_blocks(pages, device=DEVICE) if blocks else map_pages(to_device, pages)
+    if not is_on_device and case.page_size == 64:
+        pages = split_into_blocks(pages, device=DEVICE)
+    elif not is_on_device:
+        pages = map_pages(to_device, pages)
     actual = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, **plans)
     return actual.cpu()
 
@@ -101,7 +103,7 @@ def supports(kernel: str, case: Case) -> bool:
 
 
 def alternate(cases: Sequence[Any], values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return each case with one of the values. The values alternate."""
+    """Pair each case with one of the values, which alternate."""
     return list(zip(cases, itertools.cycle(values), strict=False))
 
 
@@ -113,26 +115,27 @@ _FEATURES = (
 
 
 def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
-    """Return each case with the kernels that lack one of its features, or with the next kernel."""
+    """Pair each case with the kernels that lack one of its features, or with the next kernel."""
     seen_features: set[tuple[str, str, Any]] = set()
     case_kernels: list[tuple[Case, str]] = []
     for case in cases:
         features = [(name, getattr(case, name)) for name in _FEATURES]
         features = [(n, x if n in ("key", "value", "mask") else bool(x)) for n, x in features]
-        able_kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
+        supported_kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
         new_kernels = [
             kernel
-            for kernel in able_kernels
+            for kernel in supported_kernels
             if any((kernel, *f) not in seen_features for f in features)
         ]
-        for kernel in new_kernels or [able_kernels[len(case_kernels) % len(able_kernels)]]:
+        next_kernel = supported_kernels[len(case_kernels) % len(supported_kernels)]
+        for kernel in new_kernels or [next_kernel]:
             case_kernels.append((case, kernel))
             seen_features.update((kernel, *feature) for feature in features)
     return case_kernels
 
 
 def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Return PyTorch's attention on dense K and V, all in the query's dtype: `[B, T, Hq, Dv]`."""
+    """Return PyTorch's attention over dense K and V in the query's dtype, `[B, T, Hq, Dv]`."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     dense = [
         reference.gather(pages, lengths, side, 0, case.stop, case.dtype, ragged=True)
@@ -172,7 +175,7 @@ def test_float32_equals_the_reference(case, kernel):
 
 
 # PyTorch's attention supports neither sinks nor softcap, so it gives no limit for these.
-_HALF_CASES = [
+_CASES_16_BIT = [
     *(c for c in _CASES if c.dtype != torch.float32 and not c.sinks),
     Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
     Case("K e3m4, V auto, fp16", key="fp8_e3m4", value=AUTO, dtype=torch.float16, lengths=(199,)),
@@ -190,7 +193,7 @@ _HALF_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "kernel"), assign_kernels(_HALF_CASES), ids=str)
+@pytest.mark.parametrize(("case", "kernel"), assign_kernels(_CASES_16_BIT), ids=str)
 def test_errors_in_16_bits_are_at_most_twice_the_errors_of_pytorch(case, kernel):
     pages, query, kwargs, expected = prepare_expected(case)
     actual = run_kernel(kernel, case, pages, query, **kwargs)
@@ -203,7 +206,7 @@ def test_errors_in_16_bits_are_at_most_twice_the_errors_of_pytorch(case, kernel)
 # GPUs that decode a format in different ways: by an instruction, or by moving bits.
 _TARGETS = ["sm_80", "sm_90", "gfx942", "gfx950"]
 # No hardware converts E3M4, E2M5 or int8, so only E3M4 runs on every GPU.
-_READERS = [
+_FORMAT_TARGETS = [
     (name, target)
     for name in sorted(FORMATS)
     for target in _TARGETS
@@ -214,7 +217,9 @@ _READERS = [
 # Grid: how a target decodes a format depends on the dtype of products, but not on the scales.
 @pytest.mark.parametrize(
     ("reader", "dynamic", "dtype", "side", "kernel"),
-    pairwise(_READERS, [True, False], [torch.float32, torch.bfloat16], ["k", "v"], list(KERNELS)),
+    pairwise(
+        _FORMAT_TARGETS, [True, False], [torch.float32, torch.bfloat16], ["k", "v"], list(KERNELS)
+    ),
     ids=str,
 )
 def test_each_way_to_read_a_format_is_correct(reader, dynamic, dtype, side, kernel):
@@ -241,7 +246,7 @@ def test_each_way_to_read_a_format_is_correct(reader, dynamic, dtype, side, kern
 def assume_target(target: str) -> AbstractContextManager[None]:
     """Launch as on the GPU `target`, with few SMs. Skip the test if a real GPU runs the kernels."""
     if not (INTERPRETED or (RUNS_PTX and target.startswith("sm_"))):
-        pytest.skip("a GPU decodes a format in one way")
+        pytest.skip("a GPU supports only one way to decode a format")
     parsed = Target.parse(target)
     return assuming(dataclasses.replace(parsed, sm_count=4, interpreted=INTERPRETED))
 
@@ -249,7 +254,7 @@ def assume_target(target: str) -> AbstractContextManager[None]:
 def allowed_error(
     target: str, case: Case, pages: Pages, query: Tensor, kwargs: Any, expected: Any
 ) -> float:
-    """Return the largest error of a target. AMD's bfloat16 has three bits less than float16."""
+    """Return the largest error of a target. AMD GPUs use bfloat16, 3 bits less than float16."""
     torch_error = errors(torch_attention(case, pages, query, kwargs), expected).max().item()
     return (4 if target.startswith("gfx") else 2) * torch_error
 
@@ -303,7 +308,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
 
 # Grid: few sequences must be split, many need no split, and ragged sequences need an order.
 @pytest.mark.parametrize("heads", [1, 8, 32])
-@pytest.mark.skipif(not INTERPRETED, reason="the model has the SMs of an H200")
+@pytest.mark.skipif(not INTERPRETED, reason="the cost model assumes the SMs of an H200")
 def test_plans_are_nearly_as_fast_as_the_best_plan(heads):
     """A plan reaches 95 % of the bandwidth, or of the best even split if none can reach that."""
     # The interpreter takes a second to plan for the largest batch, so that batch has one case.
@@ -373,7 +378,7 @@ SPLIT_PARAMETERS = [
 ]
 
 
-# Without poison, an output that no program writes may lie in the memory of an earlier output.
+# Without poison, an output that no program writes may reuse the memory of an earlier output.
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize(("sm_count", "rotated", "swapped"), SPLIT_PARAMETERS)
 def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
@@ -464,7 +469,7 @@ def test_a_window_may_begin_at_the_edge_of_a_page(tokens, slot, from_zero, kerne
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_pages_past_two_gigabytes_are_read(kernel):
-    """Addresses have 64 bits, and kernels only access the pages in the table."""
+    """Addresses have 64 bits, and kernels only access pages in the table."""
     case = Case("far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, heads=2, q_heads=2)
     pages, query, kwargs = prepare(case)
     num_pages = 2**31 // (2 * 64 * 64) + 5
@@ -477,7 +482,7 @@ def test_pages_past_two_gigabytes_are_read(kernel):
         block=block, table=to_device(table), offsets=locate_pages([block])
     )
     expected = attend(case, pages, query, "reference", **kwargs)
-    actual = run_kernel(kernel, case, far_pages, query, blocks=None, **kwargs)
+    actual = run_kernel(kernel, case, far_pages, query, is_on_device=True, **kwargs)
     assert errors(actual, expected).max() <= max_error(case)
 
 

@@ -106,19 +106,19 @@ def list_kernels(recorded: Any) -> list[str]:
     return [launch.kernel.__name__ for launch in recorded.launches]
 
 
-def test_a_decode_step_is_two_launches_a_layer():
+def test_a_decode_step_has_two_launches_per_layer():
     """The plan is one additional launch for all layers."""
     model, inputs = make_model("gqa")
     with recording(starts=False) as recorded:
         generate_tokens(model, inputs, "triton", max_new_tokens=3)
-    layers = model.config.num_hidden_layers
-    prefill = ["_write"] * layers
-    step = ["_write", "_plan", "_attend", *["_write", "_attend"] * (layers - 1)]
+    num_layers = model.config.num_hidden_layers
+    prefill = ["_write"] * num_layers
+    step = ["_write", "_plan", "_attend", *["_write", "_attend"] * (num_layers - 1)]
     assert list_kernels(recorded) == [*prefill, *step, *step]
 
 
 @pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 80}], ids=str)
-def test_a_later_prompt_is_two_launches_a_layer(keywords):
+def test_a_later_prompt_has_two_launches_per_layer(keywords):
     model, inputs = make_model("gqa")
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **keywords)
     ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # with two query heads per KV head: 80 rows

@@ -1,4 +1,4 @@
-"""Compare Triton's write and gather kernels with the reference: equal bits, and no further bytes.
+"""Compare the bits that Triton's write and gather kernels store and return with the reference.
 
 The tests run on a GPU if there is one, otherwise in Triton's interpreter. Memory is random before
 it is written, and the first and the last page are in no table.
@@ -128,9 +128,9 @@ def assert_same_pages(actual: Pages, expected: Pages) -> None:
     }
     for name, (x, y, stored_format) in tensors.items():
         if x is not None and y is not None:
-            differs = comparable_bits(x.cpu(), stored_format) != comparable_bits(y, stored_format)
-            count = f"{int(differs.sum())} of {differs.numel()} bytes"
-            assert not differs.any(), f"{name}: {count}"
+            bits = [comparable_bits(tensor, stored_format) for tensor in (x.cpu(), y)]
+            num_different = int((bits[0] != bits[1]).sum())
+            assert not num_different, f"{name}: {num_different} of {bits[0].numel()} bytes differ"
 
 
 def check_write(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
@@ -237,17 +237,19 @@ def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size,
     check_write(dataclasses.replace(case, tokens=0))
 
 
-@pytest.mark.parametrize("rows", [make_special, make_ties, make_ordinary], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make_rows", [make_special, make_ties, make_ordinary], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_values_of_all_kinds_are_written(name, rows):
+def test_values_of_all_kinds_are_written(name, make_rows):
     """Values are stored in consecutive tiles of tokens, and each token by a separate program."""
-    x = rows(16)
+    x = make_rows(16)
     tiled_case = Case(
         lengths=(0,), tokens=len(x), heads=1, k_dim=16, v_dim=16, page_size=32,
         dtype=torch.float32, key=name, value=name,
     )  # fmt: skip
     check_write(tiled_case, x[None, None], x[None, None])
-    x = x if rows is make_special else x[::8]
+    x = x if make_rows is make_special else x[::8]
     single_case = dataclasses.replace(tiled_case, tokens=1, heads=len(x), page_size=2)
     check_write(single_case, x[None, :, None], x[None, :, None])
     scales = 10.0 ** torch.linspace(-44, 38, 16)
@@ -333,20 +335,19 @@ def test_addresses_past_four_gigabytes_are_correct(tokens, tmp_path):
     case = Case(
         lengths=(12,), tokens=tokens, k_dim=128, v_dim=128, page_size=64, heads=1, dynamic=False
     )
-    count = (1 << 32) // (64 * 128) + 2
-
+    num_pages = (1 << 32) // (64 * 128) + 2
     pages = make_noise_pages(case)
     pages.block.zero_()
     key, value = make_tokens(case)
     expected = compute_expected(case, pages, key, value)
     size = pages.block.shape[1]
     if DEVICE.type == "cuda":
-        block = torch.zeros(count, size, dtype=torch.uint8, device=DEVICE)
+        block = torch.zeros(num_pages, size, dtype=torch.uint8, device=DEVICE)
     else:
         file = str(tmp_path / "pages")
-        block = torch.from_file(file, shared=True, size=count * size, dtype=torch.uint8)
-        block = block.view(count, size)
-    table = torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE)
+        block = torch.from_file(file, shared=True, size=num_pages * size, dtype=torch.uint8)
+        block = block.view(num_pages, size)
+    table = torch.tensor([[num_pages - 1]], dtype=torch.int32, device=DEVICE)
     actual = to_device(pages)._replace(block=block, offsets=locate_pages([block]), table=table)
     write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens)
     page = pages.table[0, 0]

@@ -86,7 +86,7 @@ class Case:
         return self.edge(min(self.lengths)) if self.window and not self.from_zero else 0
 
     def edge(self, length: int) -> int:
-        """Return the first position that is visible to the first query of a sequence."""
+        """Return the first position that is visible to a sequence's first query."""
         return max(0, length - self.tokens - self.window + 1)
 
     @property
@@ -104,7 +104,7 @@ def nan_code(name: str) -> int:
 
 
 def make_pages(case: Case) -> Pages:
-    """Return pages in random order with NaN in every byte. Some pages are in no table."""
+    """Return pages in random order, full of NaN codes. The table lacks some of them."""
     columns = -(-case.stop // case.page_size) + 1
     batch = len(case.lengths)
     num_pages = batch * columns + 3

@@ -34,8 +34,8 @@ def plan_calls(monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
     return triton_standin(monkeypatch)
 
 
-def make_tokens(batch: int, count: int = 1, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, heads, count, 16), torch.randn(batch, heads, count, 16)
+def make_tokens(batch: int, length: int = 1, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, heads, length, 16), torch.randn(batch, heads, length, 16)
 
 
 def make_cache(name: str = "gqa", backend: str = "triton", **keywords: Any) -> tuple[Any, Any]:
@@ -65,14 +65,14 @@ def test_a_step_makes_one_plan_per_group(
         (model, inputs), cache = make_cache(name, backend, **keywords)
         answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **options))
     assert_same(answers[1], answers[0])
-    addresses = len({call.plan.data_ptr() for call in plan_calls})
+    num_addresses = len({call.plan.data_ptr() for call in plan_calls})
     if keywords:
         # Allocation and prefill each make an additional plan.
         assert options or len(plan_calls) == (STEPS + 2) * num_groups
-        assert addresses == num_groups, "an address changed"
+        assert num_addresses == num_groups, "an address changed"
     else:
         assert len(plan_calls) == STEPS * num_groups
-        assert addresses == len(plan_calls), "a plan was overwritten"
+        assert num_addresses == len(plan_calls), "a plan was overwritten"
     if options:
         assert {len(call.lengths) for call in plan_calls} == {6}
 

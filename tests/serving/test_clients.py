@@ -1,4 +1,4 @@
-"""Requests of clients of OpenAI's API, and the parts of the answers that the clients read.
+"""Tests of requests from clients of OpenAI's API, and of the answers that the clients read.
 
 client_requests.json contains one request of each type that a client sent to
 tests/tools/clients.py. The tests send the requests to a tiny model with random weights, and read

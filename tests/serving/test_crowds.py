@@ -1,4 +1,4 @@
-"""Concurrent requests get the answers of single requests, while other clients disconnect.
+"""Tests that concurrent requests get the same answers as single requests.
 
 With pages in float32, the dtype of the model, transformers' `generate()` with the stock cache
 gives the same answers.
@@ -50,15 +50,15 @@ def make_prompts() -> list[str]:
     # This is the first seed for which all margins between tokens are wide (see `wide_margins`).
     generator = random.Random(0)
 
-    def random_text(max_length: int) -> str:
+    def draw_text(max_length: int) -> str:
         return "".join(generator.choices("abcdefghij klmnop", k=generator.randrange(2, max_length)))
 
-    prefixes = ["", *(random_text(90) for _ in range(5))]
-    return [generator.choice(prefixes) + random_text(40) for _ in range(NUM_REQUESTS)]
+    prefixes = ["", *(draw_text(90) for _ in range(5))]
+    return [generator.choice(prefixes) + draw_text(40) for _ in range(NUM_REQUESTS)]
 
 
 PROMPTS = make_prompts()
-# By name: a function that returns the fields of the request with an index.
+# For each kind of request, a function from the index of a request to its fields.
 FIELDS = {
     "greedy": lambda _: {},
     "penalties": lambda _: PENALTIES,

@@ -1,4 +1,4 @@
-"""Fields of requests, such as log-probabilities, penalties, several answers and forced tools."""
+"""Tests of request fields, such as log-probabilities, penalties, several answers and tools."""
 
 import asyncio
 import json

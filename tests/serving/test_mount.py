@@ -1,4 +1,4 @@
-"""The server as an ASGI application, run by a different server or mounted in an application."""
+"""Tests of the server as an ASGI application: run by a different server, or mounted."""
 
 import asyncio
 import threading

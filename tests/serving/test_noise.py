@@ -1,4 +1,4 @@
-"""`do_sample=True` of a deterministic model: tokens depend only on the seed and the request."""
+"""Tests that sampled tokens of a deterministic model depend only on the seed and the request."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,43 +21,43 @@ def model() -> Any:
 
 
 def sample(
-    model: Any, texts: list[list[int]], *, seed: int = 3, num_answers: int = 1, **kwargs: Any
+    model: Any, prompt_ids: list[list[int]], *, seed: int = 3, num_answers: int = 1, **kwargs: Any
 ) -> list[list[int]]:
     torch.manual_seed(seed)
     options = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
     options |= {"num_return_sequences": num_answers}
-    return generate_batch(model, texts, generation=greedy(**options), **kwargs)
+    return generate_batch(model, prompt_ids, generation=greedy(**options), **kwargs)
 
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:
-    """Other requests have other lengths, share steps, split prompts and evict pages."""
-    texts, other_prompts = prompts(), prompts(seed=7)
-    tokens = sample(model, texts)
-    assert len(set(map(tuple, tokens))) == len(texts)
-    assert sample(model, texts, max_batch_tokens=16) == tokens
-    assert sample(model, texts, pages=14) == tokens
-    assert sample(model, texts[:1]) == tokens[:1]
+    """The other requests have different lengths, share steps, split prompts and evict pages."""
+    prompt_ids, other_prompts = prompts(), prompts(seed=7)
+    tokens = sample(model, prompt_ids)
+    assert len(set(map(tuple, tokens))) == len(prompt_ids)
+    assert sample(model, prompt_ids, max_batch_tokens=16) == tokens
+    assert sample(model, prompt_ids, pages=14) == tokens
+    assert sample(model, prompt_ids[:1]) == tokens[:1]
     for index in (0, 6):
-        mixed_prompts = [*other_prompts[:index], texts[index], *other_prompts[index + 1 :]]
+        mixed_prompts = [*other_prompts[:index], prompt_ids[index], *other_prompts[index + 1 :]]
         assert sample(model, mixed_prompts)[index] == tokens[index]
 
 
 def test_seeds_and_equal_prompts_get_different_tokens(model: Any) -> None:
-    texts = [prompts()[1]] * 4
-    tokens = sample(model, texts)
+    prompt_ids = [prompts()[1]] * 4
+    tokens = sample(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == 4
-    assert sample(model, texts) == tokens
-    assert not set(map(tuple, sample(model, texts, seed=4))) & set(map(tuple, tokens))
+    assert sample(model, prompt_ids) == tokens
+    assert not set(map(tuple, sample(model, prompt_ids, seed=4))) & set(map(tuple, tokens))
     config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
-    results = [sample(model, texts, seed=seed, config=config) for seed in (1, 2)]
+    results = [sample(model, prompt_ids, seed=seed, config=config) for seed in (1, 2)]
     assert results[0] == results[1] != tokens
 
 
 def test_several_answers_to_a_prompt_differ(model: Any) -> None:
-    texts = prompts()[:3]
-    tokens = sample(model, texts, num_answers=3)
+    prompt_ids = prompts()[:3]
+    tokens = sample(model, prompt_ids, num_answers=3)
     assert len(set(map(tuple, tokens))) == 9
-    assert sample(model, texts[:1], num_answers=3) == tokens[:3]
+    assert sample(model, prompt_ids[:1], num_answers=3) == tokens[:3]
 
 
 def test_logprobs_contain_no_noise() -> None:

@@ -1,4 +1,4 @@
-"""Sampling in the server: distributions, seeds, and logits that are NaN."""
+"""Tests of sampling in the server: distributions, seeds, and logits that are NaN."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,7 +25,7 @@ from hf_fp8kv.server.text import AnswerText  # noqa: E402
 COMPLETIONS = "/v1/completions"
 
 
-def noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
+def make_noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
     """Return the keys of one seed at `count` positions, or of `count` seeds at one position."""
     pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
     return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
@@ -41,7 +41,7 @@ def matches_distribution(read_counts: torch.Tensor, expected: torch.Tensor) -> b
 @pytest.mark.parametrize("seed", [None, 0, -3, 2**63 - 1])
 def test_tokens_have_the_probabilities_of_the_logits(seed):
     probabilities = torch.randn(30, generator=torch.Generator().manual_seed(1)).softmax(0)
-    noise = sampling.gumbel_noise(noise_keys(50_000, seed=seed), 30)
+    noise = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 30)
     read_counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
     assert matches_distribution(read_counts, probabilities * len(noise))
 
@@ -49,13 +49,13 @@ def test_tokens_have_the_probabilities_of_the_logits(seed):
 @pytest.mark.parametrize("seed", [None, 11])
 def test_noise_of_neighbors_is_independent(seed):
     """Adjacent positions of one seed, and adjacent seeds at one position, are independent."""
-    token = sampling.gumbel_noise(noise_keys(50_000, seed=seed), 16).argmax(-1)
+    token = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
     pairs = (16 * token[:-1] + token[1:]).bincount(minlength=256)
     assert matches_distribution(pairs, torch.full((256,), (len(token) - 1) / 256))
 
 
 def test_noise_depends_only_on_key_and_token():
-    keys = noise_keys(7, seed=3)
+    keys = make_noise_keys(7, seed=3)
     noise = sampling.gumbel_noise(keys, 100)
     assert noise.isfinite().all()
     for row in range(7):

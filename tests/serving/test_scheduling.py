@@ -1,4 +1,4 @@
-"""Sharing of a step's tokens between prompts."""
+"""Tests of how prompts share the tokens of a step."""
 
 import time
 from types import SimpleNamespace
@@ -16,9 +16,9 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 
-def make_prompt(name: str, tokens: int, time: float) -> SimpleNamespace:
+def make_prompt(name: str, num_tokens: int, time: float) -> SimpleNamespace:
     return SimpleNamespace(
-        request_id=name, status=RequestStatus.PENDING, remaining_prefill_tokens=[0] * tokens,
+        request_id=name, status=RequestStatus.PENDING, remaining_prefill_tokens=[0] * num_tokens,
         created_time=time,
     )  # fmt: skip
 
@@ -34,7 +34,7 @@ LONG, SHORT, MIDDLE, NEWEST = (
 
 
 @pytest.mark.parametrize(
-    ("candidates", "tokens", "order", "limits"),
+    ("candidates", "num_tokens", "order", "limits"),
     [
         # A prompt alone, or next to decoding requests, gets all tokens of a step.
         ([LONG], 256, "long", {}),
@@ -50,15 +50,15 @@ LONG, SHORT, MIDDLE, NEWEST = (
         ([make_decoding("a"), make_decoding("b"), LONG, SHORT], 3, "a b long short", {}),
     ],
 )  # fmt: skip
-def test_share_tokens_prefers_short_prompts(candidates, tokens, order, limits):
-    ordered, actual_limits = share_tokens(candidates, tokens)
+def test_share_tokens_prefers_short_prompts(candidates, num_tokens, order, limits):
+    ordered, actual_limits = share_tokens(candidates, num_tokens)
     assert [state.request_id for state in ordered] == order.split()
     assert actual_limits == limits
 
 
 def test_scored_prompts_share_the_logits_of_a_step():
-    def make_scored(name: str, tokens: int) -> SimpleNamespace:
-        state = make_prompt(name, tokens, 1.0)
+    def make_scored(name: str, num_tokens: int) -> SimpleNamespace:
+        state = make_prompt(name, num_tokens, 1.0)
         state.logit_processor_kwargs = {"sequence": Sequence([1], 9, num_prompt_top=0)}
         return state
 
@@ -72,26 +72,29 @@ def test_scored_prompts_share_the_logits_of_a_step():
     assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
 
 
-def submit(texts: dict[str, list[int]], pages: int, *, is_fair: bool = True) -> tuple[Any, Any]:
-    """Return a model and its manager before the first step. Each request is for two tokens."""
+def submit(
+    prompts: dict[str, list[int]], num_pages: int, *, is_fair: bool = True
+) -> tuple[Any, Any]:
+    """Return a model and its manager before the first step. Each request gets two new tokens."""
     model = tiny("llama", max_position_embeddings=512)[0]
     serving.enable(model)
     model.set_attn_implementation("fp8_paged")  # as `manager.start` does
-    manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=pages))
+    config = batching(max_batch_tokens=32, pages=num_pages)
+    manager = model.init_continuous_batching(greedy(), config)
     manager.warmup()
     if is_fair:
         share_steps(manager.batch_processor.scheduler)
-    for name, tokens in texts.items():
-        manager.add_request(tokens, request_id=name, max_new_tokens=2, eos_token_id=-1)
+    for name, prompt in prompts.items():
+        manager.add_request(prompt, request_id=name, max_new_tokens=2, eos_token_id=-1)
     return model, manager
 
 
-def token_ids(count: int, offset: int) -> list[int]:
+def make_token_ids(count: int, offset: int) -> list[int]:
     return [3 + (7 * n + offset) % 50 for n in range(count)]
 
 
 def test_a_shortage_of_pages_restarts_the_newer_request():
-    model, manager = submit({"old": token_ids(200, 203), "new": token_ids(180, 183)}, 16)
+    model, manager = submit({"old": make_token_ids(200, 203), "new": make_token_ids(180, 183)}, 16)
     processor = manager.batch_processor
     restarted_ids, states = set(), {}
     for _ in range(60):
@@ -109,13 +112,14 @@ def test_a_shortage_of_pages_restarts_the_newer_request():
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
     """`first_tokens` has the step of 32 tokens in which each prompt gets its first token."""
-    texts = {"long": token_ids(400, 4), "short": token_ids(10, 5), "middle": token_ids(50, 6)}
-    model, manager = submit(texts, 96, is_fair=is_fair)
+    sizes = {"long": (400, 4), "short": (10, 5), "middle": (50, 6)}
+    prompts = {name: make_token_ids(*size) for name, size in sizes.items()}
+    model, manager = submit(prompts, 96, is_fair=is_fair)
     processor = manager.batch_processor
     first_tokens: dict[str, int] = {}
     answers = {}
     step = 0
-    while len(answers) < len(texts):
+    while len(answers) < len(prompts):
         step += 1
         assert processor.prepare_next_batch()
         processor._generation_step(model)
@@ -123,7 +127,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
         for state in processor.scheduler.active_requests.values():
             if state.generated_tokens:
                 first_tokens.setdefault(state.request_id, step)
-        for name in texts:
+        for name in prompts:
             if (answer := manager.get_result(name, timeout=0.001)) is not None:
                 answers[name] = answer.generated_tokens
         assert step < 100
@@ -131,8 +135,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
         assert first_tokens == {"short": 1, "middle": 4, "long": 15}
     else:
         assert min(first_tokens.values()) == first_tokens["long"] == 13
-    for name, text in texts.items():
-        (out,) = model.generate_batch([text], greedy(max_new_tokens=2), batching(pages=96)).values()
+    for name, prompt in prompts.items():
+        config = batching(pages=96)
+        (out,) = model.generate_batch([prompt], greedy(max_new_tokens=2), config).values()
         assert answers[name] == out.generated_tokens
 
 

@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve` over HTTP: answers, errors and shutdown."""
+"""Tests of `hf-fp8kv serve` over HTTP: answers, errors and shutdown."""
 
 import contextlib
 import importlib
@@ -147,15 +147,15 @@ def test_an_answer_ends_before_its_stop_string(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server, stream):
-    def finish_reason(tokens: int) -> str:
-        request = chat(messages=STORY, max_tokens=tokens, stop=stop, stream=stream)
+    def get_finish_reason(max_tokens: int) -> str:
+        request = chat(messages=STORY, max_tokens=max_tokens, stop=stop, stream=stream)
         answer = server.answer(CHAT, **request)
         return (answer[-1] if stream else answer)["choices"][0]["finish_reason"]
 
     full_text = text_in(server.answer(CHAT, **chat(messages=STORY, max_tokens=20)))
     stop = full_text[-6:]
     assert full_text.index(stop) == 14
-    assert [finish_reason(20), finish_reason(19)] == ["stop", "length"]
+    assert [get_finish_reason(20), get_finish_reason(19)] == ["stop", "length"]
 
 
 def test_streams_name_the_requested_model(server):
@@ -487,8 +487,8 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
 
 
 def test_a_prompt_that_fills_the_context_is_answered(server):
-    template = len("u:;a:")
-    prompt = [{"role": "user", "content": "x" * (CONTEXT - template - 4)}]
+    num_template_tokens = len("u:;a:")
+    prompt = [{"role": "user", "content": "x" * (CONTEXT - num_template_tokens - 4)}]
     assert server.ask(CHAT, chat(messages=prompt))[0] == 200
     prompt[0]["content"] += "x"
     assert server.ask(CHAT, chat(messages=prompt))[0] == 400
@@ -577,7 +577,7 @@ def test_detokenize_accepts_as_many_tokens_as_the_context(server):
 
 
 @contextlib.contextmanager
-def incomplete_body(server) -> Iterator[socket.socket]:
+def send_incomplete_body(server) -> Iterator[socket.socket]:
     """Send a body except its last kilobyte."""
     address = ("127.0.0.1", server.port)
     with contextlib.closing(socket.create_connection(address, timeout=60)) as connection:
@@ -591,7 +591,7 @@ def incomplete_body(server) -> Iterator[socket.socket]:
 def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
     with contextlib.ExitStack() as stack:
         # All bodies together have 8 MB, but the server holds at most 2 MB.
-        clients = [stack.enter_context(incomplete_body(server)) for _ in range(60)]
+        clients = [stack.enter_context(send_incomplete_body(server)) for _ in range(60)]
         rejected = [client for client in clients if select.select([client], [], [], 0.01)[0]]
         assert 0 < len(rejected) < len(clients)
         for client in rejected:
@@ -609,7 +609,7 @@ def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(model):
     slow_request = chat(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
     with (
         hosting(model, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
-        socket.socket() as reader, incomplete_body(server) as sender,
+        socket.socket() as reader, send_incomplete_body(server) as sender,
     ):  # fmt: skip
         future = pool.submit(server.ask, CHAT, slow_request)
         assert sender.recv(4000).startswith(b"HTTP/1.1 408 ")
@@ -647,11 +647,12 @@ def test_requests_with_the_same_id_are_not_mixed_up(server):
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
-    count = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
+    old_count = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
     with server.leaving(CHAT, **chat(messages=STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
     ticks_at_disconnect = server.cpu_ticks()
-    metrics = server.wait_until(**{'requests_total{status="499"}': count + 1, "requests_active": 0})
+    expected = {'requests_total{status="499"}': old_count + 1, "requests_active": 0}
+    metrics = server.wait_until(**expected)
     canceled_ticks = server.cpu_ticks() - ticks_at_disconnect
     assert metrics["requests_waiting"] == 0
     # All pages are free for a second request. The CPU time shows that the first request has ended.

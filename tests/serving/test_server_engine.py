@@ -1,4 +1,4 @@
-"""Names of transformers' engine that the server uses, and the limits of this use."""
+"""Tests that transformers' engine has the names that the server uses."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Continuous batching over FP8 pages gives the same tokens as generate()."""
+"""Tests that continuous batching over FP8 pages gives the same tokens as generate()."""
 
 import copy
 import gc
@@ -91,15 +91,16 @@ def llama() -> Iterator[Any]:
 
 def check_tokens(model: Any, *, is_exact: bool | None = False, **options: Any) -> None:
     """Compare generate_batch(), with whole prompts and chunks of 16 tokens, with generate()."""
-    texts = prompts()
+    prompt_ids = prompts()
     model.set_attn_implementation("fp8_paged")
-    expected = generate_each(model, texts, **options)
+    expected = generate_each(model, prompt_ids, **options)
     if is_exact is not None:  # False asserts that unquantized pages give different tokens
-        assert are_exact(model, texts, expected) == is_exact
+        assert are_exact(model, prompt_ids, expected) == is_exact
     serving.enable(model, **options)
     try:
-        for tokens in (256, 16):
-            assert generate_batch(model, texts, max_batch_tokens=tokens) == expected, tokens
+        for max_tokens in (256, 16):
+            tokens = generate_batch(model, prompt_ids, max_batch_tokens=max_tokens)
+            assert tokens == expected, max_tokens
     finally:
         serving.disable(model)
 
@@ -170,12 +171,12 @@ class TestSameTokens:
         if backend == "triton" and name == "gemma2" and not torch.cuda.is_available():
             pytest.skip("the interpreter takes minutes")
         model = make_model(name)
-        texts = prompts()[:3] if backend == "triton" else prompts()
+        prompt_ids = prompts()[:3] if backend == "triton" else prompts()
         scales = head_scales(model)
         model.set_attn_implementation("fp8_paged")
-        expected = generate_each(model, texts, scales=scales, backend="torch")
+        expected = generate_each(model, prompt_ids, scales=scales, backend="torch")
         serving.enable(model, scales=scales, backend=backend)
-        assert generate_batch(model, texts, max_batch_tokens=32) == expected
+        assert generate_batch(model, prompt_ids, max_batch_tokens=32) == expected
 
     def test_unquantized_bfloat16_is_greedy_within_rounding(self) -> None:
         """In 16 bits, a batch may choose a different token only if two logits are nearly equal."""
@@ -243,11 +244,11 @@ def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
 
 class TestSharing:
     def test_reused_prefixes_do_not_change_tokens(self, llama: Any) -> None:
-        texts = prompts()
-        expected = enable(llama, texts, scales=head_scales(llama))
+        prompt_ids = prompts()
+        expected = enable(llama, prompt_ids, scales=head_scales(llama))
         with open_manager(llama) as manager:
             # Requests run one at a time, so each can reuse the pages of the previous prompts.
-            tokens = [request_answer(manager, text) for text in texts]
+            tokens = [request_answer(manager, ids) for ids in prompt_ids]
             usage = serving.usage(manager)
         assert tokens == expected
         assert usage is not None
@@ -255,7 +256,8 @@ class TestSharing:
         assert usage.requests_active == 0
         # Whole pages of finished requests stay. Each request stores all tokens except the last,
         # and three requests share three pages.
-        num_pages = sum((len(text) + NEW_TOKENS - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
+        num_pages = sum((len(ids) + NEW_TOKENS - 1) // PAGE for ids in prompt_ids)
+        num_pages -= 2 * (48 // PAGE)
         assert usage.tokens_held == num_pages * PAGE
 
     @pytest.mark.parametrize(
@@ -268,18 +270,18 @@ class TestSharing:
     )
     def test_forks(self, name: str, options: dict[str, Any]) -> None:
         model = make_model(name)
-        texts = prompts()[:4]
-        expected = enable(model, texts, **options or {"scales": head_scales(model)})
-        tokens = generate_forked(model, texts, 3)
+        prompt_ids = prompts()[:4]
+        expected = enable(model, prompt_ids, **options or {"scales": head_scales(model)})
+        tokens = generate_forked(model, prompt_ids, 3)
         assert tokens == [answer for answer in expected for _ in range(3)]
 
     @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
     def test_eviction(self, name: str) -> None:
         """The pages are enough for about two requests, so other requests wait or restart."""
         model = make_model(name)
-        texts = prompts()
-        expected = enable(model, texts, scales=head_scales(model))
-        assert generate_batch(model, texts, pages=9, max_batch_tokens=64) == expected
+        prompt_ids = prompts()
+        expected = enable(model, prompt_ids, scales=head_scales(model))
+        assert generate_batch(model, prompt_ids, pages=9, max_batch_tokens=64) == expected
 
 
 class TestManagers:
@@ -389,36 +391,36 @@ class TestManagers:
     def test_least_recently_used_prefixes_are_evicted(self, llama: Any) -> None:
         """The engine evicts the least recently used prefix from its end, only as far as needed."""
         serving.enable(llama)
-        texts = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
+        prompt_ids = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
         with open_manager(llama, pages=32) as manager:
 
-            def count_hits(text: list[int]) -> tuple[int, int]:
+            def count_hits(ids: list[int]) -> tuple[int, int]:
                 before = serving.usage(manager)
-                request_answer(manager, text, 2)
+                request_answer(manager, ids, 2)
                 after = serving.usage(manager)
                 return (
                     after.prefix_hits - before.prefix_hits,
                     after.prefix_tokens - before.prefix_tokens,
                 )
 
-            for text in texts[:4]:  # 6 of the 32 pages each
-                assert count_hits(text) == (0, 0)
-            assert count_hits(texts[0]) == (1, 6 * PAGE)  # texts[1] is now the oldest
-            assert count_hits(texts[4]) == (0, 0)
-            results = [count_hits(texts[n]) for n in (4, 0, 3, 2)]
+            for ids in prompt_ids[:4]:  # 6 of the 32 pages each
+                assert count_hits(ids) == (0, 0)
+            assert count_hits(prompt_ids[0]) == (1, 6 * PAGE)  # prompt_ids[1] is now the oldest
+            assert count_hits(prompt_ids[4]) == (0, 0)
+            results = [count_hits(prompt_ids[n]) for n in (4, 0, 3, 2)]
             assert results[:3] == [(1, 6 * PAGE)] * 3
-            num_cached = count_hits(texts[1])[1]
+            num_cached = count_hits(prompt_ids[1])[1]
             assert 0 < num_cached < 6 * PAGE  # only its beginning is kept
             assert serving.usage(manager).tokens_held >= 24 * PAGE
 
     def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
         serving.enable(llama)
-        texts = prompts()[5:6]
+        prompt_ids = prompts()[5:6]
         first = llama.generate_batch(
-            texts, greedy(), continuous_batching_config=batching(), persistent_manager=True
+            prompt_ids, greedy(), continuous_batching_config=batching(), persistent_manager=True
         )
         assert serving.usage(llama).prefix_hits == 0
-        second = llama.generate_batch(texts, greedy(), persistent_manager=True)
+        second = llama.generate_batch(prompt_ids, greedy(), persistent_manager=True)
         assert serving.usage(llama).prefix_hits == 1
         tokens = [[out.generated_tokens for out in result.values()] for result in (first, second)]
         assert tokens[0] == tokens[1]
@@ -452,14 +454,14 @@ class TestStock:
         assert generate_batch(model, prompts()) == stock_tokens
 
     def test_disable_restores_a_persistent_manager(self, llama: Any) -> None:
-        texts = prompts()[:2]
+        prompt_ids = prompts()[:2]
         llama.generate_batch(
-            texts, greedy(), continuous_batching_config=batching(), persistent_manager=True
+            prompt_ids, greedy(), continuous_batching_config=batching(), persistent_manager=True
         )
         original = llama._cached_continuous_batching_manager
         serving.enable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
-        generate_batch(llama, texts)
+        generate_batch(llama, prompt_ids)
         serving.disable(llama)
         assert llama._cached_continuous_batching_manager is original
         llama.destroy_cached_continuous_batching_manager()
@@ -625,19 +627,19 @@ class TestRunning:
 
     def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
-        texts, scales = prompts(), head_scales(llama)
-        expected = generate_each(llama, texts, scales=scales)
+        prompt_ids, scales = prompts(), head_scales(llama)
+        expected = generate_each(llama, prompt_ids, scales=scales)
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
         first, second = (llama.init_continuous_batching(greedy(), batching()) for _ in range(2))
         with run_manager(second):
             with run_manager(first):
-                request_answer(first, texts[0], 2)
+                request_answer(first, prompt_ids[0], 2)
             assert llama.config._attn_implementation == "fp8_paged"
-            assert request_answers(second, texts) == expected
+            assert request_answers(second, prompt_ids) == expected
         assert llama.config._attn_implementation == "sdpa"
         with run_manager(second):  # again, after the attention was restored
-            assert request_answer(second, texts[1]) == expected[1]
+            assert request_answer(second, prompt_ids[1]) == expected[1]
         assert llama.config._attn_implementation == "sdpa"
 
     def test_an_empty_prompt_does_not_affect_other_requests(self, llama: Any) -> None:

@@ -1,4 +1,4 @@
-"""Engines that compile the parts of a step between its attentions, with padded shapes."""
+"""Tests of engines that compile a step except its attention, with padded shapes."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ class TestCompiled:
         tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
         assert tokens == expected
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-        # The parts between attentions are 11 graphs. Compiling attention for each step makes 55.
+        # The parts without attention are 11 graphs. Compiling attention for each step makes 55.
         assert 0 < num_graphs < 25
 
     def test_a_whole_step_as_one_graph_is_rejected(self) -> None:

@@ -1,4 +1,4 @@
-"""The layout of an engine's cache: layer groups, bytes, ranks and offloading."""
+"""Tests of the layout of an engine's cache: layer groups, bytes, ranks and offloading."""
 
 import inspect
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.generation.continuous_batching import cache as stock
+from transformers.generation.continuous_batching import cache as stock_cache
 from transformers.generation.continuous_batching import continuous_api
 
 from hf_fp8kv import ConfigError, serving
@@ -32,7 +32,7 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
-# Numbers of pages of 8 tokens. They are not enough for all requests at a time.
+# Numbers of pages of 8 tokens. They are too few for all requests at once.
 NUM_PAGES = {"llama": 16, "gemma2": 24}
 TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
@@ -45,16 +45,20 @@ def make_cache(model: Any, **config: Any) -> Any:
 
 
 def make_planned_cache(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, Any]:
-    """Return a bfloat16 model, the cache of its manager, and the plan of the cache's memory."""
-    Handler, plans = flat_tensor._MemoryHandler, []
-    monkeypatch.setattr(
-        flat_tensor, "_MemoryHandler", lambda *a, **b: plans.append(Handler(*a, **b)) or plans[-1]
-    )
+    """Return a bfloat16 model, its manager's cache, and the handler that planned the memory."""
+
+    class RecordedHandler(flat_tensor._MemoryHandler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            handlers.append(self)
+
+    handlers: list[Any] = []
+    monkeypatch.setattr(flat_tensor, "_MemoryHandler", RecordedHandler)
     model = tiny("llama")[0].to(torch.bfloat16)
     serving.enable(model)
     cache = make_cache(model, **config)
-    assert plans[0].activation_dtype == torch.bfloat16
-    return model, cache, plans[0]
+    assert handlers[0].activation_dtype == torch.bfloat16
+    return model, cache, handlers[0]
 
 
 def make_config(**options: Any) -> ServingConfig:
@@ -75,7 +79,7 @@ class TestChoice:
         model = tiny("llama", attn_implementation="sdpa")[0]
         for owner, name, message in (
             (continuous_api.ContinuousBatchingManager, "_create_batch_processor", "Cache in stub"),
-            (stock.PagedAttentionCache, "__init__", "MemoryHandler in stub"),
+            (stock_cache.PagedAttentionCache, "__init__", "MemoryHandler in stub"),
         ):
             with monkeypatch.context() as patch:
                 stub.__qualname__ = "stub"
@@ -90,7 +94,7 @@ class TestChoice:
 
     def test_a_missing_engine_class_is_rejected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, flat_tensor.__name__)
-        monkeypatch.delattr(stock, "PagedAttentionMemoryHandler")
+        monkeypatch.delattr(stock_cache, "PagedAttentionMemoryHandler")
         with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
             serving.enable(tiny("llama")[0])
 
@@ -107,12 +111,12 @@ class TestGroups:
             "gpt_oss", sliding_window=9, num_hidden_layers=len(layer_types), layer_types=layer_types
         )[0]
         model.set_attn_implementation("fp8_paged")
-        # With other seeds, a different order of sums rounds one value to the next code.
-        texts, scales = prompts(seed=0), head_scales(model)
-        expected = generate_each(model, texts, scales=scales)
-        assert not are_exact(model, texts, expected)
+        # With other seeds, sums in a different order round one value to an adjacent code.
+        prompt_ids, scales = prompts(seed=0), head_scales(model)
+        expected = generate_each(model, prompt_ids, scales=scales)
+        assert not are_exact(model, prompt_ids, expected)
         serving.enable(model, scales=scales)
-        assert generate_batch(model, texts, max_batch_tokens=16) == expected
+        assert generate_batch(model, prompt_ids, max_batch_tokens=16) == expected
 
 
 class TestBytes:
@@ -129,13 +133,15 @@ class TestBytes:
             memory = cache.layers[0].pages.block.untyped_storage()
             assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
 
-    def test_a_sector_costs_its_bytes_and_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The plan contains no mask and no dense copy. Each token of a step has a cost."""
-        model, cache, plan = make_planned_cache(monkeypatch)
+    def test_a_sector_takes_its_bytes_and_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The plan has no mask and no dense copy. Each token of a step adds its activations."""
+        model, cache, handler = make_planned_cache(monkeypatch)
         num_sectors, num_tokens = cache.num_sectors, cache.max_batch_tokens
-        costs = [plan.compute_memory_footprint(num_tokens, num_sectors + extra) for extra in (0, 1)]
-        assert costs[1] - costs[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
-        token_cost = plan.compute_memory_footprint(num_tokens + 1, num_sectors) - costs[0]
+        costs = [
+            handler.compute_memory_footprint(num_tokens, num_sectors + extra) for extra in (0, 1)
+        ]
+        assert costs[1] - costs[0] == handler.bytes_per_sector + handler.tokens_per_sector * 8
+        token_cost = handler.compute_memory_footprint(num_tokens + 1, num_sectors) - costs[0]
         # Two bytes each: hidden states, 4 query heads, 2 heads of K and V, and extra values.
         extra_values = peak_elements(model.config)
         assert token_cost >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + extra_values)
@@ -175,15 +181,15 @@ class TestOffloading:
     def test_offloaded_requests_resume(
         self, name: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Codes and dynamic scales have the same bytes after their return to different blocks."""
+        """Codes and dynamic scales keep their bytes when they return to different blocks."""
         offloads = note_offloads(monkeypatch)
         config = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
         model = tiny(name, **config)[0]
-        texts = [text[:40] for text in prompts() if len(text) > 16]
-        expected = enable(model, texts, **options)
+        prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
+        expected = enable(model, prompt_ids, **options)
         tokens = generate_batch(
             model,
-            texts,
+            prompt_ids,
             page_size=8,
             pages=NUM_PAGES[name],
             max_batch_tokens=64,
@@ -198,5 +204,5 @@ def test_the_cache_has_the_signatures_that_the_engine_calls() -> None:
     for name in ("extend_read_and_write_indices", "search_prefix_match"):
         parameters = inspect.signature(getattr(cache_class, name)).parameters
         assert list(parameters) == list(
-            inspect.signature(getattr(stock.PagedAttentionCache, name)).parameters
+            inspect.signature(getattr(stock_cache.PagedAttentionCache, name)).parameters
         )

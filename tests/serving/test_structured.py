@@ -1,4 +1,4 @@
-"""Structured output of the server, with a model that writes random text without a grammar."""
+"""Tests of structured output, with a model that writes random text without a grammar."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def server(folder):
 
 @pytest.fixture(scope="module")
 def server_with_end_token(folder, tmp_path_factory):
-    """A server of the same model with a token that ends answers."""
+    """Return a server of the same model with a token that ends answers."""
     model_folder = tmp_path_factory.mktemp("ending")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = END_TOKEN
@@ -99,7 +99,7 @@ def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
     return text_in(parts), parts[-1]["choices"][0]["finish_reason"]
 
 
-def structured(**constraint: object) -> dict[str, object]:
+def constrain(**constraint: object) -> dict[str, object]:
     return {"structured_outputs": constraint}
 
 
@@ -116,7 +116,7 @@ def structured(**constraint: object) -> dict[str, object]:
 def test_an_answer_matches_its_json_schema(server, sampling):
     for prompt, stream in (("a", False), ("tell me", True), ("name, age", False)):
         text, reason = complete(
-            server, prompt=prompt, **structured(json=PERSON), stream=stream, **sampling
+            server, prompt=prompt, **constrain(json=PERSON), stream=stream, **sampling
         )
         assert is_person(text)
         assert reason == "stop"
@@ -127,7 +127,7 @@ def test_every_endpoint_has_its_own_field(server):
     for path, fields in (
         (CHAT, CHAT_FIELDS | {"response_format": json_schema}),
         (RESPONSES, RESPONSE_FIELDS | {"text": {"format": {"type": "json_schema", **NAMED}}}),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 250} | structured(json=json.dumps(PERSON))),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 250} | constrain(json=json.dumps(PERSON))),
     ):
         assert is_person(text_in(server.answer(path, **fields)))
     # The grammar ends a text although the model could continue it.
@@ -135,7 +135,7 @@ def test_every_endpoint_has_its_own_field(server):
     for path, fields in (
         (CHAT, CHAT_FIELDS | {"response_format": json_object}),
         (RESPONSES, RESPONSE_FIELDS | {"text": {"format": json_object}}),
-        (CHAT, CHAT_FIELDS | structured(json_object=True)),
+        (CHAT, CHAT_FIELDS | constrain(json_object=True)),
     ):
         assert text_in(server.answer(path, **fields)).startswith("{")
 
@@ -161,7 +161,7 @@ def test_a_text_format_does_not_change_the_answer(server, path, fields, text_for
 def test_an_answer_matches_its_regular_expression(server, regex, temperature):
     for seed in range(3):
         text, reason = complete(
-            server, **structured(regex=regex), temperature=temperature, seed=seed
+            server, **constrain(regex=regex), temperature=temperature, seed=seed
         )
         assert re.fullmatch(regex, text)
         assert reason == "stop"
@@ -170,24 +170,24 @@ def test_an_answer_matches_its_regular_expression(server, regex, temperature):
 def test_an_answer_is_one_of_the_choices(server):
     choices = ["red wine", 'say "no" \\ (.*) //', "white"]
     answers = {
-        complete(server, prompt=f"{n}", **structured(choice=choices), temperature=2.0, seed=n)[0]
+        complete(server, prompt=f"{n}", **constrain(choice=choices), temperature=2.0, seed=n)[0]
         for n in range(20)
     }
     assert answers == set(choices)
 
 
 def test_a_stop_string_ends_a_structured_answer(server):
-    expected, _ = complete(server, **structured(json=PERSON))
+    expected, _ = complete(server, **constrain(json=PERSON))
     for stream in (False, True):
-        text, reason = complete(server, **structured(json=PERSON), stop='"tags"', stream=stream)
+        text, reason = complete(server, **constrain(json=PERSON), stop='"tags"', stream=stream)
         assert text == expected[: expected.index('"tags"')]
         assert reason == "stop"
 
 
 def test_a_truncated_answer_has_the_finish_reason_length(server):
-    expected, _ = complete(server, **structured(json=PERSON))
+    expected, _ = complete(server, **constrain(json=PERSON))
     for length, reason in ((len(expected) - 1, "length"), (len(expected), "stop")):
-        answer = complete(server, **structured(json=PERSON), max_tokens=length)
+        answer = complete(server, **constrain(json=PERSON), max_tokens=length)
         assert answer == (expected[:length], reason)
 
 
@@ -196,17 +196,17 @@ def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_tok
     """The end token must not occur before the grammar allows it. No token may follow it."""
     for seed in range(2):
         sampling = {"temperature": 2.0, "seed": seed, "stream": stream}
-        text, reason = complete(server_with_end_token, **structured(json=PERSON), **sampling)
+        text, reason = complete(server_with_end_token, **constrain(json=PERSON), **sampling)
         assert is_person(text)
         assert reason == "stop"
         # This text may end after any token. A model without an end token continues.
-        fields = structured(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
+        fields = constrain(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
         text, reason = complete(server_with_end_token, **fields, stream=stream)
         assert re.fullmatch(r"[a-f]+", text)
         assert reason == "stop" if len(text) < 200 else reason == "length"
         if not seed:
             assert complete(server, **fields)[1] == "length"
-    fields = {"prompt": "x", "max_tokens": 9} | structured(choice=["ready"])
+    fields = {"prompt": "x", "max_tokens": 9} | constrain(choice=["ready"])
     for endpoint, tokens in ((server_with_end_token, len("ready") + 1), (server, len("ready"))):
         assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == tokens
 
@@ -217,11 +217,11 @@ def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_tok
 def make_requests(count: int) -> list[dict[str, object]]:
     """Return requests with one of four grammars or none. Five of ten requests are sampled."""
     constraints = [
-        structured(json=PERSON),
+        constrain(json=PERSON),
         {"max_tokens": 60},
-        structured(regex=r"([a-f]{3} ){12}\."),
-        structured(json=NUMBERS),
-        structured(choice=["first", "second", "third"]),
+        constrain(regex=r"([a-f]{3} ){12}\."),
+        constrain(json=NUMBERS),
+        constrain(choice=["first", "second", "third"]),
     ]
     sampling = [{}, {"temperature": 1.5}]
     return [
@@ -249,7 +249,7 @@ def test_concurrent_requests_do_not_change_each_others_answers(server, count):
 def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
     """Three requests need 13 pages each. The engine has 24 pages."""
     requests = [
-        structured(regex=r"([a-f]{3}-[0-9]{3} ){24}\.")
+        constrain(regex=r"([a-f]{3}-[0-9]{3} ){24}\.")
         | {"prompt": f"{n}", "temperature": 1.0, "seed": n, "max_tokens": 240}
         for n in range(3)
     ]
@@ -291,7 +291,7 @@ class FailingMatcher:
 
 @pytest.fixture
 def broken_server(server, monkeypatch):
-    """The server, with grammars that fail at the letter z and have at most 30 lexer states."""
+    """Return the server with grammars that fail at the letter z or above 30 lexer states."""
     init = grammars.Guide.__init__
     monkeypatch.setattr(
         grammars.Guide,
@@ -304,11 +304,11 @@ def broken_server(server, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
-    requests = [{"max_tokens": 60}, {"max_tokens": 60, **structured(regex="[a-y]+")}]
+    requests = [{"max_tokens": 60}, {"max_tokens": 60, **constrain(regex="[a-y]+")}]
     expected_texts = [complete(broken_server, **fields) for fields in requests]
 
     def submit(regex: str) -> Future:
-        fields = {"prompt": "x", "max_tokens": 60, "stream": stream, **structured(regex=regex)}
+        fields = {"prompt": "x", "max_tokens": 60, "stream": stream, **constrain(regex=regex)}
         return pool.submit(broken_server.ask, COMPLETIONS, fields)
 
     with ThreadPoolExecutor(8) as pool:
@@ -345,7 +345,7 @@ INVALID_GRAMMARS = {
     "no type": (as_schema({"type": "objekt"}), SCHEMA),
     "not supported": (as_schema({"type": "array", "uniqueItems": True}), SCHEMA),
     "not strict": (as_schema(LENIENT), SCHEMA),
-    "not strict, as text": (structured(json=json.dumps(LENIENT)), "structured_outputs.json"),
+    "not strict, as text": (constrain(json=json.dumps(LENIENT)), "structured_outputs.json"),
     "not satisfiable": (as_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA),
     "no end": (as_schema({"$ref": "#"}), SCHEMA),
     "a missing definition": (as_schema({"$ref": "#/$defs/x"}), SCHEMA),
@@ -360,25 +360,25 @@ INVALID_GRAMMARS = {
     ),
     "many patterns": (as_schema({"patternProperties": {f"a{n}": {} for n in range(101)}}), SCHEMA),
     "long patterns": (as_schema({"items": {"pattern": "a?" * 5_000}}), SCHEMA),
-    "a long expression": (structured(regex="a?" * 5_000), "structured_outputs.regex"),
+    "a long expression": (constrain(regex="a?" * 5_000), "structured_outputs.regex"),
     "an unknown name": (as_schema({}, grammar="x"), "response_format.json_schema.grammar"),
     "an extra schema": (
         {"response_format": {"type": "json_object", "schema": {}}},
         "response_format.schema",
     ),
-    "nothing": (structured(), "structured_outputs"),
-    "two": (structured(regex="a", choice=["a"]), "structured_outputs"),
-    "two fields": (as_schema({}) | structured(regex="a"), "structured_outputs.regex"),
-    "an invalid expression": (structured(regex="(a"), "structured_outputs.regex"),
-    "a lookahead": (structured(regex="(?=a)b"), "structured_outputs.regex"),
-    "an empty text": (structured(regex="()"), "structured_outputs.regex"),
-    "no character": (structured(regex=r"[^\s\S]"), "structured_outputs.regex"),
-    "no token": (structured(regex="[ä-ü]"), "structured_outputs.regex"),
-    "a special token": (structured(regex=r"\?+"), "structured_outputs.regex"),
-    "no choices": (structured(choice=[]), "structured_outputs.choice"),
-    "an empty choice": (structured(choice=[""]), "structured_outputs.choice"),
-    "invalid JSON": (structured(json="{"), "structured_outputs.json"),
-    "an unknown grammar": (structured(grammar="x"), "structured_outputs.grammar"),
+    "nothing": (constrain(), "structured_outputs"),
+    "two": (constrain(regex="a", choice=["a"]), "structured_outputs"),
+    "two fields": (as_schema({}) | constrain(regex="a"), "structured_outputs.regex"),
+    "an invalid expression": (constrain(regex="(a"), "structured_outputs.regex"),
+    "a lookahead": (constrain(regex="(?=a)b"), "structured_outputs.regex"),
+    "an empty text": (constrain(regex="()"), "structured_outputs.regex"),
+    "no character": (constrain(regex=r"[^\s\S]"), "structured_outputs.regex"),
+    "no token": (constrain(regex="[ä-ü]"), "structured_outputs.regex"),
+    "a special token": (constrain(regex=r"\?+"), "structured_outputs.regex"),
+    "no choices": (constrain(choice=[]), "structured_outputs.choice"),
+    "an empty choice": (constrain(choice=[""]), "structured_outputs.choice"),
+    "invalid JSON": (constrain(json="{"), "structured_outputs.json"),
+    "an unknown grammar": (constrain(grammar="x"), "structured_outputs.grammar"),
     "an older name": ({"guided_regex": "a"}, "guided_regex"),
 }
 

@@ -54,7 +54,7 @@ PACKAGES = {"lm-eval": "lm_eval"}
 
 
 def register(client: str) -> Callable[[Run], Run]:
-    """Register a function as a run of a client. Its name after "__" describes the run."""
+    """Register a function as a run of a client. Its name after "__" becomes the run's name."""
 
     def add_run(run: Run) -> Run:
         name = run.__name__.removeprefix("_").partition("__")[2].replace("_", " ")

@@ -1,4 +1,4 @@
-"""`make clients` runs real clients of OpenAI's API against `hf-fp8kv serve`.
+"""Run real clients of OpenAI's API against `hf-fp8kv serve` (`make clients`).
 
     python -m tests.tools.clients --python .venv-clients/bin/python
     python -m tests.tools.clients ... --record tests/serving/client_requests.json
@@ -28,12 +28,12 @@ CLIENTS = (
     "openai", "langchain-openai", "litellm", "instructor", "openai-agents", "llm", "lm-eval",
     "guidellm",
 )  # fmt: skip
-TIME_LIMIT = 600  # seconds of a client
+TIME_LIMIT = 600  # seconds for each client
 CACHE_OPTIONS = ("--cb-num-blocks", "512", "--max-model-len", "2048")
 
 
 class Recorder(http.server.ThreadingHTTPServer):
-    """Forwards requests to a server, and keeps the requests that generate text, by client."""
+    """Forwards requests to a server, and keeps the requests of each client that have a body."""
 
     def __init__(self, port: int) -> None:
         self.target, self.client, self.requests = port, "", {name: {} for name in CLIENTS}

@@ -53,7 +53,7 @@ def clear_caches(model: PreTrainedModel) -> None:
         del type(model)._can_set_attn_implementation_cached_value
 
 
-def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> Logits:
+def compute_logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> Logits:
     """Return the logits of the prompt and, with a cache, of two single tokens after it."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     outputs = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
@@ -64,7 +64,7 @@ def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> Logits:
     return outputs
 
 
-def later_logits(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> Logits:
+def continue_cache(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> Logits:
     """Return the logits of one more token in a fork and in the cache, after eager operations."""
     assert cache.host_length() == inputs["input_ids"].shape[1] + 2
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -77,7 +77,7 @@ def later_logits(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tenso
     ]
 
 
-def agree(actual: Logits, expected: Logits) -> None:
+def assert_close(actual: Logits, expected: Logits) -> None:
     """Assert that logits are close. Compiled code may round differently than eager code."""
     torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
@@ -89,23 +89,24 @@ def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Ten
     if case == "export":
         inputs = {**inputs, "use_cache": False}
         program = torch.export.export(model, (), inputs, strict=True)
-        agree([program.module()(**inputs).logits], [model(**inputs).logits])
+        assert_close([program.module()(**inputs).logits], [model(**inputs).logits])
         return
     # AOTAutograd splits the `PagedKV` handles into tensors. All other cases only check the tracing.
     backend = "aot_eager" if case == "preallocated" else "eager"
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     is_preallocated = case.startswith("preallocated")
     caches = [make_cache(case, model.config) for _ in range(1 + is_preallocated)]
-    actual = [logits(compiled, cache, inputs) for cache in caches]
+    actual = [compute_logits(compiled, cache, inputs) for cache in caches]
     assert not counters["graph_break"]
     if is_preallocated:
         assert counters["stats"]["unique_graphs"] == 2, "a second cache was compiled again"
     eager_cache = make_cache(case, model.config)
-    expected = logits(model, eager_cache, inputs)
+    expected = compute_logits(model, eager_cache, inputs)
     for x in actual:
-        agree(x, expected)
+        assert_close(x, expected)
     if is_preallocated:
-        agree(later_logits(model, caches[0], inputs), later_logits(model, eager_cache, inputs))
+        actual, expected = (continue_cache(model, x, inputs) for x in (caches[0], eager_cache))
+        assert_close(actual, expected)
 
 
 def main() -> None:

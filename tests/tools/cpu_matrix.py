@@ -33,7 +33,7 @@ Setting = dict[str, str]
 
 
 def list_settings(product: bool) -> list[Setting]:
-    """Return the settings to run: one for each pair of instruction sets, or with `product` all."""
+    """Return one setting for each pair of instruction sets, or all settings with `product`."""
     if product:
         rows = list(itertools.product(*CHOICES.values()))
     else:

@@ -1,8 +1,8 @@
-"""Measure the cost of grammars in a step of the server: `python -m tests.tools.grammar_cost`.
+"""Measure how long grammars take in a server step: `python -m tests.tools.grammar_cost`.
 
-Steps have 8 requests, of which none, one or all follow a JSON schema, or 32 requests, of which none
-or all follow it. The vocabulary is from the tiny model (95 tokens) or the demo model (49,152
-tokens). The model does not run. torch uses one thread.
+A step has 8 requests (none, one or all with a JSON schema) or 32 requests (none or all with it).
+The vocabulary is from the tiny model (95 tokens) or the demo model (49,152 tokens). No model runs,
+and torch uses one thread.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -28,10 +29,12 @@ ANSWER = (
 )
 
 
-def measure_step(tokenizer: object, guide: Guide, num_requests: int, num_guided: int) -> float:
-    """Return the median time to make and apply masks and advance in a step, in microseconds."""
-    vocabulary_size, times = len(tokenizer), []
-    sampler, logits = Sampler([], vocabulary_size), torch.ones(num_requests, vocabulary_size)
+def measure_step(tokenizer: Any, guide: Guide, num_requests: int, num_guided: int) -> float:
+    """Return the median microseconds of a step, which applies masks and advances guides."""
+    vocabulary_size = len(tokenizer)
+    times = []
+    sampler = Sampler([], vocabulary_size)
+    logits = torch.empty(num_requests, vocabulary_size)
     sampling_args = torch.zeros(5, num_requests, dtype=torch.int32)
     stop_ids = frozenset({vocabulary_size - 1})
     sampler.fill_defaults(sampling_args)
@@ -60,16 +63,14 @@ def main() -> None:
         assert grammar is not None
         times = []
         for _ in range(20):
-            begin = time.perf_counter()
+            start = time.perf_counter()
             guide = grammars._compile_grammar(*grammar)
-            times.append((time.perf_counter() - begin) * 1e3)
-        later_median = statistics.median(times[1:])
-        first_request = f"first request {times[0]:.0f} ms"
-        print(f"{len(tokenizer)} tokens: {first_request}, median of later {later_median:.1f} ms")
-        for counts in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
-            step_time = measure_step(tokenizer, guide, *counts)
-            text = f"{counts[0]} requests, {counts[1]} with a grammar"
-            print(f"  {text}: {step_time:.0f} us per step")
+            times.append((time.perf_counter() - start) * 1e3)
+        median = statistics.median(times[1:])
+        print(f"{len(tokenizer)} tokens: first {times[0]:.0f} ms, median of later {median:.1f} ms")
+        for num_all, num_guided in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
+            step_time = measure_step(tokenizer, guide, num_all, num_guided)
+            print(f"  {num_all} requests, {num_guided} with a grammar: {step_time:.0f} us per step")
 
 
 if __name__ == "__main__":

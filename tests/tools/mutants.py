@@ -427,7 +427,7 @@ def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
 
 
 def find_failing_tier(tree: Path, mutant: Mutant) -> str:
-    """Return which tests fail first: "named tests", "fast tier", "full tier", or "" for none.
+    """Return the first tests that fail: "named tests", "fast tier", "full tier", or "" for none.
 
     "timeout" means that a run took `TIMEOUT` seconds, which does not count as a failure.
     """
@@ -499,7 +499,7 @@ def main() -> None:
     num_fast = sum(tier in ("named tests", "fast tier") for tier in tiers.values())
     survivors = [name for name, tier in tiers.items() if tier in ("", "timeout")]
     minutes = (time.monotonic() - start) / 60
-    print(f"{num_fast} of {len(chosen_mutants)} mutants noticed by the fast tier, "
+    print(f"{num_fast} of {len(chosen_mutants)} mutants detected by the fast tier, "
           f"{len(survivors)} by none, "
           f"{minutes:.1f} minutes")  # fmt: skip
     if survivors or len(chosen_mutants) - num_fast > MAX_SURVIVORS:

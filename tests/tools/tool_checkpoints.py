@@ -77,7 +77,7 @@ def list_auto_round() -> dict[str, Save]:
     """Return a function for each layout that saves the layout with AutoRound."""
     from auto_round import AutoRound
 
-    def layout(scheme: str, format: str, **options: str) -> Save:
+    def make_save(scheme: str, format: str, **options: str) -> Save:
         def save(folder: Path) -> None:
             original = save_model("llama", folder / "original")
             tokens = [{"input_ids": row[None]} for row in make_tokens()]
@@ -92,10 +92,10 @@ def list_auto_round() -> dict[str, Save]:
         return save
 
     return {
-        "llama-fp8-ar": layout("FP8_STATIC", "auto_round", static_kv_dtype="fp8"),
-        "llama-fp8-llmc": layout("FP8_STATIC", "llm_compressor", static_kv_dtype="fp8"),
-        "llama-attn-llmc": layout("FP8_STATIC", "llm_compressor", static_attention_dtype="fp8"),
-        "llama-w4-ar": layout("W4A16", "auto_round", static_kv_dtype="fp8"),
+        "llama-fp8-ar": make_save("FP8_STATIC", "auto_round", static_kv_dtype="fp8"),
+        "llama-fp8-llmc": make_save("FP8_STATIC", "llm_compressor", static_kv_dtype="fp8"),
+        "llama-attn-llmc": make_save("FP8_STATIC", "llm_compressor", static_attention_dtype="fp8"),
+        "llama-w4-ar": make_save("W4A16", "auto_round", static_kv_dtype="fp8"),
     }
 
 
@@ -109,7 +109,7 @@ def list_llm_compressor() -> dict[str, Save]:
     fp8_scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     fp8_scheme["symmetric"] = True
 
-    def layout(
+    def make_save(
         name: str, scheme: dict[str, object], weights: str | None = None, rotation: str = ""
     ) -> Save:
         def save(folder: Path) -> None:
@@ -129,17 +129,17 @@ def list_llm_compressor() -> dict[str, Save]:
         return save
 
     return {
-        "llama-kv": layout("llama", {}),
-        "llama-fp8-kv": layout("llama", {}, "FP8"),
-        "llama-w4a16-kv": layout("llama", {}, "W4A16"),
-        "llama-kv-heads": layout("llama", {"strategy": "attn_head"}),
-        "qwen3-kv": layout("qwen3", {}),
-        "phi3-kv": layout("phi3", {}),
-        "llama-kv-dynamic": layout("llama", {"dynamic": True}),
-        "llama-kv-int8": layout("llama", {"type": "int"}),
-        "llama-kv-r3": layout("llama", {}, rotation="hadamard"),
-        "llama-kv-r3-random": layout("llama", {}, rotation="random-hadamard"),
-        "llama-kv-int4": layout("llama", {"type": "int", "num_bits": 4}),
+        "llama-kv": make_save("llama", {}),
+        "llama-fp8-kv": make_save("llama", {}, "FP8"),
+        "llama-w4a16-kv": make_save("llama", {}, "W4A16"),
+        "llama-kv-heads": make_save("llama", {"strategy": "attn_head"}),
+        "qwen3-kv": make_save("qwen3", {}),
+        "phi3-kv": make_save("phi3", {}),
+        "llama-kv-dynamic": make_save("llama", {"dynamic": True}),
+        "llama-kv-int8": make_save("llama", {"type": "int"}),
+        "llama-kv-r3": make_save("llama", {}, rotation="hadamard"),
+        "llama-kv-r3-random": make_save("llama", {}, rotation="random-hadamard"),
+        "llama-kv-int4": make_save("llama", {"type": "int", "num_bits": 4}),
     }
 
 
@@ -147,7 +147,7 @@ def list_quark() -> dict[str, Save]:
     """Return a function for each layout that saves the layout with Quark."""
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
-    def layout(
+    def make_save(
         name: str = "llama", scheme: str = "fp8", mode: str = "quark", post_rope: bool = False,
         **options: object,
     ) -> Save:  # fmt: skip
@@ -163,19 +163,19 @@ def list_quark() -> dict[str, Save]:
         return save
 
     return {
-        "llama-fp8-kv": layout(mode="fp8"),
-        "llama-fp8-kv-quark": layout(),
-        "llama-fp8-kv-postrope": layout(post_rope=True),
-        "llama-fp8-kv-postrope-fp8mode": layout(mode="fp8", post_rope=True),
-        "llama-fp8-attn": layout(attention_scheme="fp8"),
-        "llama-minscale": layout(min_kv_scale=1.0),
-        "llama-int4-kv": layout(scheme="int4_wo_32"),
-        "llama-mxfp4-kv": layout(scheme="mxfp4"),
-        "llama-fp8w": layout(kv_cache_scheme=None),
-        "llama-fp8w-fp8mode": layout(mode="fp8", kv_cache_scheme=None),
-        "phi3-fp8-kv": layout("phi3"),
-        "qwen2-fp8-kv": layout("qwen2", mode="fp8"),
-        "qwen3-fp8-kv": layout("qwen3"),
+        "llama-fp8-kv": make_save(mode="fp8"),
+        "llama-fp8-kv-quark": make_save(),
+        "llama-fp8-kv-postrope": make_save(post_rope=True),
+        "llama-fp8-kv-postrope-fp8mode": make_save(mode="fp8", post_rope=True),
+        "llama-fp8-attn": make_save(attention_scheme="fp8"),
+        "llama-minscale": make_save(min_kv_scale=1.0),
+        "llama-int4-kv": make_save(scheme="int4_wo_32"),
+        "llama-mxfp4-kv": make_save(scheme="mxfp4"),
+        "llama-fp8w": make_save(kv_cache_scheme=None),
+        "llama-fp8w-fp8mode": make_save(mode="fp8", kv_cache_scheme=None),
+        "phi3-fp8-kv": make_save("phi3"),
+        "qwen2-fp8-kv": make_save("qwen2", mode="fp8"),
+        "qwen3-fp8-kv": make_save("qwen3"),
     }
 
 
@@ -188,7 +188,7 @@ def list_modelopt() -> dict[str, Save]:
         for row in make_tokens():
             model(row[None])
 
-    def layout(name: str, weights: str | None, cache: str | None, ranks: int = 0) -> Save:
+    def make_save(name: str, weights: str | None, cache: str | None, ranks: int = 0) -> Save:
         def save(folder: Path) -> None:
             cache_config = [] if cache is None else getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
             config = {} if weights is None else getattr(mtq, f"{weights}_CFG")
@@ -205,18 +205,18 @@ def list_modelopt() -> dict[str, Save]:
         return save
 
     return {
-        "llama-kv": layout("llama", None, "FP8"),
-        "llama-fp8-kv": layout("llama", "FP8_DEFAULT", "FP8"),
-        "llama-fp8w": layout("llama", "FP8_DEFAULT", None),
-        "llama-fp8-affine": layout("llama", "FP8_DEFAULT", "FP8_AFFINE"),
-        "llama-fp8-nvfp4kv": layout("llama", "FP8_DEFAULT", "NVFP4"),
-        "llama-fp8-nvfp4affine": layout("llama", "FP8_DEFAULT", "NVFP4_AFFINE"),
-        "llama-trtllm": layout("llama", "FP8_DEFAULT", "FP8", ranks=1),
-        "llama-trtllm-tp2": layout("llama", "FP8_DEFAULT", "FP8", ranks=2),
-        "phi3-fp8-kv": layout("phi3", "FP8_DEFAULT", "FP8"),
-        "qwen2-fp8-kv": layout("qwen2", "FP8_DEFAULT", "FP8"),
-        "qwen2-nvfp4-kv": layout("qwen2", "NVFP4_DEFAULT", "FP8"),
-        "qwen3-int8-kv": layout("qwen3", "INT8_SMOOTHQUANT", "FP8"),
+        "llama-kv": make_save("llama", None, "FP8"),
+        "llama-fp8-kv": make_save("llama", "FP8_DEFAULT", "FP8"),
+        "llama-fp8w": make_save("llama", "FP8_DEFAULT", None),
+        "llama-fp8-affine": make_save("llama", "FP8_DEFAULT", "FP8_AFFINE"),
+        "llama-fp8-nvfp4kv": make_save("llama", "FP8_DEFAULT", "NVFP4"),
+        "llama-fp8-nvfp4affine": make_save("llama", "FP8_DEFAULT", "NVFP4_AFFINE"),
+        "llama-trtllm": make_save("llama", "FP8_DEFAULT", "FP8", ranks=1),
+        "llama-trtllm-tp2": make_save("llama", "FP8_DEFAULT", "FP8", ranks=2),
+        "phi3-fp8-kv": make_save("phi3", "FP8_DEFAULT", "FP8"),
+        "qwen2-fp8-kv": make_save("qwen2", "FP8_DEFAULT", "FP8"),
+        "qwen2-nvfp4-kv": make_save("qwen2", "NVFP4_DEFAULT", "FP8"),
+        "qwen3-int8-kv": make_save("qwen3", "INT8_SMOOTHQUANT", "FP8"),
     }
 
 

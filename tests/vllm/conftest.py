@@ -39,7 +39,7 @@ _MODEL_OPTIONS = {
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Return a function that returns the model of a name in `_MODEL_OPTIONS`, and its folder."""
+    """Return a function from a name in `_MODEL_OPTIONS` to the model and its folder."""
     cached_models = {}
 
     def get_model(name):
@@ -147,23 +147,25 @@ def make_options(dtype, folder, layers=LAYERS):
     return options | {"scales": scales}, folder
 
 
-def generate(llm, prompts, count=NEW_TOKENS):
+def generate(llm, prompts, num_tokens=NEW_TOKENS):
     """Return the greedy tokens of vLLM, and the number of cached prefix tokens of each prompt."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+    )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     return [[*x.outputs[0].token_ids] for x in outputs], [x.num_cached_tokens for x in outputs]
 
 
-def generate_hf(model, prompts, count=NEW_TOKENS, **options):
+def generate_hf(model, prompts, num_tokens=NEW_TOKENS, **options):
     """Return the greedy tokens of transformers with `FP8PagedCache(prefill="stored")`."""
     answers = []
     for prompt in prompts:
         cache = FP8PagedCache(model.config, prefill="stored", **options)
         ids = model.generate(
-            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=count, do_sample=False,
-            eos_token_id=None,
+            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=num_tokens,
+            do_sample=False, eos_token_id=None,
         )  # fmt: skip
         answers.append(ids[0, len(prompt) :].tolist())
     return answers

@@ -17,7 +17,8 @@ from tests.helpers.margins import greedy_deficit
 
 from .conftest import generate_hf, make_scales
 
-# Largest deficit of a token's logit by 8-bit pages. It exceeds 5 for answers to a different prompt.
+# Maximum difference between the largest logit and a chosen token's, due to 8-bit pages. For answers
+# to a different prompt it exceeds 5.
 MAX_DEFICIT = 1.0
 SCRIPT = """
 import json, sys
@@ -32,8 +33,8 @@ def main(folder, scales, ranks, prompts):
     )
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
-    out = llm.generate(prompts, sampling, use_tqdm=False)
-    print("TOKENS", json.dumps([list(x.outputs[0].token_ids) for x in out]))
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    print("TOKENS", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
@@ -42,7 +43,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tensor_parallel_ranks_give_the_tokens_of_one_process(models, prompts, tmp_path, ranks):
-    """Each rank has one of two heads, which have different scales and centers."""
+    """With two ranks, each has one of the two heads, whose scales and centers differ."""
     pytest.importorskip("vllm")
     if ranks > (os.cpu_count() or 1):
         pytest.skip("vLLM needs a core for each rank")
@@ -68,8 +69,8 @@ def test_tensor_parallel_ranks_give_the_tokens_of_one_process(models, prompts, t
 def test_the_example_gives_greedy_answers():
     """The example calibrates the demo model, and vLLM starts the engine in a separate process.
 
-    With 8-bit pages, CPUs may choose differently between two nearly equal tokens. Each answer must
-    therefore be greedy to within this rounding, and must not fit a different prompt.
+    With 8-bit pages, CPUs may choose differently between two tokens with nearly equal logits. Each
+    answer must therefore be greedy up to this rounding error, and must not fit a different prompt.
     """
     pytest.importorskip("vllm")
     example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"

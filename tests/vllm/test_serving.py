@@ -149,6 +149,6 @@ def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path,
             for pool_codes, cache_codes in code_pairs:
                 # vLLM reserves block 0. The first request gets the following blocks in order.
                 block_bytes = cache_codes[stored.table[0, block]]
-                differs = pool_codes[block + 1, :, :size] != block_bytes[:, :size]
+                is_different = pool_codes[block + 1, :, :size] != block_bytes[:, :size]
                 # In layer 1, a code may depend on the last bit of a sum in layer 0.
-                assert differs.sum() <= index
+                assert is_different.sum() <= index

@@ -34,7 +34,7 @@ def make_pool(dtype, *, gap=0):
 
 
 class Layer:
-    """A layer with a pool and a storage, and attention to the pages of the pool."""
+    """A layer with a pool of blocks, its storage settings, and attention over the pool's pages."""
 
     def __init__(self, kind, backend, *, gap=0, window=0, softcap=0.0, sinks=None):
         dtype = DTYPES[NAMES[kind]]
@@ -75,8 +75,8 @@ class Requests:
         self.keys = [self._draw_tokens(0) for _ in range(NUM_REQUESTS)]
         self.values = [self._draw_tokens(0) for _ in range(NUM_REQUESTS)]
 
-    def _draw_tokens(self, tokens):
-        return torch.randn((tokens, HEADS, DIM), generator=self.generator)
+    def _draw_tokens(self, num_tokens):
+        return torch.randn((num_tokens, HEADS, DIM), generator=self.generator)
 
     def run_step(self, counts, attend):
         """Add tokens, and return the step's queries and starts, and the result of `attend`."""

@@ -1,9 +1,9 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case has two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. All files have version 3, and
-the same tokens as the files of version 2 that they replaced. Write the files again only for a
-new version of the format.
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version
+3 of the format, and hold the tokens of the version 2 files that they replaced. Write the files
+again only for a new version of the format.
 """
 
 import sys
@@ -19,13 +19,13 @@ HEADS, DIM, PROMPT_TOKENS = 2, 16, 13
 
 
 def make_config(model_type: str) -> Any:
-    config = _make_config(model_type)
+    config = _make_model_config(model_type)
     # With RoPE, the centers of a first call would differ from the centers in earlier files.
     config.rope_parameters = None
     return config
 
 
-def _make_config(model_type: str) -> Any:
+def _make_model_config(model_type: str) -> Any:
     from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
     sizes: dict[str, Any] = {
@@ -40,10 +40,10 @@ def _make_config(model_type: str) -> Any:
     return Gemma3TextConfig(**sizes, sliding_window=8, layer_types=types)
 
 
-def make_scales(*, center: bool) -> KVScales:
+def make_scales(*, has_center: bool) -> KVScales:
     k, v = torch.tensor([[0.01], [0.04]]), torch.tensor([[0.5], [0.002]])
-    mean = torch.arange(HEADS * DIM).reshape(HEADS, DIM) / 8 if center else None
-    return KVScales({i: LayerScales(k * (i + 1), v * (i + 1), mean) for i in range(2)})
+    k_center = torch.arange(HEADS * DIM).reshape(HEADS, DIM) / 8 if has_center else None
+    return KVScales({i: LayerScales(k * (i + 1), v * (i + 1), k_center) for i in range(2)})
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,8 +63,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "first-call-centers": ("llama", {"plan": "fp8_e4m3 centered"}),
-    "static-scales": ("llama", {"scales": make_scales(center=False)}),
-    "centered": ("llama", {"scales": make_scales(center=True)}),
+    "static-scales": ("llama", {"scales": make_scales(has_center=False)}),
+    "centered": ("llama", {"scales": make_scales(has_center=True)}),
     "constant-scale": ("llama", {"scales": 0.5}),
     "auto": ("llama", {"dtype": "auto"}),
     "sliding": ("mistral", {"dtype": "fp8_e4m3"}),
@@ -80,6 +80,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def feed(cache: FP8PagedCache, num_tokens: int, seed: int) -> None:
+    """Append random keys and values of `num_tokens` tokens to both layers."""
     generator = torch.Generator().manual_seed(seed)
     for layer in range(2):
         x = torch.randint(-64, 65, (2, HEADS, num_tokens, DIM), generator=generator) / 8
@@ -87,8 +88,8 @@ def feed(cache: FP8PagedCache, num_tokens: int, seed: int) -> None:
 
 
 def make_cache(name: str) -> FP8PagedCache:
-    model_type, keywords = CASES[name]
-    cache = FP8PagedCache(make_config(model_type) if model_type else None, page_size=8, **keywords)
+    model_type, options = CASES[name]
+    cache = FP8PagedCache(make_config(model_type) if model_type else None, page_size=8, **options)
     if name != "empty":
         feed(cache, PROMPT_TOKENS, 0)
         cache.reorder_cache(torch.tensor([1, 1]))
@@ -96,6 +97,7 @@ def make_cache(name: str) -> FP8PagedCache:
 
 
 def continue_cache(cache: FP8PagedCache) -> None:
+    """Append 4 steps of one token, swap the sequences, and append 6 more tokens."""
     for step in range(4):
         feed(cache, 1, 1 + step)
     cache.reorder_cache(torch.tensor([1, 0]))

@@ -38,11 +38,11 @@ def new_pages(
 ) -> Pages:
     """Return empty pages with dynamic scales for one layer.
 
-    `table` is `[B, M]`, int32: the page numbers of each sequence, in order, all below `pages`.
+    `table` is `[B, M]`, int32. Its rows hold the page numbers of each sequence, all below `pages`.
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
-    side, uint8 = StoredSide(None, None, format, head_dim, rotated), torch.uint8
+    uint8, side = torch.uint8, StoredSide(None, None, format, head_dim, rotated)
     page_bytes = page_layout(heads, page_size, head_dim, head_dim, uint8, uint8, True).size
     block = torch.zeros(pages, page_bytes, dtype=uint8, device=table.device)
     offsets = torch.arange(0, pages * page_bytes, page_bytes, device=table.device)

@@ -30,4 +30,4 @@ def test_attention_equals_attention_over_gathered_values(format, tokens):
         query, k, v, attn_mask=mask, enable_gqa=True
     ).transpose(1, 2)
     error = (actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error < 2e-3  # sums have different orders
+    assert error < 2e-3  # the sums are computed in a different order

@@ -59,7 +59,7 @@ def main() -> int:
     if options.dry:
         limits = dict.fromkeys(limits, DRY_LIMIT)
     if options.dry and gpu is None:
-        # Kernels run in Triton's interpreter, with the tests' fixes of its arithmetic.
+        # Kernels run in Triton's interpreter, with the repairs of the tests.
         os.environ["TRITON_INTERPRET"] = "1"
     codes = [0]
     if "smoke" in limits:

@@ -1,6 +1,6 @@
 """Print versions, and compare decode calls with the reference: `python -m tests.tools.gpu.smoke`.
 
-The argument `tiny` runs every kind of kernel at tiny shapes, for compute-sanitizer.
+With the argument `tiny`, every kind of kernel runs on tiny shapes, for compute-sanitizer.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from hf_fp8kv.cache.paged_tensor import pages_of
 
 ON_GPU = torch.cuda.is_available()
 HEADS = Heads(8, 2, 64) if ON_GPU else TINY.heads
-LATENT = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
+LATENT_HEADS = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
 def attend_to_pages(stage: Stage, case: Case, kind: PageFormat) -> float:
-    """Return the error of attention to scattered pages. A plan may split the attention."""
+    """Return the error of attention over scattered pages, which a plan may split."""
     [pages] = make_layer_pages(stage, kind, case, 1, 8)
     query = make_query(stage, case)
     compute_plan, plan, lengths = make_plan_step(stage, case, "triton")
@@ -33,15 +33,15 @@ def attend_to_pages(stage: Stage, case: Case, kind: PageFormat) -> float:
     return check_output(attend(query, pages, lengths, case, plan, "triton"), query, pages, case)
 
 
-def step_cache(stage: Stage, kind: PageFormat) -> float:
+def run_cache_steps(stage: Stage, kind: PageFormat) -> float:
     """Return the error of a growing cache after three steps that each write, plan and attend."""
     case = Case((130, 130), HEADS)
     steps = CacheSteps(stage, kind, case, 2, "triton", preallocated=False)
     for _ in range(3):
         for layer in range(2):
             output = steps.step(layer)
-    stored = Case((132, 132), HEADS)
-    return check_output(output, steps.query, pages_of(steps.key), stored)
+    final_case = Case((132, 132), HEADS)
+    return check_output(output, steps.query, pages_of(steps.key), final_case)
 
 
 def main() -> int:
@@ -59,12 +59,12 @@ def main() -> int:
     with torch.no_grad():
         if is_tiny:
             for kind in (E3M4, E4M3, BF16):
-                errors[f"cache {kind.name}"] = step_cache(stage, kind)
+                errors[f"cache {kind.name}"] = run_cache_steps(stage, kind)
                 errors[f"ragged {kind.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), kind)
             extend_case = Case((200,), HEADS, new_tokens=70)
             for kind in (E3M4, BF16):
                 errors[f"extend {kind.name}"] = attend_to_pages(stage, extend_case, kind)
-            errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT), E3M4)
+            errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT_HEADS), E3M4)
         else:
             length = 32768 if ON_GPU else 130
             errors["decode"] = attend_to_pages(stage, Case((length,), HEADS), E3M4)

@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs, and print registers, memory, instructions and violated rules.
+"""Compile the kernels for GPUs, and report registers, memory, instructions and violated rules.
 
     make kernels KERNELS_ARGS="--target sm_90 --summary"
 
@@ -21,24 +21,25 @@ from .check import Row, check_targets
 from .rules import TARGETS
 from .variants import list_variants
 
-# The decode and extend kernels with head size 128, for each way to store K and V.
+# The decode and extend kernels with head size 128, for each storage format.
 SUMMARY_VARIANTS = [
     f"{operation} {stored} D128{tokens}"
     for operation, tokens in (("decode", ""), ("extend", " T1024"))
     for stored in ("e4m3 static", "e4m3", "e5m2", "e3m4", "auto")
 ]
+# `check.make_row` explains the columns.
 COLUMNS = ("registers", "spills", "shared", "programs", "rows", "tile", "warps", "wide_bytes",
            "conversions", "per_kib", "per_tile", "in_flight")  # fmt: skip
 
 
 def read_rows(path: str) -> dict[tuple[str, ...], Any]:
-    """Return the rows of an earlier report by target, variant and kernel."""
+    """Return the rows of an earlier report, keyed by target, variant and kernel."""
     rows = itertools.chain(*json.loads(Path(path).read_text())["targets"].values())
     return {(row["target"], row["variant"], row["kernel"]): row for row in rows}
 
 
 def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> dict[str, object]:
-    """Return the cells of a row. If a value differs from `old_rows`, its cell shows both."""
+    """Return the cells of a row. A cell shows both values if the value in `old_rows` differs."""
     cells = {name: row[name] for name in ("variant", "kernel", "target")}
     old_row = old_rows.get((row["target"], row["variant"], row["kernel"]), {})
     for name in COLUMNS:
@@ -49,17 +50,16 @@ def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> dict[str, obje
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile the kernels, and print them. Return 1 if one does not compile or violates a rule."""
+    """Print a row for each kernel. Return 1 if a kernel does not compile or violates a rule."""
     parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
-    add_argument = parser.add_argument
     names = [variant.name for variant in list_variants()]
-    add_argument("--target", nargs="+", action="extend", choices=TARGETS, help="default: all")
-    add_argument("--variant", nargs="+", action="extend", choices=names, metavar="NAME", default=[],
-                 help="variants to compile (default: all)")  # fmt: skip
-    add_argument("--summary", action="store_true", help="only decode and extend, head size 128")
-    add_argument("--before", type=read_rows, default={}, metavar="FILE",
-                 help="output of an earlier --json. Changed cells show both values")  # fmt: skip
-    add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--target", nargs="+", action="extend", choices=TARGETS, help="default all")
+    parser.add_argument("--variant", nargs="+", action="extend", choices=names, metavar="NAME",
+                        default=[], help="variants to compile (default: all)")  # fmt: skip
+    parser.add_argument("--summary", action="store_true", help="decode and extend, head size 128")
+    parser.add_argument("--before", type=read_rows, default={}, metavar="FILE",
+                        help="report of a run with --json, to show changes")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
     options = parser.parse_args(arguments)
     variants = SUMMARY_VARIANTS if options.summary else options.variant
     targets = check_targets(options.target or list(TARGETS), variants)
@@ -68,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"triton": version("triton"), "targets": targets}))
     else:
         rows.sort(key=lambda row: ([*names, ""].index(row["variant"]), row["kernel"]))
-        cells = [make_cells(row, options.before) for row in rows]
-        texts = [list(map(str, row.values())) for row in cells]
-        table = build_table(dict.fromkeys(cells[0], "left"), texts)
+        table_rows = [make_cells(row, options.before) for row in rows]
+        texts = [list(map(str, cells.values())) for cells in table_rows]
+        table = build_table(dict.fromkeys(table_rows[0], "left"), texts)
         Console(width=None if sys.stdout.isatty() else 200).print(table)
     return int(any(row["violations"] for row in rows))
 

@@ -28,7 +28,7 @@ from .assembly import read_assembly
 from .rules import find_violations
 from .variants import Variant, call_variant, list_variants
 
-# One kernel of a variant for one target: its names, violations, and the properties of `make_row`.
+# A kernel of a variant for one target: names, violations, and the properties from `make_row`.
 Row: TypeAlias = dict[str, Any]
 
 
@@ -41,11 +41,11 @@ def check_targets(names: Sequence[str], variants: Collection[str] = ()) -> dict[
 def run_in_processes(
     names: Sequence[str], yield_rows: Callable[[str], Iterable[Row]]
 ) -> dict[str, list[Row]]:
-    """Return the rows that `yield_rows` yields for each name, in a process per name, two at a time.
+    """Return the rows of `yield_rows` for each name. Two processes run at a time, one per name.
 
-    Triton 3.6 converts FP8 for all targets of a process as for its first target. The processes are
-    forks, because an import of torch and transformers takes seconds. A process that dies gives a
-    row with a violation.
+    Triton 3.6 converts FP8 for all targets of a process like for its first target. The processes
+    are forks, because an import of torch and transformers takes seconds. A process that dies adds
+    a row with a violation.
     """
     fork = multiprocessing.get_context("fork")
     rows: dict[str, list[Row]] = {}
@@ -63,7 +63,7 @@ def run_in_processes(
                 rows[name] = [json.loads(line) for line in lines]
                 print(f"{name}: {len(lines)} kernels", file=sys.stderr)
                 if process.exitcode:
-                    reason = f"the process ended with {process.exitcode}"
+                    reason = f"the process ended with exit code {process.exitcode}"
                     rows[name].append(_make_failed_row(name, "", "", reason))
     return rows
 
@@ -77,7 +77,7 @@ def _write_rows(path: Path, yield_rows: Callable[[str], Iterable[Row]], name: st
 def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
     """Yield a row for each kernel that the variants launch on the target `name`.
 
-    From then on, Triton compiles for this target in this process.
+    Afterwards, Triton compiles for this target in this process.
     """
     set_target(name)
     target = Target.parse(name)

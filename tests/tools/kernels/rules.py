@@ -75,4 +75,4 @@ def find_violations(
     programs = target.fit(assembly.registers, warps, shared)
     expected = expected_programs(target, variant.groups * variant.tokens)
     if variant.is_main and variant.operation == "decode" and programs < expected:
-        yield f"{programs} programs fit on an SM, of {expected}"
+        yield f"{programs} of {expected} programs fit on an SM"

@@ -1,6 +1,6 @@
 """List the calls for which kernels are compiled: every format, and selected shapes and features.
 
-A variant is called as a cache calls it, on small tensors on the CPU (see check.py).
+A variant makes the call of a cache, on small tensors on the CPU (see check.py).
 """
 
 import importlib
@@ -75,7 +75,7 @@ class Variant:
 
 
 def list_variants(names: Collection[str] = ()) -> list[Variant]:
-    """Return the variants to compile for every target, or those with one of `names`."""
+    """Return the variants to compile for every target, or only the variants with these names."""
     formats = [{"k": name, "v": name} for name in FORMATS]
     # No hardware converts these formats, so their bits are shifted on every GPU.
     shifted_formats = [
@@ -135,7 +135,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
 
 
 def call_variant(variant: Variant) -> None:
-    """Call the operation of `variant` as the cache calls it."""
+    """Call the operation of `variant` with the arguments of a cache."""
     kernels = importlib.import_module(f"hf_fp8kv.ops.triton.{variant.operation}")
     pages = _make_pages(variant)
     lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)

@@ -23,7 +23,7 @@ from .machine import execute
 from .memory import GlobalMemory
 from .parse import Program, parse
 
-# Numbers of executed launches, programs and instructions, and of parsed versions of each kernel.
+# Numbers of executed launches, programs and instructions, and of compiled versions of each kernel.
 COUNTS: collections.Counter[str] = collections.Counter()
 OPCODES: set[str] = set()
 
@@ -49,7 +49,7 @@ def _parse_and_compile(text: str) -> tuple[Program, list[Any]]:
 
 def activate() -> None:
     """Make Triton compile for and launch on this device from now on."""
-    # PTX is the last stage, so no cubin is made.
+    # PTX is the last stage, so Triton makes no cubin.
     CUDABackend.binary_ext = property(lambda _: "ptx", lambda *_: None)
     triton.knobs.runtime.add_stages_inspection_hook = _end_with_ptx
     cpu = torch.device("cpu")
@@ -86,7 +86,7 @@ class _Launcher:
         self.signature = tuple(source.signature.values())
 
     def __call__(self, x: int, y: int, z: int, _stream: int, kernel: Kernel, *values: Any) -> None:
-        # The first four values are metadata and two hooks.
+        # The first four values are metadata and hooks.
         leaves = list(_flatten(self.signature, values[4:]))
         tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
         # The offsets of pages may lead to blocks that are not arguments themselves.

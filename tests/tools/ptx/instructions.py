@@ -1,4 +1,4 @@
-"""Compile PTX instructions to functions that change the state of a `Machine`."""
+"""Compile PTX instructions into functions that change the state of a `Machine`."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .parse import Instruction, Program
 def compile_program(program: Program) -> list[tuple[str, bool, int, Step | None]]:
     """Return the guard, whether it is negated, the target and the function of each instruction.
 
-    Branches and ends have no function. The target of an end is below zero.
+    Branches and ends have no function. The target of an end is -1.
     """
     steps = []
     for instruction in program.code:
@@ -36,23 +36,23 @@ def _compile(instruction: Instruction, program: Program) -> Step:
     operation = find_operation(opcode)
     has_vectors = any(isinstance(x, tuple) for x in operands)
     if operation is not None and not has_vectors:
-        return _compile_operation(operation, operands, program)
-    make_step = _MAKERS.get(opcode[0])
+        return _make_operation(operation, operands, program)
+    make_step = _STEP_MAKERS.get(opcode[0])
     if make_step is None:
-        raise NotImplementedError(f"tests/tools/ptx lacks this instruction: {instruction.text}")
+        raise NotImplementedError(f"tests/tools/ptx does not support {instruction.text}")
     return make_step(instruction, program)
 
 
-def _compile_operation(operation: Operation, operands: Any, program: Program) -> Step:
+def _make_operation(operation: Operation, operands: Any, program: Program) -> Step:
     dst, *sources = operands
     compute, types, result = operation
-    reads = [make_reader(x, dtype, program) for x, dtype in zip(sources, types, strict=True)]
+    readers = [make_reader(x, dtype, program) for x, dtype in zip(sources, types, strict=True)]
     reg_type = REG_TYPES[program.registers[dst]]
-    # A narrow result is extended, with its sign if it is signed.
+    # A narrow result is sign-extended if it is signed, and zero-extended otherwise.
     extended_type = reg_type if result.kind != "i" else np.dtype(f"i{reg_type.itemsize}")
 
     def operate(machine: Machine, mask: Mask) -> None:
-        value = compute(*[read(machine) for read in reads])
+        value = compute(*[read(machine) for read in readers])
         if value.dtype.itemsize != reg_type.itemsize:
             value = value.astype(extended_type)
         machine.set_register(dst, value.view(reg_type), mask)
@@ -65,12 +65,12 @@ def _make_move(instruction: Instruction, program: Program) -> Step:
     dst, src = (register_names(x) for x in instruction.operands)
     dtype = TYPES[instruction.opcode[-1]]
     part_type = REG_TYPES[8 * dtype.itemsize // max(len(dst), len(src))]
-    reads = [make_reader(x, dtype if len(src) == 1 else part_type, program) for x in src]
+    readers = [make_reader(x, dtype if len(src) == 1 else part_type, program) for x in src]
 
     def move(machine: Machine, mask: Mask) -> None:
         bits = 8 * part_type.itemsize
         parts = [
-            read(machine).astype(dtype) << dtype.type(bits * i) for i, read in enumerate(reads)
+            read(machine).astype(dtype) << dtype.type(bits * i) for i, read in enumerate(readers)
         ]
         packed = functools.reduce(np.bitwise_or, parts)
         for i, name in enumerate(dst):
@@ -87,20 +87,20 @@ def _make_load(instruction: Instruction, program: Program) -> Step:
     dtype = TYPES[instruction.opcode[-1]]
     types = [REG_TYPES[program.registers[name]] for name in names]
     if "param" in instruction.opcode:
-        read = make_address_reader(src, program)
+        read_address = make_address_reader(src, program)
 
         def load_parameter(machine: Machine, mask: Mask) -> None:
-            value = machine.parameters.view(dtype)[read(machine) // dtype.itemsize]
+            value = machine.parameters.view(dtype)[read_address(machine) // dtype.itemsize]
             machine.set_register(names[0], value.astype(types[0]), mask)
 
         return load_parameter
-    find_addresses = make_address_reader(src, program)
+    read_addresses = make_address_reader(src, program)
     is_global = "global" in instruction.opcode
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def load(machine: Machine, mask: Mask) -> None:
         threads = machine.thread_ids(mask)
-        addresses = machine.gather(find_addresses(machine), threads)
+        addresses = machine.gather(read_addresses(machine), threads)
         if is_global:
             programs = machine.program_ids_of(threads)
             values = machine.memory.load(addresses, dtype.itemsize, len(names), programs)
@@ -115,15 +115,15 @@ def _make_load(instruction: Instruction, program: Program) -> Step:
 def _make_store(instruction: Instruction, program: Program) -> Step:
     dst, src = instruction.operands
     dtype = TYPES[instruction.opcode[-1]]
-    find_addresses = make_address_reader(dst, program)
-    reads = [make_reader(x, dtype, program) for x in register_names(src)]
+    read_addresses = make_address_reader(dst, program)
+    readers = [make_reader(x, dtype, program) for x in register_names(src)]
     is_global = "global" in instruction.opcode
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def store(machine: Machine, mask: Mask) -> None:
         threads = machine.thread_ids(mask)
-        addresses = machine.gather(find_addresses(machine), threads)
-        values = np.stack([machine.gather(read(machine), threads) for read in reads], 1)
+        addresses = machine.gather(read_addresses(machine), threads)
+        values = np.stack([machine.gather(read(machine), threads) for read in readers], 1)
         if is_global:
             machine.memory.store(addresses, values, machine.program_ids_of(threads))
         else:
@@ -173,10 +173,10 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
 
 def _wait_for_copies(machine: Machine, mask: Mask, num_left: int) -> None:
     """Complete the copies of all groups except the last `num_left` groups."""
-    num_closed = machine.copy_groups.reshape(-1)
+    num_committed = machine.copy_groups.reshape(-1)
     remaining_copies = []
     for copy in machine.copies:
-        is_done = copy.groups < num_closed[copy.threads] - num_left
+        is_done = copy.groups < num_committed[copy.threads] - num_left
         if mask is not None:
             is_done &= np.broadcast_to(mask, machine.shape).reshape(-1)[copy.threads]
         threads, groups, addresses, values = copy
@@ -249,12 +249,12 @@ def _make_reduction(instruction: Instruction, program: Program) -> Step:
 
 
 def _make_fence(instruction: Instruction, _: Program) -> Step:
-    """Make stores to shared memory visible to asynchronous products."""
+    """Compile a fence that makes stores to shared memory visible to asynchronous products."""
     assert instruction.opcode[1:3] == ("proxy", "async"), instruction.text
     return lambda machine, mask: machine.shared.make_visible(machine.select_programs(mask))
 
 
-_MAKERS: dict[str, Callable[[Instruction, Program], Step]] = {
+_STEP_MAKERS: dict[str, Callable[[Instruction, Program], Step]] = {
     "mov": _make_move, "ld": _make_load, "st": _make_store, "cp": _make_copy, "bar": _make_barrier,
     "shfl": _make_shuffle, "redux": _make_reduction, "fence": _make_fence, **MATRICES,
 }  # fmt: skip

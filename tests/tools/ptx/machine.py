@@ -67,9 +67,9 @@ class Machine:
         self.registers["%tid.x"] = np.arange(threads, dtype=np.uint32)[None]
         self.registers["%laneid"] = self.registers["%tid.x"] % 32
         self.shared = SharedMemory(len(program_ids), threads, shared_size, _find_grain(program))
-        self.copy_groups = np.zeros(self.shape, np.int32)  # number of closed groups of copies
+        self.copy_groups = np.zeros(self.shape, np.int32)  # number of committed groups of copies
         self.copies: list[Copy] = []
-        # Results of unfinished products by register, the products, and the number of closed groups.
+        # Results of unfinished products by register, the products, and the number of their groups.
         self.unfinished: dict[str, Array] = {}
         self.products: list[Product] = []
         self.product_groups = 0
@@ -98,10 +98,10 @@ class Machine:
         registers, steps = self.registers, self.steps
         while pc < stop:
             self.pc = pc
-            guard, negated, target, step = steps[pc]
+            guard, is_negated, target, step = steps[pc]
             step_mask = mask
             if guard:
-                predicate = ~registers[guard] if negated else registers[guard]
+                predicate = ~registers[guard] if is_negated else registers[guard]
                 if not predicate.all():
                     step_mask = predicate & threads
                     if not step_mask.any():
@@ -156,7 +156,7 @@ class Machine:
     # -- effects of instructions -------------------------------------------------------------------
 
     def set_register(self, name: str, value: Array, mask: Mask) -> None:
-        """Overwrite a register of some threads."""
+        """Set a register of the threads in a mask."""
         if mask is not None:
             old = self.registers.get(name)
             value = np.where(mask, value, self.make_garbage(name) if old is None else old)

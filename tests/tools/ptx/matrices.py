@@ -15,12 +15,12 @@ from .parse import Instruction, Program
 
 def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
     names, src = register_names(instruction.operands[0]), instruction.operands[1]
-    find_addresses, num_matrices = make_address_reader(src, program), len(names)
+    read_addresses, num_matrices = make_address_reader(src, program), len(names)
     is_transposed = "trans" in instruction.opcode
 
     def load(machine: Machine, mask: Mask) -> None:
         warps = machine.warp_ids(mask)
-        addresses = machine.select_warps(find_addresses(machine), warps)[:, : 8 * num_matrices]
+        addresses = machine.select_warps(read_addresses(machine), warps)[:, : 8 * num_matrices]
         threads = warps[:, None] * 32 + np.arange(8 * num_matrices)
         rows = machine.shared.load(threads.reshape(-1), addresses.reshape(-1), 4, 4)
         if is_transposed:
@@ -35,15 +35,15 @@ def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
 
 def _make_stmatrix(instruction: Instruction, program: Program) -> Step:
     dst, names = instruction.operands[0], register_names(instruction.operands[1])
-    find_addresses, num_matrices = make_address_reader(dst, program), len(names)
-    reads = [make_reader(name, REG_TYPES[32], program) for name in names]
+    read_addresses, num_matrices = make_address_reader(dst, program), len(names)
+    readers = [make_reader(name, REG_TYPES[32], program) for name in names]
     is_transposed = "trans" in instruction.opcode
 
     def store(machine: Machine, mask: Mask) -> None:
         warps = machine.warp_ids(mask)
-        addresses = machine.select_warps(find_addresses(machine), warps)[:, : 8 * num_matrices]
+        addresses = machine.select_warps(read_addresses(machine), warps)[:, : 8 * num_matrices]
         threads = warps[:, None] * 32 + np.arange(8 * num_matrices)
-        words = np.stack([machine.select_warps(read(machine), warps) for read in reads], 1)
+        words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 1)
         if is_transposed:
             halves = words.view(np.uint16).reshape(len(warps), num_matrices, 8, 8)
             words = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
@@ -70,14 +70,14 @@ def _make_mma(instruction: Instruction, program: Program) -> Step:
     shape, dtype = instruction.opcode[3], instruction.opcode[7]
     depth = {"m16n8k16": 16, "m16n8k8": 8}[shape]
     assert instruction.opcode[4:6] == ("row", "col"), instruction.text
-    reads = [[make_reader(x, REG_TYPES[32], program) for x in names] for names in (a, b, c)]
+    readers = [[make_reader(x, REG_TYPES[32], program) for x in names] for names in (a, b, c)]
     convert, per_word = _TO_FLOAT32[dtype], 1 if dtype == "tf32" else 2
 
     def multiply(machine: Machine, mask: Mask) -> None:
         warps = machine.warp_ids(mask)
         words = [
             np.stack([machine.select_warps(read(machine), warps) for read in operand], 2)
-            for operand in reads
+            for operand in readers
         ]  # [warps, 32, words]
         x = _gather_rows(convert(words[0]), depth)
         y = convert(words[1]).reshape(len(warps), 8, 4, 2, per_word)  # column, row, half
@@ -102,7 +102,7 @@ def _gather_rows(values: Array, depth: int) -> Array:
 def _distribute(product: Array) -> Array:
     """Return the threads' values, `[warps, 32, values]`, of a product `[warps, 16, columns]`."""
     n, _, columns = product.shape
-    parts = product.reshape(n, 2, 8, columns // 8, 4, 2)  # half, row, eight columns, two, one
+    parts = product.reshape(n, 2, 8, columns // 8, 4, 2)  # half, row, 8 columns, pair, element
     return np.ascontiguousarray(parts.transpose(0, 2, 4, 3, 1, 5)).reshape(n, 32, -1)
 
 
@@ -127,7 +127,7 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
     dst = register_names(dst)
     in_registers = isinstance(a, tuple)
     bits = 32 if in_registers else 64
-    reads = [make_reader(x, REG_TYPES[bits], program) for x in register_names(a)]
+    readers = [make_reader(x, REG_TYPES[bits], program) for x in register_names(a)]
     read_b = make_reader(b, REG_TYPES[64], program)
     read_accumulates = make_reader(flags[0], REG_TYPES[1], program)
     transposed = [x == "1" for x in flags[3:]]
@@ -146,10 +146,10 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
         if (warps.reshape(-1, 4) != groups[:, None] * 4 + np.arange(4)).any():
             raise Fault("some of the four warps of a group do not arrive")
         if in_registers:
-            words = np.stack([machine.select_warps(read(machine), warps) for read in reads], 2)
+            words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 2)
             x, a_grains = _gather_rows(convert(words), depth), []
         else:
-            descriptors = machine.select_warps(reads[0](machine), warps)[::4, 0]
+            descriptors = machine.select_warps(readers[0](machine), warps)[::4, 0]
             x, grains = load(machine, descriptors, groups, 64, transposed[0])
             x, a_grains = x.reshape(-1, 16, depth), [grains]
         descriptors = machine.select_warps(read_b(machine), warps)[::4, 0]
@@ -176,9 +176,9 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
 def _find_addresses(
     descriptors: Array, rows: int, depth: int, size: int, is_transposed: bool
 ) -> Ints:
-    """Return addresses in shared memory, `[n, rows, depth]`, of matrices with these descriptors.
+    """Return the shared-memory addresses, `[n, rows, depth]`, of matrices with these descriptors.
 
-    In PTX's layouts a row of 32, 64 or 128 bytes is along the depth, or the rows if transposed.
+    In PTX's layouts, 32, 64 or 128 bytes lie along the depth, or along the rows if transposed.
     """
     fields = descriptors.astype(np.int64)[:, None, None]
     start, leading, stride = ((fields >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))

@@ -1,8 +1,8 @@
 """Models of global and shared memory that check each access of a launch before they perform it.
 
 Global memory is the memory of the process. An access must lie in a tensor of the launch, and the
-result must not depend on the order of programs. No kernel has fences or atomics, so no program may
-store or load a byte that a different program stores.
+result must not depend on the order in which programs run. No kernel has fences or atomics, so no
+program may store or load a byte that a different program stores.
 
 Shared memory is undefined before a store, and a thread may load the stores of other threads only
 after a barrier. An asynchronous copy completes at its wait. Until then no thread may access its
@@ -52,7 +52,7 @@ class GlobalMemory:
         self._span_begins = np.array([0, *(begin for begin, _ in merged)])
         self._span_ends = np.array([0, *(end for _, end in merged)])
         self._views = {n: np.asarray(_ProcessMemory(n)) for n in (1, 2, 4, 8)}
-        self._loads: dict[int, list[Ints]] = {}
+        self._loads: dict[int, list[Ints]] = {}  # by size: program << 48 | address
         self._stores: list[Ints] = []
         self._num_loads = 0
 
@@ -78,20 +78,20 @@ class GlobalMemory:
         """Raise Fault if loads or stores depend on the order of programs."""
         if not self._stores:
             return
-        keys = np.unique(np.concatenate(self._stores))
-        addresses, programs = keys & (1 << 48) - 1, keys >> 48
+        store_keys = np.unique(np.concatenate(self._stores))
+        addresses, programs = store_keys & (1 << 48) - 1, store_keys >> 48
         order = np.argsort(addresses, kind="stable")
         addresses, programs = addresses[order], programs[order]
         if (addresses[1:] == addresses[:-1]).any():
             raise Fault("two programs store the same byte")
         for size, loads in self._loads.items():
-            keys = np.unique(np.concatenate(loads))
-            load_begins, loading_programs = keys & (1 << 48) - 1, keys >> 48
+            load_keys = np.unique(np.concatenate(loads))
+            load_begins, loading_programs = load_keys & (1 << 48) - 1, load_keys >> 48
             first_stores = np.searchsorted(addresses, load_begins)
             last_stores = np.searchsorted(addresses, load_begins + size) - 1
             is_shared = last_stores >= first_stores
-            for i in (first_stores[is_shared], last_stores[is_shared]):
-                if (programs[i] != loading_programs[is_shared]).any():
+            for stores in (first_stores[is_shared], last_stores[is_shared]):
+                if (programs[stores] != loading_programs[is_shared]).any():
                     raise Fault("a program loads a byte that another program stores")
 
     def _index(self, addresses: Ints, size: int, count: int) -> Ints:
@@ -107,21 +107,21 @@ class GlobalMemory:
             raise Fault(f"an address is not a multiple of {size} bytes")
 
 
-# States of a grain of shared memory, for its stores (S) and its loads (L) since the last barrier. A
-# state from 1 to `_SYNCED` is 1 + the index of a thread in its program. A grain is undefined if the
-# state of its stores is negative.
+# A grain is a unit of shared memory, as wide as the narrowest access. It has a state for stores (S)
+# and a state for loads (L) since the last barrier. A state from 1 to `_SYNCED` is 1 + the index of
+# a thread in its program. A grain is undefined if the state for stores is negative.
 _CLEAN = 0  # S, L: no access
 _UNSTORED = -1  # S: no thread has stored to the grain
 _COPYING = -2  # S: an asynchronous copy to the grain has not completed
-_SYNCED = 1 << 16  # S, L: + index of the warp, whose threads have synchronized since the access
-_ONE_WARP = 1 << 17  # L: + index of the warp. Several of its threads have not synchronized since
+_SYNCED = 1 << 16  # S, L: + index of a warp that accessed the grain and then synchronized
+_ONE_WARP = 1 << 17  # L: + index of a warp with several threads that loaded since a barrier
 _SEVERAL_WARPS = 1 << 20  # L: threads of several warps, or a finished product
 _PRODUCT = 1 << 21  # L: an asynchronous matrix product
 _CONTESTED = -3  # L, only within `load`: the states of several threads overwrote each other
 
 
-def _differ(x: Array, y: Array) -> bool:
-    """Return whether bits differ, or for float32 values whether they differ by more than rounding.
+def _any_differ(x: Array, y: Array) -> bool:
+    """Return whether any bits differ. 4-byte values, read as float32, may differ by rounding.
 
     In a butterfly reduction, threads round differently if a product is fused with the first sum.
     """
@@ -137,32 +137,32 @@ class SharedMemory:
     """Shared memory of programs that run together.
 
     Args:
-        programs: Number of programs.
+        num_programs: Number of programs.
         threads_per_program: Number of threads of a program.
         size: Bytes of shared memory of a program.
         grain: Bytes of the narrowest access.
     """
 
-    def __init__(self, programs: int, threads_per_program: int, size: int, grain: int) -> None:
+    def __init__(self, num_programs: int, threads_per_program: int, size: int, grain: int) -> None:
         self.size, self.grain = -(-size // 16) * 16, grain
         self.threads_per_program = threads_per_program
-        self.bytes = np.zeros((programs, self.size), np.uint8)
-        self.store_states = np.full((programs, self.size // grain), _UNSTORED, np.int32)
+        self.bytes = np.zeros((num_programs, self.size), np.uint8)
+        self.store_states = np.full((num_programs, self.size // grain), _UNSTORED, np.int32)
         self.load_states = np.zeros_like(self.store_states)
-        # Whether stores are not yet visible to asynchronous products.
+        # Whether the last store to a grain is hidden from asynchronous products until a fence.
         self.is_hidden = np.zeros(self.store_states.shape, bool)
 
     def load(self, threads: Ints, addresses: Ints, size: int, count: int) -> Array:
         """Return `[n, count]` values of `size` bytes for the threads `[n]`."""
-        grains, thread_state, warp_synced = self._locate(threads, addresses, size * count)
+        grains, thread_state, synced_state = self._locate(threads, addresses, size * count)
         store_states, load_states = self.store_states.reshape(-1), self.load_states.reshape(-1)
-        self._check_readable(store_states[grains], thread_state, warp_synced)
+        self._check_readable(store_states[grains], thread_state, synced_state)
         old_states = load_states[grains]
-        warp_state = warp_synced - _SYNCED + _ONE_WARP
+        warp_state = synced_state - _SYNCED + _ONE_WARP
         old_warps = np.where(old_states < _SYNCED, _ONE_WARP + (old_states - 1) // 32, old_states)
         new_states = np.where(old_warps == warp_state, warp_state, _SEVERAL_WARPS)
         new_states = np.where(
-            (old_states == _CLEAN) | (old_states == thread_state) | (old_states == warp_synced),
+            (old_states == _CLEAN) | (old_states == thread_state) | (old_states == synced_state),
             thread_state,
             new_states,
         )
@@ -181,27 +181,27 @@ class SharedMemory:
     def store(self, threads: Ints, addresses: Ints, values: Array) -> None:
         """Store `[n, count]` values of the threads `[n]`."""
         count, size = values.shape[1], values.itemsize
-        grains, thread_state, warp_synced = self._locate(threads, addresses, size * count)
-        self._check_writable(grains, thread_state, warp_synced)
+        grains, thread_state, synced_state = self._locate(threads, addresses, size * count)
+        self._check_writable(grains, thread_state, synced_state)
         view, index = self._view(size), self._index(threads, addresses, size, count)
         store_states = self.store_states.reshape(-1)
         old_states = store_states[grains]
-        is_foreign = (old_states > 0) & (old_states != thread_state) & (old_states != warp_synced)
-        if is_foreign.any() and _differ(view[index], values):
+        is_foreign = (old_states > 0) & (old_states != thread_state) & (old_states != synced_state)
+        if is_foreign.any() and _any_differ(view[index], values):
             raise Fault("a thread overwrites another thread's store without a barrier")
         view[index] = values
-        if _differ(view[index], values):
+        if _any_differ(view[index], values):
             raise Fault("two threads store different values at one address")
         store_states[grains] = thread_state
         self.is_hidden.reshape(-1)[grains] = True
 
     def begin_copy(self, threads: Ints, addresses: Ints, size: int) -> None:
         """Block the destinations of asynchronous copies until the copies complete."""
-        grains, thread_state, warp_synced = self._locate(threads, addresses, size)
-        self._check_writable(grains, thread_state, warp_synced)
+        grains, thread_state, synced_state = self._locate(threads, addresses, size)
+        self._check_writable(grains, thread_state, synced_state)
         store_states = self.store_states.reshape(-1)
         old_states = store_states[grains]
-        if ((old_states > 0) & (old_states != thread_state) & (old_states != warp_synced)).any():
+        if ((old_states > 0) & (old_states != thread_state) & (old_states != synced_state)).any():
             raise Fault("a copy overwrites another thread's store without a barrier")
         store_states[grains] = _COPYING
 
@@ -243,7 +243,7 @@ class SharedMemory:
         """Synchronize all threads of some programs."""
         self.store_states[programs] = np.minimum(self.store_states[programs], _CLEAN)
         load_states = self.load_states[programs]
-        self.load_states[programs] = np.where(load_states == _PRODUCT, load_states, 0)
+        self.load_states[programs] = np.where(load_states == _PRODUCT, load_states, _CLEAN)
 
     def synchronize_warps(self, threads: Ints) -> None:
         """Synchronize all threads of some warps."""
@@ -255,10 +255,10 @@ class SharedMemory:
                 )
                 states[is_inside] = _SYNCED + first_thread // 32
 
-    def select_programs(self, programs: Array) -> None:
-        """Remove all programs for which `programs` is False."""
+    def select_programs(self, is_kept: Array) -> None:
+        """Keep only the programs for which `is_kept` is True."""
         self.bytes, self.store_states, self.load_states, self.is_hidden = (
-            x[programs] for x in (self.bytes, self.store_states, self.load_states, self.is_hidden)
+            x[is_kept] for x in (self.bytes, self.store_states, self.load_states, self.is_hidden)
         )
 
     def _locate(self, threads: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:
@@ -272,17 +272,17 @@ class SharedMemory:
         grains = first_grain[:, None] + np.arange(size // self.grain)
         return grains, (thread + 1)[:, None], (_SYNCED + thread // 32)[:, None]
 
-    def _check_readable(self, states: Array, thread_state: Array, warp_synced: Array) -> None:
-        if ((states != _CLEAN) & (states != thread_state) & (states != warp_synced)).any():
+    def _check_readable(self, states: Array, thread_state: Array, synced_state: Array) -> None:
+        if ((states != _CLEAN) & (states != thread_state) & (states != synced_state)).any():
             if (states == _COPYING).any():
                 raise Fault("a thread loads before an asynchronous copy completes")
             if (states == _UNSTORED).any():
-                raise Fault("a thread loads shared memory that no thread stored")
+                raise Fault("a thread loads shared memory to which no thread has stored")
             raise Fault("a thread loads another thread's store without a barrier")
 
-    def _check_writable(self, grains: Ints, thread_state: Array, warp_synced: Array) -> None:
+    def _check_writable(self, grains: Ints, thread_state: Array, synced_state: Array) -> None:
         states = self.load_states.reshape(-1)[grains]
-        if ((states != _CLEAN) & (states != thread_state) & (states != warp_synced)).any():
+        if ((states != _CLEAN) & (states != thread_state) & (states != synced_state)).any():
             raise Fault("a thread stores where another thread loaded, without a barrier")
         if (self.store_states.reshape(-1)[grains] == _COPYING).any():
             raise Fault("a thread stores to the destination of an asynchronous copy")

@@ -1,4 +1,4 @@
-"""Compile operands of instructions to functions that read a `Machine`."""
+"""Compile operands of instructions into functions that read a `Machine`."""
 
 import re
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def _read_register(machine: Machine, name: str) -> Array:
     value = machine.registers.get(name)
     if value is None:
         if name in machine.unfinished:
-            raise Fault(f"register {name} is read before a wait ends its product")
+            raise Fault(f"register {name} is read before a wait for its product")
         value = machine.make_garbage(name)
     return value
 

@@ -1,7 +1,7 @@
-"""Arithmetic of PTX on numpy arrays, with one element per thread.
+"""PTX arithmetic on NumPy arrays that hold one element per thread.
 
-Names, types and results follow the PTX ISA. Functions take and return arrays of the types in the
-`Operation` that `find_operation` returns.
+Names, types and results follow the PTX ISA. The types of a function's arguments and result are in
+the `Operation` that `find_operation` returns.
 """
 
 import functools
@@ -30,9 +30,9 @@ class Operation(NamedTuple):
     """An instruction that computes one register.
 
     Attributes:
-        compute: Function of the source values.
-        sources: Types of its arguments.
-        result: Type of its result.
+        compute: Function that computes the result from the source values.
+        sources: Types of the source values.
+        result: Type of the result.
     """
 
     compute: Callable[..., Array]
@@ -47,7 +47,7 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
         operation = find_operation(tuple(part for part in opcode if part != "ftz"))
         assert operation is None or {operation.result, *operation.sources} == {_F32}, opcode
         return operation and operation._replace(
-            compute=lambda *values: _flush(operation.compute(*map(_flush, values)))
+            compute=lambda *x: _flush_subnormals(operation.compute(*map(_flush_subnormals, x)))
         )
     name, *parts = opcode
     type_names = [part for part in parts if part in TYPES]
@@ -141,11 +141,11 @@ def _divide(a: Array, b: Array) -> Array:
 
 
 def _fma(a: Array, b: Array, c: Array) -> Array:
-    # The float64 product is exact. With a sum rounded to odd, the second rounding is correct.
+    # The float64 product is exact. The sum is rounded to odd, so rounding to float32 is correct.
     product = a.astype(np.float64) * b
     total = product + c
-    c_part = total - product
-    error = (product - (total - c_part)) + (c - c_part)
+    c_rounded = total - product
+    error = (product - (total - c_rounded)) + (c - c_rounded)
     is_even = total.view(np.int64) & 1 == 0
     needs_odd = is_even & (error != 0) & np.isfinite(total)
     if needs_odd.any():
@@ -154,34 +154,34 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
     return total.astype(np.float32)
 
 
-def _flush(x: Array) -> Array:
+def _flush_subnormals(x: Array) -> Array:
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(_F32.type(0), x), x)
 
 
 def _prmt(a: Array, b: Array, selector: Array) -> Array:
     if selector.size > 1:
-        return _prmt_any(a, b, selector)
+        return _prmt_per_thread(a, b, selector)
     nibbles = [int(selector.flat[0]) >> 4 * i & 15 for i in range(4)]
-    runs: dict[tuple[int, int, bool], int] = {}  # source, distance, sign: mask
+    masks: dict[tuple[int, int, bool], int] = {}  # by source, distance, replicate_sign
     for i, nibble in enumerate(nibbles):
         key = nibble >> 2 & 1, (nibble & 3) - i, nibble > 7
-        runs[key] = runs.get(key, 0) | 0xFF << 8 * i
-    total: Array | None = None
-    for (source, distance, replicate_sign), mask in runs.items():
+        masks[key] = masks.get(key, 0) | 0xFF << 8 * i
+    result: Array | None = None
+    for (source, distance, replicate_sign), mask in masks.items():
         x = (a, b)[source]
-        if x.size == 1 and not x.any() and total is not None:
+        if x.size == 1 and not x.any() and result is not None:
             continue
         if replicate_sign:
             x = ((x >> _U32.type(7)) & _U32.type(0x01010101)) * _U32.type(0xFF)
         amount = _U32.type(8 * abs(distance))
         x = x >> amount if distance > 0 else x << amount if distance else x
         x = x & _U32.type(mask) if mask != 0xFFFFFFFF else x
-        total = x if total is None else total | x
-    assert total is not None
-    return total
+        result = x if result is None else result | x
+    assert result is not None
+    return result
 
 
-def _prmt_any(a: Array, b: Array, selector: Array) -> Array:
+def _prmt_per_thread(a: Array, b: Array, selector: Array) -> Array:
     a, b, selector = np.broadcast_arrays(a, b, selector)
     pairs = np.stack([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (a, b)], -2)
     pairs = pairs.reshape(*a.shape, 8)
@@ -192,15 +192,15 @@ def _prmt_any(a: Array, b: Array, selector: Array) -> Array:
 
 
 def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
-    rows = int(table.flat[0])
-    if rows == 0xEA:
+    truth_table = int(table.flat[0])
+    if truth_table == 0xEA:
         return (a & b) | c
-    total = np.zeros_like(a)
+    result = np.zeros_like(a)
     for row in range(8):
-        if rows >> row & 1:
+        if truth_table >> row & 1:
             terms = (x if row & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1)))
-            total = total | functools.reduce(operator.and_, terms)
-    return total
+            result = result | functools.reduce(operator.and_, terms)
+    return result
 
 
 def _multiply_high(a: Array, b: Array) -> Array:
@@ -249,7 +249,7 @@ def to_tf32(x: Array) -> Array:
     return np.where(np.isfinite(x), rounded.view(np.float32), x)
 
 
-def _pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+def _pack_pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
     """Return a function that packs two converted values, the second in the lower half."""
     return lambda high, low: convert(high).astype(np.uint32) << 16 | convert(low)
 
@@ -263,7 +263,7 @@ _E4M3_BITS = _E4M3.view(torch.int16).numpy().view(np.uint16)
 
 
 def _from_e4m3x2(codes: Array) -> Array:
-    return _pair(lambda x: _E4M3_BITS[x])(codes >> 8, codes & 0xFF)
+    return _pack_pair(lambda x: _E4M3_BITS[x])(codes >> 8, codes & 0xFF)
 
 
 def _from_e5m2x2(codes: Array) -> Array:
@@ -278,13 +278,13 @@ def _to_integer(dtype: np.dtype[Any], rounding: Callable[[Array], Array]) -> Cal
     def convert(x: Array) -> Array:
         return np.clip(np.nan_to_num(rounding(x).astype(np.float64)), lowest, highest).astype(dtype)
 
-    assert dtype.itemsize < 8, "cvt: expected an integer that float64 holds"
+    assert dtype.itemsize < 8, "cvt: expected an integer type that float64 represents exactly"
     return convert
 
 
 _ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 _CONVERSIONS: dict[tuple[str, ...], Callable[..., Array]] = {
-    ("rn", "bf16x2", "f32"): _pair(to_bfloat16), ("rn", "f16x2", "f32"): _pair(_to_half),
+    ("rn", "bf16x2", "f32"): _pack_pair(to_bfloat16), ("rn", "f16x2", "f32"): _pack_pair(_to_half),
     ("rn", "bf16", "f32"): to_bfloat16, ("f32", "bf16"): from_bfloat16,
     ("rn", "f16", "f32"): lambda x: x.astype(np.float16), ("rna", "tf32", "f32"): to_tf32,
     ("f32", "f16"): lambda x: x.astype(np.float32), ("f64", "f32"): lambda x: x.astype(np.float64),

@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--target", default="sm_90", help="the GPU that kernels are compiled for")
+    parser.addoption("--target", default="sm_90", help="GPU for which kernels are compiled")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,7 +27,7 @@ def pytest_load_initial_conftests() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
-    """Assume a GPU with four SMs, so that grids are small."""
+    """Run the tests as on a GPU with four SMs, so that grids are small."""
     from hf_fp8kv.ops.triton import replay
     from hf_fp8kv.ops.triton.target import Target, assuming
 
