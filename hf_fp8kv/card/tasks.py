@@ -195,7 +195,7 @@ def _make_part(key: str, numbers: dict[str, str]) -> Part:
 
 
 def write_chains(writer: Writer, num_hidden: int) -> Haystack:
-    """Return a haystack of chains. A word stands for the previous word, and the first for a number."""
+    """Return a haystack of chains of words. A word stands for its predecessor or for a number."""
     num_chains = max(num_hidden // _CHAIN_LINKS, 2)
     words, numbers = writer.draw_words(num_chains * _CHAIN_LINKS), writer.draw_numbers(num_chains)
     chains = [words[n::num_chains] for n in range(num_chains)]
@@ -285,10 +285,9 @@ def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> lis
     while answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
         num_hidden = max(min(answers, _MAX_HIDDEN, length // _TOKENS_PER_SENTENCE), 1)
-        haystacks.append(TASKS[task](writer, num_hidden))
-        questions, haystack_tokens = haystacks[-1].questions, haystacks[-1].ids.shape[1]
-        answers -= sum(len(question.answers) for question in questions)
-        min_length = haystack_tokens + max(question.ids.shape[1] for question in questions)
+        haystacks.append(haystack := TASKS[task](writer, num_hidden))
+        answers -= sum(len(question.answers) for question in haystack.questions)
+        min_length = haystack.ids.shape[1] + max(x.ids.shape[1] for x in haystack.questions)
         if min_length > length:
             raise ConfigError(
                 f"tasks: expected at least {min_length} tokens for a haystack and its longest "

@@ -73,9 +73,7 @@ def _parse_scale(tensor: object, label: str, *, is_center: bool = False) -> torc
         rule += " above 0 (from 2^-100 to 2^100)"
         is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
-        raise ScaleError(
-            f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}"
-        )
+        raise ScaleError(f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}")
     if not is_valid.all():
         raise ScaleError(
             f"{label}: expected {rule}, got {values[~is_valid][0].item()!r}. Calibrate again, or "

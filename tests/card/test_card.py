@@ -35,7 +35,7 @@ from hf_fp8kv.card.drift import (
 from hf_fp8kv.card.measure import Size, judge_cache
 from hf_fp8kv.card.predictions import States, compare_states, read_states, score_text
 from hf_fp8kv.card.report import make_columns
-from hf_fp8kv.card.tasks import TASKS, Haystack, Question, AnswerToken, write_haystacks
+from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats.rotation import rotate
 from tests.helpers import command_line

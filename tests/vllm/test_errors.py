@@ -220,7 +220,7 @@ class TestWithVLLM:
         fp8_config = CacheConfig(cache_dtype="hf_fp8kv_e3m4")
         with (
             set_current_vllm_config(VllmConfig(cache_config=fp8_config)),
-            pytest.raises(ConfigError, match="got one with latents"),
+            pytest.raises(ConfigError, match="got a model with latents"),
         ):
             attention.get_class()
 
