@@ -122,8 +122,8 @@ def calibrate(
             for x in choose.choose_scales(job, windows, positions, scaled_candidates, source)
         )
         scales, note = scoring.check_plans(job, windows, fallback, best_scales, positions)
-        held_out, counts = corpus.held_out, (corpus.texts, corpus.tokens)
-        report = make_report(job, scales, ranges, note, held_out, held_out, positions, *counts)
+        unseen, counts = corpus.held_out, (corpus.texts, corpus.tokens)
+        report = make_report(job, scales, ranges, note, unseen, unseen, positions, *counts)
     return replace(scales, report=report)
 
 

@@ -59,7 +59,7 @@ def _parse_scale(tensor: object, label: str, *, is_center: bool = False) -> torc
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ScaleError(f"{label}: expected a tensor with data, got {got}")
+        raise ScaleError(f"{label}: expected a tensor with data, got {got}. Calibrate again")
     if tensor.dtype not in FLOAT_DTYPES:
         raise ScaleError(
             f"{label}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}. "
@@ -73,7 +73,10 @@ def _parse_scale(tensor: object, label: str, *, is_center: bool = False) -> torc
         rule += " above 0 (from 2^-100 to 2^100)"
         is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
-        raise ScaleError(f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}")
+        raise ScaleError(
+            f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}. Calibrate "
+            "again"
+        )
     if not is_valid.all():
         raise ScaleError(
             f"{label}: expected {rule}, got {values[~is_valid][0].item()!r}. Calibrate again, or "
@@ -121,7 +124,7 @@ class LayerScales:
                 got = "no center" if self.k_center is None else "a center of K"
                 raise ScaleError(
                     f"scales ({self.source}): expected a center of K if and only if the plan has "
-                    f"one, and no center of V, got {got} and the plan {self.plan}"
+                    f"one, and no center of V, got {got} and the plan {self.plan}. Calibrate again"
                 )
         tensors = {"K": self.k, "V": self.v, "the center": self.k_center}
         counts = {n: len(x) for n, x in tensors.items() if x is not None and x.ndim and len(x) > 1}
