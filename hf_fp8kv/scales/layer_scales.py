@@ -66,16 +66,15 @@ def _parse_scale(tensor: object, label: str, *, is_center: bool = False) -> torc
             "Convert the tensor with .float()"
         )
     values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-    expected_shapes, rule, is_valid = "[heads, D]", "finite numbers", values.isfinite()
+    shapes, rule, is_valid = "[heads, D]", "finite numbers", values.isfinite()
     if not is_center:
         values = values.reshape(()) if values.numel() == 1 else values
-        expected_shapes = "[], [heads, 1], [heads, D] or [1, D]"
+        shapes = "[], [heads, 1], [heads, D] or [1, D]"
         rule += " above 0 (from 2^-100 to 2^100)"
         is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
-            f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}. Calibrate "
-            "again"
+            f"{label}: expected the shape {shapes}, got {list(values.shape)}. Calibrate again"
         )
     if not is_valid.all():
         raise ScaleError(
