@@ -2,7 +2,7 @@
 
 The part "layers" times four layers that store their new tokens and attend to all tokens, and
 reports a quarter of the time. The part "slopes" times whole decode steps of the demo model at two
-lengths. A slope is the time that each cached token adds. These caches hold random numbers.
+lengths. A slope is the time that each cached token adds. These caches hold random values.
 llama.cpp runs in a separate process, which prefills the same number of tokens with the same model
 file. All contenders alternate. Rivals that are not installed are omitted (`make rivals` installs
 them).
@@ -92,15 +92,16 @@ def measure_rivals(
     run, rows, reads = describe_run("cpu-rivals"), [], {}
     threads = torch.get_num_threads()
     with torch.inference_mode():
-        for count in sorted({1, threads}) if "layers" in parts else ():
-            torch.set_num_threads(count)
-            reads[count] = measure_reads()
+        for num_threads in sorted({1, threads}) if "layers" in parts else ():
+            torch.set_num_threads(num_threads)
+            reads[num_threads] = read_rate = measure_reads()
             for heads, tokens, batch in itertools.product(SHAPES, context, batches):
                 if tokens * batch > max(context):
                     continue
                 for chunk in new:
-                    progress(f"{heads}, {batch} x {tokens} tokens, {chunk} new, {count} threads")
-                    rows += _measure_layer(heads, tokens, batch, chunk, turns, reads[count])
+                    case = f"{heads}, {batch} x {tokens} tokens, {chunk} new"
+                    progress(f"{case}, {num_threads} threads")
+                    rows += _measure_layer(heads, tokens, batch, chunk, turns, read_rate)
         torch.set_num_threads(threads)
         if "slopes" in parts:
             progress("prefill of llama.cpp")
@@ -121,7 +122,7 @@ def measure_reads() -> float:
 
 
 def _measure_layer(
-    heads: Heads, tokens: int, batch: int, chunk: int, turns: int, reads: float
+    heads: Heads, tokens: int, batch: int, chunk: int, turns: int, read_rate: float
 ) -> list[Result]:
     steps = _make_steps(heads, tokens, batch, chunk)
     expected = steps["SDPA, buffer in float32"]()
@@ -138,7 +139,7 @@ def _measure_layer(
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
             "new": chunk, "threads": torch.get_num_threads(), "ms": round(ms, 3),
-            "gb_per_s": round(rate, 1), "of_read": round(rate / reads, 2),
+            "gb_per_s": round(rate, 1), "of_read": round(rate / read_rate, 2),
             "ratio": round(statistics.median(ratios(seconds, name, BASELINE)), 3),
         })  # fmt: skip
     return rows
@@ -303,10 +304,10 @@ def _run_llama() -> Iterator[Slopes]:
         text=True,
     )
 
-    def run_in_process(question: object) -> Any:
+    def run_in_process(message: object) -> Any:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 

@@ -99,15 +99,15 @@ class Stack:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
-        queries, kv_heads, dim = heads
-        self.modules = [AttentionLayer(queries // kv_heads, i).eval() for i in range(layers)]
+        num_heads, num_kv_heads, dim = heads
+        self.modules = [AttentionLayer(num_heads // num_kv_heads, i).eval() for i in range(layers)]
         # The strides are the same as after a projection and RoPE.
-        self.query = torch.randn(1, 1, queries, dim, dtype=torch.bfloat16).transpose(1, 2)
-        self.key = torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16)
-        self.value = torch.randn(1, 1, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+        self.query = torch.randn(1, 1, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+        self.key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
+        self.value = torch.randn(1, 1, num_kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
         self.steps = _CALLS_PER_TURN // layers
-        states = torch.zeros(1, kv_heads, tokens, dim, dtype=torch.bfloat16)
+        states = torch.zeros(1, num_kv_heads, tokens, dim, dtype=torch.bfloat16)
         for i in range(layers):
             cache.update(states, states, i)
 
@@ -156,15 +156,15 @@ def _write_rows(task: dict[str, Any]) -> None:
         fastest = min(stack.measure() for _ in range(task["turns"]))
         rows.append({"cache": cache, "layers": layers, "value": fastest, "unit": "µs per layer"})
 
-    with ExitStack() as stack:
+    with ExitStack() as contexts:
         heads, tokens = HEADS, TOKENS
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             # DynamicCache computes on the CPU.
             heads, tokens = TINY_HEADS, TINY_TOKENS
             triton.runtime.driver.set_active(make_driver())
-            stack.enter_context(assuming(Target.parse(GPU)))
-        # A default device would slow every call of torch down.
+            contexts.enter_context(assuming(Target.parse(GPU)))
+        # A default device during the measurement would slow down every call of torch.
         with torch.device(device):
             paged_stacks = {layers: make_stack(layers) for layers in LAYERS}
             dynamic_cache = DynamicCache(config=make_config(heads, max_layers))

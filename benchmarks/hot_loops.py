@@ -1,6 +1,6 @@
-"""Time the hot loops of one step and layer, through the public API only.
+"""Time the hot loops of one step and layer.
 
-`compare.py` runs this file with different versions of the package, so it imports public names only.
+`compare.py` runs this file with different versions of the package, so it uses public names only.
 """
 
 import json
@@ -21,15 +21,15 @@ PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
 @dataclass(frozen=True)
 class Loop:
-    """A cache with stored tokens, and the timed calls."""
+    """A timed loop: the cache, its stored tokens, and the calls of each step."""
 
     cache: str  # PAGED or DYNAMIC
-    attends: bool  # whether attention follows the update
+    has_attention: bool  # whether attention follows the update
     tokens: int = 64  # number of tokens in the cache
-    # Query heads, key/value heads, head size. With small sizes, only the host takes time.
-    heads: tuple[int, int, int] = (4, 2, 16)
+    # Query heads, key/value heads, head size. With small sizes, host time dominates.
+    sizes: tuple[int, int, int] = (4, 2, 16)
     layers: int = 4
-    steps: int = 48  # number of decode steps in a turn
+    steps: int = 48  # number of decode steps in a measurement
     # Options of FP8PagedCache. The default format differs between versions.
     options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
     # Action before each step: "fork" the cache and decode in the fork, "crop" the last token, or
@@ -37,7 +37,7 @@ class Loop:
     action: str = ""
 
 
-_LONG_CONTEXT: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}
+_LONG_CONTEXT: dict[str, Any] = {"tokens": 4096, "sizes": (32, 8, 128), "layers": 1, "steps": 8}
 _STATIC = (("scales", 0.01),)
 _E3M4 = (("dtype", "fp8_e3m4"),)
 LOOPS = {
@@ -56,15 +56,16 @@ LOOPS = {
 
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
-    """Return the loops by name. A call returns the microseconds per layer and step."""
+    """Return functions by name. Each runs a loop, and returns microseconds per layer and step."""
     return {n: _make_loop(loop, backend) for n, loop in LOOPS.items() if n.startswith(prefix)}
 
 
 def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
-    queries, heads, dim = loop.heads
+    num_heads, num_kv_heads, dim = loop.sizes
     config = LlamaConfig(
-        num_hidden_layers=loop.layers, num_attention_heads=queries, num_key_value_heads=heads,
-        head_dim=dim, hidden_size=queries * dim, vocab_size=8, intermediate_size=8,
+        num_hidden_layers=loop.layers, num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads, head_dim=dim, hidden_size=num_heads * dim, vocab_size=8,
+        intermediate_size=8,
     )  # fmt: skip
     cache: Cache = DynamicCache(config=config)
     if loop.cache == PAGED:
@@ -73,15 +74,15 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
     modules = [torch.nn.Module() for _ in range(loop.layers)]
     for layer, module in enumerate(modules):
         module.is_causal, module.layer_idx = True, layer  # type: ignore[assignment]
-        module.num_key_value_groups = queries // heads  # type: ignore[assignment]
-    query = torch.randn(1, queries, 1, dim, dtype=torch.bfloat16)
-    key = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
-    history = torch.randn(1, heads, loop.tokens, dim, dtype=torch.bfloat16)
+        module.num_key_value_groups = num_heads // num_kv_heads  # type: ignore[assignment]
+    query = torch.randn(1, num_heads, 1, dim, dtype=torch.bfloat16)
+    key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
+    history = torch.randn(1, num_kv_heads, loop.tokens, dim, dtype=torch.bfloat16)
     for layer in range(loop.layers):
         cache.update(history, history, layer)
 
     @torch.inference_mode()
-    def run_turn() -> float:
+    def run_loop() -> float:
         start = time.perf_counter()
         for _ in range(loop.steps):
             step_cache, states = cache, key
@@ -94,19 +95,19 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
                 states = history
             for layer, module in enumerate(modules):
                 keys, values = step_cache.update(states, states, layer)
-                if loop.attends:
+                if loop.has_attention:
                     attend(module, query, keys, values, None, scaling=dim**-0.5)
         seconds = time.perf_counter() - start
         if not loop.action:
             cache.crop(-loop.steps)
         return 1e6 * seconds / loop.steps / loop.layers
 
-    run_turn()  # loads code and starts threads before the measurement
-    return run_turn
+    run_loop()  # loads code and starts threads before the measurement
+    return run_loop
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:
-    """Write the names of the loops. Then read names, and write the microseconds of each loop."""
+    """Write the names of the loops. Then run each loop whose name is read, and write its time."""
     loops = make_loops(backend, prefix)
     sys.stdout.write(json.dumps(list(loops)) + "\n")
     sys.stdout.flush()

@@ -51,11 +51,11 @@ def measure_latents(
     """
     run, rows = describe_run("latent"), []
     with torch.inference_mode():
-        for count in heads:
-            module = make_module(count)
+        for num_heads in heads:
+            module = make_module(num_heads)
             for tokens in context:
-                progress(f"latents, {count} heads, {tokens} tokens")
-                rows += _measure_steps(module, count, tokens, backend, turns)
+                progress(f"latents, {num_heads} heads, {tokens} tokens")
+                rows += _measure_steps(module, num_heads, tokens, backend, turns)
     settings = {"context": list(context), "heads": list(heads), "turns": turns, "backend": backend}
     return {**run, "settings": settings, "rows": rows}
 
@@ -113,8 +113,8 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
 
     def step(cache: Cache, attend: Callable[..., Any]) -> torch.Tensor:
         states = module.expand_kv(*cache.update(*new_states, 0))
-        attended: torch.Tensor = attend(module, query, *states, None, scaling=module.scaling)[0]
-        return attended
+        output: torch.Tensor = attend(module, query, *states, None, scaling=module.scaling)[0]
+        return output
 
     steps: dict[str, Step] = {}
     for name, dtype in PAGED.items():

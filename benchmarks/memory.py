@@ -1,7 +1,7 @@
 """Measure the bytes of caches with sliding windows after a prompt, and the peak while storing it.
 
-The layers have the shapes of real models and hold random numbers. No model runs. Each model is
-measured in a separate process, which returns freed memory to the system at once.
+The layers have the shapes of real models and hold random values. No model runs. Each model is
+measured in a separate process, so memory is returned to the system between models.
 """
 
 import json
@@ -21,7 +21,7 @@ from hf_fp8kv.utils.environment import describe_run
 
 from .shared import Result, main, run_process
 
-# The fields of each config.json that determine the tokens of a layer and their size.
+# The config fields that determine how many tokens each layer stores, and their size.
 MODELS: dict[str, dict[str, Any]] = {
     "Gemma 3 270M": {
         "model_type": "gemma3_text", "num_hidden_layers": 18, "num_attention_heads": 4,
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PROMPT_LENGTHS = (1024, 4096, 16384, 32768)
-# By prefill mode: options of FP8PagedCache, and the number of calls that store the prompt.
+# For each prefill mode, the options of FP8PagedCache and the number of calls that store a prompt.
 PREFILL_MODES: dict[str, tuple[dict[str, Any], int]] = {
     "one call": ({}, 1),
     "one call, stored": ({"prefill": "stored"}, 1),
@@ -51,10 +51,10 @@ def measure_windows(
     backend: str = "auto",
     progress: Callable[[str], None],
 ) -> Result:
-    """Measure the bytes of prompts in layers with windows and with full attention.
+    """Measure the memory of prompts in caches with sliding-window and full-attention layers.
 
     Args:
-        models: Some of `MODELS`.
+        models: Keys of `MODELS`.
         tokens: Lengths of the prompts.
         backend: Backend of FP8PagedCache.
         progress: Function that is called with the name of each measurement.
@@ -66,7 +66,7 @@ def measure_windows(
         `stock_peak` of transformers' cache, and `ratio` of the held bytes.
 
     Raises:
-        RuntimeError: The process failed.
+        RuntimeError: The process that measures a model failed.
     """
     run, rows = describe_run("windows"), []
     for name in models:
@@ -104,17 +104,17 @@ def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, 
         for mode, (options, calls) in PREFILL_MODES.items():
             chunk = tokens if calls == 1 else min(-(-tokens // calls), MAX_CHUNK)
             paged_cache = FP8PagedCache(config, max_cache_len=capacity, backend=backend, **options)
-            size, peak = _store_prompt(paged_cache, key, value, chunk)
+            held_bytes, peak = _store_prompt(paged_cache, key, value, chunk)
             del paged_cache
             stock_cache: Cache = DynamicCache(config=config)
             if capacity is not None:
                 stock_cache = StaticCache(config=config, max_cache_len=capacity)
-            stock_size, stock_peak = _store_prompt(stock_cache, key, value, chunk)
+            stock_bytes, stock_peak = _store_prompt(stock_cache, key, value, chunk)
             del stock_cache
             yield {
-                "model": name, "form": form, "prompt": mode, "tokens": tokens, "held": size,
-                "peak": peak, "stock_held": stock_size, "stock_peak": stock_peak,
-                "ratio": size / stock_size,
+                "model": name, "form": form, "prompt": mode, "tokens": tokens, "held": held_bytes,
+                "peak": peak, "stock_held": stock_bytes, "stock_peak": stock_peak,
+                "ratio": held_bytes / stock_bytes,
             }  # fmt: skip
 
 
@@ -127,13 +127,13 @@ def _store_prompt(
         chunk_slice = slice(start, start + chunk)
         for layer in range(len(cache.layers)):
             cache.update(key[:, :, chunk_slice], value[:, :, chunk_slice], layer)
-    # Linux updates the counter in batches, so a small prompt may seem to free memory.
+    # Linux updates its counters late, so the peak after a small prompt may seem below the start.
     peak = None if bytes_before is None else max(_read_peak() - bytes_before, 0)
     return count_bytes(cache), peak
 
 
 def _reset_peak() -> int | None:
-    """Reset this process's peak. Return the resident bytes, or None if Linux reports no peak."""
+    """Reset this process's peak, and return its resident bytes, or None without peaks in /proc."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return resident_bytes()

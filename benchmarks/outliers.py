@@ -27,10 +27,10 @@ from .shared import MODEL, Result, main, with_model
 # Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
 _PROBE_TOKENS = 32
-# Attributes of the attention modules that get outliers.
-_FIELDS = ("q_proj", "k_proj", "head_dim", "layer_idx")
+# Attributes by which attention modules are found.
+_REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
 _TEXT_KINDS, _POSITION, _SCORED_TOKENS = ("code", "prose", "manual"), 768, 256
-_PLANS = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
+_PLAN = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
 
 
 def measure_outliers(
@@ -53,8 +53,8 @@ def measure_outliers(
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
-    e2m5 = Contender(str(_PLANS), lambda model: FP8PagedCache(model.config, plan=_PLANS))
-    caches = {name: CONTENDERS[name] for name in ("default", "adaptive", "fp8")} | {"e2m5": e2m5}
+    e2m5 = Contender(str(_PLAN), lambda model: FP8PagedCache(model.config, plan=_PLAN))
+    caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")} | {"e2m5": e2m5}
     scores = []
     with planted_outliers(model, factor, heads), paged_attention(model):
         for kind in _TEXT_KINDS:
@@ -64,15 +64,15 @@ def measure_outliers(
             scores.append(
                 score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED_TOKENS)
             )
-        plans = {name: cache.make(model).plan for name, cache in caches.items()}
+        plans = {key: cache.make(model).plan for key, cache in caches.items()}
     return {
         **run,
         "settings": {"model": name, "factor": factor, "heads": heads, "texts": list(_TEXT_KINDS),
                      "position": _POSITION, "scored": _SCORED_TOKENS},
         "rows": [
-            {"cache": cache.title, **summarize_scores([text[_POSITION, name] for text in scores]),
-             "k_rotated": sum(plan.k.rotated for plan in plans[name].values())}
-            for name, cache in caches.items()
+            {"cache": cache.title, **summarize_scores([score[_POSITION, key] for score in scores]),
+             "k_rotated": sum(plan.k.rotated for plan in plans[key].values())}
+            for key, cache in caches.items()
         ],
     }  # fmt: skip
 
@@ -81,17 +81,20 @@ def measure_outliers(
 def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1) -> Iterator[None]:
     """Multiply K by `factor` in two pairs of channels of each head, and divide Q by it.
 
-    The pairs differ between layers, fast and slow. The weights are restored afterwards.
+    The pairs differ between layers. RoPE rotates some of them fast, and some slowly. The weights
+    are restored afterwards.
 
     Args:
-        model: The model, in float32, because both products round.
-        factor: Factor of the keys.
+        model: The model, in float32, in which scaling K and Q changes the logits little.
+        factor: Factor by which K is multiplied.
         head_stride: Every `head_stride`-th head gets outliers. The first head depends on the layer.
 
     Raises:
-        ConfigError: The model has no `q_proj` and `k_proj` that RoPE follows directly.
+        ConfigError: RoPE is not applied directly to the outputs of `q_proj` and `k_proj`.
     """
-    modules: list[Any] = [m for m in model.modules() if all(hasattr(m, name) for name in _FIELDS)]
+    modules: list[Any] = [
+        m for m in model.modules() if all(hasattr(m, name) for name in _REQUIRED_ATTRIBUTES)
+    ]
     weights = [w for m in modules for p in (m.q_proj, m.k_proj) for w in p.parameters()]
     originals = [weight.detach().clone() for weight in weights]
     logits_before = _compute_logits(model)
@@ -125,17 +128,17 @@ def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_str
     if not pairs:
         return 0
     num_planted = 0
-    heads = module.k_proj.out_features // dim
-    queries_per_head = module.q_proj.out_features // dim // heads
-    for head in range(layer % min(head_stride, heads), heads, head_stride):
+    num_heads = module.k_proj.out_features // dim
+    group_size = module.q_proj.out_features // dim // num_heads  # query heads of a KV head
+    for head in range(layer % min(head_stride, num_heads), num_heads, head_stride):
         # Together, the outliers of all layers have every frequency of RoPE.
         for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
             channels = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + pairs)
             num_planted += len(channels)
             for channel in channels:
                 _scale_row(module.k_proj, head * dim + channel, factor)
-                for query in range(head * queries_per_head, (head + 1) * queries_per_head):
-                    _scale_row(module.q_proj, query * dim + channel, 1 / factor)
+                for query_head in range(head * group_size, (head + 1) * group_size):
+                    _scale_row(module.q_proj, query_head * dim + channel, 1 / factor)
     return num_planted
 
 

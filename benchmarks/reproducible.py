@@ -103,7 +103,7 @@ class Reader:
         return chunks
 
     def compare(self, result: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
-        """Return the number of compared values, and of wrong ones in logits and in pages."""
+        """Return the numbers of compared values, of different logits, and of different states."""
         logits, pages = result
         pairs = [
             # A window holds fewer tokens if the last calls were shorter.
@@ -111,9 +111,10 @@ class Reader:
             for page, expected in zip(pages, self.pages[: len(pages)], strict=True)
             if (n := min(page.shape[1], expected.shape[1]))
         ]
-        wrong_logits = int((logits != self.logits[start:]).sum())
-        wrong_pages = sum(int((page != expected).sum()) for page, expected in pairs)
-        return logits.numel() + sum(page.numel() for page, _ in pairs), wrong_logits, wrong_pages
+        num_compared = logits.numel() + sum(page.numel() for page, _ in pairs)
+        different_logits = int((logits != self.logits[start:]).sum())
+        different_states = sum(int((page != expected).sum()) for page, expected in pairs)
+        return num_compared, different_logits, different_states
 
     # -- combinations ------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class Reader:
         return self.compare(self.read(self.texts[order], self.draw_chunks(self.tokens), row=row))
 
     def fork(self) -> tuple[int, int, int]:
-        """Continue a fork, after a different text continued the cache."""
+        """Continue a fork after the cache has continued with a different text."""
         start = self.rng.randint(1, self.tokens - 1)
         cache = self.make_cache()
         self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
@@ -182,9 +183,9 @@ class Reader:
 
     def engine(self) -> tuple[int, int, int]:
         """Answer in an engine that evicts, recomputes and cancels decoding requests."""
-        length, count = self.rng.randint(1, self.tokens), self.rng.randint(1, self.sequences)
+        length, num_texts = self.rng.randint(1, self.tokens), self.rng.randint(1, self.sequences)
         neighbors = [
-            self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, count)
+            self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, num_texts)
         ]
         own_ids = self.texts[0, :length].tolist()
         max_blocks = -(-(max(map(len, [own_ids, *neighbors])) + ANSWER_TOKENS) // BLOCK_SIZE)

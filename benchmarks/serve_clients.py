@@ -76,17 +76,18 @@ class Server:
         watcher = threading.Thread(target=self._watch_usage, args=(stop_event,))
         watcher.start()
         start = time.perf_counter()
-        base = 1000 * seed
+        first_number = 1000 * seed
         try:
             with ThreadPoolExecutor(2) as extra_pool, ThreadPoolExecutor(load.clients) as pool:
                 extra_requests = []
                 if load.long_words:
                     stream_load = replace(load, new_tokens=load.streamed)
                     long_load = replace(load, words=load.long_words, new_tokens=2)
-                    for number, extra in enumerate((stream_load, long_load), base + load.requests):
+                    extra_loads = stream_load, long_load
+                    for number, extra in enumerate(extra_loads, first_number + load.requests):
                         extra_requests.append(extra_pool.submit(self._fetch_answer, extra, number))
                         time.sleep(_DELAY_SECONDS)
-                numbers = range(base, base + load.requests)
+                numbers = range(first_number, first_number + load.requests)
                 requests = [pool.submit(self._fetch_answer, load, number) for number in numbers]
                 replies = [request.result() for request in requests]
                 extra_replies = [request.result() for request in extra_requests]

@@ -39,7 +39,9 @@ CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
 }  # fmt: skip
 
 
-def split_topics(tokenizer: Any, count: int, length: int) -> tuple[list[torch.Tensor], list[str]]:
+def split_topics(
+    tokenizer: Any, num_topics: int, length: int
+) -> tuple[list[torch.Tensor], list[str]]:
     """Return the first tokens of topics to score, `[1, length]`, and texts to calibrate on.
 
     No text to calibrate on shares a paragraph with a scored topic.
@@ -51,7 +53,7 @@ def split_topics(tokenizer: Any, count: int, length: int) -> tuple[list[torch.Te
     for name in (*FIRST_TOPICS, *topics):
         ids = tokenizer(TOPICS[name], truncation=True, max_length=length, return_tensors="pt")
         is_new = not paragraphs[name] & scored_parts
-        if len(scored_texts) < count and is_new and ids.input_ids.shape[1] == length:
+        if len(scored_texts) < num_topics and is_new and ids.input_ids.shape[1] == length:
             scored_texts.append(ids.input_ids)
             scored_parts |= paragraphs[name]
     corpus = [TOPICS[name] for name in sorted(TOPICS) if not paragraphs[name] & scored_parts]

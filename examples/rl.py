@@ -1,4 +1,4 @@
-"""Train the demo model with GRPO in TRL. The trainer attends to the 8-bit pages of the rollouts.
+"""Train the demo model with GRPO in TRL. The trainer attends to the same 8-bit K and V as rollouts.
 
     python examples/rl.py
 
@@ -17,8 +17,8 @@ from trl import GRPOConfig, GRPOTrainer
 from hf_fp8kv import demo_model_path, enable, serving
 
 
-def vowel_share(completions: list[str], **_: object) -> list[float]:
-    return [sum(x in "aeiou" for x in text) / max(len(text), 1) for text in completions]
+def reward_vowels(completions: list[str], **_: object) -> list[float]:
+    return [sum(char in "aeiou" for char in text) / max(len(text), 1) for text in completions]
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
     cases: dict[str, dict[str, Any]] = {"ours": {}, "ours, no replay": {}, "16-bit cache": {}}
     cases["fp8, scale 1.0"] = {"dtype": "fp8_e4m3", "scales": 1.0}
     parser.add_argument("--case", choices=list(cases), default="ours")
-    for name, value in ("steps", 20), ("seed", 0), ("chunk", 256):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, default in ("steps", 20), ("seed", 0), ("chunk", 256):
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     engine_options = {"return_logprobs": True, "num_blocks": 64, "max_batch_tokens": args.chunk}
     dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
@@ -36,26 +36,26 @@ def main() -> None:
         serving.enable(model, deterministic=args.case == "ours", **cases[args.case])
     if args.case == "ours":
         enable(model, training="stored", deterministic=True)
-    rollouts: dict[tuple[int, ...], list[float]] = {}
-    ratios, stock_generate_batch = [], model.generate_batch
+    logps_by_answer: dict[tuple[int, ...], list[float]] = {}
+    ratios, original_generate_batch = [], model.generate_batch
 
     def generate_batch(*args: Any, **kwargs: Any) -> Any:
         """Generate answers, and store the engine's log-probabilities, which TRL discards."""
-        answers = stock_generate_batch(*args, **kwargs)
-        rollouts.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
+        answers = original_generate_batch(*args, **kwargs)
+        logps_by_answer.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
         return answers
 
     def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Score without TRL's fused LM head, which sums in a different order than the model."""
+        """Score without TRL's fused LM head, whose order of sums differs from the model's."""
         if not fused_lm_head:
             return run_model(*args, **kwargs)
         labels = kwargs.pop("labels")[:, 1:]
         logps = run_model(*args, use_cache=False, **kwargs).logits[:, :-1].float().log_softmax(-1)
-        log_probs = logps.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
-        for row, trainer_logps in zip(labels, log_probs.detach(), strict=True):
-            rollout_logps = rollouts[tuple(row[row != -100].tolist())]
+        token_logps = logps.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        for row, trainer_logps in zip(labels, token_logps.detach(), strict=True):
+            rollout_logps = logps_by_answer[tuple(row[row != -100].tolist())]
             ratios.append((trainer_logps[row != -100] - torch.tensor(rollout_logps)).exp())
-        return SimpleNamespace(log_probs=log_probs, entropy=-(logps.exp() * logps).sum(-1))
+        return SimpleNamespace(log_probs=token_logps, entropy=-(logps.exp() * logps).sum(-1))
 
     model.generate_batch = generate_batch
     config = GRPOConfig(
@@ -66,7 +66,7 @@ def main() -> None:
         transformers_continuous_batching_config=engine_options,
     )  # fmt: skip
     prompts = Dataset.from_dict({"prompt": ["The sea is", "I like to eat", "Once upon a time"]})
-    trainer = GRPOTrainer(model, vowel_share, config, train_dataset=prompts)
+    trainer = GRPOTrainer(model, reward_vowels, config, train_dataset=prompts)
     run_model, model.forward = model.forward, forward
     trainer.train()
     ratio = torch.cat(ratios)

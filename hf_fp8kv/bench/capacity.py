@@ -140,20 +140,20 @@ def plan_capacity(
     memory = int(memory_gib * GIB)
     for model, config in models.items():
         report(f"capacity of {model}")
-        text = config.get_text_config()
-        heads, dim = kv_shape(text)
-        token_bytes = 4.0 * heads * dim * text.num_hidden_layers
+        decoder = config.get_text_config()
+        num_heads, dim = kv_shape(decoder)
+        token_bytes = 4.0 * num_heads * dim * decoder.num_hidden_layers
         sizes_by_cache = {
-            cache: (token_bytes, planned_tokens(text, memory, None, attention=attention))
+            cache: (token_bytes, planned_tokens(decoder, memory, None, attention=attention))
             for cache, attention in STOCK_ATTENTION.items()
         }
         _, stock_tokens = sizes_by_cache["bf16, flash"]
         for cache, options in FP8_OPTIONS.items():
             settings = ServingConfig.parse(backend="torch", **options)
             layout = EngineCache()
-            layout.prepare(settings, text, PAGE, torch.bfloat16, "cpu")
-            token_bytes = layout.page_layout.bytes_per_page / PAGE * text.num_hidden_layers
-            sizes_by_cache[cache] = token_bytes, planned_tokens(text, memory, settings)
+            layout.prepare(settings, decoder, PAGE, torch.bfloat16, "cpu")
+            token_bytes = layout.page_layout.bytes_per_page / PAGE * decoder.num_hidden_layers
+            sizes_by_cache[cache] = token_bytes, planned_tokens(decoder, memory, settings)
         rows += [
             {
                 "model": model, "cache": cache, "bytes_per_token": size, "tokens": tokens,

@@ -1,4 +1,4 @@
-"""Make caches filled with random numbers, and decode steps of one layer over them."""
+"""Make caches filled with random values, and decode steps of one layer over them."""
 
 import functools
 import random
@@ -64,8 +64,8 @@ class Setup:
     def fill(self, cache: _Cache, tokens: int, layer: int = 0) -> _Cache:
         """Store random tokens in several calls, and return the cache."""
         for start in range(0, tokens, 1024):
-            count = min(1024, tokens - start)
-            cache.update(self.states(count), self.states(count), layer)
+            num_new = min(1024, tokens - start)
+            cache.update(self.states(num_new), self.states(num_new), layer)
         return cache
 
 
@@ -88,7 +88,7 @@ def make_config(heads: Heads, layers: int = 1) -> LlamaConfig:
 
 
 def random_states(heads: int, tokens: int, dim: int, device: str = "cpu") -> torch.Tensor:
-    """Return random numbers, `[1, heads, tokens, dim]`, bfloat16."""
+    """Return random values, `[1, heads, tokens, dim]`, bfloat16."""
     return torch.randn(1, heads, tokens, dim, dtype=torch.bfloat16, device=device)
 
 

@@ -23,10 +23,10 @@ class Scores:
 
     kl: torch.Tensor  # [n]
     top1_match: torch.Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
-    nll: torch.Tensor  # [m], minus the log-probability of the next token, if the text has it
+    nll: torch.Tensor  # [m], negative log-likelihood of the next token, if the text has one
 
     def summarize(self, cache: str = "") -> QualityRow:
-        """Return the means and the largest divergence over all tokens, as the row of a cache.
+        """Return the row of a cache: the means and the largest divergence over all tokens.
 
         The perplexity is NaN if no scored token has a next token in the text.
         """
@@ -36,7 +36,7 @@ class Scores:
 
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":
-        """Return the scores of several texts together."""
+        """Concatenate the scores of several parts of texts."""
         return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
@@ -57,8 +57,8 @@ def compare_caches(
     Args:
         model: The model, with the attention implementation to measure. The encoder of an
             encoder-decoder reads the whole text.
-        ids: Text, `[B, N]`, int64, on the model's device. N is above `prefill`.
-        caches: Functions that make an empty cache (of the decoder's own attention), by name. The
+        ids: Text, `[B, N]`, int64, on the model's device. N is greater than `prefill`.
+        caches: Functions that make an empty cache (for the decoder's self-attention), by name. The
             scores have the same names, and `UNQUANTIZED` for `DynamicCache`.
         prefill: Number of tokens that are read in one call on an empty cache, and not scored.
         chunk: Number of tokens that each later call scores. It reads all stored tokens.
@@ -67,7 +67,7 @@ def compare_caches(
         on_call: Function that is called with the number of tokens after each call of the model.
 
     Raises:
-        ConfigError: `ids` has no token to score, or the model has no logits of each token.
+        ConfigError: `ids` has no token to score, or the model does not return logits of each token.
     """
     if ids.ndim != 2 or ids.shape[1] <= prefill:
         raise ConfigError(
@@ -83,16 +83,16 @@ def compare_caches(
     scores: dict[str, list[Scores]] = {name: [] for name in all_caches}
     shifted_ids = ids.roll(-1, dims=1)
     start = 0
-    for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
-        stop = start + part.shape[1]
+    for chunk_ids in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
+        stop = start + chunk_ids.shape[1]
         if first_position is not None:
             positions = torch.arange(start, stop, device=ids.device) + first_position
-            inputs["position_ids"] = positions.expand(part.shape)
+            inputs["position_ids"] = positions.expand(chunk_ids.shape)
         expected: torch.Tensor | None = None
         for name, cache in all_caches.items():
-            logits = compute_logits(model, part, cache, inputs, scored=start > 0)
+            logits = compute_logits(model, chunk_ids, cache, inputs, scored=start > 0)
             if on_call is not None:
-                on_call(part.numel())
+                on_call(chunk_ids.numel())
             if start == 0:
                 continue
             expected = logits if expected is None else expected
@@ -106,10 +106,10 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return the logits of a call, `[B, T, vocabulary]`. Unless `scored`, the last token is enough.
+    """Return the logits of a call, `[B, T, vocabulary]`, or at least of its last token.
 
-    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Raise ConfigError if the
-    model does not return logits of each token.
+    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. With `scored`, a model that
+    does not return logits of each token raises ConfigError.
     """
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = with_cache(model, cache) | ({} if scored else last_logit_kwargs(model))
@@ -134,7 +134,7 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, next_ids: torch
         logits: Logits under the cache, of the same shape.
         next_ids: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
-    # Temporaries of few tokens stay in a CPU's caches, which cuts the time to a third.
+    # Temporary tensors of a few tokens stay in a CPU's caches, which cuts the time to a third.
     slices = map(_compare_logits, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
     kl, top1_match, logsumexp = (torch.cat(parts, 1) for parts in zip(*slices, strict=True))
     count = next_ids.shape[1]
@@ -149,11 +149,11 @@ def _compare_logits(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
     p = expected.softmax(-1)
-    # A token whose expected logit is -inf adds nothing here. `new_p` has its probability.
+    # A token whose expected logit is -inf adds nothing here. `cached_p` has its probability.
     change = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * change).sum(-1, keepdim=True)
-    new_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
-    kl = torch.where(p > 0, p * (change - mean).expm1(), new_p).sum(-1).log1p().clamp(min=0)
+    cached_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
+    kl = torch.where(p > 0, p * (change - mean).expm1(), cached_p).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
     return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1)
 

@@ -72,10 +72,10 @@ def choose_plan(
     """
     layers = paged_layers(model)
     if texts is None:
-        vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1)
+        vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
         generator = torch.Generator("cpu").manual_seed(0)
         length = min(_WINDOW_TOKENS, find_max_positions(model))
-        windows = [torch.randint(vocabulary, (length,), generator=generator, device="cpu")]
+        windows = [torch.randint(vocab_size, (length,), generator=generator, device="cpu")]
     else:
         corpus = read_model_corpus(
             model, texts, tokenizer, max_tokens=2**18, max_length=_WINDOW_TOKENS, held_out=0,
@@ -113,7 +113,7 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
     change. A plan in a file is read.
 
     Raises:
-        ConfigError: "adaptive" with a plan. `choose_plan` and `parse_plan` raise further errors.
+        ConfigError: `plan` is given with dtype="adaptive", or `choose_plan` or `parse_plan` fails.
     """
     if dtype != ADAPTIVE:
         return dtype, parse_plan(plan)

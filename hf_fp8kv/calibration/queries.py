@@ -38,10 +38,10 @@ class Queries:
         num_heads, dim = k.shape[1:]
         if q.shape[0] % num_heads or q.shape[2] != dim:
             return None
-        q, tokens = q.float() * scaling, torch.arange(len(k), device=k.device)
-        is_masked = tokens > positions[:, None]
+        q, key_positions = q.float() * scaling, torch.arange(len(k), device=k.device)
+        is_masked = key_positions > positions[:, None]
         if window is not None:
-            is_masked |= tokens < first_visible(positions[:, None], window)
+            is_masked |= key_positions < first_visible(positions[:, None], window)
         q = q.reshape(num_heads, -1, dim)
         logits = (q @ k.float().permute(1, 2, 0)).view(num_heads, -1, *is_masked.shape)
         return cls(q, logits.masked_fill(is_masked, -torch.inf).softmax(-1).flatten(1, 2))
@@ -92,11 +92,11 @@ def observe_queries(
 
 def _sample_queries(query: torch.Tensor, k: torch.Tensor, call: dict[str, Any]) -> Queries | None:
     """Return evenly spaced queries of the last three quarters of a window, `[1, Hq, N, D]`."""
-    tokens = query.shape[2]
-    if query.shape[0] != 1 or tokens != len(k):
+    num_tokens = query.shape[2]
+    if query.shape[0] != 1 or num_tokens != len(k):
         return None
-    count = min(_MAX_QUERIES, tokens)
-    positions = torch.linspace(tokens // 4, tokens - 1, count, device="cpu").long()
+    num_queries = min(_MAX_QUERIES, num_tokens)
+    positions = torch.linspace(num_tokens // 4, num_tokens - 1, num_queries, device="cpu").long()
     scaling, window = call.get("scaling"), call.get("sliding_window")
     return Queries.from_states(
         query[0, :, positions.to(query.device)].to(k.device), k, positions.to(k.device),

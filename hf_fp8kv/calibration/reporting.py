@@ -156,7 +156,7 @@ def _score_quality(
         static_kl, dynamic_kl = (scores[cache].kl for cache in list(caches)[:2])
         storage = fmt if scales.plan is None else "the plan"
         scoring.warn_if_worse(static_kl, dynamic_kl, storage, batches)
-    rows = [scores[stage].summarize(stage) for stage in (UNQUANTIZED, *caches)]
+    rows = [scores[cache].summarize(cache) for cache in (UNQUANTIZED, *caches)]
     finite_rows = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
     if len(finite_rows) < len(rows):
         cache_names = ", ".join(sorted(row.cache for row in rows if row not in finite_rows))

@@ -2,9 +2,9 @@
 
 RoPE rotates K, and therefore the center of K, with the position. It rotates a pair of channels by
 an angle, which changes both channels, but not the norm of the pair. Models pair channels in
-different ways, so pairs are measured: the text is read from two first positions, and the squares
-of a pair's channels change by opposite amounts. This finds halves (Llama), neighbors (GPT-J,
-Cohere), partial rotation, layers without RoPE, and the RoPE part that an MLA model keeps in V.
+different ways, so pairs are measured. The model reads a text twice, from two start positions, and
+the squares of a pair's channels change by opposite amounts. This finds halves (Llama), neighbors
+(GPT-J, Cohere), partial rotation, layers without RoPE, and the RoPE part that MLA keeps in V.
 """
 
 import logging
@@ -28,17 +28,17 @@ _POSITION_FIELDS = (
     "max_position_embeddings", "n_positions", "max_target_positions",
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
-# Pairs are measured at positions 0 and n / 2, where n is at most this number.
+# Pairs are measured at positions 0 and n / 2. n is the model's number of positions, up to this.
 _MEASURED_POSITIONS = 2048
-_DEFAULT_WINDOWS = 8  # default of `max_position`, as a multiple of `max_length`
+_DEFAULT_POSITION_FACTOR = 8  # default of `max_position`, as a multiple of `max_length`
 FAR_COUNT = 8  # number of far positions
 # Far positions as fractions of the last position. Multiples of the golden ratio are spread
 # evenly without a period, so no pair rotates by the same angle between all adjacent positions.
 _GOLDEN = (5**0.5 - 1) / 2
 _FRACTIONS = [n * _GOLDEN % 1 / (FAR_COUNT * _GOLDEN % 1) for n in range(FAR_COUNT, 0, -1)]
-TOKENS = 128  # number of tokens on which pairs are measured
+_PAIR_TOKENS = 128  # number of tokens on which pairs are measured
 # Minimum relative change (RMS) of the squares of a rotated channel. 16-bit rounding through many
-# layers changes the squares by about one hundredth.
+# layers changes the squares by about 1 %.
 _MIN_CHANGE = 0.1
 # Maximum correlation of the changes of a pair's squares. It is -1 for a true pair.
 _MAX_CORRELATION = -0.8
@@ -46,23 +46,23 @@ _MAX_CORRELATION = -0.8
 
 @dataclass(frozen=True)
 class FarPositions:
-    """Positions beyond the windows, at which centers and scales are tested."""
+    """Positions after the windows, at which centers and scales are tested."""
 
     last_position: int  # the farthest position
     skip_reason: str = ""  # why the model cannot be run there, or ""
 
     def place(self, windows: Sequence[torch.Tensor], count: int = 0) -> list[Batch]:
-        """Return windows at far positions, the farthest first, without windows that are too long.
+        """Return windows at far positions, the farthest first. Omit windows that are too long.
 
         With a `count`, windows are repeated at different positions until there are `count` batches.
         """
         windows = [w for w in windows if len(w) < self.last_position and not self.skip_reason]
-        pairs = islice(zip(cycle(windows), cycle(_FRACTIONS), strict=False), count or len(windows))
-        return [Batch((w,), max(1, round(x * (self.last_position - len(w))))) for w, x in pairs]
+        placed = islice(zip(cycle(windows), cycle(_FRACTIONS), strict=False), count or len(windows))
+        return [Batch((w,), max(1, round(x * (self.last_position - len(w))))) for w, x in placed]
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Raise ConfigError for an argument that is not a whole number of at least `minimum`."""
+    """Raise ConfigError unless `value` is a whole number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(
             f"{name}: expected a whole number of at least {minimum}, got {format_value(value)}"
@@ -78,7 +78,7 @@ def resolve_limit(model: PreTrainedModel, max_length: int, max_position: int | N
     check_count("max_length", max_length)
     limit = find_max_positions(model)
     if max_position is None:
-        return min(_DEFAULT_WINDOWS * max_length, limit)
+        return min(_DEFAULT_POSITION_FACTOR * max_length, limit)
     check_count("max_position", max_position)
     if max_position > limit:
         raise ConfigError(
@@ -97,7 +97,7 @@ def find_max_positions(model: PreTrainedModel) -> int:
 
 
 def has_rope(model: PreTrainedModel) -> bool:
-    """Return whether the config has parameters of RoPE, for all layers or for types of layers."""
+    """Return whether the config has RoPE parameters, for all layers or for each layer type."""
     return bool(config_field(model.config.get_text_config(decoder=True), "rope_parameters"))
 
 
@@ -116,18 +116,18 @@ class Partners:
 def measure_partners(
     model: PreTrainedModel, window: torch.Tensor, layers: frozenset[int]
 ) -> dict[int, Partners]:
-    """Measure the partners of every layer on the first `TOKENS` token ids of a window, `[T]`."""
+    """Measure the partners of every layer on the first `_PAIR_TOKENS` tokens of a window, `[T]`."""
     unknown_partners = dict.fromkeys(layers, Partners())
     if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
         return unknown_partners
     num_positions = min(find_max_positions(model), _MEASURED_POSITIONS)
-    ids = window[: min(TOKENS, max(num_positions // 4, 2))]
+    ids = window[: min(_PAIR_TOKENS, max(num_positions // 4, 2))]
 
     def record_states(position: int) -> dict[int, list[torch.Tensor]]:
         states: dict[int, list[torch.Tensor]] = {}
         observe(
             model, Batch((ids,), position), layers,
-            lambda index, *pair: states.update({index: [x.double().cpu() for x in pair]}),
+            lambda index, *sides: states.update({index: [x.double().cpu() for x in sides]}),
         )  # fmt: skip
         return states
 
@@ -145,7 +145,7 @@ def measure_partners(
 
 
 def match_channels(near_states: torch.Tensor, far_states: torch.Tensor) -> torch.Tensor:
-    """Return each channel's partner, whose square changes by the opposite amount, or itself, `[D]`.
+    """Return the partner of each channel, whose square changes oppositely, or the channel, `[D]`.
 
     The states are K or V of the same tokens at two positions, each `[N, H, D]`, float64.
     """
@@ -157,31 +157,31 @@ def match_channels(near_states: torch.Tensor, far_states: torch.Tensor) -> torch
     rotates = energy > _MIN_CHANGE**2 * (near_squares.square() + far_squares.square()).sum(0)
     norm = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / norm).T @ (change / norm)
-    candidate = correlation.argmin(0)
-    channel = torch.arange(len(candidate), device=candidate.device)
-    is_pair = rotates & rotates[candidate] & (candidate[candidate] == channel)
-    is_pair &= correlation[candidate, channel] < _MAX_CORRELATION
-    return _complete_pattern(torch.where(is_pair, candidate, channel))
+    candidates = correlation.argmin(0)
+    channels = torch.arange(len(candidates), device=candidates.device)
+    is_pair = rotates & rotates[candidates] & (candidates[candidates] == channels)
+    is_pair &= correlation[candidates, channels] < _MAX_CORRELATION
+    return _complete_pattern(torch.where(is_pair, candidates, channels))
 
 
-def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
+def _complete_pattern(partners: torch.Tensor) -> torch.Tensor:
     """Add the pairs that rotate too slowly to be measured, in the pattern of the measured pairs.
 
     Pairs are ordered by speed, the fastest first, so missing pairs follow the measured pairs.
     """
-    channel = torch.arange(len(partner), device=partner.device)
-    distances = (partner - channel)[partner > channel]
+    channels = torch.arange(len(partners), device=partners.device)
+    distances = (partners - channels)[partners > channels]
     if not len(distances):
-        return partner
+        return partners
     step = int(distances.mode().values)
-    start = int(channel[partner != channel].min())
-    size = len(partner)
+    start = int(channels[partners != channels].min())
+    size = len(partners)
     if step == 1:  # neighbors, up to the last channel
-        lower = torch.arange(start, size - 1, 2, device=partner.device)
+        lower = torch.arange(start, size - 1, 2, device=partners.device)
     else:  # two halves of a block of 2 * step channels
-        lower = torch.arange(start, min(start + step, size - step), device=partner.device)
-    pattern = channel.clone()
+        lower = torch.arange(start, min(start + step, size - step), device=partners.device)
+    pattern = channels.clone()
     pattern[lower], pattern[lower + step] = lower + step, lower
-    is_measured = partner != channel
-    # Measured pairs of a different pattern get no further pairs.
-    return pattern if torch.equal(pattern[is_measured], partner[is_measured]) else partner
+    is_measured = partners != channels
+    # Measured pairs that do not fit the pattern get no further pairs.
+    return pattern if torch.equal(pattern[is_measured], partners[is_measured]) else partners

@@ -55,7 +55,7 @@ def calibrate(
     held_out: int = 4096,
     progress: bool = True,
 ) -> KVScales:
-    """Calibrate static scales of a model on texts. `.report` of the result shows their quality.
+    """Calibrate static scales of a model on texts. The `report` of the result shows their quality.
 
     The model reads the texts, and K (after RoPE) and V are observed where they would be stored. A
     scale covers the largest observed magnitude (see `calibration.choose`). The result does not
@@ -66,7 +66,7 @@ def calibrate(
         model: A language model, on any device or devices.
         texts: The path of a `.txt` or `.jsonl` file, or an iterable (a list, a `datasets` dataset)
             of texts, conversations or token ids (see `read_corpus`).
-        tokenizer: The tokenizer of the model. None loads it from the path of the model.
+        tokenizer: The tokenizer of the model. None loads the tokenizer from the model's path.
         granularity: One scale per layer and side ("tensor"), per KV head ("head"), or per head
             and channel ("channel"). For dynamic scales, see `choose_plan`.
         center: Whether to try subtracting the mean of K. A layer keeps the center if it helps. Only
@@ -74,11 +74,11 @@ def calibrate(
             plan.
         dtype: The format for which scales are chosen. They can be used with any format. None means
             "fp8_e4m3".
-        plan: The storage plan, in 8 bits. "measured" chooses the format, rotation and
-            center of least cost. Any plan of a cache is accepted, and its centers are calibrated
-            with the scales. The scales then only fit caches with this plan. Other servers cannot
-            use them. None leaves the format to the cache, without rotation.
-        margin: Factor of the largest magnitude. 1.1 leaves 10 % of headroom for other texts.
+        plan: The 8-bit storage plan. "measured" chooses the format, rotation and center of least
+            cost. Any plan of a cache is accepted, and its centers are calibrated with the scales.
+            The scales then only fit caches with this plan, and other servers cannot use them. None
+            leaves the format to the cache, without rotation.
+        margin: Multiplier of the largest magnitude. 1.1 leaves 10 % of headroom for other texts.
         max_tokens: Maximum number of tokens that are read.
         max_length: Maximum number of tokens in a window.
         max_position: Last position at which centers are tested. The report lists far positions
@@ -87,7 +87,7 @@ def calibrate(
         batch_size: Number of windows in a call.
         text_column: The column of a row that has the text.
         chat_template: None renders conversations with the tokenizer's chat template. True also
-            renders plain texts, as a user's turn. False refuses conversations.
+            renders plain texts, as a user's turn. False rejects conversations.
         held_out: Number of tokens that are used only for the report. 0 disables the quality report.
         progress: Whether to show a progress bar with tokens per second on stderr.
 
@@ -103,9 +103,9 @@ def calibrate(
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
     windows = corpus.windows
-    reading = _read_windows(model, layers, options, progress, windows, batch_size, max_position)
-    with reading as (job, ranges, partners, positions):
-        _warn_of_missing_layers(job, ranges, partners)
+    run = _run_model(model, layers, options, progress, windows, batch_size, max_position)
+    with run as (job, ranges, partners, positions):
+        _warn_of_incomplete_layers(job, ranges, partners)
         positions, near_sums, far_sums = _collect_samples(job, windows, partners, positions)
         may_rotate = bool(positions.skip_reason) and has_rope(model)
         candidates = {
@@ -121,9 +121,9 @@ def calibrate(
             KVScales(x, model_type=model.config.model_type, origin=source, weights_digest=digest)
             for x in choose.choose_scales(job, windows, positions, scaled_candidates, source)
         )
-        scales, centers = scoring.check_plans(job, windows, fallback, best_scales, positions)
-        windows, counts = corpus.held_out, (corpus.texts, corpus.tokens)
-        report = make_report(job, scales, ranges, centers, windows, windows, positions, *counts)
+        scales, note = scoring.check_plans(job, windows, fallback, best_scales, positions)
+        unseen, counts = corpus.held_out, (corpus.texts, corpus.tokens)
+        report = make_report(job, scales, ranges, note, unseen, unseen, positions, *counts)
     return replace(scales, report=report)
 
 
@@ -170,10 +170,10 @@ def measure(
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
     windows, scored_windows = corpus.windows, scoring.first_windows(corpus.windows, _SCORED_TOKENS)
-    reading = _read_windows(model, layers, options, progress, windows, 1, max_position)
-    with reading as (job, ranges, _, positions):
-        centers = "Centers were not tried, because the scales were given."
-        return make_report(job, loaded_scales, ranges, centers, windows, scored_windows, positions)
+    run = _run_model(model, layers, options, progress, windows, 1, max_position)
+    with run as (job, ranges, _, positions):
+        note = "Centers were not tried, because the scales were given."
+        return make_report(job, loaded_scales, ranges, note, windows, scored_windows, positions)
 
 
 def _make_options(
@@ -188,7 +188,7 @@ def _make_options(
         raise ConfigError(f"center: expected True or False, got {center!r}")
     if plan is not None and dtype is not None:
         raise ConfigError(
-            f"dtype: expected None with a plan, which has the format of each layer, got {dtype!r}. "
+            f"dtype: expected None, because a plan has the format of each layer, got {dtype!r}. "
             "Omit dtype, or pass a plan such as LayerPlan.parse('fp8_e3m4', 'fp8_e3m4')"
         )
     plans: Any = plan
@@ -216,7 +216,7 @@ def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners],
     positions: FarPositions,
 ) -> tuple[FarPositions, dict[int, TensorDict], dict[int, TensorDict]]:  # fmt: skip
-    """Return `positions`, updated if they fail, and the near and far sums of `find_centers`."""
+    """Return the positions, or why they fail, and the near and far sums for `find_centers`."""
     if not job.options.center and job.options.plan is None:
         return positions, {}, {}
     batches = make_batches(stages.sample_windows(windows), 1)
@@ -231,7 +231,7 @@ def _collect_samples(
     return positions, near_sums, far_sums
 
 
-def _warn_of_missing_layers(
+def _warn_of_incomplete_layers(
     job: Job, ranges: Mapping[int, TensorDict], partners: Mapping[int, Partners]
 ) -> None:
     missing_layers = sorted(job.layers - set(ranges))
@@ -250,13 +250,13 @@ def _warn_of_missing_layers(
 
 
 @contextmanager
-def _read_windows(
+def _run_model(
     model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool,
     windows: Sequence[torch.Tensor], batch_size: int, max_position: int,
 ) -> Iterator[tuple[Job, dict[int, TensorDict], dict[int, Partners], FarPositions]]:  # fmt: skip
-    """Yield the job, the ranges and partners of each layer, and the far positions, in eval mode."""
-    with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
-        job = Job(model, layers, options, bar)
+    """Read the windows in eval mode. Yield the job, ranges and partners by layer, and positions."""
+    with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as progress_bar:
+        job = Job(model, layers, options, progress_bar)
         partners = measure_partners(model, windows[0], layers)
         ranges = stages.collect_ranges(job, "text", make_batches(windows, batch_size), partners)
         reason = (
@@ -265,4 +265,4 @@ def _read_windows(
         failure = f"{type(model).__name__} cannot be run at other positions: it {reason}"
         has_partners = any(layer.k is not None for layer in partners.values())
         yield job, ranges, partners, FarPositions(max_position, "" if has_partners else failure)
-        bar.set_description("done")
+        progress_bar.set_description("done")

@@ -92,7 +92,7 @@ def check_plans(
 def make_factory(
     job: Job, scales: KVScales | float | None, layers: Collection[int]
 ) -> Callable[[], Any]:
-    """Return a function that makes caches. Layers that are not in `layers` stay unquantized."""
+    """Return a function that makes caches, in which layers outside `layers` stay unquantized."""
     skipped_layers = sorted(job.layers.difference(layers))
     has_plan = isinstance(scales, KVScales) and scales.plan is not None
     dtype = None if has_plan else job.options.fmt.name
@@ -109,16 +109,16 @@ def scales_kwargs(scales: KVScales | float | None) -> dict[str, Any]:
 def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
     """Return the first windows that together have at least `tokens` tokens, or all windows."""
     tokens_before = accumulate(map(len, windows), initial=0)
-    return [window for window, count in zip(windows, tokens_before, strict=False) if count < tokens]
+    return [window for window, n in zip(windows, tokens_before, strict=False) if n < tokens]
 
 
 def score_caches(
-    job: Job, name: str, batches: Sequence[Batch], caches: Mapping[str, Callable[[], Any]]
+    job: Job, stage: str, batches: Sequence[Batch], caches: Mapping[str, Callable[[], Any]]
 ) -> dict[str, Scores]:
-    """Score the second half of each window under each cache, after a prefill on the first half."""
-    vocabulary = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
-    chunk = max(8, min(_MAX_CHUNK, _MAX_LOGITS // vocabulary))
-    job.start_stage(name, sum(batch.tokens for batch in batches) * (len(caches) + 1))
+    """Score the second half of each window under each cache, after a prefill of the first half."""
+    vocab_size = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
+    chunk = max(8, min(_MAX_CHUNK, _MAX_LOGITS // vocab_size))
+    job.start_stage(stage, sum(batch.tokens for batch in batches) * (len(caches) + 1))
     scores = []
     for batch in batches:
         ids = batch.ids.to(input_device(job.model))

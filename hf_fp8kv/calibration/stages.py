@@ -17,9 +17,9 @@ from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, n
 from .queries import Queries, observe_queries
 from .rope import FAR_COUNT, FarPositions, Partners
 
-# Number of windows on which scales are tried.
+# Maximum number of windows on which scales are compared.
 SAMPLE_WINDOWS = 8
-# Minimum number of tokens of the part of a window that is read at a far position.
+# Minimum number of tokens to read of a window at a far position.
 _MIN_FAR_TOKENS = 16
 
 
@@ -57,12 +57,12 @@ class Job:
 
 
 def fold_layers(
-    job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
+    job: Job, stage: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
     observer: Callable[..., None] = observe_queries,
 ) -> dict[int, TensorDict]:  # fmt: skip
-    """Merge, for each layer, the tensors that `measure` returns over all batches.
+    """Run the model on all batches, and merge the tensors that `measure` returns for each layer.
 
-    The observer runs the model: `observe`, or `observe_queries`, which also passes queries.
+    The observer is `observe`, or `observe_queries`, which also passes queries to `measure`.
     """
     totals: dict[int, TensorDict] = {}
 
@@ -70,7 +70,7 @@ def fold_layers(
         tensors = measure(index, *states)
         totals[index] = merge_tensors(totals[index], tensors) if index in totals else tensors
 
-    job.start_stage(name, sum(batch.tokens for batch in batches))
+    job.start_stage(stage, sum(batch.tokens for batch in batches))
     for batch in batches:
         observer(job.model, batch, job.layers, on_layer)
         job.bar.update(batch.tokens)
@@ -78,10 +78,10 @@ def fold_layers(
 
 
 def collect_ranges(
-    job: Job, name: str, batches: Sequence[Batch], partners: Mapping[int, Partners],
+    job: Job, stage: str, batches: Sequence[Batch], partners: Mapping[int, Partners],
     observer: Callable[..., None] = observe,
 ) -> dict[int, TensorDict]:  # fmt: skip
-    """Return the ranges of K and V of each layer, and with queries the sums of `weigh_keys`.
+    """Return the ranges of K and V by layer, and the sums of `weigh_keys` if there are queries.
 
     Raises:
         ConfigError: K or V has NaN or infinity, or a layer has no V.
@@ -104,7 +104,7 @@ def collect_ranges(
             statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated_ranges.items()}
         return statistics | (weigh_keys(k, *queries) if queries else {})
 
-    return fold_layers(job, name, batches, measure, observer)
+    return fold_layers(job, stage, batches, measure, observer)
 
 
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
@@ -127,6 +127,6 @@ def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def sample_far(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
-    """Return windows at far positions. Their total length exceeds only a short text's."""
+    """Return windows at far positions, in total at most as long as `windows` unless it is short."""
     length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // FAR_COUNT)
     return positions.place([w[:length] for w in sample_windows(windows)], FAR_COUNT)

@@ -1,6 +1,6 @@
 """Read the texts of a calibration, tokenize them, and split them into windows, in two parts.
 
-Both parts are the same for any order of the texts, as long as all of them are read.
+Both parts are the same for any order of the texts, if all texts are read.
 """
 
 import hashlib
@@ -283,9 +283,9 @@ def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[
             # A blank line counts as one token, so that a long run of blank lines is cut.
             tokens = 1 if part.isspace() else max(len(next(ids)), 1)
             while buffer and buffer_tokens + tokens > max_tokens:
-                count = _find_end(buffer, buffer_tokens)
-                yield _join_parts(buffer[:count])
-                buffer = buffer[count:]
+                num_parts = _find_end(buffer, buffer_tokens)
+                yield _join_parts(buffer[:num_parts])
+                buffer = buffer[num_parts:]
                 buffer_tokens = sum(n for _, n in buffer)
             buffer.append((part, tokens))
             buffer_tokens += tokens

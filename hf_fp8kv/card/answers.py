@@ -53,6 +53,6 @@ def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool
     """Return whether all tokens of each answer have higher logits than the wrong candidates."""
     logits = compute_logits(model, question.ids.to(model.device), cache, {}, scored=True)[0].cpu()
     return [
-        all(logits[s.index, s.right_id] > logits[s.index, list(s.wrong_ids)].max() for s in steps)
-        for steps in question.answers
+        all(logits[x.index, x.right_id] > logits[x.index, list(x.wrong_ids)].max() for x in tokens)
+        for tokens in question.answers
     ]

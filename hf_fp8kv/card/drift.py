@@ -71,11 +71,11 @@ def _speed_up_few_rows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _apply_linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
-    rows = states.numel() // states.shape[-1]
-    if rows > _FEW_ROWS:
+    num_rows = states.numel() // states.shape[-1]
+    if num_rows > _FEW_ROWS:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)
     states = states.contiguous()  # otherwise the product takes two to four times as long
-    product = (layer.weight @ states.reshape(rows, -1).T).T.view(*states.shape[:-1], -1)
+    product = (layer.weight @ states.reshape(num_rows, -1).T).T.view(*states.shape[:-1], -1)
     return product if layer.bias is None else product + layer.bias
 
 
@@ -96,22 +96,22 @@ def follow_answers(
         answers: Tokens, `[B, T]`, int64.
         contenders: The caches by name.
     """
-    rows, length = answers.shape
-    chunk = _choose_chunk(model, rows)
+    num_answers, length = answers.shape
+    chunk = _choose_chunk(model, num_answers)
     makers = {name: partial(contender.make, model) for name, contender in contenders.items()}
     scores = compare_caches(
         model, torch.cat((prompts, answers), 1), makers, prefill=prompts.shape[1], chunk=chunk
     )
-    sizes = [rows * min(chunk, length - start) for start in range(0, length, chunk)]
+    sizes = [num_answers * min(chunk, length - start) for start in range(0, length, chunk)]
     return {
-        name: torch.cat([part.view(rows, -1) for part in scores[name].kl.split(sizes)], 1)
+        name: torch.cat([part.view(num_answers, -1) for part in scores[name].kl.split(sizes)], 1)
         for name in contenders
     }
 
 
-def _choose_chunk(model: PreTrainedModel, rows: int) -> int:
-    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
-    return max(min(_MAX_CHUNK, _MAX_LOGITS // (rows * vocabulary)), 1)
+def _choose_chunk(model: PreTrainedModel, num_answers: int) -> int:
+    vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+    return max(min(_MAX_CHUNK, _MAX_LOGITS // (num_answers * vocab_size)), 1)
 
 
 def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
@@ -204,19 +204,19 @@ def run_freely(
 
     Returns:
         `first`, the position of the first different token of each answer or None, and `kl_before`
-        and `kl_after`, the mean divergence of the predictions of the cache's tokens before that
-        token, and from it on.
+        and `kl_after`, the mean divergences of the predictions before that token, and from that
+        token on.
     """
     exact_cache, last_ids, kl = UNQUANTIZED.make(model), prompts, []
-    rows, length = expected.shape
-    chunk = _choose_chunk(model, rows)
+    num_answers, length = expected.shape
+    chunk = _choose_chunk(model, num_answers)
     answers = sample_answers(model, prompts, contender, length)
     sampled_ids = prompts[:, :0]
-    while part := [*islice(answers, chunk)]:
-        logits, ids = (torch.cat(x, 1) for x in zip(*part, strict=True))
+    while steps := [*islice(answers, chunk)]:
+        logits, ids = (torch.cat(x, 1) for x in zip(*steps, strict=True))
         inputs = torch.cat((last_ids, ids[:, :-1]), 1)
-        exact_logits = compute_logits(model, inputs, exact_cache, {}, scored=True)[:, -len(part) :]
-        kl.append(compute_scores(exact_logits, logits, ids).kl.view(rows, -1))
+        exact_logits = compute_logits(model, inputs, exact_cache, {}, scored=True)[:, -len(steps) :]
+        kl.append(compute_scores(exact_logits, logits, ids).kl.view(num_answers, -1))
         sampled_ids, last_ids = torch.cat((sampled_ids, ids), 1), ids[:, -1:]
     is_different = (sampled_ids != expected).cpu().cumsum(1) > 0
     first_differences = [int(row.int().argmax()) if row.any() else None for row in is_different]

@@ -57,18 +57,18 @@ def score_text(
         ids: Tokens, `[1, N]`, int64, on the model's device. N is at least the last position.
         states: Keys and values of the text, by layer, with at least N - `scored` tokens.
         contenders: The caches by name.
-        positions: Positions in tokens, each above `scored`.
+        positions: Positions in tokens, each greater than `scored`.
         scored: Number of tokens that are scored before each position.
     """
     scores: dict[tuple[int, str], Scores] = {}
     for position in positions:
         start = position - scored
-        part, next_ids = ids[:, start:position], ids[:, start + 1 : position]
+        scored_ids, next_ids = ids[:, start:position], ids[:, start + 1 : position]
         exact_cache = UNQUANTIZED.fill(model, states, start)
-        expected = compute_logits(model, part, exact_cache, {}, scored=True)
+        expected = compute_logits(model, scored_ids, exact_cache, {}, scored=True)
         for name, contender in contenders.items():
             cache = contender.fill(model, states, start)
-            logits = compute_logits(model, part, cache, {}, scored=True)
+            logits = compute_logits(model, scored_ids, cache, {}, scored=True)
             scores[position, name] = compute_scores(expected, logits, next_ids)
     return scores
 

@@ -3,7 +3,7 @@
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
 a unique key is found with any cache. Nothing is generated. Questions are beginnings of sentences.
 An answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
-The question continues with the right answer, whatever the model's answer is.
+The question continues with the right answer, even if the model's answer is wrong.
 """
 
 import random
@@ -30,7 +30,7 @@ window wine wolf
 """
 _NUMBER_TEXT, _WORD_TEXT = "The secret number for {} is", "The secret word for {} is"
 _ANSWER_PREFIX = "\n\nAnswer: "
-_DIGITS = 5
+_NUMBERS = range(10_000, 100_000)
 _TOKENS_PER_SENTENCE = 100  # tokens of a haystack for each hidden sentence
 _MAX_HIDDEN = 40  # maximum number of hidden sentences in a haystack
 _GROUP_SIZE, _MAX_GROUPS = 4, 3  # keys that differ in one digit, and such groups in a haystack
@@ -38,7 +38,7 @@ _CHAIN_LINKS = 3  # number of links of a chain
 _LIST_PREFIX = "A list of words:"
 _COMMON_PREFIX = "\n\nThe most frequent words in the list above are:"
 _NUM_WORDS = 40  # number of different words in a list
-_NUM_COMMON, _REPEATS = 3, 30  # frequent words, and their number for each of the rare words
+_NUM_COMMON, _REPEATS = 3, 30  # frequent words, and occurrences of each for each rare word
 _NUM_WRONG = 4  # wrong candidates for a word of a list
 _QUESTION_TOKENS = 96  # tokens that are reserved for a question after a haystack
 _TOOL_TEXT = (
@@ -51,8 +51,8 @@ _TOOL_TOKENS = 60  # tokens of a tool, an upper limit for most tokenizers
 
 
 @dataclass(frozen=True)
-class Step:
-    """A token of an answer: the logits at `index` of a question must be highest for `right_id`."""
+class AnswerToken:
+    """A token of an answer. At `index` of a question, its logit must exceed the wrong logits."""
 
     index: int
     right_id: int
@@ -61,10 +61,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Tokens `[1, T]`, int64, that follow a haystack, and the steps of each answer."""
+    """Tokens `[1, T]`, int64, that follow a haystack, and the scored tokens of each answer."""
 
     ids: torch.Tensor
-    answers: tuple[tuple[Step, ...], ...]
+    answers: tuple[tuple[AnswerToken, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,26 +95,25 @@ class Writer:
 
     def __init__(self, tokenizer: Any, length: int, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
-        self.length = length - _QUESTION_TOKENS
+        self.haystack_length = length - _QUESTION_TOKENS
         self.random = random.Random(seed)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text without special tokens."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def draw_words(self, count: int) -> list[str]:
-        """Return different words."""
-        return self.random.sample(_WORDS.split(), count)
+    def draw_words(self, num_words: int) -> list[str]:
+        """Return distinct random words."""
+        return self.random.sample(_WORDS.split(), num_words)
 
-    def draw_numbers(self, count: int) -> list[str]:
-        """Return different numbers of five digits."""
-        return [str(n) for n in self.random.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)]
+    def draw_numbers(self, num_numbers: int) -> list[str]:
+        """Return distinct random numbers of five digits."""
+        return [str(number) for number in self.random.sample(_NUMBERS, num_numbers)]
 
     def hide_sentences(self, sentences: Sequence[str]) -> torch.Tensor:
         """Return the tokens of prose that contains the sentences in this order, `[1, N]`."""
         start, lines = self._start_ids(), [self.encode(f"{sentence}\n") for sentence in sentences]
-        tokens_left = self.length - len(start) - sum(map(len, lines))
+        tokens_left = self.haystack_length - len(start) - sum(map(len, lines))
         prose: list[list[int]] = []
         for sentence in _read_sentences(self._seed):
             ids = self.encode(f"{sentence}\n")
@@ -128,33 +127,33 @@ class Writer:
             prose.insert(self.random.randint(start_index, stop_index), line)
         return torch.tensor([start + [token for line in prose for token in line]])
 
-    def join(self, text: str) -> torch.Tensor:
+    def encode_haystack(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, `[1, N]`, truncated to the length of a haystack."""
-        return torch.tensor([(self._start_ids() + self.encode(text))[: self.length]])
+        return torch.tensor([(self._start_ids() + self.encode(text))[: self.haystack_length]])
 
-    def ask(self, *parts: Part) -> Question:
-        """Return a question.
+    def make_question(self, *parts: Part) -> Question:
+        """Return the question of these parts, with the tokens at which each answer is scored.
 
         Raises:
-            ConfigError: The tokenizer has the same tokens for an answer and all candidates.
+            ConfigError: The tokenizer encodes an answer and all candidates as the same tokens.
         """
         ids: list[int] = []
-        answers: list[tuple[Step, ...]] = []
+        answers: list[tuple[AnswerToken, ...]] = []
         for part in parts:
             ids += self.encode(part.text)
             answer = self.encode(part.answer)
             candidates = [self.encode(candidate) for candidate in part.wrong_answers]
-            steps = []
+            scored = []
             for n, token in enumerate(answer):
-                tokens = {x[n] for x in candidates if x[:n] == answer[:n] and x[n:]} - {token}
-                if tokens:
-                    steps.append(Step(len(ids) + n - 1, token, tuple(sorted(tokens))))
-            if not steps:
+                wrong_ids = {x[n] for x in candidates if x[:n] == answer[:n] and x[n:]} - {token}
+                if wrong_ids:
+                    scored.append(AnswerToken(len(ids) + n - 1, token, tuple(sorted(wrong_ids))))
+            if not scored:
                 raise ConfigError(
                     f"tasks: expected different tokens for {part.answer!r} and "
                     f"{', '.join(map(repr, part.wrong_answers))}, got the same tokens"
                 )
-            answers.append(tuple(steps))
+            answers.append(tuple(scored))
             ids += answer
         return Question(torch.tensor([ids[:-1]]), tuple(answers))
 
@@ -177,25 +176,26 @@ def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
 
     The wrong candidates are all other numbers of the haystack.
     """
-    groups = min(max(num_hidden // _GROUP_SIZE, 1), _MAX_GROUPS)
+    num_groups = min(max(num_hidden // _GROUP_SIZE, 1), _MAX_GROUPS)
+    words, codes = writer.draw_words(num_groups), writer.draw_numbers(num_groups)
     keys = [
         f"{word} {code}{digit}"
-        for word, code in zip(writer.draw_words(groups), writer.draw_numbers(groups), strict=True)
+        for word, code in zip(words, codes, strict=True)
         for digit in writer.random.sample(range(10), _GROUP_SIZE)
     ]
     numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))
     order = writer.random.sample(keys, len(keys))
     ids = writer.hide_sentences([f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in order])
-    return Haystack(ids, tuple(writer.ask(_ask_number(key, numbers)) for key in keys))
+    return Haystack(ids, tuple(writer.make_question(_make_part(key, numbers)) for key in keys))
 
 
-def _ask_number(key: str, numbers: dict[str, str]) -> Part:
+def _make_part(key: str, numbers: dict[str, str]) -> Part:
     wrong_answers = [f" {number}" for number in numbers.values() if number != numbers[key]]
     return Part(_ANSWER_PREFIX + _NUMBER_TEXT.format(key), f" {numbers[key]}", wrong_answers)
 
 
 def write_chains(writer: Writer, num_hidden: int) -> Haystack:
-    """Return a haystack of chains of words, in which the last word stands for a number."""
+    """Return a haystack of chains of words. A word stands for its predecessor or for a number."""
     num_chains = max(num_hidden // _CHAIN_LINKS, 2)
     words, numbers = writer.draw_words(num_chains * _CHAIN_LINKS), writer.draw_numbers(num_chains)
     chains = [words[n::num_chains] for n in range(num_chains)]
@@ -213,7 +213,7 @@ def write_chains(writer: Writer, num_hidden: int) -> Haystack:
             )
             for word, target in pairwise(chain[::-1])
         ]  # fmt: skip
-        questions.append(writer.ask(*parts, _ask_number(chain[0], number_of)))
+        questions.append(writer.make_question(*parts, _make_part(chain[0], number_of)))
     return Haystack(writer.hide_sentences(sentences), tuple(questions))
 
 
@@ -223,16 +223,16 @@ def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:
     rare_words = words[_NUM_COMMON:]
     bag = words[:_NUM_COMMON] * _REPEATS + rare_words
     stream = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
-    text = _LIST_PREFIX + "".join(f" {word}," for word in islice(stream, writer.length))
+    text = _LIST_PREFIX + "".join(f" {word}," for word in islice(stream, writer.haystack_length))
     questions = []
     for start in range(_NUM_COMMON):
         answers = (*words[start:_NUM_COMMON], *words[:start])
         parts = [
-            Part(head, f" {word}", [f" {x}" for x in writer.random.sample(rare_words, _NUM_WRONG)])
-            for head, word in zip((_COMMON_PREFIX, *"," * (_NUM_COMMON - 1)), answers, strict=True)
+            Part(text, f" {word}", [f" {x}" for x in writer.random.sample(rare_words, _NUM_WRONG)])
+            for text, word in zip((_COMMON_PREFIX, *"," * (_NUM_COMMON - 1)), answers, strict=True)
         ]
-        questions.append(writer.ask(*parts))
-    return Haystack(writer.join(text), tuple(questions))
+        questions.append(writer.make_question(*parts))
+    return Haystack(writer.encode_haystack(text), tuple(questions))
 
 
 def write_tool_calls(writer: Writer, num_hidden: int) -> Haystack:
@@ -241,22 +241,23 @@ def write_tool_calls(writer: Writer, num_hidden: int) -> Haystack:
     The name and the number are in the request, and the name of the argument is in the description.
     The wrong candidates are the names, arguments and numbers of all other tools.
     """
-    num_tools = max(min(num_hidden, writer.length // _TOOL_TOKENS - 1, 30), 3)
+    num_tools = max(min(num_hidden, writer.haystack_length // _TOOL_TOKENS - 1, 30), 3)
     words, values = writer.draw_words(3 * num_tools), writer.draw_numbers(num_tools)
     rows = [*zip(words[:num_tools], words[num_tools : 2 * num_tools], values, strict=True)]
 
-    def ask(row: tuple[str, str, str]) -> list[Part]:
+    def make_parts(row: tuple[str, str, str]) -> list[Part]:
         wrong_answers = zip(*(candidate for candidate in rows if candidate != row), strict=True)
         texts = (_REQUEST_TEXT.format(row[0], row[2]) + _NAME_TEXT, _ARGUMENT_TEXT, _VALUE_TEXT)
         return [*map(Part, texts, row, wrong_answers)]
 
     example, *requests = writer.random.sample(rows, num_tools)
-    call = "".join(part.text + part.answer for part in ask(example)) + "}}"
+    call = "".join(part.text + part.answer for part in make_parts(example)) + "}}"
     text = "\n".join(
         _TOOL_TEXT.format(name, topic, argument)
         for (name, argument, _), topic in zip(rows, words[2 * num_tools :], strict=True)
     )
-    return Haystack(writer.join(text + call), tuple(writer.ask(*ask(row)) for row in requests))
+    questions = tuple(writer.make_question(*make_parts(row)) for row in requests)
+    return Haystack(writer.encode_haystack(text + call), questions)
 
 
 # Functions that write a haystack with a number of hidden sentences.
@@ -278,19 +279,18 @@ def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> lis
         answers: Number of answers in all haystacks.
 
     Raises:
-        ConfigError: The haystacks are too short, or the tokenizer has the same tokens for answers.
+        ConfigError: The haystacks are too short, or the tokenizer encodes answers as candidates.
     """
     haystacks: list[Haystack] = []
     while answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
         num_hidden = max(min(answers, _MAX_HIDDEN, length // _TOKENS_PER_SENTENCE), 1)
-        haystacks.append(TASKS[task](writer, num_hidden))
-        questions, position = haystacks[-1].questions, haystacks[-1].ids.shape[1]
-        answers -= sum(len(question.answers) for question in questions)
-        tokens = max(question.ids.shape[1] for question in questions)
-        if position + tokens > length:
+        haystacks.append(haystack := TASKS[task](writer, num_hidden))
+        answers -= sum(len(question.answers) for question in haystack.questions)
+        min_length = haystack.ids.shape[1] + max(x.ids.shape[1] for x in haystack.questions)
+        if min_length > length:
             raise ConfigError(
-                f"tasks: expected room for a question of {tokens} tokens, got {length} tokens for "
-                f"the question and {position} before it"
+                f"tasks: expected at least {min_length} tokens for a haystack and its longest "
+                f"question, got {length}"
             )
     return haystacks

@@ -46,20 +46,20 @@ class _Definition:
     arguments: tuple[tuple[str, str | None], ...] | None
 
 
-def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch.Tensor]:
-    """Return the first `count` texts of a kind, `[1, length]` each, int64.
+def read_texts(tokenizer: Any, kind: str, num_texts: int, length: int) -> list[torch.Tensor]:
+    """Return the first `num_texts` texts of a kind, `[1, length]` each, int64.
 
     Raises:
         ConfigError: The kind has fewer texts of this length, or Python has no sources.
     """
     items = KINDS[kind]()
     texts: list[torch.Tensor] = []
-    while len(texts) < count:
+    while len(texts) < num_texts:
         ids = _read_text(tokenizer, items, length)
         if ids is None:
             raise ConfigError(
                 f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
-                f"got {count}. Choose fewer or shorter texts, because Python comes with no more"
+                f"got {num_texts}. Choose fewer or shorter texts, because Python comes with no more"
             )
         texts.append(ids)
     return texts

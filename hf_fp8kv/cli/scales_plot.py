@@ -1,4 +1,4 @@
-"""Plot static scales: magnitudes of K and V by layer and head, and the quantization errors.
+"""Plot static scales: magnitudes of K and V by layer and head, and quantization errors by layer.
 
 matplotlib is imported only when a plot is requested. pyplot is not used, because it would look for
 a display and keep figures alive.
@@ -48,10 +48,10 @@ def make_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     quantity = "largest magnitude" if report is not None else f"{_E4M3_MAX:g} × scale"
     panels["kv"].set_title(f"{quantity} of K and V, by layer", loc="left")
     panels["kv"].set_ylabel(quantity)
-    for series, side in enumerate("kv"):
-        name, table = side.upper(), _amax_by_head(scales, report, side)
+    for series_index, side in enumerate("kv"):
+        name, table = side.upper(), _list_head_maxima(scales, report, side)
         largest_heads = dict(enumerate(np.fmax.reduce(table, axis=1)))
-        _draw_line(panels["kv"], largest_heads, series, label=f"{name}, largest head")
+        _draw_line(panels["kv"], largest_heads, series_index, label=f"{name}, largest head")
         panels[side].set_title(f"{quantity} of {name}, by layer and head", loc="left")
         _draw_heads(figure, panels[side], table)
         panels[f"{side} error"].set_title(f"quantization error of {name}, by layer", loc="left")
@@ -61,12 +61,12 @@ def make_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
             panels[name].set_yscale("log")
             panels[name].grid(visible=True, alpha=0.3)
         elif not panels[name].texts:
-            _show_message(panels[name], "0 everywhere")
+            _show_message(panels[name], "all values are 0")
     style: dict[str, Any] = {"frameon": False}
-    labels = panels["kv"].get_legend_handles_labels()
-    panels["kv"].legend(*labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **style)
-    labels = panels["v error"].get_legend_handles_labels()
-    figure.legend(*labels, loc="outside lower center", ncols=len(FORMATS), **style)
+    handles, labels = panels["kv"].get_legend_handles_labels()
+    panels["kv"].legend(handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **style)
+    handles, labels = panels["v error"].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(FORMATS), **style)
     # A name may contain "$", which must not be parsed as math.
     figure.suptitle(_make_title(scales, report), parse_math=False)
     return figure
@@ -79,13 +79,13 @@ def _make_title(scales: KVScales, report: CalibrationReport | None) -> str:
     return f"{_shorten(report.model)}\nscales per {report.granularity}, {describe_source(report)}"
 
 
-def _shorten(name: str, length: int = 80) -> str:
+def _shorten(name: str, max_length: int = 80) -> str:
     """Return a name on one line. Dots replace the start of a long name."""
     name = " ".join(name.split())
-    return name if len(name) <= length else f"...{name[-length:]}"
+    return name if len(name) <= max_length else f"...{name[-max_length:]}"
 
 
-def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
+def _list_head_maxima(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
     """Return the largest magnitudes, `[layers, heads]`. NaN stands for 0 and for missing values."""
     if report is not None:
         amax = {i: np.array(getattr(layer, side).amax) for i, layer in report.layers.items()}
@@ -94,20 +94,20 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
         # One maximum for each head, or a single maximum for the layer.
         rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in tensors.items()}
         amax = {i: _E4M3_MAX * row.double().numpy() for i, row in rows.items()}
-    heads = max(len(row) for row in amax.values())
-    table = np.full((max(amax) + 1, heads), np.nan)
+    num_heads = max(len(row) for row in amax.values())
+    table = np.full((max(amax) + 1, num_heads), np.nan)
     for index, row in amax.items():
-        # A layer's only scale applies to all heads. A single value in a report belongs to one head.
-        width = heads if report is None and len(row) == 1 else len(row)
+        # A single scale applies to all heads, but a single value in a report belongs to one head.
+        width = num_heads if report is None and len(row) == 1 else len(row)
         table[index, :width] = row
     table[table <= 0] = np.nan  # for the logarithmic axes
     return table
 
 
-def _draw_line(axes: Any, values: Mapping[int, float], series: int, **style: Any) -> None:
-    """Draw positive values by layer as a line, in the color and with the marker of a series."""
+def _draw_line(axes: Any, values: Mapping[int, float], index: int, **style: Any) -> None:
+    """Draw positive values by layer as a line, with the color and the marker of series `index`."""
     if points := [(layer, value) for layer, value in values.items() if value > 0]:
-        style = {"color": _COLORS[series], "marker": _MARKERS[series], "markersize": 3, **style}
+        style = {"color": _COLORS[index], "marker": _MARKERS[index], "markersize": 3, **style}
         axes.plot(*zip(*points, strict=True), **style)
     _label_integers(axes.xaxis, "layer")
 
@@ -121,7 +121,7 @@ def _draw_heads(figure: Any, axes: Any, table: np.ndarray) -> None:
     _label_integers(axes.yaxis, "KV head")
     axes.set_facecolor("0.85")  # missing values
     if np.isnan(table).all():
-        _show_message(axes, "0 everywhere")
+        _show_message(axes, "all values are 0")
         return
     image = axes.imshow(
         np.ma.masked_invalid(table.T), aspect="auto", norm="log", interpolation="nearest"
@@ -136,11 +136,11 @@ def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None
         _show_message(axes, _NOT_MEASURED)
         return
     axes.set_ylabel("relative RMS error, %")
-    for prefix, line in (("", "-"), (DYNAMIC, ":")):
-        for series, name in enumerate(FORMATS):
-            sides = {index: getattr(layer, side) for index, layer in report.layers.items()}
-            errors = {index: 100 * x.error.get(prefix + name, 0.0) for index, x in sides.items()}
-            _draw_line(axes, errors, series, linestyle=line, label=prefix + name)
+    statistics = {index: getattr(layer, side) for index, layer in report.layers.items()}
+    for prefix, linestyle in (("", "-"), (DYNAMIC, ":")):
+        for series_index, name in enumerate(FORMATS):
+            errors = {i: 100 * x.error.get(prefix + name, 0.0) for i, x in statistics.items()}
+            _draw_line(axes, errors, series_index, linestyle=linestyle, label=prefix + name)
     if not axes.lines:
         _show_message(axes, "no error was measured")
 

@@ -36,7 +36,7 @@ def make_console(piped_width: int | None = None) -> Console:
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str], None]]:
-    """Return a function that shows a message on stderr."""
+    """Yield a function that shows a message on stderr."""
     console = Console(stderr=True)
     with console.status("") as status:
         yield status.update if console.is_terminal else print_note

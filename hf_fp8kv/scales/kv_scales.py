@@ -306,18 +306,18 @@ class KVScales(ScaleData):
 _EXPANDED: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
 
 
-def _select_heads(heads: int, count: int, tp_rank: int, tp_size: int, label: str) -> slice:
-    """Return the slice of the `count` heads of a rank among all `heads`."""
-    if heads in (1, count):
-        return slice(0, heads)
-    if heads == count * tp_size:
-        return slice(tp_rank * count, (tp_rank + 1) * count)
+def _select_heads(num_all: int, num_heads: int, tp_rank: int, tp_size: int, label: str) -> slice:
+    """Return the slice of a rank's `num_heads` heads among all `num_all` heads."""
+    if num_all in (1, num_heads):
+        return slice(0, num_all)
+    if num_all == num_heads * tp_size:
+        return slice(tp_rank * num_heads, (tp_rank + 1) * num_heads)
     # Neighboring ranks have copies of one head if there are more ranks than heads.
-    if count == 1 and tp_size % heads == 0:
-        return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
-    total = "" if tp_size == 1 else f" (or {count * tp_size} of all {tp_size} ranks)"
+    if num_heads == 1 and tp_size % num_all == 0:
+        return slice(tp_rank * num_all // tp_size, tp_rank * num_all // tp_size + 1)
+    total = "" if tp_size == 1 else f" (or {num_heads * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
-        f"{label}: expected {count} heads{total}, got {heads}. Use this model's scales, "
+        f"{label}: expected {num_heads} heads{total}, got {num_all}. Use this model's scales, "
         "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
     )
 

@@ -1,7 +1,7 @@
 """LayerScales, the static scales of one layer's K and V, and ScaleData, the scales of a model.
 
-There is one direction and one unit: `real = stored * scale`, and a scale is for E4M3FN (448 is the
-largest code). Scales of other formats are converted when they are read, and when they are used.
+All scales have one direction and one unit: `real = stored * scale`, where stored values are E4M3FN
+(up to 448). Scales of other formats are converted when they are read, and when they are used.
 Scales may include a storage plan of the layer. With a plan, static scales may be missing. The cache
 then computes a scale for each token and head.
 """
@@ -19,9 +19,9 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# From MIN_SCALE to this scale, the reciprocal and 448 times the scale are finite in fp32.
+# For scales from MIN_SCALE to this one, the reciprocal and 448 times the scale are finite in fp32.
 _MAX_SCALE = 1 / MIN_SCALE
-# Remedy in messages for a layer that a plan or scales do not have.
+# Remedy in errors about a layer that is missing from a plan or from scales.
 KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -52,29 +52,29 @@ def check_constant(value: object, label: str) -> float:
     )
 
 
-def check_tensor(tensor: object, label: str, *, is_center: bool = False) -> torch.Tensor:
+def _parse_scale(tensor: object, label: str, *, is_center: bool = False) -> torch.Tensor:
     """Return a scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`, or raise ScaleError.
 
-    A center is `[heads, D]`, and may have any finite values.
+    With `is_center`, the tensor is a center, `[heads, D]`, and may have any finite values.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ScaleError(f"{label}: expected a tensor with data, got {got}. Pass a tensor")
+        raise ScaleError(f"{label}: expected a tensor with data, got {got}. Calibrate again")
     if tensor.dtype not in FLOAT_DTYPES:
         raise ScaleError(
             f"{label}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}. "
-            "Convert it"
+            "Convert the tensor with .float()"
         )
     values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-    expected_shapes, rule, is_valid = "[heads, D]", "finite numbers", values.isfinite()
+    shapes, rule, is_valid = "[heads, D]", "finite numbers", values.isfinite()
     if not is_center:
         values = values.reshape(()) if values.numel() == 1 else values
-        expected_shapes = "[], [heads, 1], [heads, D] or [1, D]"
+        shapes = "[], [heads, 1], [heads, D] or [1, D]"
         rule += " above 0 (from 2^-100 to 2^100)"
         is_valid = (values >= MIN_SCALE) & (values <= _MAX_SCALE)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
-            f"{label}: expected the shape {expected_shapes}, got {list(values.shape)}. Reshape it"
+            f"{label}: expected the shape {shapes}, got {list(values.shape)}. Calibrate again"
         )
     if not is_valid.all():
         raise ScaleError(
@@ -111,19 +111,19 @@ class LayerScales:
     def __post_init__(self) -> None:
         # Only layers with a plan may have no scales.
         if self.plan is None or self.k is not None or self.v is not None:
-            object.__setattr__(self, "k", check_tensor(self.k, f"K scale ({self.source})"))
-            object.__setattr__(self, "v", check_tensor(self.v, f"V scale ({self.source})"))
+            object.__setattr__(self, "k", _parse_scale(self.k, f"K scale ({self.source})"))
+            object.__setattr__(self, "v", _parse_scale(self.v, f"V scale ({self.source})"))
         if self.k_center is not None:
             label = f"center of K ({self.source})"
-            center = check_tensor(self.k_center, label, is_center=True)
+            center = _parse_scale(self.k_center, label, is_center=True)
             object.__setattr__(self, "k_center", center)
         if self.plan is not None:
             LayerPlan.check(self.plan, f"plan ({self.source})")
             if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
                 got = "no center" if self.k_center is None else "a center of K"
                 raise ScaleError(
-                    f"scales ({self.source}): expected a center of K exactly if the plan has one, "
-                    f"and none of V, got {got} and the plan {self.plan}. Change one of them"
+                    f"scales ({self.source}): expected a center of K if and only if the plan has "
+                    f"one, and no center of V, got {got} and the plan {self.plan}. Calibrate again"
                 )
         tensors = {"K": self.k, "V": self.v, "the center": self.k_center}
         counts = {n: len(x) for n, x in tensors.items() if x is not None and x.ndim and len(x) > 1}
@@ -145,7 +145,7 @@ class LayerScales:
 
     @property
     def granularity(self) -> Granularity | Literal["token"]:
-        """The finer granularity of K and V, or "token" if the cache computes the scales."""
+        """The finer of K's and V's granularities, or "token" if the cache computes the scales."""
         if self.k is None:
             return "token"
         if any(t.ndim and t.shape[1] > 1 for t in self.static):
@@ -205,7 +205,7 @@ class ScaleData:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the cache computes the scales. The plan and the centers apply in any case."""
+        """Whether the cache computes the scales. The plan and the centers apply in both cases."""
         return next(iter(self.layers.values())).k is None
 
     @property

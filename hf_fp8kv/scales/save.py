@@ -195,8 +195,8 @@ def _change_weights(
     if INDEX_FILE in files and only_file.is_file():
         # After an interrupted call, both are the same file, or the second has no scales.
         weights = {*read_header(only_file)[0]}.difference(removed_names) if removed_names else None
-        has_two = first_file.is_file() and not only_file.samefile(first_file)
-        if has_two and {*read_header(first_file)[0]} != weights:
+        has_both = first_file.is_file() and not only_file.samefile(first_file)
+        if has_both and {*read_header(first_file)[0]} != weights:
             raise ScaleError(
                 f"{source}: expected the weights in {ONLY_FILE} or {FIRST_FILE}, got two files. "
                 "Delete one"

@@ -82,11 +82,11 @@ def bind_layers(
 
 
 def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
-    """Raise ScaleError for scales of a different model than in vLLM's `ModelConfig`."""
-    text = config.hf_text_config
+    """Raise ScaleError if the scales belong to a different model than vLLM's `ModelConfig`."""
+    configs = config.hf_text_config, config.hf_config
     # Calibration of a model with images stores the type of the whole model.
-    types = [x.model_type for x in (text, config.hf_config) if hasattr(x, "model_type")]
-    storage.check_layers(indices, text.num_hidden_layers, types)
+    types = [x.model_type for x in configs if hasattr(x, "model_type")]
+    storage.check_layers(indices, config.hf_text_config.num_hidden_layers, types)
 
 
 class BoundLayer:
@@ -112,8 +112,8 @@ class BoundLayer:
         """Return the layer with its pages. They are viewed once for each tensor of vLLM's pool."""
         if self._pool is None or self._pool[0] is not kv_cache:
             heads, dim, dtype = self._sizes
-            slots = kv_cache.shape[2]
-            layout = EnginePages(heads, dim, slots, self._storage.plan, dtype, self._is_dynamic)
+            size = kv_cache.shape[2]  # tokens per page
+            layout = EnginePages(heads, dim, size, self._storage.plan, dtype, self._is_dynamic)
             pages = view_pages(kv_cache, layout)
             self._pool = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
         return self._pool[1]

@@ -11,11 +11,11 @@ from ..ops import Pages
 from ..serving.layout import EnginePages
 
 
-def check_block_size(slots: int) -> None:
+def check_block_size(size: int) -> None:
     """Raise ConfigError for a number of tokens per block that pages do not support."""
-    if slots & (slots - 1) or not 16 <= slots <= 1024:
+    if size & (size - 1) or not 16 <= size <= 1024:
         raise ConfigError(
-            f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {slots}. "
+            f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {size}. "
             "Use --block-size 64"
         )
 
@@ -29,11 +29,11 @@ def view_pages(kv_cache: torch.Tensor, layout: EnginePages) -> Pages:
     Raises:
         ConfigError: The layout of the blocks does not fit pages.
     """
-    size = kv_cache[:1].numel()
-    if layout.bytes_per_page != size or not kv_cache[:1].is_contiguous():
+    num_bytes = kv_cache[:1].numel()
+    if layout.bytes_per_page != num_bytes or not kv_cache[:1].is_contiguous():
         raise ConfigError(
-            f"expected blocks of {layout.bytes_per_page} bytes without gaps, got {size} in strides "
-            f"{kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
+            f"expected blocks of {layout.bytes_per_page} bytes without gaps, got {num_bytes} in "
+            f"strides {kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
         )
-    block = kv_cache.view(torch.uint8).as_strided((len(kv_cache), size), (kv_cache.stride(0), 1))
-    return layout.view_block(block)
+    shape, strides = (len(kv_cache), num_bytes), (kv_cache.stride(0), 1)
+    return layout.view_block(kv_cache.view(torch.uint8).as_strided(shape, strides))

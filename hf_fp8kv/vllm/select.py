@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
     if name != "CPU_ATTN":
         raise ConfigError(
             f"--kv-cache-dtype {config.cache_config.cache_dtype}: expected a model with keys and "
-            "values, got one with latents (MLA). Serve it with --kv-cache-dtype auto"
+            "values, got a model with latents (MLA). Serve it with --kv-cache-dtype auto"
         )
     from .cpu import PagedCPUBackend
 

@@ -74,8 +74,8 @@ def plan_step(
         page_size: Tokens per page.
         max_length: An upper bound of `lengths`, on the host.
     """
-    count = int(starts[-1])
-    slots = slots[:count]
+    num_new = int(starts[-1])
+    slots = slots[:num_new]
     pages = torch.div(slots, page_size, rounding_mode="floor").to(torch.int32)[:, None]
     ends = (slots % page_size + 1).to(torch.int32)
     written_tokens = None
@@ -86,9 +86,9 @@ def plan_step(
     rows = [_Row(int(r), int(sizes[r]), int(starts[r])) for r in np.flatnonzero(sizes)]
     max_length = min(max_length, table.shape[1] * page_size)
     batches = [
-        _plan_batch(group, count, lengths, table, max_length) for group in group_by_length(rows)
+        _plan_batch(group, num_new, lengths, table, max_length) for group in group_by_length(rows)
     ]
-    return LayerWork(written_tokens, pages, ends, batches, [], count)
+    return LayerWork(written_tokens, pages, ends, batches, [], num_new)
 
 
 def _plan_batch(

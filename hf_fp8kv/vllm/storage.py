@@ -1,4 +1,4 @@
-"""Read from vLLM's options how each layer is stored, and check the options before serving.
+"""Read the storage of each layer from vLLM's options, and check the options before serving.
 
 Scales or a plan are set in vLLM's configuration, because unlike environment variables it reaches
 every process on every machine:
@@ -34,22 +34,24 @@ class ModelStorage:
         """The backend that the user chose."""
         return self.config.options.backend
 
-    def check_layers(self, indices: Iterable[int], count: int, model_types: Sequence[str]) -> None:
+    def check_layers(
+        self, indices: Iterable[int], num_layers: int, model_types: Sequence[str]
+    ) -> None:
         """Raise ScaleError for scales that do not belong to the model.
 
         Args:
             indices: Layers of this process.
-            count: Number of layers of the model.
+            num_layers: Number of layers of the model.
             model_types: transformers' model types of the model and of its text part.
         """
         scales = self.config.options.scales
-        self.config.options.check_layers(list(indices), count)
+        self.config.options.check_layers(list(indices), num_layers)
         if not isinstance(scales, KVScales):
             return
-        if extra_layers := [index for index in scales.layers if index >= count]:
+        if extra_layers := [index for index in scales.layers if index >= num_layers]:
             raise ScaleError(
-                f"scales ({scales.origin}): expected layers from 0 to {count - 1}, which the model "
-                f"has, got also {extra_layers}. Use the scales of the served model"
+                f"scales ({scales.origin}): expected only the model's layers, 0 to "
+                f"{num_layers - 1}, got also {extra_layers}. Use the scales of the served model"
             )
         if scales.model_type is not None and model_types and scales.model_type not in model_types:
             raise ScaleError(
@@ -68,7 +70,7 @@ class ModelStorage:
         plan = options.layer_plan(index)
         if any(side.is_auto for side in plan):
             raise ConfigError(
-                f"plan: expected 8 bits for K and V, because {self.dtype.name} sets the bytes of "
+                f"plan: expected 8 bits for K and V, because {self.dtype.name} fixes the size of "
                 f"all tokens, got {plan} for layer {index}. Calibrate without 'model', or "
                 "exclude whole layers with vLLM's --kv-cache-dtype-skip-layers"
             )
@@ -85,10 +87,8 @@ def read_storage(
     Args:
         dtype: Value of `--kv-cache-dtype`.
         additional_config: vLLM's `--additional-config`, a dict.
-        checkpoint: Folder or repository of the model. Static scales are read from it if none are
-            given.
-        rank: Tensor-parallel rank of this process.
-        size: Number of tensor-parallel processes.
+        checkpoint: Folder or repository of the model. It has the static scales if none are given.
+        rank, size: Rank of this process, and number of processes, in tensor parallelism.
         revision: Revision of the checkpoint, if it is a repository.
         engine: Unique name of the engine. Files are read once per engine.
 
@@ -102,34 +102,34 @@ def read_storage(
             f"{config!r}. Omit other entries"
         )
     scales, plan, backend = config.get("scales"), config.get("plan"), config.get("backend", "auto")
-    for option, value, kinds, expected in (
+    for option, value, types, expected in (
         ("scales", scales, str | float | int | None, "a path, a repository id or a number"),
         ("plan", plan, str | None, "a path, a repository id or text"),
         ("backend", backend, str, "a name"),
     ):
-        if not isinstance(value, kinds):
+        if not isinstance(value, types):
             raise ConfigError(
                 f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}. Omit "
-                f"{option}, or pass one"
+                f"{option}, or pass such a value"
             )
     return _load_storage(dtype, scales, plan, backend, checkpoint, rank, size, revision, engine)
 
 
 @functools.lru_cache(maxsize=8, typed=True)
 def _load_storage(
-    name: str, source: str | float | None, plan: str | None, backend: str, checkpoint: str,
+    name: str, scales: str | float | None, plan: str | None, backend: str, checkpoint: str,
     rank: int, size: int, revision: str | None, engine: str,
 ) -> ModelStorage:  # fmt: skip
     dtype = find_dtype(name)
-    scales: KVScales | str | float | None = source
-    if source is plan is None and not dtype.dynamic:
-        scales = resolve(checkpoint, tp_rank=rank, tp_size=size, revision=revision)
+    loaded_scales: KVScales | str | float | None = scales
+    if scales is None and plan is None and not dtype.dynamic:
+        loaded_scales = resolve(checkpoint, tp_rank=rank, tp_size=size, revision=revision)
     ranks = TensorParallel(rank, size)
     config = ServingConfig.parse(
-        scales=scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
+        scales=loaded_scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
     if config.options.dynamic_scales != dtype.dynamic:
-        matching_name = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
+        matching_name = f"{name}_static" if dtype.dynamic else name.removesuffix("_static")
         kind = "a scale for each token and head" if dtype.dynamic else "static scales"
         raise ConfigError(
             f"--kv-cache-dtype {name}: expected {kind}, got {config.options.scales!r}. Use "

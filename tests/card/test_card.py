@@ -35,7 +35,7 @@ from hf_fp8kv.card.drift import (
 from hf_fp8kv.card.measure import Size, judge_cache
 from hf_fp8kv.card.predictions import States, compare_states, read_states, score_text
 from hf_fp8kv.card.report import make_columns
-from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
+from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats.rotation import rotate
 from tests.helpers import command_line
@@ -317,7 +317,7 @@ def test_an_answer_is_right_if_its_token_beats_all_wrong_tokens():
         with torch.no_grad():
             order = model(torch.cat((ids, question_ids), 1)).logits[0, -1].argsort(descending=True)
         best, *middle, worst = order.tolist()
-        steps = Step(2, best, (*middle, worst)), Step(2, worst, (best,))
+        steps = AnswerToken(2, best, (*middle, worst)), AnswerToken(2, worst, (best,))
         questions.append(Question(question_ids, ((steps[index >= 8],),)))
     haystack = Haystack(ids, tuple(questions))
     contenders = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}

@@ -866,7 +866,7 @@ def test_a_cached_repository_is_read_if_the_hub_is_unreachable(hub, monkeypatch)
     )
     scales = KVScales.from_pretrained("org/model", force_download=False)
     assert list_values(scales, "k") == round_values(K)
-    assert scales.origin == "org/model (Hub out of reach)"
+    assert scales.origin == "org/model (Hub unreachable)"
     assert fake.options["local_files_only"] is True
 
 

@@ -356,8 +356,8 @@ MUTANTS = (
     # Scales and calibration.
     Mutant(
         "scales: every rank takes the first heads", "scales/kv_scales.py",
-        "return slice(tp_rank * count, (tp_rank + 1) * count)", "return slice(0, count)",
-        "tests/scales/test_scales.py",
+        "return slice(tp_rank * num_heads, (tp_rank + 1) * num_heads)",
+        "return slice(0, num_heads)", "tests/scales/test_scales.py",
     ),
     Mutant(
         "scales: NaN is accepted", "scales/layer_scales.py",

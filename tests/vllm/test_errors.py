@@ -104,7 +104,7 @@ class TestWithoutVLLM:
             model.check_layers([0, 1], 2, ["llama"])
         with pytest.raises(ScaleError, match="got none for layers \\[2\\]"):
             model.check_layers([0, 1, 2], 3, ["mistral"])
-        with pytest.raises(ScaleError, match="expected layers from 0 to 0"):
+        with pytest.raises(ScaleError, match="expected only the model's layers, 0 to 0"):
             model.check_layers([0], 1, ["mistral"])
 
     def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path):
@@ -194,7 +194,7 @@ class TestWithVLLM:
     @pytest.mark.parametrize(
         ("scales", "message"),
         [
-            ({"layers": 3}, "expected layers from 0 to 1"),
+            ({"layers": 3}, "expected only the model's layers, 0 to 1"),
             ({"heads": 4}, "expected 2 heads, got 4"),
             ({"model_type": "mistral"}, "expected scales of a 'llama' model"),
         ],
@@ -220,7 +220,7 @@ class TestWithVLLM:
         fp8_config = CacheConfig(cache_dtype="hf_fp8kv_e3m4")
         with (
             set_current_vllm_config(VllmConfig(cache_config=fp8_config)),
-            pytest.raises(ConfigError, match="got one with latents"),
+            pytest.raises(ConfigError, match="got a model with latents"),
         ):
             attention.get_class()
 

@@ -47,7 +47,7 @@ class LocalFolder:
         return str(self.target or self.root)
 
     def find_file(self, name: str) -> Path | None:
-        """Return a file, fetched if it is remote, or None if there is none."""
+        """Return the path of a file, which is fetched if it is remote, or None without the file."""
         path = self.root / name
         return path if path.is_file() else None
 
@@ -147,7 +147,7 @@ class HubFolder:
             except EntryNotFoundError as error:
                 if isinstance(error, LocalEntryNotFoundError) and not self.failure:
                     self.failure = (
-                        "offline: cached files only" if self.offline else "Hub out of reach"
+                        "offline: cached files only" if self.offline else "Hub unreachable"
                     )
 
 
@@ -180,7 +180,7 @@ def read_configs(folder: Folder) -> Checkpoint:
 
 
 def find_indexed_tensors(folder: Folder) -> dict[str, str]:
-    """Return the file of each tensor, from the only file or an index, or nothing without both.
+    """Return the file of each tensor, from `ONLY_FILE` or an index. Without both, return no files.
 
     transformers also prefers these to `find_shard_tensors`.
     """

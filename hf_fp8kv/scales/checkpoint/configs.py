@@ -22,7 +22,7 @@ _LAYER_COUNTS = (
     "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
     "num_layers",
 )  # fmt: skip
-# Entries of models in which some layers have no attention. They do not list these layers.
+# Entries of models in which some layers have no attention. The entries do not list these layers.
 _HYBRID_ENTRIES = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
 _HEAD_COUNT = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 # Entries of a config for the quantization of weights and cache.
@@ -40,7 +40,7 @@ _DYNAMIC_NAMES = ("dynamic", "fp8_per_token_head")
 _UNQUANTIZED_NAMES = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
 _BEFORE_ROPE = (
     "Quark measured the scales of K before RoPE, and before the norm of K if the model has one "
-    "(kv_cache_post_rope). K may not fit them, or they may be far too large. Export with "
+    "(kv_cache_post_rope). The scales may be too small for K, or far too large. Export with "
     "kv_cache_post_rope=True, or calibrate"
 )
 
@@ -55,7 +55,7 @@ class Declaration:
 
     kind: Kind = "none"
     description: str = "nothing about a KV cache"  # the entry and its value, for messages
-    dialect: str = ""  # format of the tensor names
+    dialect: str = ""  # format of the tensor names, a key of `SCALE_FORMATS` or "trtllm"
     fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
     remark: str = ""  # a sentence about an oddity of the scales
     # Rotations before the scales of K: sizes of their blocks, and modules.
@@ -63,7 +63,7 @@ class Declaration:
 
 
 def as_mapping(value: object) -> Mapping[str, object]:
-    """Return a dict, or an object of transformers or pydantic as a dict, or an empty dict."""
+    """Return a dict, convert an object of transformers or pydantic, or return an empty dict."""
     for method in ("to_dict", "model_dump"):
         convert = getattr(value, method, None)
         if callable(convert):
@@ -88,52 +88,52 @@ def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
     """Return the layers with a KV cache according to a `config.json`, or None if unknown."""
-    text, count = text_config(config), 0
+    decoder_config, num_layers = text_config(config), 0
     for name in reversed(_LAYER_COUNTS):
-        if (value := text.get(name)) is not None:
+        if (value := decoder_config.get(name)) is not None:
             if type(value) is not int:
                 raise ScaleError(
                     f"{origin}: config.json: {name}: expected an integer, got "
                     f"{format_value(value)}. Fetch the config again"
                 )
-            count = value
-    if not 0 < count < 1_000_000:
+            num_layers = value
+    if not 0 < num_layers < 1_000_000:
         return None
-    num_shared = text.get("num_kv_shared_layers")
-    owners = range(count - num_shared if isinstance(num_shared, int) else count)
-    types = text.get("layer_types") or text.get("layers_block_type")
-    if isinstance(types, list) and len(types) == count:
-        return [i for i in owners if "attention" in str(types[i]) and "linear" not in str(types[i])]
-    return None if any(name in text for name in _HYBRID_ENTRIES) else owners
+    num_shared = decoder_config.get("num_kv_shared_layers")
+    layers = range(num_layers - num_shared if isinstance(num_shared, int) else num_layers)
+    types = decoder_config.get("layer_types") or decoder_config.get("layers_block_type")
+    if isinstance(types, list) and len(types) == num_layers:
+        return [i for i in layers if "attention" in str(types[i]) and "linear" not in str(types[i])]
+    return None if any(name in decoder_config for name in _HYBRID_ENTRIES) else layers
 
 
 def head_counts(config: Mapping[str, object]) -> set[int]:
     """Return all numbers of heads in a `config.json`."""
-    text = text_config(config)
-    return {n for name, n in text.items() if _HEAD_COUNT.search(name) and isinstance(n, int)}
+    entries = text_config(config).items()
+    return {n for name, n in entries if _HEAD_COUNT.search(name) and isinstance(n, int)}
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return the declaration of KV scales in a config and in ModelOpt's second config."""
-    owners = [*nested_configs(config)]
+    configs = [*nested_configs(config)]
     declarations: list[Declaration] = []
     dialect = ""
     for entry in _QUANTIZATION_ENTRIES:
-        for path, owner in owners:
+        for path, owner in configs:
             if block := as_mapping(owner.get(entry)):
-                tool = find_dialect(entry, block) or "autofp8"
-                dialect = dialect or tool
-                parts = _parse_block(path + entry, block)
-                declarations += [replace(d, dialect=tool) for d in parts]
+                block_dialect = find_dialect(entry, block) or "autofp8"
+                dialect = dialect or block_dialect
+                found = _parse_block(path + entry, block)
+                declarations += [replace(d, dialect=block_dialect) for d in found]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
-        parts = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
-        declarations += [replace(d, dialect="modelopt") for d in parts]
+        found = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
+        declarations += [replace(d, dialect="modelopt") for d in found]
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
-        for path, owner in owners:
-            parts = _parse_entry(path + entry, owner.get(entry))
-            declarations += [replace(d, dialect=dialect) for d in parts]
+        for path, owner in configs:
+            found = _parse_entry(path + entry, owner.get(entry))
+            declarations += [replace(d, dialect=dialect) for d in found]
     kinds = ("refused", "static", "dynamic")
     strongest = next(
         (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
@@ -149,7 +149,7 @@ def declared_kv_scales(config: object) -> str | None:
 
 
 def find_dialect(entry: str, block: Mapping[str, object]) -> str:
-    """Return the format of the tool that wrote a quantization entry, or ""."""
+    """Return the dialect of the tool that wrote a quantization entry, or "" if it is unknown."""
     method = block.get("quant_method")
     method = str(getattr(method, "value", method) or "").lower()
     if method.startswith("modelopt"):
@@ -170,7 +170,7 @@ def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaratio
     for name, scheme in transforms.items():
         yield from _parse_transform(f"{label}.transform_config.{name}", as_mapping(scheme))
     for name, group in as_mapping(block.get("config_groups")).items():
-        if _targets_projections(group):  # older tools declared their outputs as the cache
+        if _targets_projections(group):  # older tools declared projections' outputs as the cache
             group_label = f"{label}.config_groups.{name}.output_activations (kv_cache)"
             yield from _parse_entry(group_label, as_mapping(group).get("output_activations"))
     # Quark's mode "fp8" writes this list as well, but declares the cache as AutoFP8 does.
@@ -182,15 +182,15 @@ def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaratio
 def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
     """Yield the declaration of an entry, a scheme or its name, if it declares anything."""
     value = getattr(value, "value", value)
-    word = None
+    name = None
     if isinstance(value, str | torch.dtype):
-        word = str(value).lower().removeprefix("torch.")
+        name = str(value).lower().removeprefix("torch.")
     if scheme := as_mapping(value):
         yield _parse_scheme(label, scheme)
-    elif value is not None and value != {} and word not in _UNQUANTIZED_NAMES:
-        kind: Kind = "dynamic" if word in _DYNAMIC_NAMES else "refused"
-        kind = "static" if word in (*_STATIC_NAMES, *_FNUZ_NAMES) else kind
-        yield Declaration(kind, f"{label} = {value!r}", fnuz=word in _FNUZ_NAMES)
+    elif value is not None and value != {} and name not in _UNQUANTIZED_NAMES:
+        kind: Kind = "dynamic" if name in _DYNAMIC_NAMES else "refused"
+        kind = "static" if name in (*_STATIC_NAMES, *_FNUZ_NAMES) else kind
+        yield Declaration(kind, f"{label} = {value!r}", fnuz=name in _FNUZ_NAMES)
 
 
 def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
@@ -253,7 +253,7 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
     }
     is_dynamic = False
     for pattern in map(str, patterns):
-        # The entries are the pattern, or the matching layers.
+        # An entry has the name of the pattern itself, or of a layer that matches it.
         matches = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
         for entry in matches or [None]:
             output_config = as_mapping(as_mapping(entry).get("output_tensors"))
@@ -275,7 +275,7 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
 def remove_declaration(origin: str, config: Config, modelopt: Config | None, format: str) -> Config:
     """Return a `config.json` without its entries about scales. Entries about weights stay.
 
-    Entries that `format` will replace also stay. Raise ScaleError if an entry stays that would be
+    Entries that `format` will replace also stay. Raise ScaleError if a remaining entry would be
     wrong with scales in this format, such as an entry in `modelopt`, ModelOpt's config.
     """
     config = copy.deepcopy(config)
@@ -303,7 +303,7 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
     if not is_same_format and remaining.kind != "none":
         raise ScaleError(
             f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
-            f"{format!r}, got a declaration that stays: {remaining.description}. Choose "
+            f"{format!r}, got a declaration that remains: {remaining.description}. Choose "
             f"{remaining.dialect}"
         )
     return config

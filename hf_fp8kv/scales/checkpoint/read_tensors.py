@@ -59,7 +59,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     _add_biases(checkpoint, layers)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
-            "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
+            "%s: every KV scale is exactly 1.0, which tools write without calibration", origin
         )
     unused_names = format_list(name for name in unknown_names if re.match(LAYER, name))
     if unused_names:
@@ -163,13 +163,13 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
 def _add_rotation(
     checkpoint: Checkpoint, layers: dict[int, LayerScales], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
-    rotations, text = checkpoint.declaration.rotations, text_config(checkpoint.config)
+    rotations, config = checkpoint.declaration.rotations, text_config(checkpoint.config)
     if not rotations:
         return layers
-    head_dim = text.get("head_dim")
+    head_dim = config.get("head_dim")
     if head_dim is None:
-        hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-        head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 0
+        size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        head_dim = size // heads if type(size) is type(heads) is int and heads > 0 else 0
     block = rotation_block(head_dim) if isinstance(head_dim, int) else 0
     for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
         path = re.sub(ATTENTION_MODULE.pattern + ".*", r"\g<path>", name)

@@ -30,7 +30,7 @@ def to_json(data: object) -> bytes:
 
 
 def make_index(old_index: Path | None, weight_map: Mapping[str, str]) -> bytes:
-    """Return an index with the metadata of an old one, except counts, which no loader reads."""
+    """Return an index with the metadata of `old_index`, except counts, which no loader reads."""
     metadata = {} if old_index is None else as_mapping(read_json(old_index).get("metadata"))
     metadata = {name: value for name, value in metadata.items() if not name.startswith("total_")}
     return to_json({"metadata": metadata, "weight_map": weight_map})
@@ -125,9 +125,9 @@ class TensorFormat(ScaleFormat):
         return {"config.json": to_json(config)}
 
     def quantization_block(self, config: Config, new_entries: Config) -> Config:
-        """Return the quantization config of the weights. A different tool's raises ScaleError.
+        """Return the quantization config of the weights. Raise ScaleError for a different tool's.
 
-        If it has none, add `new_entries` with the tool's `quant_method`, for the cache only.
+        Without one, add `new_entries` with the tool's `quant_method`, for the cache only.
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):
@@ -176,17 +176,17 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             headroom = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
             k = k + (headroom if k.ndim else headroom.max())
         pairs[index] = k, v
-    counts = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
-    # A layer with one number gets the heads of the remaining layers, because all share a strategy.
-    head_counts = {*counts.values()} - {1}
-    default_count = head_counts.pop() if len(head_counts) == 1 else 0
-    counts = {index: count if count > 1 else default_count for index, count in counts.items()}
-    per_head = format.granularity == "head" and all(counts.values())
+    num_heads = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
+    # A layer with one scale gets the heads of the remaining layers, because all share a strategy.
+    distinct_numbers = {*num_heads.values()} - {1}
+    default_number = distinct_numbers.pop() if len(distinct_numbers) == 1 else 0
+    num_heads = {index: n if n > 1 else default_number for index, n in num_heads.items()}
+    per_head = format.granularity == "head" and all(num_heads.values())
     layers = {}
     for index, pair in pairs.items():
         k, v = (x.amax(1, keepdim=True) if x.ndim and per_head else x.max() for x in pair)
         if per_head:
-            k, v = (x.expand(counts[index], 1).clone() for x in (k, v))
+            k, v = (x.expand(num_heads[index], 1).clone() for x in (k, v))
         for scale, reduced_scale in zip(pair, (k, v), strict=True):
             if scale.ndim and (scale != reduced_scale).any():
                 kind = "head" if per_head else "layer"
