@@ -57,11 +57,11 @@ def make_config(name: str = "llama", **fields: Any) -> Any:
     return causal_config(name, **{"num_hidden_layers": LAYERS, **mixed, **fields})
 
 
-def add_tokens(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
+def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2) -> None:
     """Store the same tokens in all caches, and compare the returned keys and values."""
     for index in range(len(caches[0].layers)):
         generator = torch.Generator().manual_seed(100 * seed + index)
-        k, v = torch.randn(2, batch, HEADS, count, DIM, generator=generator)
+        k, v = torch.randn(2, batch, HEADS, num_tokens, DIM, generator=generator)
         outputs = [cache.update(k, 2 * v, index) for cache in caches]
         for cache, output in zip(caches, outputs, strict=True):
             assert [type(x) for x in output] == [type(x) for x in outputs[0]]
@@ -236,8 +236,8 @@ def test_all_operations_match_the_reference(
     cache = FP8PagedCache(fields, backend=backend, **keywords, **offloading)
     caches = [resident_cache, cache]
     call_method(caches, "activate_past_recording")
-    for step, count in enumerate((21, 1, 1, 9, 1)):
-        add_tokens(caches, count, step)
+    for step, num_tokens in enumerate((21, 1, 1, 9, 1)):
+        add_tokens(caches, num_tokens, step)
     forks = [cache.fork() for cache in caches]
     add_tokens(caches, 3, 5)
     add_tokens(forks, 1, 6)
@@ -290,8 +290,8 @@ def test_a_crop_frees_host_memory() -> None:
 
 def test_long_calls_pass_through_a_window() -> None:
     caches = make_caches("mistral", prefill="stored")
-    for step, count in enumerate((40, 1, 33, 1, 1, 25, 7)):
-        add_tokens(caches, count, step)
+    for step, num_tokens in enumerate((40, 1, 33, 1, 1, 25, 7)):
+        add_tokens(caches, num_tokens, step)
         forks = [cache.fork() for cache in caches]
         add_tokens(forks, 17, 50 + step)
 
@@ -352,8 +352,8 @@ def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[s
             cache.reset(), reference.reset()
         elif lengths == {PAGE}:
             reference.crop(-39 * PAGE)
-        for count, seed in ((7 * PAGE + 3, 1), (2, 2)):
-            add_tokens([cache, reference], count, seed)
+        for num_tokens, seed in ((7 * PAGE + 3, 1), (2, 2)):
+            add_tokens([cache, reference], num_tokens, seed)
         assert_holds([cache, reference])
     assert number > 1
 
@@ -362,8 +362,8 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
     fields = make_config("gemma3_text")
     skipped: dict[str, Any] = {"skip_layers": ["sliding_attention"], "page_size": PAGE}
     caches = [FP8PagedCache(fields, **skipped), FP8PagedCache(fields, **skipped, offloading=True)]
-    for step, count in enumerate((21, 1, 1)):
-        add_tokens(caches, count, step)
+    for step, num_tokens in enumerate((21, 1, 1)):
+        add_tokens(caches, num_tokens, step)
     # A single layer never evicts pages.
     skipped["skip_layers"] = range(1, LAYERS)
     cache = FP8PagedCache(make_config(), **skipped, offloading=True)
@@ -418,8 +418,8 @@ def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetched: int)
     # The pages of a layer, including free pages for growth.
     pages = sizes.pages_bytes // PAGE_BYTES // layers
     cache = FP8PagedCache(fields, offloading=-(-pages * num_resident // layers), **EXACT)
-    for step, count in enumerate((129, 1, 1, 1)):
-        add_tokens([cache], count, step)
+    for step, num_tokens in enumerate((129, 1, 1, 1)):
+        add_tokens([cache], num_tokens, step)
     bytes_before = count_copied_bytes(cache)
     for step in range(4, 8):
         add_tokens([cache], 1, step)
