@@ -109,12 +109,12 @@ def edit_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Ch
     return lambda _, tensors: tensors.update({name: change(tensors[name])})
 
 
-def shift_window(pages: int) -> Change:
-    """Return a function that adds a number of pages before the window of all layers."""
+def shift_window(num_pages: int) -> Change:
+    """Return a function that adds `num_pages` pages before the window of all layers."""
 
     def change(meta: dict[str, Any], _: object) -> None:
         for layer in (x for group in meta["groups"] for x in group["layers"]):
-            layer["length"] += pages * 8
+            layer["length"] += num_pages * 8
 
     return change
 

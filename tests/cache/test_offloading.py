@@ -218,18 +218,18 @@ STORAGE: dict[str, dict[str, Any]] = {
 
 # Grid: A pairwise cover.
 @pytest.mark.parametrize(
-    ("name", "storage", "pages", "backend"),
+    ("name", "storage", "num_pages", "backend"),
     pairwise(["llama", "mistral", "gemma3_text"], [*STORAGE], [0, None, 1, 7], ["auto", "triton"]),
 )
 def test_all_operations_match_the_reference(
-    name: str, storage: str, pages: int | None, backend: str, tmp_path: Path,
+    name: str, storage: str, num_pages: int | None, backend: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The reference has one tensor and one tier (0 pages). "triton" has blocks and late writes."""
     if backend == "triton":
         triton_standin(monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
-    offloading = {"offloading": True if pages is None else pages or False}
+    offloading = {"offloading": True if num_pages is None else num_pages or False}
     fields, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
     resident_backend = "reference" if backend == "triton" else backend
     resident_cache = FP8PagedCache(fields, backend=resident_backend, **keywords)
@@ -255,13 +255,13 @@ def test_all_operations_match_the_reference(
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
     copies = [resident_cache, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
     add_tokens([copy.deepcopy(resident_cache), *copies[1:]], 5, 12)
-    assert pages in (0, 7) or all(min(count_copied_bytes(copied)) > 0 for copied in copies[1:])
+    assert num_pages in (0, 7) or all(min(count_copied_bytes(copied)) > 0 for copied in copies[1:])
     del copies, loaded
     call_method(caches, "crop", -30 if name == "llama" else -1)
     add_tokens(caches, 1, 13)
     for layer in cache.paged_layers:
         layer.offload()
-        assert not pages or not layer.store.memory_footprint().get("pages")
+        assert not num_pages or not layer.store.memory_footprint().get("pages")
         layer.prefetch()
     assert_holds(caches)
     call_method(caches, "reset")
@@ -376,11 +376,12 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pages"), [("llama", None), ("mistral", None), ("gemma3_text", None), ("mistral", 4)]
+    ("name", "num_pages"),
+    [("llama", None), ("mistral", None), ("gemma3_text", None), ("mistral", 4)],
 )
-def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) -> None:
+def test_each_stored_byte_is_copied_once_per_step(name: str, num_pages: int | None) -> None:
     """A step fetches the stored tokens or the window, and returns the pages that it wrote."""
-    offloading = {"offloading": pages or True}
+    offloading = {"offloading": num_pages or True}
     window = {} if name == "llama" else {"sliding_window": 16}
     cache = FP8PagedCache(make_config(name, **window), **EXACT, **offloading)
     add_tokens([cache], 100)
@@ -391,13 +392,15 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) 
         add_tokens([cache], 1, step)
         for layer in cache.paged_layers:
             # The pages of the first layer are fetched at the end of the previous step.
-            tokens = length + (layer.index == 0)
-            first_token = 0 if layer.sliding_window is None else tokens - layer.sliding_window + 1
-            pages_in_window = -(-tokens // PAGE) - first_token // PAGE
-            fetched_bytes += pages_in_window * 2 * PAGE_BYTES
+            num_tokens = length + (layer.index == 0)
+            first_token = (
+                0 if layer.sliding_window is None else num_tokens - layer.sliding_window + 1
+            )
+            num_window_pages = -(-num_tokens // PAGE) - first_token // PAGE
+            fetched_bytes += num_window_pages * 2 * PAGE_BYTES
             returned_bytes += 2 * PAGE_BYTES
         actual = tuple(x - y for x, y in zip(count_copied_bytes(cache), initial_bytes, strict=True))
-        if pages is None:
+        if num_pages is None:
             assert actual == (fetched_bytes, returned_bytes)
         else:
             # Some pages are fetched for the next step, or returned after the previous step.
