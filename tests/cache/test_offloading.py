@@ -106,7 +106,7 @@ def count_copied_bytes(cache: FP8PagedCache) -> tuple[int, int]:
 # -- the same tokens -----------------------------------------------------------------------------
 
 
-# Grid: A pairwise cover.
+# Grid: All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("name", "calls", "storage", "offloading"),
     pairwise(
@@ -216,7 +216,7 @@ STORAGE: dict[str, dict[str, Any]] = {
 }
 
 
-# Grid: A pairwise cover.
+# Grid: All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("name", "storage", "num_pages", "backend"),
     pairwise(["llama", "mistral", "gemma3_text"], [*STORAGE], [0, None, 1, 7], ["auto", "triton"]),

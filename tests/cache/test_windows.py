@@ -309,7 +309,7 @@ def test_a_first_call_without_memory_can_be_reset() -> None:
     assert number > 1
 
 
-# Grid: A pairwise cover.
+# Grid: All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("window", "max_len", "prefill"),
     pairwise([1, 2, PAGE - 1, PAGE, PAGE + 1, PAGE + 2], [None, MAX_LEN], ["exact", "stored"]),

@@ -173,7 +173,7 @@ def test_a_scale_does_not_depend_on_other_vectors():
 def test_the_choice_does_not_depend_on_the_magnitude(name):
     """At the smallest magnitude, squares underflow to zero in float32."""
     fmt = FORMATS[name]
-    x = torch.randn(200, 64) * unit_magnitude(name)
+    x = torch.randn(200, 64) * get_unit_magnitude(name)
     expected = search_scale(x, fmt).double()
     assert len((expected / dynamic_scale(x, fmt).double()).unique()) > 8
     for power in (-95, -60, -1, 30, 80):
@@ -181,7 +181,7 @@ def test_the_choice_does_not_depend_on_the_magnitude(name):
         assert torch.equal(scaled, expected * 2.0**power)
 
 
-def unit_magnitude(name: str) -> float:
+def get_unit_magnitude(name: str) -> float:
     """Return a factor for normal vectors with which scales are about 1."""
     return FORMATS[name].max / 3
 

@@ -86,7 +86,7 @@ class Reader:
         return FP8PagedCache(self.model.config, prefill="stored", **self.keywords)
 
     def check_answer(self, ids: torch.Tensor, **keywords: Any) -> int:
-        """Check an answer against one without a store, and return the number of computed tokens."""
+        """Compare an answer to the answer without a store. Return the number of computed tokens."""
         keywords = {**GREEDY, **keywords}
         self.calls.clear()
         answer = self.model.generate(ids, **keywords)
@@ -513,7 +513,7 @@ FORGERIES: list[Callable[[Any, Any], Any]] = [
 
 
 def forge(change: Callable[[Any, Any], Any]) -> Damage:
-    """Return a damage that changes the contents of a page, and writes an intact file."""
+    """Return a function that changes the contents of a page, and writes an intact file."""
 
     def damage(path: Path, _: Path) -> None:
         (page,) = PrefixStore(path.parent).read([path.stem], _accept_page)
@@ -530,7 +530,7 @@ def rewrite_file(change: Callable[[bytes], bytes]) -> Damage:
 
 
 def flip_bit(seed: int) -> Damage:
-    """Return a damage that flips one bit, in the header or in the data."""
+    """Return a function that flips one bit of a file, in the header or in the data."""
 
     def change(data: bytes) -> bytes:
         damaged = bytearray(data)
@@ -611,14 +611,14 @@ def test_a_folder_in_the_place_of_a_file_is_kept(
     assert len(caplog.records) == 1, "expected one warning"
 
 
-def _set_sizes(heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
+def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
     """Return a function that gives a page the sizes of a different model with the same layers."""
 
     def change(rows: list[torch.Tensor], metadata: Any) -> Any:
         for i, layer in enumerate(metadata):
             has_scales = len(rows[i]) > 2 * PAGE * 2 * 16
-            layer.update(shape=[heads, dim, dim], dtypes=[dtype] * 2)
-            size = heads * PAGE * (2 * dim + 4 * has_scales)
+            layer.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
+            size = num_heads * PAGE * (2 * dim + 4 * has_scales)
             rows[i] = torch.ones(size, dtype=torch.uint8)
         return metadata
 
