@@ -541,7 +541,7 @@ def test_a_large_json_is_rejected_unread(tmp_path):
 
 
 def test_a_duplicate_is_found_in_linear_time(tmp_path):
-    """Reading 16 times as many keys takes less than 64 times as long."""
+    """With 16 times more keys, reading takes less than 64 times longer."""
     path, times = tmp_path / "kv_cache_scales.json", []
     for num_keys in (1_000, 16_000):
         keys = [*range(num_keys), num_keys - 1]
