@@ -176,7 +176,7 @@ class Stack(torch.nn.Module):
         return x
 
 
-def count_lengths(counts: list[Counter[str]]) -> Callable[..., Any]:
+def make_counting_backend(counts: list[Counter[str]]) -> Callable[..., Any]:
     """Return a compiler backend that counts, in `counts`, the operations that write lengths."""
 
     def count(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -197,7 +197,9 @@ def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
     cache, _ = make_caches(name)
     run_step(cache, [0, 1, 2, 3], 9, 0)
     counts: list[Counter[str]] = []
-    compiled = torch.compile(Stack([0, 1, 2, 3]), fullgraph=True, backend=count_lengths(counts))
+    compiled = torch.compile(
+        Stack([0, 1, 2, 3]), fullgraph=True, backend=make_counting_backend(counts)
+    )
     for seed in range(3):
         compiled(make_states(0, 1, seed), cache, 0)
     assert counts == [Counter({"advance_by_host": LAYERS, "copy": LAYERS})]

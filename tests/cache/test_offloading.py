@@ -89,8 +89,8 @@ def check_layers_on_device(cache: FP8PagedCache) -> None:
 def make_caches(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
     """Return a cache with all pages on the device, and an offloaded cache with equal options."""
     keywords = {"page_size": PAGE, **keywords}
-    fields = make_config(name)
-    return [FP8PagedCache(fields, **keywords, **x) for x in ({}, {"offloading": True})]
+    config = make_config(name)
+    return [FP8PagedCache(config, **keywords, **x) for x in ({}, {"offloading": True})]
 
 
 def call_method(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
@@ -230,10 +230,10 @@ def test_all_operations_match_the_reference(
         triton_standin(monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
     offloading = {"offloading": True if num_pages is None else num_pages or False}
-    fields, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
+    config, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
     resident_backend = "reference" if backend == "triton" else backend
-    resident_cache = FP8PagedCache(fields, backend=resident_backend, **keywords)
-    cache = FP8PagedCache(fields, backend=backend, **keywords, **offloading)
+    resident_cache = FP8PagedCache(config, backend=resident_backend, **keywords)
+    cache = FP8PagedCache(config, backend=backend, **keywords, **offloading)
     caches = [resident_cache, cache]
     call_method(caches, "activate_past_recording")
     for step, num_tokens in enumerate((21, 1, 1, 9, 1)):
@@ -313,9 +313,9 @@ def test_a_refused_step_changes_nothing() -> None:
 )
 def test_a_step_that_cannot_allocate_can_be_undone(name: str, offloading: dict[str, Any]) -> None:
     """Each allocation of a step fails once. The step can be undone, and forks do not change."""
-    fields, options = make_config(name), {"page_size": PAGE, "dtype": "fp8"}
+    config, options = make_config(name), {"page_size": PAGE, "dtype": "fp8"}
     for number in itertools.count(1):
-        caches = [FP8PagedCache(fields, **options, **x) for x in ({}, offloading)]
+        caches = [FP8PagedCache(config, **options, **x) for x in ({}, offloading)]
         for cache in caches:
             cache.activate_past_recording()
         add_tokens(caches, 21)
@@ -359,9 +359,9 @@ def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[s
 
 
 def test_layers_of_transformers_stay_on_the_device() -> None:
-    fields = make_config("gemma3_text")
+    config = make_config("gemma3_text")
     skipped: dict[str, Any] = {"skip_layers": ["sliding_attention"], "page_size": PAGE}
-    caches = [FP8PagedCache(fields, **skipped), FP8PagedCache(fields, **skipped, offloading=True)]
+    caches = [FP8PagedCache(config, **skipped), FP8PagedCache(config, **skipped, offloading=True)]
     for step, num_tokens in enumerate((21, 1, 1)):
         add_tokens(caches, num_tokens, step)
     # A single layer never evicts pages.
@@ -413,21 +413,21 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, num_pages: int | No
 )
 def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetched: int) -> None:
     """With memory for five of six layers, each layer's call fetches one layer instead of all."""
-    fields, layers = make_config(num_hidden_layers=6), 6
-    resident_cache = FP8PagedCache(fields, **EXACT)
+    config, num_layers = make_config(num_hidden_layers=6), 6
+    resident_cache = FP8PagedCache(config, **EXACT)
     add_tokens([resident_cache], 129)
     add_tokens([resident_cache], 1, 1)
     sizes = resident_cache.memory_footprint()
     # The pages of a layer, including free pages for growth.
-    pages = sizes.pages_bytes // PAGE_BYTES // layers
-    cache = FP8PagedCache(fields, offloading=-(-pages * num_resident // layers), **EXACT)
+    layer_pages = sizes.pages_bytes // PAGE_BYTES // num_layers
+    cache = FP8PagedCache(config, offloading=-(-layer_pages * num_resident // num_layers), **EXACT)
     for step, num_tokens in enumerate((129, 1, 1, 1)):
         add_tokens([cache], num_tokens, step)
     bytes_before = count_copied_bytes(cache)
     for step in range(4, 8):
         add_tokens([cache], 1, step)
-    layer_bytes = sizes.used_bytes // layers
-    assert count_copied_bytes(cache)[0] - bytes_before[0] == num_fetched * layers * layer_bytes
+    layer_bytes = sizes.used_bytes // num_layers
+    assert count_copied_bytes(cache)[0] - bytes_before[0] == num_fetched * num_layers * layer_bytes
     if not num_fetched:
         assert count_copied_bytes(cache) == (0, 0)
         assert cache.memory_footprint().host_bytes == 0
@@ -454,13 +454,12 @@ def test_sizes_of_both_tiers() -> None:
     for x in (resident_cache, cache):
         add_tokens([x], 61)
     sizes, expected = cache.memory_footprint(), resident_cache.memory_footprint()
-    page = PAGE_BYTES
-    assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * page
+    assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * PAGE_BYTES
     assert expected.host_bytes == expected.fetched_bytes == expected.returned_bytes == 0
     # The last two layers are on the device. Only the last layer is not in host memory.
-    assert sizes.pages_bytes == 2 * 16 * page
-    assert sizes.host_bytes == (LAYERS - 1) * 16 * page
-    assert sizes.returned_bytes == (LAYERS - 1) * 16 * page
+    assert sizes.pages_bytes == 2 * 16 * PAGE_BYTES
+    assert sizes.host_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
+    assert sizes.returned_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
     parts = ("pages", "scales", "tables", "host", "other")
     assert sizes.total_bytes == sum(getattr(sizes, f"{name}_bytes") for name in parts)
 
