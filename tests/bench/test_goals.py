@@ -99,7 +99,10 @@ MISSED_GOALS = [
     (SHARE, make_decode_row("98 x 4k", "e4m3", 100.0, 0.84)),
     (SHARE, make_decode_row("98 x 4k", "e4m3" + goals.PADDED, 100.0, 0.84)),
     ("decode e3m4, time over e4m3, 256k tokens on", make_decode_row("8 x 32k", "e3m4", 106.0)),
-    ("decode e4m3, time over bf16 pages, 256k tokens on", make_decode_row("8 x 32k", "e4m3", 121, 0.86)),
+    (
+        "decode e4m3, time over bf16 pages, 256k tokens on",
+        make_decode_row("8 x 32k", "e4m3", 121, 0.86),
+    ),
     ("one layer of a step, us, 1 x 1k", make_row("layer", "1 x 1k", "e3m4", us=7.5, launches=2)),
     (LAUNCHES, make_row("layer", "1 x 1k", "e3m4", us=6, launches=3)),
     ("write one token, us", make_row("write", "4 x 1 token", "int8", us=6.5)),
