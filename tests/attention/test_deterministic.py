@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import tiny
 Tensor = torch.Tensor
 PAGE = 16
 # More than a span of sums (512 tokens). A window of 16 tokens has one span.
-TOKENS = {"gqa": 530}
+NUM_TOKENS = {"gqa": 530}
 MODELS = ["gqa", "sliding", "latent", "softcap", "sinks", "gpt2"]
 Result = tuple[Tensor, list[Tensor]]
 
@@ -50,14 +50,14 @@ def draw_chunks(rng: random.Random, num_tokens: int) -> list[int]:
 def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, _ = tiny(name, attn_implementation="fp8_paged", dtype=dtype)
     enable(model, deterministic=True, page_size=PAGE)
-    tokens, rng = TOKENS.get(name, 90), random.Random(name)
-    ids = make_ids(5, tokens)
-    logits, states = read_chunks(model, ids[:1], [tokens])
+    num_tokens, rng = NUM_TOKENS.get(name, 90), random.Random(name)
+    ids = make_ids(5, num_tokens)
+    logits, states = read_chunks(model, ids[:1], [num_tokens])
     for _ in range(4):
         order = rng.sample(range(5), rng.randint(1, 5))
         if 0 not in order:
             order[0] = 0
-        actual, pages = read_chunks(model, ids[order], draw_chunks(rng, tokens))
+        actual, pages = read_chunks(model, ids[order], draw_chunks(rng, num_tokens))
         row = order.index(0)
         assert torch.equal(actual[row], logits[0]), order
         for page, expected_page in zip(pages, states, strict=True):

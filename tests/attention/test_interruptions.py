@@ -35,8 +35,8 @@ def is_in_del(frame: Any) -> bool:
     return frame is not None
 
 
-def trace(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[str, int]]:
-    """Count the runs of each line of the package in `call`, and interrupt it at `point`."""
+def run_traced(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[str, int]]:
+    """Run `call`, interrupt it at `point`, and count the runs of each line of the package."""
     counts: Counter[tuple[str, int]] = Counter()
 
     def on_line(frame: Any, event: str, _argument: Any) -> Any:
@@ -157,7 +157,7 @@ def test_an_interrupt_at_any_line_leaves_a_usable_cache(
     make_cache, run_call = CALLS[call]
     cache = make_cache(chat)
     cache.fork()  # as in the loop below, because a fork makes the next write check for shared pages
-    counts = trace(partial(run_call, chat, cache))
+    counts = run_traced(partial(run_call, chat, cache))
     points = [
         (*line, run_index)
         for line, last_run in sorted(counts.items())
@@ -166,7 +166,7 @@ def test_an_interrupt_at_any_line_leaves_a_usable_cache(
     for point in points[first_point :: len(points) // sample_size if sample_size else STRIDE]:
         cache = make_cache(chat)
         fork = cache.fork()
-        trace(partial(run_call, chat, cache), point)
+        run_traced(partial(run_call, chat, cache), point)
         chat.check_answers(cache, point)
         if fork.get_seq_length():
             chat.check_answers(fork, ("a fork", *point))

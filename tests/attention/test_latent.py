@@ -1,4 +1,4 @@
-"""Tests that latent attention (MLA) gives the same tokens from stored latents with "fp8_paged"."""
+"""Tests that "fp8_paged" attention to stored latents (MLA) generates the same tokens."""
 
 import copy
 import gc
@@ -24,17 +24,18 @@ from tests.tools.sweep import Watch
 
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
-# Every family of transformers that caches latents. Some have an indexer or windows.
+# Every model family of transformers that caches latents. Some have an indexer or windows.
 FAMILIES = [
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "longcat_flash",
     "mistral4", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text", "mistral_large4",
     "glm5_next", "kimi_linear", "bailing_hybrid",
 ]  # fmt: skip
-# With seed 0, the indexers of these models rank equal keys, and their choice then depends on the
-# size of the cache.
+# With seed 0, the indexers of these models score several keys equally, so their choice depends on
+# the size of the cache.
 SEEDS = {"mistral_large4": 1, "dots3_note_text": 2}
 # Bounds relative to the size of the results. For one attention call in float32, the bound is ten
-# times the error with 600 tokens. For logits it is higher, because the errors of layers add up.
+# times the error measured with 600 tokens. For logits it is higher, because the errors of layers
+# add up.
 ATTENTION_TOLERANCE, LOGITS_TOLERANCE = 1e-5, 1e-4
 NEW_TOKENS = 10
 MODELS: dict[str, Any] = {}
@@ -49,7 +50,7 @@ def copy_model(name: str) -> Any:
     return copy.deepcopy(MODELS[name])
 
 
-def find_attentions(model: Any) -> list[Any]:
+def find_attention_modules(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(type(module), EXPAND)]
 
 
@@ -58,7 +59,9 @@ def count_latent_layers(model: Any) -> int:
 
     Sparse attention in older versions of transformers caches dense K and V.
     """
-    return len(find_attentions(model)) if caches_latents(model.config.get_text_config()) else 0
+    return (
+        len(find_attention_modules(model)) if caches_latents(model.config.get_text_config()) else 0
+    )
 
 
 @pytest.fixture
@@ -77,10 +80,10 @@ def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, 
     return result.sequences, torch.stack(result.logits, 1)
 
 
-def check_same(actual: Any, expected: Any) -> None:
+def assert_same_outputs(actual: Any, expected: Any) -> None:
     assert torch.equal(actual[0], expected[0])
-    size = float(expected[1].std())
-    torch.testing.assert_close(actual[1], expected[1], atol=LOGITS_TOLERANCE * size, rtol=0)
+    std = float(expected[1].std())
+    torch.testing.assert_close(actual[1], expected[1], atol=LOGITS_TOLERANCE * std, rtol=0)
 
 
 def generate_stock(model: Any, inputs: Any, **options: Any) -> Any:
@@ -93,8 +96,8 @@ def make_cache(model: Any, **options: Any) -> FP8PagedCache:
     return FP8PagedCache(model.config, dtype=dtype, page_size=8, **options)
 
 
-# One family of each kind: without additions, with windows, with an indexer, and with layers that
-# read the latents of a different layer or have no RoPE part.
+# One family of each kind: plain, with windows, with an indexer, and with layers that read
+# the latents of a different layer or have no RoPE part.
 FAST_FAMILIES = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
 OTHER_FAMILIES = [
     pytest.param(x, marks=pytest.mark.full) for x in FAMILIES if x not in FAST_FAMILIES
@@ -108,7 +111,7 @@ def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
     model.set_attn_implementation("fp8_paged")
     for options in ({}, {"max_cache_len": 30}, {"prefill": "stored"}):
         watch.seen.clear()
-        check_same(generate(model, inputs, make_cache(model, **options)), expected)
+        assert_same_outputs(generate(model, inputs, make_cache(model, **options)), expected)
         # All layers that cache latents use them in all steps.
         assert watch.seen["fused, latent"] == count_latent_layers(model) * (NEW_TOKENS - 1)
 
@@ -192,16 +195,16 @@ def test_beams_give_the_same_tokens(name: str, options: dict[str, Any], watch: W
 
 def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:
     model, inputs = copy_model("deepseek_v3")
-    old_attributes = [set(vars(module)) for module in find_attentions(model)]
+    old_attributes = [set(vars(module)) for module in find_attention_modules(model)]
     expected = generate_stock(model, inputs)
     enable(model, dtype="auto")
-    check_same(generate(model, inputs, None), expected)
+    assert_same_outputs(generate(model, inputs, None), expected)
     assert watch.path() == "fused, latent"
     model.set_attn_implementation("sdpa")
-    check_same(generate(model, inputs, make_cache(model)), expected)
+    assert_same_outputs(generate(model, inputs, make_cache(model)), expected)
     disable(model)
-    assert [set(vars(module)) for module in find_attentions(model)] == old_attributes
-    check_same(generate(model, inputs, make_cache(model)), expected)
+    assert [set(vars(module)) for module in find_attention_modules(model)] == old_attributes
+    assert_same_outputs(generate(model, inputs, make_cache(model)), expected)
 
 
 # -- projections that are not plain layers -------------------------------------------------------
@@ -256,21 +259,21 @@ def make_hooked(base: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
     return base
 
 
-def replace_all(model: Any, make_projection: Any) -> None:
+def replace_projections(model: Any, make_projection: Any) -> None:
     torch.manual_seed(0)
-    for module in find_attentions(model):
+    for module in find_attention_modules(model):
         module.kv_b_proj = make_projection(module.kv_b_proj).eval()
 
 
-def check_against_sdpa(model: Any, inputs: Any, *, path: str = "fused, latent") -> None:
-    """Assert the same tokens as with sdpa, and the path of decoding steps unless it is ""."""
+def assert_same_as_sdpa(model: Any, inputs: Any, *, path: str | None = "fused, latent") -> None:
+    """Assert the same tokens as with sdpa, and the path of decoding steps. None skips the path."""
     model.set_attn_implementation("sdpa")
     expected = generate_stock(model, inputs)
     model.set_attn_implementation("fp8_paged")
     watch = Watch()
     with watch():
-        check_same(generate(model, inputs, make_cache(model)), expected)
-    assert path in ("", watch.path())
+        assert_same_outputs(generate(model, inputs, make_cache(model)), expected)
+    assert path in (None, watch.path())
 
 
 @pytest.mark.parametrize(
@@ -284,8 +287,8 @@ def check_against_sdpa(model: Any, inputs: Any, *, path: str = "fused, latent") 
 def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) -> None:
     """A projection that does more than multiply by a weight is applied to all stored tokens."""
     model, inputs = build("deepseek_v3")
-    replace_all(model, make_projection)
-    check_against_sdpa(model, inputs, path=path)
+    replace_projections(model, make_projection)
+    assert_same_as_sdpa(model, inputs, path=path)
     report = check_model(model)
     assert report.path == path
     assert ("more than a product with weights" in str(report)) is (path == "dense")
@@ -293,59 +296,59 @@ def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) ->
 
 def test_changed_weights_take_effect() -> None:
     model, inputs = build("deepseek_v3")
-    check_against_sdpa(model, inputs)
-    first_module = find_attentions(model)[0]
+    assert_same_as_sdpa(model, inputs)
+    first_module = find_attention_modules(model)[0]
     with torch.no_grad():
         first_module.kv_b_proj.weight.mul_(-1)
-    check_against_sdpa(model, inputs)
-    replace_all(model, AdapterLinear)
-    check_against_sdpa(model, inputs)
+    assert_same_as_sdpa(model, inputs)
+    replace_projections(model, AdapterLinear)
+    assert_same_as_sdpa(model, inputs)
     with torch.no_grad():
         first_module.kv_b_proj.down.weight.mul_(-3)
-    check_against_sdpa(model, inputs)
+    assert_same_as_sdpa(model, inputs)
     first_module.kv_b_proj.scaling["default"] = 5.0
-    check_against_sdpa(model, inputs)
+    assert_same_as_sdpa(model, inputs)
     first_module.kv_b_proj.up.weight = nn.Parameter(
         first_module.kv_b_proj.up.weight.detach().flip(0)
     )
-    check_against_sdpa(model, inputs)
+    assert_same_as_sdpa(model, inputs)
     # The second of two successive hooks may have the address of the first.
     for change in (lambda x: 0.5 * x, lambda x: x + 1):
         handle = first_module.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
-        check_against_sdpa(model, inputs)
+        assert_same_as_sdpa(model, inputs)
         handle.remove()
     # Two successive projections have no parameters.
-    base_layers = [module.kv_b_proj.base_layer for module in find_attentions(model)]
+    base_layers = [module.kv_b_proj.base_layer for module in find_attention_modules(model)]
     for factor in (1.0, -2.0):
-        for module, base in zip(find_attentions(model), base_layers, strict=True):
+        for module, base in zip(find_attention_modules(model), base_layers, strict=True):
             module.kv_b_proj = PackedLinear(base, factor).eval()
-        check_against_sdpa(model, inputs)
+        assert_same_as_sdpa(model, inputs)
 
 
-def test_adapters_may_differ_by_text() -> None:
-    """With PEFT's `adapter_names`, adapters differ by text, so no single weight is correct."""
+def test_adapters_may_differ_by_sequence() -> None:
+    """With PEFT's `adapter_names`, adapters differ by sequence, so no single weight is correct."""
     model, inputs = build("deepseek_v3")
-    replace_all(model, AdapterLinear)
+    replace_projections(model, AdapterLinear)
     factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)
 
-    class AdapterPerText(AdapterLinear):
+    class AdapterPerSequence(AdapterLinear):
         def forward(self, x: torch.Tensor, factors: Any = 1.0) -> torch.Tensor:
             return self.base_layer(x) + self.up(self.down(x)) * factors
 
-    def choose(module: Any, args: Any, kwargs: Any) -> Any:
+    def add_factors(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "factors": factors}
 
-    for module in find_attentions(model):
-        module.kv_b_proj.__class__ = AdapterPerText
-    check_against_sdpa(model, inputs)
+    for module in find_attention_modules(model):
+        module.kv_b_proj.__class__ = AdapterPerSequence
+    assert_same_as_sdpa(model, inputs)
     hooks = [
-        module.kv_b_proj.register_forward_pre_hook(choose, with_kwargs=True)
-        for module in find_attentions(model)
+        module.kv_b_proj.register_forward_pre_hook(add_factors, with_kwargs=True)
+        for module in find_attention_modules(model)
     ]
-    check_against_sdpa(model, inputs, path="")
+    assert_same_as_sdpa(model, inputs, path=None)
     for hook in hooks:
         hook.remove()
-    check_against_sdpa(model, inputs)
+    assert_same_as_sdpa(model, inputs)
 
 
 @pytest.mark.parametrize("make_projection", [None, AdapterLinear])
@@ -353,14 +356,14 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection:
     """A model without references is freed at once, before the garbage collector runs."""
     model, inputs = build("deepseek_v3")
     if make_projection is not None:
-        replace_all(model, make_projection)
-    check_against_sdpa(model, inputs)
+        replace_projections(model, make_projection)
+    assert_same_as_sdpa(model, inputs)
     for model_copy in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
-            for parameter in find_attentions(model_copy)[0].kv_b_proj.parameters():
+            for parameter in find_attention_modules(model_copy)[0].kv_b_proj.parameters():
                 parameter.mul_(-2)
-        check_against_sdpa(model_copy, inputs)
-    check_against_sdpa(model, inputs)
+        assert_same_as_sdpa(model_copy, inputs)
+    assert_same_as_sdpa(model, inputs)
     weights = [weakref.ref(weight) for weight in model.parameters()]
     gc.collect()
     gc.disable()
@@ -403,7 +406,7 @@ def test_gradients_match_expanded_latents(only_projection: bool) -> None:
     model, inputs = build("deepseek_v3", num_hidden_layers=num_layers)
     if only_projection:
         model.requires_grad_(False)
-        find_attentions(model)[0].kv_b_proj.weight.requires_grad_()
+        find_attention_modules(model)[0].kv_b_proj.weight.requires_grad_()
     trained_names = (".kv_b_proj.",) if only_projection else (".1.self_attn.q", ".1.self_attn.kv_b")
     names = [name for name, _ in model.named_parameters() if any(x in name for x in trained_names)]
 
@@ -455,7 +458,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     assert "they have a center" in read_warning(plan=("fp8 centered", "auto"))
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in read_warning()
-    replace_all(model, make_biased)
+    replace_projections(model, make_biased)
     assert "not a product with weights" in read_warning()
     model.requires_grad_()
     cache = make_cache(model)
@@ -469,13 +472,11 @@ RANK, ROPE_DIM, HEAD_DIM = 16, 8, 8
 
 
 class AttentionStep:
-    """A layer with `length` stored tokens. The last `tokens` tokens are the queries."""
+    """A layer with `length` stored tokens. The last `num_tokens` tokens are the queries."""
 
     def __init__(self, length: int, num_tokens: int, **options: Any) -> None:
-        name = "deepseek_v3"
-        model = build(
-            name, v_head_dim=HEAD_DIM, qk_nope_head_dim=HEAD_DIM, attn_implementation="fp8_paged"
-        )[0]
+        head_dims = {"v_head_dim": HEAD_DIM, "qk_nope_head_dim": HEAD_DIM}
+        model = build("deepseek_v3", attn_implementation="fp8_paged", **head_dims)[0]
         generator = torch.Generator().manual_seed(length)
         randn = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
         cache = FP8PagedCache(model.config, page_size=8, **options)
@@ -483,7 +484,7 @@ class AttentionStep:
         cache.update(*(x[:, :, :-num_tokens] for x in stored_pair), 0)
         handles = cache.update(*(x[:, :, -num_tokens:] for x in stored_pair), 0)
         enable(model)
-        self.module = find_attentions(model)[0]
+        self.module = find_attention_modules(model)[0]
         self.query = randn(2, 4, num_tokens, HEAD_DIM + ROPE_DIM)
         self.key, self.value = self.module.expand_kv(*handles)
         self.stored = [handle.dense().double() for handle in handles]
@@ -556,10 +557,10 @@ def test_compiled_steps_read_latents(name: str, prompt_mode: str, make_projectio
     """The prompt runs eagerly, is compiled after `enable`, or is compiled first."""
     torch._dynamo.reset()
     counters.clear()
-    layers = {"num_hidden_layers": 1} if name == "deepseek_v3" else {}
-    model, inputs = build(name, attn_implementation="fp8_paged", **layers)
+    config_options = {"num_hidden_layers": 1} if name == "deepseek_v3" else {}
+    model, inputs = build(name, attn_implementation="fp8_paged", **config_options)
     if make_projection is not None:
-        replace_all(model, make_projection)
+        replace_projections(model, make_projection)
     ids, next_ids = inputs["input_ids"], torch.tensor([[5, 6, 7], [9, 8, 7]])
     if prompt_mode == "enabled":
         enable(model)
@@ -576,7 +577,7 @@ def test_compiled_steps_read_latents(name: str, prompt_mode: str, make_projectio
     actual = [compiled(next_ids[:, :1], past_key_values=cache).logits]
     # Between two steps, change the weights for values of the last layer in place. No stored value
     # depends on them.
-    last_projection = find_attentions(model)[-1].kv_b_proj
+    last_projection = find_attention_modules(model)[-1].kv_b_proj
     last_projection.weight.unflatten(0, (4, 24))[:, 8:] *= -3
     actual.append(compiled(next_ids[:, 1:2], past_key_values=cache).logits)
     prompts = [torch.cat([ids, next_ids[:, :n]], 1) for n in (1, 2)]

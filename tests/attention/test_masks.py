@@ -103,12 +103,12 @@ def make_arguments(cache: Any, num_tokens: int, function: Any, text_mask: torch.
 
 # Grid: All pairs of a window, a number of new tokens and sizes of the mask and the cache.
 @pytest.mark.parametrize(
-    ("window", "tokens", "sizes"),
+    ("window", "num_tokens", "sizes"),
     pairwise([0, 4], [1, 5, 12], [(12, 12), (12, 16), (12, 31), (12, 40), (8, 31), (20, 31)]),
     ids=str,
 )
 def test_a_compact_mask_matches_the_complete_mask(
-    window: int, tokens: int, sizes: tuple[int, int]
+    window: int, num_tokens: int, sizes: tuple[int, int]
 ) -> None:
     """A preallocated cache contains 12 tokens, which include the new tokens."""
     num_columns, max_len = sizes
@@ -116,10 +116,12 @@ def test_a_compact_mask_matches_the_complete_mask(
         :, :num_columns
     ].bool()
     function = hf.sliding_window_causal_mask_function(window) if window else hf.causal_mask_function
-    arguments = make_arguments(make_cache(12 - tokens, max_len), tokens, function, text_mask)
+    arguments = make_arguments(
+        make_cache(12 - num_tokens, max_len), num_tokens, function, text_mask
+    )
     mask = fp8_paged_mask(*arguments, config=LlamaConfig())
     assert isinstance(mask, CompactMask)
-    query, key = torch.zeros(len(ROWS), 1, tokens, 8), torch.zeros(len(ROWS), 1, max_len, 8)
+    query, key = torch.zeros(len(ROWS), 1, num_tokens, 8), torch.zeros(len(ROWS), 1, max_len, 8)
     expected = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert expected is not None
     assert_same(complete_mask(mask, query, key, window, True), expected)

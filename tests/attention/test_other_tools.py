@@ -86,9 +86,9 @@ def compute_logits(model: Any, cache: Any, press: Any) -> torch.Tensor:
     lengths = [layer.get_seq_length() for layer in cache.layers]
     logits = []
     for _ in range(2):
-        for start, count in ((0, 3), (3, 1), (4, 1)):
-            positions = torch.arange(PROMPT + start, PROMPT + start + count)[None]
-            chunk = ids[:, start : start + count]
+        for start, num_tokens in ((0, 3), (3, 1), (4, 1)):
+            positions = torch.arange(PROMPT + start, PROMPT + start + num_tokens)[None]
+            chunk = ids[:, start : start + num_tokens]
             logits.append(model(chunk, past_key_values=cache, position_ids=positions).logits)
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.keys = layer.keys[:, :, :length]

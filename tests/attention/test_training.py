@@ -1,4 +1,4 @@
-"""Tests of `enable(model, training="stored")`: a training pass has a rollout's probabilities."""
+"""Tests of `enable(model, training="stored")`: a training pass reproduces a rollout."""
 
 import copy
 import pickle
@@ -25,8 +25,8 @@ from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
-PAGE, TOKENS = 16, 19
-CHUNKS = [1, PAGE - 1, PAGE, PAGE + 1, TOKENS]
+PAGE_SIZE, TOKENS = 16, 19
+CHUNKS = [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, TOKENS]
 
 
 def make_scales(layers: int = 2, heads: int = 2, dim: int = 16, *, has_center: bool) -> KVScales:
@@ -70,10 +70,10 @@ def select_log_probs(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def roll_out(model: Any, chunk: int, is_padded: bool = True, **keywords: Any) -> Tensor:
-    """Return the log-probabilities that calls with `chunk` tokens compute from pages."""
+def score_in_chunks(model: Any, chunk: int, is_padded: bool = True, **options: Any) -> Tensor:
+    """Return the log-probabilities of calls with `chunk` tokens, which read pages."""
     ids, mask, positions = make_texts(is_padded)
-    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **keywords)
+    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE, **options)
     parts = []
     for start in range(0, TOKENS, chunk):
         part, stop = slice(start, start + chunk), start + chunk
@@ -82,18 +82,19 @@ def roll_out(model: Any, chunk: int, is_padded: bool = True, **keywords: Any) ->
     return select_log_probs(torch.cat(parts, 1), mask)
 
 
-def score_texts(model: Any, is_padded: bool = True, **keywords: Any) -> Tensor:
+def score_texts(model: Any, is_padded: bool = True, **options: Any) -> Tensor:
     """Return the log-probabilities that one pass over the complete texts computes."""
     ids, mask, positions = make_texts(is_padded)
-    keywords = {"use_cache": False, **keywords}
-    logits = model(ids, attention_mask=mask, position_ids=positions, **keywords).logits
+    options = {"use_cache": False, **options}
+    logits = model(ids, attention_mask=mask, position_ids=positions, **options).logits
     return select_log_probs(logits, mask)
 
 
 def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
     """Assert that the error of `actual` is less than a tenth of the error of `unrounded`.
 
-    On a CPU, one value may be rounded differently at a tie, which changes results far less.
+    On a CPU, one value may be rounded differently at a tie, which changes the result
+    far less than rounding all values does.
     """
     error, unrounded_error = ((x - expected).abs().mean().item() for x in (actual, unrounded))
     assert error < unrounded_error / 10
@@ -102,26 +103,28 @@ def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
-    """With `deterministic`, bits are equal. Otherwise a last bit of a value may decide a code."""
-    name, keywords = CASES[case]
+    """`deterministic` makes results bitwise equal. Otherwise the last bit may change a code."""
+    name, options = CASES[case]
     model, _ = tiny(name, attn_implementation="fp8_paged")
     unrounded = score_texts(model)
-    enable(model, training="stored", page_size=PAGE, **keywords)
+    enable(model, training="stored", page_size=PAGE_SIZE, **options)
     actual = score_texts(model.train())
     model.eval()
     for chunk in CHUNKS:
-        assert_near(actual, roll_out(model, chunk, **keywords), unrounded)
-    if "skip_layers" not in keywords:
-        enable(model, training="stored", deterministic=True, page_size=PAGE, **keywords)
+        assert_near(actual, score_in_chunks(model, chunk, **options), unrounded)
+    if "skip_layers" not in options:
+        enable(model, training="stored", deterministic=True, page_size=PAGE_SIZE, **options)
         actual = score_texts(model.train(), is_padded=False)
         model.eval()
         for chunk in CHUNKS:
-            assert torch.equal(actual, roll_out(model, chunk, is_padded=False, **keywords)), chunk
+            assert torch.equal(actual, score_in_chunks(model, chunk, is_padded=False, **options)), (
+                chunk
+            )
     assert torch.equal(score_texts(disable(model)), unrounded)
 
 
 def test_a_deep_model_matches_a_rollout_of_one_text() -> None:
-    """Decoding multiplies few rows, whose products round differently without `deterministic`."""
+    """Without `deterministic`, products of few rows, as in decoding, round differently."""
     tokens = 4 * 16 + 1
     model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=16)
     ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(6))
@@ -139,9 +142,9 @@ def test_a_deep_model_matches_a_rollout_of_one_text() -> None:
 
 
 def test_one_pass_gives_the_probabilities_of_generated_tokens() -> None:
-    """A training pass has the probabilities that `generate()` samples from, with padded prompts."""
+    """A training pass computes the probabilities that `generate()` samples from."""
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    enable(model, training="stored", dtype="fp8_e4m3", page_size=PAGE)
+    enable(model, training="stored", dtype="fp8_e4m3", page_size=PAGE_SIZE)
     out = model.generate(
         **inputs, max_new_tokens=12, do_sample=True, output_logits=True,
         return_dict_in_generate=True,
@@ -167,10 +170,10 @@ def test_one_pass_gives_the_probabilities_of_generated_tokens() -> None:
 def test_the_rounding_matches_a_cache(name: str, kind: str, dtype: torch.dtype) -> None:
     """The default backend rounds like a cache with the backend "reference"."""
     scales = make_scales(has_center=True) if kind == "static" else None
-    keywords = {"prefill": "stored", "dtype": name, "scales": scales, "page_size": PAGE}
-    cache = FP8PagedCache(**keywords, backend="reference")
+    options = {"prefill": "stored", "dtype": name, "scales": scales, "page_size": PAGE_SIZE}
+    cache = FP8PagedCache(**options, backend="reference")
     states = torch.randn(2, 2, 2, TOKENS, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
-    rounding = StoredRounding(FP8PagedCache(**keywords).options, 1, *states)
+    rounding = StoredRounding(FP8PagedCache(**options).options, 1, *states)
     rounded_states = rounding.read(rounding.store(*states), *states)
     for x, handle, rounded_x in zip(states, cache.update(*states, 1), rounded_states, strict=True):
         assert rounded_x.dtype == dtype
@@ -211,7 +214,7 @@ def test_layers_may_share_keys_or_have_no_pages(name: str) -> None:
 
 
 def test_rounding_can_be_suspended_and_disabled() -> None:
-    """Calibration and the probe of serving suspend rounding, and each `enable` replaces it.
+    """Calibration and the probe of `serving.enable` suspend rounding. `enable` replaces it.
 
     Copies of the model round independently.
     """
@@ -229,38 +232,47 @@ def test_rounding_can_be_suspended_and_disabled() -> None:
     serving.enable(model, dtype="fp8_e5m2")
     serving.disable(model)
     assert torch.equal(score_texts(model), rounded_log_probs)
-    for keywords in ({"training": "stored", "dtype": "auto"}, {"dtype": "fp8_e5m2"}):
+    for options in ({"training": "stored", "dtype": "auto"}, {"dtype": "fp8_e5m2"}):
         enable(model, training="stored", dtype="fp8_e5m2")
-        enable(model, **keywords)
+        enable(model, **options)
         assert torch.equal(score_texts(model), unrounded)
     enable(model, training="stored", scales=make_scales(has_center=True))
     rounded_log_probs = score_texts(model)
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for x in (disable(model), *copies):
-        assert torch.equal(score_texts(x), unrounded if x is model else rounded_log_probs)
-        assert torch.equal(score_texts(disable(x)), unrounded)
+    assert torch.equal(score_texts(disable(model)), unrounded)
+    for model_copy in copies:
+        assert torch.equal(score_texts(model_copy), rounded_log_probs)
+        assert torch.equal(score_texts(disable(model_copy)), unrounded)
 
 
 REFUSED_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a mode": ("gqa", {"training": "exact"}, "training: expected None or 'stored'"),
-    "exact": ("gqa", {"prefill": "exact"}, "expected prefill='stored', got 'exact'"),
+    "unknown mode": ("gqa", {"training": "exact"}, "training: expected None or 'stored'"),
+    "exact prefill": ("gqa", {"prefill": "exact"}, "expected prefill='stored', got 'exact'"),
     "centers": ("gqa", {"plan": "fp8 centered"}, "expected a plan that carries the centers"),
-    "a plan": ("gqa", {"plan": LayerPlan.parse("int8 centered", "int8")}, "carries the centers"),
-    "a pair": ("cross_attention", {}, "which is an encoder-decoder"),
+    "centers in a plan": (
+        "gqa",
+        {"plan": LayerPlan.parse("int8 centered", "int8")},
+        "carries the centers",
+    ),
+    "encoder-decoder": ("cross_attention", {}, "which is an encoder-decoder"),
     "separate attention code": ("alibi", {}, "its own attention code"),
     "latent": ("latent", {}, r"got layers \[0, 1\] of DeepseekV3ForCausalLM"),
-    "scales": ("gqa", {"scales": make_scales(heads=3, has_center=False)}, "expected 2 heads"),
+    "scales of other heads": (
+        "gqa",
+        {"scales": make_scales(heads=3, has_center=False)},
+        "expected 2 heads",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED_CASES)
 def test_unsupported_training_options_are_refused(case: str) -> None:
-    name, keywords, message = REFUSED_CASES[case]
+    name, options, message = REFUSED_CASES[case]
     model, _ = tiny(name)
     attributes = set(vars(model))
     attention = model.config._attn_implementation
     with pytest.raises((ConfigError, ScaleError), match=message):
-        enable(model, **{"training": "stored", **keywords})
+        enable(model, **{"training": "stored", **options})
     assert model.config._attn_implementation == attention
     assert set(vars(model)) == attributes
 

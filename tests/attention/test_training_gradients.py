@@ -14,7 +14,7 @@ from transformers.masking_utils import eager_mask
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from tests.attention.test_training import (
-    PAGE,
+    PAGE_SIZE,
     TOKENS,
     assert_near,
     make_scales,
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 def compute_noise(config: Any, layer: int, key: Tensor, value: Tensor, **options: Any) -> Any:
     """Return the rounding errors of K and V, which result from storage in the pages of a layer."""
-    cache = FP8PagedCache(config, prefill="stored", page_size=PAGE, **options)
+    cache = FP8PagedCache(config, prefill="stored", page_size=PAGE_SIZE, **options)
     handles = cache.update(key.detach(), value.detach(), layer)
     return [x.dense().to(key) - y.detach() for x, y in zip(handles, (key, value), strict=True)]
 
@@ -88,7 +88,7 @@ def test_stored_pages_refuse_a_training_step() -> None:
     model, _ = tiny("gqa")
     enable(model)
     ids = torch.randint(3, 90, (1, 12))
-    cache = FP8PagedCache(model.config, page_size=PAGE)
+    cache = FP8PagedCache(model.config, page_size=PAGE_SIZE)
     model.eval()(ids[:, :8], past_key_values=cache)
     with pytest.raises(ConfigError, match="expected inference, got a training step"):
         model.train()(ids[:, 8:], past_key_values=cache)
@@ -98,7 +98,7 @@ def test_gradients_of_a_position_bias_match_constant_noise() -> None:
     """The gradients of the bias and the states match SDPA with constant rounding noise."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     scales = make_scales(has_center=True)
-    enable(model, training="stored", page_size=PAGE, scales=scales)
+    enable(model, training="stored", page_size=PAGE_SIZE, scales=scales)
     module: Any = model.model.layers[0].self_attn  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(3)
     kv_shape, bias_shape = (2, 2, TOKENS, 16), (1, 4, TOKENS, TOKENS)

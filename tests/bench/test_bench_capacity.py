@@ -20,12 +20,12 @@ def make_config(**keywords: Any) -> ServingConfig:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
-    """The number of tokens that 20 more GiB fit is 20 GiB over the bytes per token of all layers.
+    """With 20 GiB more memory, the number of tokens grows by 20 GiB over the bytes per token.
 
     FP8 pages store at least 1.9 times the tokens of bf16 pages with FlashAttention.
     """
     config = shape(name).get_text_config()
-    heads = config.num_key_value_heads * config.num_hidden_layers
+    num_heads = config.num_key_value_heads * config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bf16_tokens = 0
     for options, head_bytes in (
@@ -36,8 +36,8 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
         (make_config(), 2 * dim + 4),
     ):
         low, high = (planned_tokens(config, n * GIB, options, attention=FLASH) for n in (20, 40))
-        assert low * heads * head_bytes < PERCENT * 20 * GIB
-        expected = PERCENT * 20 * GIB / (heads * head_bytes)
+        assert low * num_heads * head_bytes < PERCENT * 20 * GIB
+        expected = PERCENT * 20 * GIB / (num_heads * head_bytes)
         if options is None:  # the engine of transformers has more tensors that grow with the tokens
             bf16_tokens = high
             # Both numbers of tokens are multiples of a page.

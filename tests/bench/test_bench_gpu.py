@@ -326,8 +326,8 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     times = []
     monkeypatch.setattr(Stage, "time_steps", lambda *args, **_more: times.append(args) or {})
 
-    def count_rows(index, count):
-        rows = suite.compile_shard("cpu", "torch", True, index, count)
+    def count_rows(index, num_processes):
+        rows = suite.compile_shard("cpu", "torch", True, index, num_processes)
         assert not [row for row in rows if "failed" in row]
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
 

@@ -26,7 +26,7 @@ def ignore_progress(*_: object) -> None:
     """Discard a progress message."""
 
 
-def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsys):
+def test_latent_attention_is_compared_with_absorbed_and_dynamic(monkeypatch, capsys):
     """The command prints rows and conditions, or JSON. Wrong results raise an error."""
 
     def measure(**kwargs):
@@ -49,7 +49,9 @@ def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsy
         assert values[name, latent.ABSORBED] == pytest.approx(ratio)
     attention = latent.fp8_paged_attention
     monkeypatch.setattr(
-        latent, "fp8_paged_attention", lambda *x, **y: (attention(*x, **y)[0] * 1.2,)
+        latent,
+        "fp8_paged_attention",
+        lambda *args, **kwargs: (attention(*args, **kwargs)[0] * 1.2,),
     )
     with pytest.raises(RuntimeError, match="expected absorbed attention"):
         latent.make_steps(latent.make_module(4), 4, 70, "torch")
@@ -86,7 +88,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     assert all(value > 0 for value in values.values())
 
 
-# Grid: Models with different windows. 1,000 tokens do not fill the last page.
+# Grid: Two models with different windows. With 1,000 tokens, the last page is partly filled.
 @pytest.mark.parametrize(
     "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
 )
@@ -97,12 +99,13 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
     assert {(row["form"], row["prompt"]) for row in rows} == {
         (form, prompt) for form in ("dynamic", "preallocated") for prompt in PREFILL_MODES
     }
-    full = sum(layer_type == "full_attention" for layer_type in config.layer_types)
+    num_full_layers = sum(layer_type == "full_attention" for layer_type in config.layer_types)
     for row in rows:
         assert 0.5 < row["ratio"] <= 0.56, row
-        # transformers' caches only hold the tokens inside the window of each layer.
+        # transformers' caches hold only the tokens inside the window of each layer.
         window = config.sliding_window - (row["form"] == "dynamic")
-        cached_tokens = full * 1000 + (config.num_hidden_layers - full) * window
+        cached_tokens = num_full_layers * 1000
+        cached_tokens += (config.num_hidden_layers - num_full_layers) * window
         assert row["stock_held"] >= cached_tokens * config.num_key_value_heads * config.head_dim * 4
 
 
@@ -125,7 +128,7 @@ def test_a_prefix_store_is_measured_in_separate_processes(tmp_path: Path):
     assert result["files"] == 3
 
 
-def test_a_load_is_summarized_by_rounds_and_percentiles():
+def test_summary_has_medians_of_rounds_and_percentiles_of_answers():
     servers = {}
     for name, factor in zip(serve.SERVERS, (1.0, 2.0, 1.5), strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
@@ -150,6 +153,7 @@ def test_all_servers_get_pages_of_the_same_total_size(tmp_path):
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
                          hidden_size=256, dtype="bfloat16")  # fmt: skip
     config.save_pretrained(tmp_path)
+    # A vector of 64 values takes 128 bytes in 16 bits, or 66 bytes in 8 bits with its scale.
     stock_bytes, fp8_bytes = 100 * 64 * 2, 193 * (64 + 2)
     assert serve.count_equal_pages(str(tmp_path), 100, 16, "fp8") == 193
     assert fp8_bytes <= stock_bytes < fp8_bytes + 66
@@ -167,7 +171,7 @@ def test_all_servers_answer_under_load(tmp_path):
         assert rows["throughput", server]["failed"] == 0
         for measure in ("throughput", "first token, p50", "largest gap of a stream"):
             assert rows[measure, server]["value"] > 0
-    sizes = [rows["bytes of all pages", s]["value"] for s in (serve.STOCK, serve.OURS)]
+    sizes = [rows["bytes of all pages", server]["value"] for server in (serve.STOCK, serve.OURS)]
     assert sizes[1] <= sizes[0] < 1.1 * sizes[1]
 
 

@@ -19,7 +19,7 @@ def make_row(section, case, name, **values):
     return {"section": section, "case": case, "name": name, **values}
 
 
-def decode_row(case, name, us, share=0.9, read=goals.LARGE_STEP):
+def make_decode_row(case, name, us, share=0.9, read=goals.LARGE_STEP):
     return make_row("decode", case, name, us=us, moved=us * share * 4e6, read=read)
 
 
@@ -27,8 +27,8 @@ def make_good_rows():
     rows = [make_row("ceilings", "read", "a", us=1000.0, moved=4e9)]
     for case in goals.REQUIRED_CASES:
         for name, us in (("e4m3", 100.0), ("e3m4", 104.0), ("bf16 pages", 200.0)):
-            rows.append(decode_row(case, name, us))
-    rows += [decode_row("1 x 1k", name, 7.0, 0.1, 1024) for name in goals.FORMATS]
+            rows.append(make_decode_row(case, name, us))
+    rows += [make_decode_row("1 x 1k", name, 7.0, 0.1, 1024) for name in goals.FORMATS]
     rows += [make_row("layer", "1 x 1k", name, us=6.5, launches=2) for name in goals.FORMATS]
     rows += [make_row("layer", "64 x 4k", name, us=300.0, launches=2) for name in goals.FORMATS]
     for case, us in (("1 x 1 token", 5.0), ("1 x 8192", 90.0)):
@@ -96,10 +96,13 @@ def test_goals_are_judged_on_any_gpu_but_not_in_a_dry_run(gpu, dry, state, share
 
 # Goals, each with a row that misses the goal.
 MISSED_GOALS = [
-    (SHARE, decode_row("98 x 4k", "e4m3", 100.0, 0.84)),
-    (SHARE, decode_row("98 x 4k", "e4m3" + goals.PADDED, 100.0, 0.84)),
-    ("decode e3m4, time over e4m3, 256k tokens on", decode_row("8 x 32k", "e3m4", 106.0)),
-    ("decode e4m3, time over bf16 pages, 256k tokens on", decode_row("8 x 32k", "e4m3", 121, 0.86)),
+    (SHARE, make_decode_row("98 x 4k", "e4m3", 100.0, 0.84)),
+    (SHARE, make_decode_row("98 x 4k", "e4m3" + goals.PADDED, 100.0, 0.84)),
+    ("decode e3m4, time over e4m3, 256k tokens on", make_decode_row("8 x 32k", "e3m4", 106.0)),
+    (
+        "decode e4m3, time over bf16 pages, 256k tokens on",
+        make_decode_row("8 x 32k", "e4m3", 121, 0.86),
+    ),
     ("one layer of a step, us, 1 x 1k", make_row("layer", "1 x 1k", "e3m4", us=7.5, launches=2)),
     (LAUNCHES, make_row("layer", "1 x 1k", "e3m4", us=6, launches=3)),
     ("write one token, us", make_row("write", "4 x 1 token", "int8", us=6.5)),
@@ -136,7 +139,7 @@ def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
     strong_row = make_row("end to end", "8 x 32k", goals.ALTERNATIVES[3], tokens_per_s=110.0)
     result = get_goal([*make_good_rows(), strong_row], GENERATE)
     assert (result["state"], result["worst"]) == ("missed", pytest.approx(170 / 110))
-    small_row = decode_row("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE_STEP - 1)
+    small_row = make_decode_row("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE_STEP - 1)
     assert get_goal([*make_good_rows(), small_row], SHARE)["state"] == "met"
     case = "128 heads, 1 x 4k"
     rows = [make_row("latent", case, name, us=10.0) for name in ("e4m3", goals.STOCK)]
@@ -159,5 +162,5 @@ def test_a_goal_is_not_met_without_a_required_row(what, section, case, name):
     result = get_goal(rows, what)
     assert result["state"] == "not measured"
     assert case in result["why"]
-    bad_rows = [*rows, decode_row("16 x 32k", "e4m3", 100.0, 0.5)]
+    bad_rows = [*rows, make_decode_row("16 x 32k", "e4m3", 100.0, 0.5)]
     assert get_goal(bad_rows, SHARE)["state"] == "missed", "a bad value must count"

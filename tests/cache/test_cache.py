@@ -36,15 +36,17 @@ def make_config(name: str = "llama", **fields: Any) -> Any:
     return causal_config(name, **fields)
 
 
-def make_tokens(count: int, batch: int = 2, seed: int = 0, dim: int = DIM) -> torch.Tensor:
-    """Return `[batch, HEADS, count, dim]`: values that 8-bit float formats represent exactly."""
+def make_tokens(num_tokens: int, batch: int = 2, seed: int = 0, dim: int = DIM) -> torch.Tensor:
+    """Return `[batch, HEADS, num_tokens, dim]`. 8-bit floats represent the values exactly."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, (batch, HEADS, count, dim), generator=generator) / 2
+    return torch.randint(-8, 9, (batch, HEADS, num_tokens, dim), generator=generator) / 2
 
 
-def add_tokens(cache: FP8PagedCache, count: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
+def add_tokens(
+    cache: FP8PagedCache, num_tokens: int, seed: int = 0, batch: int = 2
+) -> torch.Tensor:
     """Store tokens in all layers, and return K of layer 0. Layer i adds i / 2 to K, and V is -K."""
-    k = make_tokens(count, batch, seed)
+    k = make_tokens(num_tokens, batch, seed)
     for layer in range(LAYERS):
         cache.update(k + layer / 2, -k - layer / 2, layer)
     return k
@@ -64,13 +66,14 @@ def read_content(cache: FP8PagedCache) -> torch.Tensor:
 EXACT = {"scales": 1.0, "page_size": 8}
 
 
-# Grid: The format decides the codes, and the count decides where a page ends.
+# Grid: The format decides the codes, and the number of tokens decides where a page ends.
 @pytest.mark.parametrize(
-    ("dtype", "count"), [*((x, 9) for x in ("auto", *FORMATS)), *((None, x) for x in (1, 7, 8, 63))]
+    ("dtype", "num_tokens"),
+    [*((x, 9) for x in ("auto", *FORMATS)), *((None, x) for x in (1, 7, 8, 63))],
 )
-def test_written_tokens_are_read(dtype: str | None, count: int) -> None:
+def test_written_tokens_are_read(dtype: str | None, num_tokens: int) -> None:
     cache = FP8PagedCache(make_config(), dtype=dtype, **EXACT)
-    parts = [add_tokens(cache, count), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
+    parts = [add_tokens(cache, num_tokens), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
     expected = torch.cat(parts, 2)
     # All values are multiples of 1/2.
     rounded_k = {"fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round()}
@@ -78,7 +81,7 @@ def test_written_tokens_are_read(dtype: str | None, count: int) -> None:
         assert_same(cache.layers[0].keys.dense(), rounded_k[dtype])
     else:
         assert_same(read_content(cache), expected)
-    assert cache.get_seq_length() == count + 10
+    assert cache.get_seq_length() == num_tokens + 10
 
 
 @pytest.mark.parametrize(("dtype", "max_len"), [("bfloat16", None), ("float16", 40)])
@@ -145,9 +148,9 @@ def test_forks_share_and_diverge() -> None:
     forks = [cache.fork() for _ in range(6)]
     for i, fork in enumerate(forks[:5]):
         add_tokens(fork, 1, 10 + i)
-    for count, pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
+    for num_tokens, pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
         with pytest.raises(OutOfPagesError, match="max_pages") as error:
-            add_tokens(forks[5], count)
+            add_tokens(forks[5], num_tokens)
         assert (error.value.needed, error.value.available) == (pages, 0)
     for i, fork in enumerate(forks[:5]):
         assert_same(read_content(fork), torch.cat([k, make_tokens(1, seed=10 + i)], 2))
@@ -508,9 +511,9 @@ def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> 
     """On a GPU, the host keeps an upper bound and reads the length only near the end."""
     cache = FP8PagedCache(make_config(), max_cache_len=20, **EXACT)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    for count in (13, 5, 2):
-        cache.get_mask_sizes(count, 0)
-        add_tokens(cache, count)
+    for num_tokens in (13, 5, 2):
+        cache.get_mask_sizes(num_tokens, 0)
+        add_tokens(cache, num_tokens)
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
         cache.get_mask_sizes(1, 0)
 

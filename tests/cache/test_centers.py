@@ -1,4 +1,4 @@
-"""Tests of centers in padded batches: sequences have the centers that they have if cached alone."""
+"""Tests of centers in padded batches: each sequence has the center that it has alone."""
 
 import functools
 from typing import Any
@@ -129,8 +129,8 @@ def test_a_center_starts_at_the_first_token(
     batch, cache = make_batch(spans), make_cache(model, max_len)
     expected: list[Any] = [None] * len(spans)
     stop = 0
-    for count in chunks:
-        start, stop = stop, stop + count
+    for chunk in chunks:
+        start, stop = stop, stop + chunk
         model(**cut_batch(batch, start, stop), past_key_values=cache)
         for row, (begin, _) in enumerate(spans):
             if expected[row] is None and begin < stop:
@@ -169,11 +169,11 @@ def test_tokens_are_read_with_the_center_they_were_stored_with(max_len: int | No
             model(**cut_batch(batch, start, stop), past_key_values=cache)
         caches.append(caches[-1].fork())
     for cache in caches:
-        count = cache.host_length()
+        length = cache.host_length()
         keys, expected = (
-            x.layers[0].keys.dense()[1, :, 20 : min(count, 45)] for x in (cache, exact_cache)
+            x.layers[0].keys.dense()[1, :, 20 : min(length, 45)] for x in (cache, exact_cache)
         )
-        assert count in (16, 30, 45)
+        assert length in (16, 30, 45)
         assert (keys - expected).abs().max() < 0.03 * expected.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""Tests of the default: E3M4, a scale per token and head, and K minus the first call's center."""
+"""Tests of the default plan: E3M4, scales per token and head, K minus the first call's center."""
 
 from typing import Any
 
@@ -79,12 +79,14 @@ def test_keywords_choose_the_plan(
     assert (error < 0.2) == (is_centered or formats[0] == "auto")
 
 
-# Grid: Counts around the 32 tokens of a center. Each kind of cache has short and long calls.
+# Grid: Numbers of tokens around the 32 that a center averages. Each kind of cache has short and
+# long calls.
 @pytest.mark.parametrize(
-    ("count", "max_len"), [(1, None), (31, 144), (32, None), (33, 144), (100, None), (100, 144)]
+    ("num_tokens", "max_len"),
+    [(1, None), (31, 144), (32, None), (33, 144), (100, None), (100, 144)],
 )
-def test_the_center_is_the_mean_of_the_last_tokens(count: int, max_len: int | None) -> None:
-    k, v = make_states(count), make_states(count, seed=1)
+def test_the_center_is_the_mean_of_the_last_tokens(num_tokens: int, max_len: int | None) -> None:
+    k, v = make_states(num_tokens), make_states(num_tokens, seed=1)
     cache = make_cache(max_cache_len=max_len)
     cache.update(k, v, 0)
     next_k = make_states(3, seed=2)
@@ -98,9 +100,9 @@ def test_the_center_is_the_mean_of_the_last_tokens(count: int, max_len: int | No
     scale = search_scale(expected_keys, fmt).float()[..., None]
     expected = decode(encode(expected_keys * scale.reciprocal(), fmt), fmt) * scale + center
     torch.testing.assert_close(read_keys(cache), expected, rtol=1e-6, atol=1e-5)
-    values = layer.values.dense()[:, :, : count + 3]
-    assert_same(values[:, :, count:], round_values(next_k))
-    assert (read_keys(cache)[:, :, :count] - k).abs().max() < 0.2
+    values = layer.values.dense()[:, :, : num_tokens + 3]
+    assert_same(values[:, :, num_tokens:], round_values(next_k))
+    assert (read_keys(cache)[:, :, :num_tokens] - k).abs().max() < 0.2
 
 
 def round_values(v: torch.Tensor) -> torch.Tensor:

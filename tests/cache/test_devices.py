@@ -67,11 +67,11 @@ class StepRunner:
         self.devices = devices
         self.generator = torch.Generator().manual_seed(7)
 
-    def __call__(self, cache: FP8PagedCache, batch: int, tokens: int) -> list[torch.Tensor]:
+    def __call__(self, cache: FP8PagedCache, batch: int, num_tokens: int) -> list[torch.Tensor]:
         """Run one step of a model, and return the attention output of each layer."""
         outputs = []
         for layer, device in enumerate(self.devices):
-            shapes = [(batch, heads, tokens, DIM) for heads in (HEADS, HEADS, 2 * HEADS)]
+            shapes = [(batch, heads, num_tokens, DIM) for heads in (HEADS, HEADS, 2 * HEADS)]
             k, v, q = (torch.randn(s, generator=self.generator).to(device) for s in shapes)
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
@@ -93,8 +93,10 @@ def test_pages_are_on_the_device_of_their_layer(options):
     caches = [make_cache(options), make_cache(options)]
     steps = [StepRunner(DEVICES), StepRunner((CPU,) * LAYERS)]
 
-    def store_in_both(batch: int, tokens: int) -> None:
-        assert_same_on_cpu(*(step(c, batch, tokens) for step, c in zip(steps, caches, strict=True)))
+    def store_in_both(batch: int, num_tokens: int) -> None:
+        assert_same_on_cpu(
+            *(step(c, batch, num_tokens) for step, c in zip(steps, caches, strict=True))
+        )
 
     store_in_both(2, 9)
     store_in_both(2, 1)

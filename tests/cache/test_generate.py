@@ -32,13 +32,13 @@ MODELS = (
 )  # fmt: skip
 
 
-def dense_attention(name: str) -> str:
+def get_dense_attention(name: str) -> str:
     """Return the standard attention function of a model. gpt-oss does not support sdpa."""
     return "eager" if name in ("sinks", "softcap") else "sdpa"
 
 
 def get_model(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    return shared_tiny(name, dense_attention(name) if attention == "stock" else attention)
+    return shared_tiny(name, get_dense_attention(name) if attention == "stock" else attention)
 
 
 def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
@@ -63,7 +63,7 @@ def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @functools.cache
 def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
     """Return the tokens of a model with its standard attention and a `DynamicCache`."""
-    stock_model, inputs = shared_tiny(name, dense_attention(name))
+    stock_model, inputs = shared_tiny(name, get_dense_attention(name))
     cache = DynamicCache(config=stock_model.config)
     inputs = select_unpadded(inputs) if is_unpadded else inputs
     return generate(stock_model, inputs, cache, **keywords)
@@ -101,7 +101,7 @@ class TestAuto:
         model, inputs = get_model(name, attention)
         prompt = select_unpadded(inputs)
         expected = generate_stock(name, is_unpadded=True)
-        draft, _ = tiny(name, attn_implementation=dense_attention(name))
+        draft, _ = tiny(name, attn_implementation=get_dense_attention(name))
         with torch.no_grad():
             for weight in draft.parameters():
                 if weight.ndim > 1:
@@ -146,7 +146,7 @@ class TestStored:
         assert_same(tokens, expected[1:], "padding of the first row changed the second row")
         draft_tokens = generate(model, prompt, make_stored_cache(), prompt_lookup_num_tokens=4)
         assert_same(draft_tokens, tokens)
-        draft, _ = tiny(name, seed=1, attn_implementation=dense_attention(name))
+        draft, _ = tiny(name, seed=1, attn_implementation=get_dense_attention(name))
         assert_same(generate(model, prompt, make_stored_cache(), assistant_model=draft), tokens)
 
 
@@ -246,7 +246,7 @@ def test_guidance_uses_a_separate_cache() -> None:
     assert_same(actual, expected)
 
 
-# Grid: A pairwise cover.
+# Grid: All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("name", "skipped", "length", "attention"),
     pairwise(["sliding", "sliding_and_full"], [(0,), (-1,)], [None, 41], ["stock", "fp8_paged"]),

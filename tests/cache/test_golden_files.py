@@ -109,12 +109,12 @@ def edit_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Ch
     return lambda _, tensors: tensors.update({name: change(tensors[name])})
 
 
-def shift_window(pages: int) -> Change:
-    """Return a function that adds a number of pages before the window of all layers."""
+def shift_window(num_pages: int) -> Change:
+    """Return a function that adds `num_pages` pages before the window of all layers."""
 
     def change(meta: dict[str, Any], _: object) -> None:
         for layer in (x for group in meta["groups"] for x in group["layers"]):
-            layer["length"] += pages * 8
+            layer["length"] += num_pages * 8
 
     return change
 
@@ -326,15 +326,17 @@ def valid_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return golden + [cache.save(folder / name) for name, cache in caches.items()]
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
-def test_changed_files_are_refused_or_load(count: int, valid_files: list, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_changes", [200, pytest.param(2000, marks=pytest.mark.full)])
+def test_changed_files_are_refused_or_load(
+    num_changes: int, valid_files: list, tmp_path: Path
+) -> None:
     """Loading a file raises ConfigError, or the cache contains the values of the file.
 
     In every fourth file, a byte is changed or the end is missing. Other files have a valid digest.
     """
     tracemalloc.start()
     path, num_loaded = tmp_path / "x", 0
-    for number in range(count):
+    for number in range(num_changes):
         rng = random.Random(number)
         if number % 4:
             meta, tensors = read_file(rng.choice(valid_files))
@@ -360,7 +362,7 @@ def test_changed_files_are_refused_or_load(count: int, valid_files: list, tmp_pa
             raise AssertionError(number) from error
         assert allocations.total_bytes < 4 * path.stat().st_size + (1 << 20), number
     tracemalloc.stop()
-    assert count // 20 < num_loaded < count // 4, num_loaded
+    assert num_changes // 20 < num_loaded < num_changes // 4, num_loaded
 
 
 @pytest.mark.parametrize(

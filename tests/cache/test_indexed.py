@@ -1,4 +1,4 @@
-"""Layers of sparse attention with paged K and V, whose indexer follows every cache operation."""
+"""Tests of sparse attention with paged K and V: cache operations also apply to the indexer."""
 
 import functools
 import pickle
@@ -21,7 +21,11 @@ pytestmark = [
 TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
 CACHE_OPTIONS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
 every_model = pytest.mark.parametrize("model", TYPES, indirect=True)
-make_model = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")[0])
+
+
+@functools.cache
+def make_model(name):
+    return build(name, attn_implementation="fp8_paged")[0]
 
 
 @pytest.fixture
@@ -44,15 +48,15 @@ def ids():
 
 
 def fill_cache(model, ids, **cache_options):
-    """Return a cache that stores a prompt after two calls of the model."""
+    """Return a cache that holds a prompt, written by two calls of the model."""
     cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **cache_options)
     model(ids[:, :12], past_key_values=cache)
     model(ids[:, 12:], past_key_values=cache)
     return cache
 
 
-def check_continues(model, cache, ids):
-    """Assert that three more tokens get the same logits as in one call without a cache."""
+def assert_same_continuation(model, cache, ids):
+    """Assert that three more tokens have the same logits as in one call without a cache."""
     next_ids = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
     expected = model(torch.cat([ids, next_ids], 1), use_cache=False).logits[:, -3:]
     actual = [model(next_ids[:, :1], past_key_values=cache).logits]
@@ -70,18 +74,18 @@ def test_indexed_layers_are_paged(model, cache_options, ids):
         layer.offload()
     cache.paged_layers[0].prefetch()
     cache.reorder_cache(torch.tensor([1, 1]))
-    check_continues(model, cache, ids[[1, 1]])
+    assert_same_continuation(model, cache, ids[[1, 1]])
 
 
-@pytest.mark.parametrize("tokens", [5, 16, 21])
-def test_crop_and_reset_apply_to_the_indexer(model, cache_options, ids, tokens):
+@pytest.mark.parametrize("num_cropped", [5, 16, 21])
+def test_crop_and_reset_apply_to_the_indexer(model, cache_options, ids, num_cropped):
     cache = fill_cache(model, ids, **cache_options)
-    cache.crop(-tokens)
-    if tokens < ids.shape[1]:
-        check_continues(model, cache, ids[:, :-tokens])
+    cache.crop(-num_cropped)
+    if num_cropped < ids.shape[1]:
+        assert_same_continuation(model, cache, ids[:, :-num_cropped])
         cache.reset()
     model(ids[:, 3:14], past_key_values=cache)
-    check_continues(model, cache, ids[:, 3:14])
+    assert_same_continuation(model, cache, ids[:, 3:14])
 
 
 @pytest.mark.parametrize("rows", [[1, 1], [1], [0, 0, 1, 1]])
@@ -93,7 +97,7 @@ def test_selection_applies_to_the_indexer(model, cache_options, ids, rows):
         cache.batch_select_indices(torch.tensor(rows))
     else:
         cache.batch_repeat_interleave(2)
-    check_continues(model, cache, ids[rows])
+    assert_same_continuation(model, cache, ids[rows])
 
 
 @every_model
@@ -108,27 +112,27 @@ def test_copies_contain_the_indexer(model, cache_options, ids, tmp_path):
     # A change of the original must not change the copies.
     model(ids[:, :4], past_key_values=cache)
     for copy in copies:
-        check_continues(model, copy, ids)
-    empty = FP8PagedCache(model.config, dtype="auto", **cache_options).fork()
-    model(ids, past_key_values=empty)
-    check_continues(model, empty, ids)
+        assert_same_continuation(model, copy, ids)
+    empty_fork = FP8PagedCache(model.config, dtype="auto", **cache_options).fork()
+    model(ids, past_key_values=empty_fork)
+    assert_same_continuation(model, empty_fork, ids)
 
 
 def test_a_step_that_does_not_fit_is_undone(model, ids):
     cache = fill_cache(model, ids, max_pages=8)
-    update, failing = cache.paged_layers[1].update, True
+    update, must_fail = cache.paged_layers[1].update, True
 
     def fail(*args, **kwargs):
-        if failing:
+        if must_fail:
             raise OutOfPagesError.of_tokens(0, 0, 2)
         return update(*args, **kwargs)
 
     cache.paged_layers[1].update = fail
     with pytest.raises(OutOfPagesError):
         model(ids[:, :2], past_key_values=cache)
-    failing = False
+    must_fail = False
     assert cache.paged_layers[0].indexer_keys.shape[1] == ids.shape[1]
-    check_continues(model, cache, ids)
+    assert_same_continuation(model, cache, ids)
 
 
 def test_assigning_some_tokens_is_refused(model, ids):
@@ -138,14 +142,14 @@ def test_assigning_some_tokens_is_refused(model, ids):
     layer.keys = key[:, :, 1:]
     with pytest.raises(ConfigError, match="its indexer has keys of all tokens"):
         layer.values = value[:, :, 1:]
-    check_continues(model, cache, ids)
+    assert_same_continuation(model, cache, ids)
 
 
-def test_skip_layers_by_type_keeps_indexed_layers(model, ids):
+def test_skipped_indexed_layers_are_transformers_layers(model, ids):
     cache = FP8PagedCache(model.config, dtype="auto", skip_layers=model.config.layer_types[:1])
     assert all(type(layer) is DynamicIndexedLayer for layer in cache.layers)
     model(ids, past_key_values=cache)
-    check_continues(model, cache, ids)
+    assert_same_continuation(model, cache, ids)
 
 
 @pytest.mark.skipif("mistral_large4" not in type_names(), reason="transformers is too old")
@@ -160,8 +164,8 @@ def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
     cache.batch_select_indices(torch.tensor([1, 2, 3]))
     cache.reorder_cache(torch.tensor([2, 1, 1]))
     cache.crop(-4)
-    check_continues(model, cache.fork(), ids[[1, 1, 1], :-4])
-    check_continues(model, cache, ids[[1, 1, 1], :-4])
+    assert_same_continuation(model, cache.fork(), ids[[1, 1, 1], :-4])
+    assert_same_continuation(model, cache, ids[[1, 1, 1], :-4])
 
 
 def test_a_copy_of_an_empty_cache_accepts_a_different_batch_size(model, cache_options, ids):
@@ -169,4 +173,4 @@ def test_a_copy_of_an_empty_cache_accepts_a_different_batch_size(model, cache_op
     cache.reset()
     pickled = pickle.loads(pickle.dumps(cache))
     model(ids[:1], past_key_values=pickled)
-    check_continues(model, pickled, ids[:1])
+    assert_same_continuation(model, pickled, ids[:1])

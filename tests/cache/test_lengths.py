@@ -92,8 +92,8 @@ def test_lengths_are_correct_in_any_order(name: str, tmp_path: Path) -> None:
     order, prompt_length = ORDERS[name], 1 if len(name) % 2 else 9
     cache, stock_cache = make_caches()
     for seed, layers in enumerate(order):
-        count = 1 if seed else prompt_length
-        actual, expected = (run_step(x, layers, count, seed) for x in (cache, stock_cache))
+        num_tokens = 1 if seed else prompt_length
+        actual, expected = (run_step(x, layers, num_tokens, seed) for x in (cache, stock_cache))
         for actual_key, expected_key in zip(actual, expected, strict=True):
             assert_same(actual_key[:, :, : expected_key.shape[2]], expected_key, f"step {seed}")
         check_lengths(cache, stock_cache)
@@ -129,8 +129,8 @@ def test_windows_are_correct_with_prompts_in_chunks(name: str, chunk: int) -> No
     cache, stock_cache = make_caches("gemma3_text")
     assert cache.layers[0].sliding_window == WINDOW
     for seed, layers in enumerate([*ORDERS[name], [0, 1, 2, 3]]):
-        count = chunk if seed < 2 else 1
-        run_step(cache, layers, count, seed), run_step(stock_cache, layers, count, seed)
+        num_tokens = chunk if seed < 2 else 1
+        run_step(cache, layers, num_tokens, seed), run_step(stock_cache, layers, num_tokens, seed)
         check_lengths(cache, stock_cache, WINDOW)
 
 
@@ -154,10 +154,10 @@ def test_a_refused_step_keeps_the_layers_before(refused_layer: int) -> None:
 
 def test_layers_may_receive_different_numbers_of_tokens() -> None:
     cache, stock_cache = make_caches()
-    for seed, counts in enumerate([(5, 5, 5, 5), (1, 2, 1, 3), (2, 2, 2, 2), (3, 1, 3, 1)]):
-        for layer, count in enumerate(counts):
+    for seed, lengths in enumerate([(5, 5, 5, 5), (1, 2, 1, 3), (2, 2, 2, 2), (3, 1, 3, 1)]):
+        for layer, num_tokens in enumerate(lengths):
             for x in (cache, stock_cache):
-                run_step(x, [layer], count, seed)
+                run_step(x, [layer], num_tokens, seed)
         check_lengths(cache, stock_cache)
 
 
@@ -176,7 +176,7 @@ class Stack(torch.nn.Module):
         return x
 
 
-def count_lengths(counts: list[Counter[str]]) -> Callable[..., Any]:
+def make_counting_backend(counts: list[Counter[str]]) -> Callable[..., Any]:
     """Return a compiler backend that counts, in `counts`, the operations that write lengths."""
 
     def count(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -197,7 +197,9 @@ def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
     cache, _ = make_caches(name)
     run_step(cache, [0, 1, 2, 3], 9, 0)
     counts: list[Counter[str]] = []
-    compiled = torch.compile(Stack([0, 1, 2, 3]), fullgraph=True, backend=count_lengths(counts))
+    compiled = torch.compile(
+        Stack([0, 1, 2, 3]), fullgraph=True, backend=make_counting_backend(counts)
+    )
     for seed in range(3):
         compiled(make_states(0, 1, seed), cache, 0)
     assert counts == [Counter({"advance_by_host": LAYERS, "copy": LAYERS})]
@@ -248,7 +250,7 @@ def test_compiled_first_calls_may_have_graph_breaks(has_breaks: bool) -> None:
     """After a graph break in a step, the next regions store tokens in the remaining layers."""
     cache, reference = make_caches()[0], make_caches()[0]
     stack = Stack([0, 1])
-    inputs = [make_states(0, count, seed) for seed, count in enumerate((9, 1))]
+    inputs = [make_states(0, num_tokens, seed) for seed, num_tokens in enumerate((9, 1))]
     expected = [stack(x, reference, MAX_LEN) for x in inputs]
     if has_breaks:
         update = cache.update

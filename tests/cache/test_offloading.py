@@ -57,11 +57,11 @@ def make_config(name: str = "llama", **fields: Any) -> Any:
     return causal_config(name, **{"num_hidden_layers": LAYERS, **mixed, **fields})
 
 
-def add_tokens(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
+def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2) -> None:
     """Store the same tokens in all caches, and compare the returned keys and values."""
     for index in range(len(caches[0].layers)):
         generator = torch.Generator().manual_seed(100 * seed + index)
-        k, v = torch.randn(2, batch, HEADS, count, DIM, generator=generator)
+        k, v = torch.randn(2, batch, HEADS, num_tokens, DIM, generator=generator)
         outputs = [cache.update(k, 2 * v, index) for cache in caches]
         for cache, output in zip(caches, outputs, strict=True):
             assert [type(x) for x in output] == [type(x) for x in outputs[0]]
@@ -89,8 +89,8 @@ def check_layers_on_device(cache: FP8PagedCache) -> None:
 def make_caches(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
     """Return a cache with all pages on the device, and an offloaded cache with equal options."""
     keywords = {"page_size": PAGE, **keywords}
-    fields = make_config(name)
-    return [FP8PagedCache(fields, **keywords, **x) for x in ({}, {"offloading": True})]
+    config = make_config(name)
+    return [FP8PagedCache(config, **keywords, **x) for x in ({}, {"offloading": True})]
 
 
 def call_method(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
@@ -106,7 +106,7 @@ def count_copied_bytes(cache: FP8PagedCache) -> tuple[int, int]:
 # -- the same tokens -----------------------------------------------------------------------------
 
 
-# Grid: A pairwise cover.
+# Grid: All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("name", "calls", "storage", "offloading"),
     pairwise(
@@ -216,28 +216,28 @@ STORAGE: dict[str, dict[str, Any]] = {
 }
 
 
-# Grid: A pairwise cover.
+# Grid: All pairs of values occur at least once.
 @pytest.mark.parametrize(
-    ("name", "storage", "pages", "backend"),
+    ("name", "storage", "num_pages", "backend"),
     pairwise(["llama", "mistral", "gemma3_text"], [*STORAGE], [0, None, 1, 7], ["auto", "triton"]),
 )
 def test_all_operations_match_the_reference(
-    name: str, storage: str, pages: int | None, backend: str, tmp_path: Path,
+    name: str, storage: str, num_pages: int | None, backend: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The reference has one tensor and one tier (0 pages). "triton" has blocks and late writes."""
     if backend == "triton":
         triton_standin(monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
-    offloading = {"offloading": True if pages is None else pages or False}
-    fields, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
+    offloading = {"offloading": True if num_pages is None else num_pages or False}
+    config, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
     resident_backend = "reference" if backend == "triton" else backend
-    resident_cache = FP8PagedCache(fields, backend=resident_backend, **keywords)
-    cache = FP8PagedCache(fields, backend=backend, **keywords, **offloading)
+    resident_cache = FP8PagedCache(config, backend=resident_backend, **keywords)
+    cache = FP8PagedCache(config, backend=backend, **keywords, **offloading)
     caches = [resident_cache, cache]
     call_method(caches, "activate_past_recording")
-    for step, count in enumerate((21, 1, 1, 9, 1)):
-        add_tokens(caches, count, step)
+    for step, num_tokens in enumerate((21, 1, 1, 9, 1)):
+        add_tokens(caches, num_tokens, step)
     forks = [cache.fork() for cache in caches]
     add_tokens(caches, 3, 5)
     add_tokens(forks, 1, 6)
@@ -255,13 +255,13 @@ def test_all_operations_match_the_reference(
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
     copies = [resident_cache, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
     add_tokens([copy.deepcopy(resident_cache), *copies[1:]], 5, 12)
-    assert pages in (0, 7) or all(min(count_copied_bytes(copied)) > 0 for copied in copies[1:])
+    assert num_pages in (0, 7) or all(min(count_copied_bytes(copied)) > 0 for copied in copies[1:])
     del copies, loaded
     call_method(caches, "crop", -30 if name == "llama" else -1)
     add_tokens(caches, 1, 13)
     for layer in cache.paged_layers:
         layer.offload()
-        assert not pages or not layer.store.memory_footprint().get("pages")
+        assert not num_pages or not layer.store.memory_footprint().get("pages")
         layer.prefetch()
     assert_holds(caches)
     call_method(caches, "reset")
@@ -290,8 +290,8 @@ def test_a_crop_frees_host_memory() -> None:
 
 def test_long_calls_pass_through_a_window() -> None:
     caches = make_caches("mistral", prefill="stored")
-    for step, count in enumerate((40, 1, 33, 1, 1, 25, 7)):
-        add_tokens(caches, count, step)
+    for step, num_tokens in enumerate((40, 1, 33, 1, 1, 25, 7)):
+        add_tokens(caches, num_tokens, step)
         forks = [cache.fork() for cache in caches]
         add_tokens(forks, 17, 50 + step)
 
@@ -313,9 +313,9 @@ def test_a_refused_step_changes_nothing() -> None:
 )
 def test_a_step_that_cannot_allocate_can_be_undone(name: str, offloading: dict[str, Any]) -> None:
     """Each allocation of a step fails once. The step can be undone, and forks do not change."""
-    fields, options = make_config(name), {"page_size": PAGE, "dtype": "fp8"}
+    config, options = make_config(name), {"page_size": PAGE, "dtype": "fp8"}
     for number in itertools.count(1):
-        caches = [FP8PagedCache(fields, **options, **x) for x in ({}, offloading)]
+        caches = [FP8PagedCache(config, **options, **x) for x in ({}, offloading)]
         for cache in caches:
             cache.activate_past_recording()
         add_tokens(caches, 21)
@@ -352,18 +352,18 @@ def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[s
             cache.reset(), reference.reset()
         elif lengths == {PAGE}:
             reference.crop(-39 * PAGE)
-        for count, seed in ((7 * PAGE + 3, 1), (2, 2)):
-            add_tokens([cache, reference], count, seed)
+        for num_tokens, seed in ((7 * PAGE + 3, 1), (2, 2)):
+            add_tokens([cache, reference], num_tokens, seed)
         assert_holds([cache, reference])
     assert number > 1
 
 
 def test_layers_of_transformers_stay_on_the_device() -> None:
-    fields = make_config("gemma3_text")
+    config = make_config("gemma3_text")
     skipped: dict[str, Any] = {"skip_layers": ["sliding_attention"], "page_size": PAGE}
-    caches = [FP8PagedCache(fields, **skipped), FP8PagedCache(fields, **skipped, offloading=True)]
-    for step, count in enumerate((21, 1, 1)):
-        add_tokens(caches, count, step)
+    caches = [FP8PagedCache(config, **skipped), FP8PagedCache(config, **skipped, offloading=True)]
+    for step, num_tokens in enumerate((21, 1, 1)):
+        add_tokens(caches, num_tokens, step)
     # A single layer never evicts pages.
     skipped["skip_layers"] = range(1, LAYERS)
     cache = FP8PagedCache(make_config(), **skipped, offloading=True)
@@ -376,11 +376,12 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pages"), [("llama", None), ("mistral", None), ("gemma3_text", None), ("mistral", 4)]
+    ("name", "num_pages"),
+    [("llama", None), ("mistral", None), ("gemma3_text", None), ("mistral", 4)],
 )
-def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) -> None:
+def test_each_stored_byte_is_copied_once_per_step(name: str, num_pages: int | None) -> None:
     """A step fetches the stored tokens or the window, and returns the pages that it wrote."""
-    offloading = {"offloading": pages or True}
+    offloading = {"offloading": num_pages or True}
     window = {} if name == "llama" else {"sliding_window": 16}
     cache = FP8PagedCache(make_config(name, **window), **EXACT, **offloading)
     add_tokens([cache], 100)
@@ -391,13 +392,15 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) 
         add_tokens([cache], 1, step)
         for layer in cache.paged_layers:
             # The pages of the first layer are fetched at the end of the previous step.
-            tokens = length + (layer.index == 0)
-            first_token = 0 if layer.sliding_window is None else tokens - layer.sliding_window + 1
-            pages_in_window = -(-tokens // PAGE) - first_token // PAGE
-            fetched_bytes += pages_in_window * 2 * PAGE_BYTES
+            num_tokens = length + (layer.index == 0)
+            first_token = (
+                0 if layer.sliding_window is None else num_tokens - layer.sliding_window + 1
+            )
+            num_window_pages = -(-num_tokens // PAGE) - first_token // PAGE
+            fetched_bytes += num_window_pages * 2 * PAGE_BYTES
             returned_bytes += 2 * PAGE_BYTES
         actual = tuple(x - y for x, y in zip(count_copied_bytes(cache), initial_bytes, strict=True))
-        if pages is None:
+        if num_pages is None:
             assert actual == (fetched_bytes, returned_bytes)
         else:
             # Some pages are fetched for the next step, or returned after the previous step.
@@ -410,21 +413,21 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) 
 )
 def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetched: int) -> None:
     """With memory for five of six layers, each layer's call fetches one layer instead of all."""
-    fields, layers = make_config(num_hidden_layers=6), 6
-    resident_cache = FP8PagedCache(fields, **EXACT)
+    config, num_layers = make_config(num_hidden_layers=6), 6
+    resident_cache = FP8PagedCache(config, **EXACT)
     add_tokens([resident_cache], 129)
     add_tokens([resident_cache], 1, 1)
     sizes = resident_cache.memory_footprint()
     # The pages of a layer, including free pages for growth.
-    pages = sizes.pages_bytes // PAGE_BYTES // layers
-    cache = FP8PagedCache(fields, offloading=-(-pages * num_resident // layers), **EXACT)
-    for step, count in enumerate((129, 1, 1, 1)):
-        add_tokens([cache], count, step)
+    layer_pages = sizes.pages_bytes // PAGE_BYTES // num_layers
+    cache = FP8PagedCache(config, offloading=-(-layer_pages * num_resident // num_layers), **EXACT)
+    for step, num_tokens in enumerate((129, 1, 1, 1)):
+        add_tokens([cache], num_tokens, step)
     bytes_before = count_copied_bytes(cache)
     for step in range(4, 8):
         add_tokens([cache], 1, step)
-    layer_bytes = sizes.used_bytes // layers
-    assert count_copied_bytes(cache)[0] - bytes_before[0] == num_fetched * layers * layer_bytes
+    layer_bytes = sizes.used_bytes // num_layers
+    assert count_copied_bytes(cache)[0] - bytes_before[0] == num_fetched * num_layers * layer_bytes
     if not num_fetched:
         assert count_copied_bytes(cache) == (0, 0)
         assert cache.memory_footprint().host_bytes == 0
@@ -451,13 +454,12 @@ def test_sizes_of_both_tiers() -> None:
     for x in (resident_cache, cache):
         add_tokens([x], 61)
     sizes, expected = cache.memory_footprint(), resident_cache.memory_footprint()
-    page = PAGE_BYTES
-    assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * page
+    assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * PAGE_BYTES
     assert expected.host_bytes == expected.fetched_bytes == expected.returned_bytes == 0
     # The last two layers are on the device. Only the last layer is not in host memory.
-    assert sizes.pages_bytes == 2 * 16 * page
-    assert sizes.host_bytes == (LAYERS - 1) * 16 * page
-    assert sizes.returned_bytes == (LAYERS - 1) * 16 * page
+    assert sizes.pages_bytes == 2 * 16 * PAGE_BYTES
+    assert sizes.host_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
+    assert sizes.returned_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
     parts = ("pages", "scales", "tables", "host", "other")
     assert sizes.total_bytes == sum(getattr(sizes, f"{name}_bytes") for name in parts)
 

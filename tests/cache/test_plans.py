@@ -24,14 +24,16 @@ def make_config() -> Any:
     return causal_config("llama", num_hidden_layers=LAYERS)
 
 
-def make_states(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def make_states(
+    num_tokens: int, batch: int = 2, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(batch, HEADS, count, DIM, generator=generator) for _ in "kv")
+    k, v = (torch.randn(batch, HEADS, num_tokens, DIM, generator=generator) for _ in "kv")
     return 1.5 * k, v
 
 
-def apply_plan(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
-    """Return K or V, `[B, H, T, D]`, as the plan of a layer defines the values that are read."""
+def round_by_plan(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
+    """Return K or V, `[B, H, T, D]`, as a cache with this layer's plan reads them back."""
     plan, scale = getattr(layer.plan, side), getattr(layer, side)
     fmt = FORMATS[plan.format]
     center = layer.k_center[:, None] if plan.centered else 0.0
@@ -62,8 +64,8 @@ def test_each_layer_is_stored_by_its_plan(
     for index, layer in enumerate(cache.layers):
         for side, x in (("k", k + index), ("v", v - index)):
             actual = (layer.keys if side == "k" else layer.values).dense()[:, :, :17]
-            expected = apply_plan(x, scales.layers[index], side)
-            # Rotated back in float32, possibly in a different order.
+            expected = round_by_plan(x, scales.layers[index], side)
+            # The inverse rotation runs in float32, and may sum in a different order.
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
@@ -83,11 +85,11 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
-    answers = []
-    name = "plan" if is_dynamic else "scales"
+    outputs = []
+    keyword = "plan" if is_dynamic else "scales"
     for source in (scales, tmp_path, str(tmp_path / "kv_scales.safetensors")):
-        cache = FP8PagedCache(model.config, page_size=8, prefill="stored", **{name: source})
-        answers.append(generate(model, prompt, cache))
+        cache = FP8PagedCache(model.config, page_size=8, prefill="stored", **{keyword: source})
+        outputs.append(generate(model, prompt, cache))
         loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
         assert loaded.plan == cache.plan
         assert loaded.options.scales.digest == scales.digest
@@ -97,11 +99,11 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
                 x.update(*make_states(1, seed=index), index)
             assert_same(loaded.layers[index].keys.dense(), cache.layers[index].keys.dense())
             assert_same(loaded.layers[index].values.dense(), cache.layers[index].values.dense())
-    assert all(torch.equal(tokens, answers[0]) for tokens in answers[1:])
+    assert all(torch.equal(tokens, outputs[0]) for tokens in outputs[1:])
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-def test_training_rounds_as_pages_do(is_dynamic: bool) -> None:
+def test_training_rounds_like_pages(is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
     options = FP8PagedCache(make_config(), prefill="stored", **as_cache_keyword(scales)).options
     k, v = make_states(19)
@@ -109,7 +111,7 @@ def test_training_rounds_as_pages_do(is_dynamic: bool) -> None:
         rounding = StoredRounding(options, index, k, v)
         rounded_values = rounding.read(rounding.store(k, v), k, v)
         for side, x, rounded in zip("kv", (k, v), rounded_values, strict=True):
-            expected = apply_plan(x, layer, side)
+            expected = round_by_plan(x, layer, side)
             torch.testing.assert_close(rounded, expected, rtol=0, atol=1e-5)
 
 
@@ -152,15 +154,15 @@ def test_other_storage_options_are_refused_with_a_plan(options: dict, message: s
         FP8PagedCache(make_config(), scales=planned_scales(), **options)
 
 
-PLAN = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
+CENTERED = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": PLAN, "dtype": "fp8"}, "dtype: expected None, since the plan says"),
-        ({"plan": PLAN, "value_dtype": "fp8"}, "value_dtype: expected None"),
-        ({"plan": PLAN, "scales": KVScales.uniform(3)}, "scales: expected None"),
+        ({"plan": CENTERED, "dtype": "fp8"}, "dtype: expected None, since the plan says"),
+        ({"plan": CENTERED, "value_dtype": "fp8"}, "value_dtype: expected None"),
+        ({"plan": CENTERED, "scales": KVScales.uniform(3)}, "scales: expected None"),
         ({"plan": planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
         ({"scales": planned_scales(is_dynamic=True)}, "pass it as plan"),
         ({"plan": {}}, "expected a StoragePlan"),
@@ -168,13 +170,19 @@ PLAN = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"plan": "no_such_plan"}, "path of a saved plan, or text that begins with one of model"),
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
-        ({"plan": {0: PLAN}}, "got none for layer 1; add it"),
-        ({"plan": dict.fromkeys(range(5), PLAN)}, r"from 0 to 2, .*got also \[3, 4\]; leave them"),
-        ({"plan": dict.fromkeys(range(5), PLAN), "max_cache_len": 64}, r"from 0 to 2, .*\[3, 4\]"),
-        ({"plan": {-1: PLAN}}, "layers from 0 on, got -1; use the keys"),
+        ({"plan": {0: CENTERED}}, "got none for layer 1; add it"),
+        (
+            {"plan": dict.fromkeys(range(5), CENTERED)},
+            r"from 0 to 2, .*got also \[3, 4\]; leave them",
+        ),
+        (
+            {"plan": dict.fromkeys(range(5), CENTERED), "max_cache_len": 64},
+            r"from 0 to 2, .*\[3, 4\]",
+        ),
+        ({"plan": {-1: CENTERED}}, "layers from 0 on, got -1; use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
         ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlan, got"),
-        ({"plan": {1: LayerPlan(PLAN.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
+        ({"plan": {1: LayerPlan(CENTERED.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, "; leave 'centered' out"),
         ({"dtype": "adaptive"}, r"choose_plan\(model\)"),
     ],
@@ -211,15 +219,17 @@ def test_a_plan_gives_the_same_bytes_in_all_caches(attention: str) -> None:
             cache.reset()
             with torch.no_grad():
                 model(ids.expand(batch, -1), past_key_values=cache)
-        results.append([x.dense()[:1, :, :40] for y in cache.layers for x in (y.keys, y.values)])
+        results.append(
+            [x.dense()[:1, :, :40] for layer in cache.layers for x in (layer.keys, layer.values)]
+        )
         assert cache.plan == dict(enumerate(PLANS))
     for values in results[1:]:
-        for x, y in zip(results[0], values, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        for expected, actual in zip(results[0], values, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:
-    """Calls with any batch size store the same codes, here with the plan of `choose_plan`."""
+    """Calls with any batch size store the same codes under the plan of `choose_plan`."""
     model, _ = tiny("llama", num_hidden_layers=LAYERS)
     ids = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"plan": choose_plan(model), "page_size": 16}

@@ -29,21 +29,21 @@ find_rotations = RopeRotation.from_config
 
 
 def rotate_keys(rope: RopeRotation, x: torch.Tensor, distance: int) -> torch.Tensor:
-    """Return float32 keys, `[..., D]`, rotated by a number of positions."""
+    """Return float32 keys, `[..., D]`, rotated by `distance` positions."""
     dim = x.shape[-1]
-    start, rotated = rope.mla or (0, int(dim * rope.rotary_fraction))
-    if start + rotated > dim or (rope.mla and start + rotated != dim):
+    start, num_rotated = rope.mla or (0, int(dim * rope.rotary_fraction))
+    if start + num_rotated > dim or (rope.mla and start + num_rotated != dim):
         return x  # latents
-    pairs = rotated // 2
-    pair = torch.arange(pairs)
-    speeds = rope.theta ** -(pair / max(pairs, 1))
-    speeds = speeds.where(pair < int(pairs * rope.rotating_fraction), 0.0)
+    num_pairs = num_rotated // 2
+    pair_indices = torch.arange(num_pairs)
+    speeds = rope.theta ** -(pair_indices / max(num_pairs, 1))
+    speeds = speeds.where(pair_indices < int(num_pairs * rope.rotating_fraction), 0.0)
     cos, sin = (speeds.double() * distance).float().cos(), (speeds * distance).sin()
-    part = x[..., start : start + 2 * pairs]
+    part = x[..., start : start + 2 * num_pairs]
     axis = -1 if rope.interleaved else -2
-    a, b = part.unflatten(-1, (pairs, 2) if rope.interleaved else (2, pairs)).unbind(axis)
+    a, b = part.unflatten(-1, (num_pairs, 2) if rope.interleaved else (2, num_pairs)).unbind(axis)
     part = torch.stack([a * cos - b * sin, a * sin + b * cos], axis).flatten(-2)
-    return torch.cat([x[..., :start], part, x[..., start + 2 * pairs :]], -1)
+    return torch.cat([x[..., :start], part, x[..., start + 2 * num_pairs :]], -1)
 
 
 @pytest.mark.parametrize("name", MODEL_CONFIGS)

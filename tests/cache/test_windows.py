@@ -57,9 +57,9 @@ def make_cache(**keywords: Any) -> FP8PagedCache:
     return FP8PagedCache(make_config(), **{**EXACT, **keywords})
 
 
-def add_random_tokens(caches: list[Any], tokens: int, seed: int) -> list[list[torch.Tensor]]:
+def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> list[list[torch.Tensor]]:
     """Store the same tokens in all layers and caches, and return dense K and V of each cache."""
-    x = torch.randn(BATCH, 2, tokens, 4, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(BATCH, 2, num_tokens, 4, generator=torch.Generator().manual_seed(seed))
     outputs: list[list[torch.Tensor]] = []
     for cache in caches:
         pairs = [cache.update(x + layer, layer - x, layer) for layer in range(LAYERS)]
@@ -309,7 +309,7 @@ def test_a_first_call_without_memory_can_be_reset() -> None:
     assert number > 1
 
 
-# Grid: A pairwise cover.
+# Grid: All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("window", "max_len", "prefill"),
     pairwise([1, 2, PAGE - 1, PAGE, PAGE + 1, PAGE + 2], [None, MAX_LEN], ["exact", "stored"]),
@@ -416,8 +416,8 @@ def test_selecting_a_sequence_frees_memory() -> None:
 # -- lengths of layers, budgets and refused calls. Layers 0 and 2 have a window ------------------
 
 
-def make_states(tokens: int, batch: int = BATCH, seed: int = 0) -> torch.Tensor:
-    return torch.randn(batch, 2, tokens, 4, generator=torch.Generator().manual_seed(seed))
+def make_states(num_tokens: int, batch: int = BATCH, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, 2, num_tokens, 4, generator=torch.Generator().manual_seed(seed))
 
 
 def add_tokens(cache: FP8PagedCache, x: torch.Tensor, layers: Any = range(LAYERS)) -> None:

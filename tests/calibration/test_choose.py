@@ -333,7 +333,7 @@ def sliding():
     return tiny("mistral")[0]
 
 
-def random_windows(*lengths: int) -> list[torch.Tensor]:
+def make_random_windows(*lengths: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
@@ -356,7 +356,7 @@ def observe_kv(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, tor
 )
 def test_queries_match_the_attention_of_the_model(name, config, num_tokens, window):
     """Queries are in the last three quarters. The weights are rows of the model's attention."""
-    model, (ids,) = tiny(name, **config)[0], random_windows(num_tokens)
+    model, (ids,) = tiny(name, **config)[0], make_random_windows(num_tokens)
     calls: list[Queries] = []
     batch = Batch((ids,))
     pass_queries(make_job(model), batch, lambda i, k, v, queries: calls.append(queries))
@@ -377,7 +377,7 @@ def test_queries_match_the_attention_of_the_model(name, config, num_tokens, wind
 
 def test_a_batch_of_several_texts_has_no_queries(sliding):
     calls: list[Queries | None] = []
-    batch = Batch(tuple(random_windows(12, 9)))
+    batch = Batch(tuple(make_random_windows(12, 9)))
     pass_queries(make_job(sliding), batch, lambda i, k, v, queries: calls.append(queries))
     assert calls == [None, None]
 
@@ -394,7 +394,7 @@ def choose_scales(model, windows) -> tuple[dict[int, LayerScales], dict[int, cho
 
 @pytest.mark.parametrize("num_windows", [3, 20])
 def test_costs_are_summed_over_all_sampled_windows(sliding, num_windows):
-    windows = random_windows(*range(20, 20 + num_windows))
+    windows = make_random_windows(*range(20, 20 + num_windows))
     chosen_scales, candidates = choose_scales(sliding, windows)
     assert stages.SAMPLE_WINDOWS == 8  # as docs/calibrate.md says
     batches = make_batches(stages.sample_windows(windows), 1)
@@ -421,7 +421,7 @@ def test_costs_are_summed_over_all_sampled_windows(sliding, num_windows):
 
 def test_attention_without_queries_gets_the_smallest_scales(sliding, monkeypatch):
     monkeypatch.setattr(queries, "watched_attention", lambda *_: queries.nullcontext())
-    windows = random_windows(20, 24)
+    windows = make_random_windows(20, 24)
     chosen_scales, _ = choose_scales(sliding, windows)
     states = [observe_kv(sliding, window) for window in windows]
     for index in chosen_scales:
@@ -465,7 +465,7 @@ def test_a_center_needs_a_significant_gain(llama, monkeypatch, gains, is_accepte
     centered_layer = LayerScales(layer_scales.k, layer_scales.v, torch.ones(1, 16))
     plain, centered = (KVScales({0: layer_scales, 1: x}) for x in (layer_scales, centered_layer))
     job = make_job(llama, center=True)
-    windows = random_windows(24, 24)
+    windows = make_random_windows(24, 24)
     chosen_scales, reason = scoring.check_plans(job, windows, plain, centered, FarPositions(24))
     assert chosen_scales is (centered if is_accepted else plain)
     assert reason.startswith(
@@ -530,7 +530,7 @@ def test_the_weight_of_a_value_of_k_is_the_cost_of_its_error(states):
 
 
 def test_a_sample_is_weighted_by_the_queries_of_the_model(llama):
-    job, windows = make_job(llama, center=True), random_windows(24, 24, 24)
+    job, windows = make_job(llama, center=True), make_random_windows(24, 24, 24)
     batches = make_batches(stages.sample_windows(windows), 1)
     partners = measure_partners(llama, windows[0], job.layers)
     sample = stages.collect_ranges(job, "sample", batches, partners, observe_queries)

@@ -31,7 +31,7 @@ from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.scales import LayerScales
-from tests.cache.test_plans import apply_plan
+from tests.cache.test_plans import round_by_plan
 from tests.calibration.test_calibrate import HELD_OUT_0, HELD_OUT_24, QUIET, make_texts, observe_kv
 from tests.calibration.test_texts import make_tokenizer
 from tests.helpers.tiny_models import VOCAB, tiny, type_names
@@ -122,7 +122,7 @@ def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> N
     scale = scale_e4m3 / FORMATS[side_plan.format].scale_from_e4m3
     cost = candidate.measure(x, queries, scale).sum().double()
     layer = LayerScales(scale, scale_e4m3, center, plan=LayerPlan(side_plan, SidePlan("int8")))
-    error = apply_plan(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
+    error = round_by_plan(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
     expected = queries.cost(side, error, "head").sum().double()
     torch.testing.assert_close(cost, expected, rtol=1e-3, atol=0)
 

@@ -41,7 +41,7 @@ def near_scales(rotating_model):
 
 
 @pytest.fixture(scope="module")
-def uncentered(rotating_model):
+def uncentered_scales(rotating_model):
     return calibrate(rotating_model, make_texts(), center=False, **QUIET)
 
 
@@ -54,23 +54,27 @@ def measure_kl(model, scales, first_position: int | None) -> float:
     return scores["static"].summarize().kl
 
 
-def test_centers_that_help_only_in_windows_are_rejected(rotating_model, near_scales, uncentered):
+def test_centers_that_help_only_in_windows_are_rejected(
+    rotating_model, near_scales, uncentered_scales
+):
     scales = calibrate(rotating_model, make_texts(), **QUIET)
     assert scales.report.max_position == 192
     assert near_scales.centered
     assert near_scales.report.max_position is None
     assert near_scales.report.far_quality == ()
     # The test is valid only if such centers help within the windows and hurt beyond them.
-    kl, uncentered_kl = (measure_kl(rotating_model, x, None) for x in (near_scales, uncentered))
+    kl, uncentered_kl = (
+        measure_kl(rotating_model, x, None) for x in (near_scales, uncentered_scales)
+    )
     assert kl < 0.7 * uncentered_kl
     for position in (100, 168):
-        uncentered_kl = measure_kl(rotating_model, uncentered, position)
+        uncentered_kl = measure_kl(rotating_model, uncentered_scales, position)
         assert measure_kl(rotating_model, near_scales, position) > 1.3 * uncentered_kl
         assert measure_kl(rotating_model, scales, position) <= 1.02 * uncentered_kl
 
 
-def test_the_report_compares_other_positions(rotating_model, near_scales, uncentered):
-    report = uncentered.report
+def test_the_report_compares_other_positions(rotating_model, near_scales, uncentered_scales):
+    report = uncentered_scales.report
     names = [row.cache for row in report.far_quality]
     assert names == [row.cache for row in report.quality]
     assert report.far_quality[0].kl == 0.0

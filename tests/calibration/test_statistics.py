@@ -126,7 +126,7 @@ def test_nan_is_an_error_that_names_the_layer(monkeypatch):
 
 
 def compute_error(x: torch.Tensor, stored_x: torch.Tensor, unit: torch.Tensor, fmt) -> float:
-    """Return the error of `stored` after encoding by the specification, relative to `x`."""
+    """Return the error of `stored_x` after encoding by the specification, relative to `x`."""
     error = decode(encode(stored_x / unit, fmt), fmt) * unit - stored_x
     return (error.double().square().sum() / x.double().square().sum()).sqrt().item()
 

@@ -1,4 +1,4 @@
-"""Tests of reading calibration texts: types, files, windows, and held-out windows."""
+"""Tests of `read_corpus`: types of texts, files, windows, and held-out windows."""
 
 import contextlib
 import itertools
@@ -56,11 +56,11 @@ def read_texts(texts, tokenizer=TOKENIZER, **options) -> Corpus:
     return read_corpus(texts, tokenizer, **{**ALL_TOKENS, **options})
 
 
-def window_ids(corpus: Corpus) -> list[list[int]]:
+def list_window_ids(corpus: Corpus) -> list[list[int]]:
     return [window.tolist() for window in corpus.windows]
 
 
-def read_error(texts, tokenizer=TOKENIZER, **options) -> str:
+def get_error_message(texts, tokenizer=TOKENIZER, **options) -> str:
     with pytest.raises(ConfigError) as error:
         read_texts(texts, tokenizer, **options)
     message = str(error.value)
@@ -75,7 +75,7 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"
 CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
-class Dataset:
+class FakeDataset:
     """A stand-in for `datasets.Dataset`, which can be iterated repeatedly."""
 
     def __init__(self, *rows) -> None:
@@ -103,9 +103,9 @@ class Dataset:
     ],
 )
 def test_each_type_of_item_is_tokenized(item, expected):
-    for texts in ([item], (item,), iter([item]), Dataset(item)):
+    for texts in ([item], (item,), iter([item]), FakeDataset(item)):
         corpus = read_texts(texts)
-        assert window_ids(corpus) == [expected]
+        assert list_window_ids(corpus) == [expected]
         assert (corpus.texts, corpus.tokens) == (1, len(expected))
         assert corpus.windows[0].dtype == torch.int32
         assert corpus.held_out == ()
@@ -113,14 +113,14 @@ def test_each_type_of_item_is_tokenized(item, expected):
 
 def test_columns_and_token_ids_are_read_as_given():
     rows = [[A, B], [C, D]]
-    assert window_ids(read_texts(torch.tensor(rows))) == rows
-    corpus = read_texts(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body")
-    assert window_ids(corpus) == rows
+    assert list_window_ids(read_texts(torch.tensor(rows))) == rows
+    corpus = read_texts(FakeDataset({"body": "a b"}, {"body": "c d"}), text_column="body")
+    assert list_window_ids(corpus) == rows
     # Token ids need no tokenizer, and are copied.
     given_ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
     corpus = read_texts([given_ids], None)
     given_ids.zero_()
-    assert window_ids(corpus) == [[A, 1 << 30]]
+    assert list_window_ids(corpus) == [[A, 1 << 30]]
 
 
 def test_tensors_are_on_the_cpu_with_a_different_default_device():
@@ -129,22 +129,22 @@ def test_tensors_are_on_the_cpu_with_a_different_default_device():
     assert {window.device.type for window in corpus.windows} == {"cpu"}
 
 
-def test_chat_template_makes_a_text_the_turn_of_a_user():
-    assert window_ids(read_texts(["a b", CHAT], chat_template=True)) == [
+def test_chat_template_makes_a_text_a_user_turn():
+    assert list_window_ids(read_texts(["a b", CHAT], chat_template=True)) == [
         CHAT_IDS,
         [BOS, USER, COLON, A, B],
     ]
-    assert window_ids(read_texts(["a b"], chat_template=False)) == [[A, B]]
+    assert list_window_ids(read_texts(["a b"], chat_template=False)) == [[A, B]]
 
 
 def test_special_tokens_occur_once_per_text():
     corpus = read_texts(["a b c d a", CHAT], make_tokenizer(bos=True), max_length=3)
-    assert Counter(itertools.chain(*window_ids(corpus)))[BOS] == 2
+    assert Counter(itertools.chain(*list_window_ids(corpus)))[BOS] == 2
 
 
 def test_blank_texts_are_skipped():
     corpus = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
-    assert (window_ids(corpus), corpus.texts) == ([[A, B]], 1)
+    assert (list_window_ids(corpus), corpus.texts) == ([[A, B]], 1)
 
 
 def test_long_texts_cause_no_tokenizer_warning(tmp_path):
@@ -165,7 +165,7 @@ LINES = [
     json.dumps({"messages": CHAT}),
     "[6, 7]",
 ]
-LINES_IDS = [CHAT_IDS, CHAT_IDS, [A, B, C], [A, B], [A, B]]
+LINE_IDS = [CHAT_IDS, CHAT_IDS, [A, B, C], [A, B], [A, B]]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.JSONL"])
@@ -177,7 +177,7 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
     path.write_bytes(content)
     for texts in (path, str(path)):
         corpus = read_texts(texts)
-        assert window_ids(corpus) == LINES_IDS
+        assert list_window_ids(corpus) == LINE_IDS
         assert corpus.texts == 5
 
 
@@ -190,7 +190,7 @@ def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
     content = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
     path.write_bytes(content)
     corpus = read_texts(path, make_tokenizer(bos=True), max_length=12)
-    assert window_ids(corpus) == [
+    assert list_window_ids(corpus) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
     ]  # fmt: skip
     assert corpus.texts == 3
@@ -212,23 +212,25 @@ LONG_WORDS = " ".join(["b" * 15] * 12)
 def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
     corpus = read_texts(path, max_length=11)  # max_length reserves a token for special tokens
-    assert sorted(window_ids(corpus)) == sorted(TOKENIZER(chunk)["input_ids"] for chunk in expected)
+    assert sorted(list_window_ids(corpus)) == sorted(
+        TOKENIZER(chunk)["input_ids"] for chunk in expected
+    )
 
 
 @given(text=st.text("abcd\n\n  é日\r", max_size=600), max_length=st.integers(2, 40))
-def test_a_text_file_keeps_all_of_its_letters(tmp_path_factory, text, max_length):
+def test_all_letters_of_a_text_file_are_read(tmp_path_factory, text, max_length):
     text = f"ab cd\n{text}"
     path = tmp_path_factory.mktemp("text") / "x.txt"
     path.write_bytes(text.encode())
     corpus = read_texts(path, make_tokenizer(by_letter=True), max_length=max_length)
-    by_letter = Counter(i for window in window_ids(corpus) for i in window if i != UNK)
+    letter_counts = Counter(i for window in list_window_ids(corpus) for i in window if i != UNK)
     expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
-    assert by_letter <= expected
+    assert letter_counts <= expected
     # A window of one token is dropped.
-    assert (expected - by_letter).total() <= corpus.texts
+    assert (expected - letter_counts).total() <= corpus.texts
 
 
-def read_traced(*arguments, **options) -> tuple[Corpus, int]:
+def read_with_peak(*arguments, **options) -> tuple[Corpus, int]:
     """Return a corpus, and the peak memory of reading it, in bytes."""
     tracemalloc.start()
     try:
@@ -252,9 +254,9 @@ def test_a_huge_file_is_streamed(tmp_path, text):
     writer = threading.Thread(target=write_pipe, daemon=True)
     writer.start()
     tokenizer = make_tokenizer(by_letter=True)
-    corpus, peak = read_traced(path, tokenizer, max_tokens=1000, max_length=128)
+    corpus, peak = read_with_peak(path, tokenizer, max_tokens=1000, max_length=128)
     writer.join(60)
-    assert num_written < 1 << 20, "expected to read only what the tokens need and the pipe buffers"
+    assert num_written < 1 << 20, "expected to read only the needed tokens and a buffer"
     assert peak < 16 << 20
     assert 999 <= corpus.tokens <= 1000
 
@@ -264,28 +266,28 @@ def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
     expected = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
     monkeypatch.setattr(texts_module, "_CHARACTERS_PER_READ", 100)
     actual = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    assert window_ids(actual) == window_ids(expected)
+    assert list_window_ids(actual) == list_window_ids(expected)
 
 
 def test_blank_lines_use_no_memory(tmp_path):
     (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
-    corpus, peak = read_traced(path)
-    assert (window_ids(corpus), corpus.texts) == ([[A, B]], 1)
+    corpus, peak = read_with_peak(path)
+    assert (list_window_ids(corpus), corpus.texts) == ([[A, B]], 1)
     assert peak < 4 << 20
 
 
 def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
-    characters = []
+    text_lengths = []
     tokenize = PreTrainedTokenizerFast.__call__
 
-    def count_and_call(self, text, *args, **kwargs):
-        characters.extend(map(len, text))
+    def count_characters(self, text, *args, **kwargs):
+        text_lengths.extend(map(len, text))
         return tokenize(self, text, *args, **kwargs)
 
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count_and_call)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count_characters)
     (path := tmp_path / "x.txt").write_text("a b c d\n" * 500_000)
     corpus = read_texts(path, max_tokens=1000, max_length=128)
-    assert 2000 <= sum(characters) < 100_000
+    assert 2000 <= sum(text_lengths) < 100_000
     assert 999 <= corpus.tokens <= 1000
 
 
@@ -334,7 +336,7 @@ def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_texts_are_rejected(texts, parts):
-    message = read_error(texts)
+    message = get_error_message(texts)
     for part in parts:
         assert part in message
     assert len(message) < 400
@@ -361,7 +363,7 @@ def test_invalid_texts_are_rejected(texts, parts):
 )
 def test_invalid_files_are_rejected(tmp_path, name, content, parts):
     (path := tmp_path / name).write_bytes(content)
-    message = read_error(path)
+    message = get_error_message(path)
     for part in parts:
         assert part in message
 
@@ -391,22 +393,22 @@ def test_invalid_files_are_rejected(tmp_path, name, content, parts):
     ],
 )
 def test_invalid_options_are_rejected(options, part):
-    assert part in read_error(["a b", {"messages": CHAT}], **options)
+    assert part in get_error_message(["a b", {"messages": CHAT}], **options)
 
 
 def test_texts_and_files_need_a_tokenizer(tmp_path):
     class Processor:
         tokenizer = TOKENIZER
 
-    assert "the `tokenizer` of a processor" in read_error(["a"], Processor())
+    assert "the `tokenizer` of a processor" in get_error_message(["a"], Processor())
     (path := tmp_path / "x.txt").write_text("a b")
-    assert "without a tokenizer" in read_error(path, None)
+    assert "without a tokenizer" in get_error_message(path, None)
 
 
 # -- windows and held-out texts --------------------------------------------------------------------
 
-TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
-CORPORA = st.lists(TOKENS, min_size=1, max_size=12).filter(
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+CORPORA = st.lists(TEXTS, min_size=1, max_size=12).filter(
     lambda corpus: any(len(text) > 1 for text in corpus)
 )
 
@@ -417,14 +419,14 @@ def split_windows(text: list[int], max_length: int) -> list[tuple[int, ...]]:
     return [window for window in windows if len(window) > 1]
 
 
-def window_tuples(windows) -> list[tuple[int, ...]]:
+def to_tuples(windows) -> list[tuple[int, ...]]:
     return [tuple(window.tolist()) for window in windows]
 
 
 @given(corpus=CORPORA, max_length=st.integers(2, 12), held_out=st.integers(0, 60))
 def test_no_token_is_lost_or_added(corpus, max_length, held_out):
     result = read_texts(corpus, max_length=max_length, held_out=held_out)
-    windows, held_out_windows = window_tuples(result.windows), window_tuples(result.held_out)
+    windows, held_out_windows = to_tuples(result.windows), to_tuples(result.held_out)
     expected = Counter(window for text in corpus for window in split_windows(text, max_length))
     assert Counter(windows + held_out_windows) == expected
     assert result.tokens == sum(map(len, windows))
@@ -438,7 +440,7 @@ def test_no_token_is_lost_or_added(corpus, max_length, held_out):
     num_held_out = sum(map(len, held_out_windows))
     total = result.tokens + num_held_out
     if num_held_out > min(2 * held_out, total // 4):
-        # In this case, one window and all copies of it are held out.
+        # Then a single window and its copies are held out.
         assert len(set(held_out_windows)) <= 1
         assert 2 * num_held_out <= total
 
@@ -450,8 +452,8 @@ def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_o
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
         expected, actual = read_texts(corpus, **options), read_texts(permuted_corpus, **options)
-        assert window_tuples(expected.windows) == window_tuples(actual.windows)
-        assert window_tuples(expected.held_out) == window_tuples(actual.held_out)
+        assert to_tuples(expected.windows) == to_tuples(actual.windows)
+        assert to_tuples(expected.held_out) == to_tuples(actual.held_out)
         if max_tokens != total:
             assert (expected.texts, expected.tokens) == (actual.texts, actual.tokens)
 
@@ -464,7 +466,7 @@ def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
     assert min(map(len, result.windows)) >= 2
     # The last window is shortened.
     result = read_texts(["a b c", "b c d a"], max_tokens=5)
-    assert window_ids(result) == [[A, B, C], [B, C]]
+    assert list_window_ids(result) == [[A, B, C], [B, C]]
 
 
 def test_an_infinite_generator_is_read_only_as_far_as_needed():
@@ -480,7 +482,7 @@ def test_an_infinite_generator_is_read_only_as_far_as_needed():
     assert len(items) == 100
 
 
-def distinct_texts(num_texts: int, length: int, start: int = 0) -> list[list[int]]:
+def make_distinct_texts(num_texts: int, length: int, start: int = 0) -> list[list[int]]:
     """Return texts of token ids, no two of which share a window."""
     return [[start + i] * length for i in range(num_texts)]
 
@@ -511,13 +513,17 @@ def test_a_window_does_not_keep_its_text_in_memory():
         ([[1] * 10], 100, []),  # one window
         ([[1] * 10, [1] * 10], 100, []),  # one window, which occurs twice
         ([[1] * 10, [2] * 3], 100, [3]),
-        (distinct_texts(3, 10), 100, [10]),
-        (distinct_texts(100, 10), 1, [10]),  # at least one window
-        ([[9] * 100, *distinct_texts(8, 30)], 1, [30]),  # within a quarter
-        (distinct_texts(8, 10), 0, []),
+        (make_distinct_texts(3, 10), 100, [10]),
+        (make_distinct_texts(100, 10), 1, [10]),  # at least one window
+        ([[9] * 100, *make_distinct_texts(8, 30)], 1, [30]),  # within a quarter
+        (make_distinct_texts(8, 10), 0, []),
         # The longest windows are preferred.
         (
-            [text for i, n in enumerate((5, 10, 7)) for text in distinct_texts(40, n, 100 * i)],
+            [
+                text
+                for i, n in enumerate((5, 10, 7))
+                for text in make_distinct_texts(40, n, 100 * i)
+            ],
             50,
             [10] * 5,
         ),
@@ -533,8 +539,8 @@ def test_the_longest_windows_are_held_out_up_to_a_quarter(corpus, held_out, expe
 
 
 def test_held_out_windows_do_not_depend_on_the_process():
-    result = read_texts(distinct_texts(100, 10), None, held_out=20)
-    assert window_tuples(result.held_out) == [(28,) * 10, (75,) * 10]
+    result = read_texts(make_distinct_texts(100, 10), None, held_out=20)
+    assert to_tuples(result.held_out) == [(28,) * 10, (75,) * 10]
 
 
 # -- a real tokenizer ------------------------------------------------------------------------------
@@ -545,7 +551,7 @@ def test_texts_are_tokenized_and_split_with_a_trained_tokenizer(demo_model_path,
     text = "The cache stores keys and values.\n\nÜber 日本語 🙂\n"
     chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
     corpus = read_texts([text, {"messages": CHAT}], tokenizer)
-    assert sorted(window_ids(corpus)) == sorted([tokenizer(text)["input_ids"], chat])
+    assert sorted(list_window_ids(corpus)) == sorted([tokenizer(text)["input_ids"], chat])
 
     (path := tmp_path / "x.txt").write_text(text * 500)
     corpus = read_texts(path, tokenizer, max_length=256, held_out=1024)

@@ -104,7 +104,9 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monke
     monkeypatch.setattr(measure, "follow_answers", interrupt)
     score = measure.score_text
     monkeypatch.setattr(
-        measure, "score_text", lambda *x, **y: started_parts.append("text") or score(*x, **y)
+        measure,
+        "score_text",
+        lambda *args, **kwargs: started_parts.append("text") or score(*args, **kwargs),
     )
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 130
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
@@ -197,7 +199,7 @@ class TokenLossCache(FP8PagedCache):
 
 
 class ScaledValuesCache(FP8PagedCache):
-    """A cache whose values are 2 % too large."""
+    """A cache whose values are 2% too large."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         return super().update(key_states, 1.02 * value_states, layer_idx, *args, **kwargs)

@@ -50,8 +50,8 @@ def save_models(folder: Path) -> None:
         make_scales("head", model).save_pretrained(folder / name)
         save_tokenizer(folder / name)
         (folder / name / "ranks").mkdir()
-        for ranks in (1, 2):
-            write_json(folder / name / "ranks" / f"{ranks}.json", ranks)
+        for num_ranks in (1, 2):
+            write_json(folder / name / "ranks" / f"{num_ranks}.json", num_ranks)
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -119,7 +119,7 @@ def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
     return out.tolist()
 
 
-def generate_case(attention: str, kind: str | None, **keywords: Any) -> Case:
+def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Case:
     """Return a case for `generate()` with an attention function, a kind of scales and options."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -145,8 +145,8 @@ def generate_beams_and_forks(model: Any, ranks: RankOptions, folder: Path) -> An
         model.generate(**inputs, past_key_values=x, **{**GREEDY, "max_new_tokens": n}).tolist()
         for x, n in ((fork, 6), (cache, 8))
     ]
-    num_new = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
-    return [first_tokens, *continuations, generate(model, num_new, num_beams=3)]
+    beam_cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
+    return [first_tokens, *continuations, generate(model, beam_cache, num_beams=3)]
 
 
 def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -161,7 +161,7 @@ def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
     return generate(model, loaded)
 
 
-def latents_case(**keywords: Any) -> Case:
+def make_latents_case(**keywords: Any) -> Case:
     """Return a case with latents, which each process stores completely, and the attention path."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -186,7 +186,7 @@ def generate_from_checkpoint(model: Any, ranks: RankOptions, folder: Path) -> An
     return generate(model, cache)
 
 
-def json_case(num_ranks: int) -> Case:
+def make_json_case(num_ranks: int) -> Case:
     """Return a case for `generate()` with vLLM's JSON with the scales of `num_ranks` ranks."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -203,7 +203,7 @@ def find_scales(model: Any, ranks: RankOptions, num_ranks: int) -> Any:
     return Path(model.config._name_or_path) / "ranks" / f"{num_ranks}.json"
 
 
-def serve_case(kind: str | int, **config: Any) -> Case:
+def make_serve_case(kind: str | int, **config: Any) -> Case:
     """Return a case for `generate_batch`. An int is the number of ranks in vLLM's JSON."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -247,7 +247,7 @@ def catch_error(call: Callable[[], Any]) -> str:
     return ""
 
 
-def refused_case(**keywords: Any) -> Case:
+def make_refused_case(**keywords: Any) -> Case:
     """Return a case for the error and sizes of a refused cache, and a valid cache's tokens."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -280,37 +280,39 @@ def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any
 # scales and cache with a model whose heads are split across processes.
 EQUAL_CASES: dict[str, tuple[str, Case]] = {
     **{
-        f"{model}, {attention}, per head": (model, generate_case(attention, "head"))
+        f"{model}, {attention}, per head": (model, make_generate_case(attention, "head"))
         for model, attention in (
             ("4q-2kv", "fp8_paged"), ("8q-4kv", "fp8_paged"), ("4q-4kv", "fp8_paged"),
             ("biased-keys", "fp8_paged"), ("8q-4kv", "sdpa"), ("biased-keys", "eager"),
         )
     },
-    "per tensor": ("8q-4kv", generate_case("fp8_paged", "tensor")),
-    "per channel": ("4q-2kv", generate_case("fp8_paged", "channel")),
-    "centers": ("8q-4kv", generate_case("fp8_paged", "centers")),
-    "dynamic": ("4q-2kv", generate_case("fp8_paged", None)),
+    "per tensor": ("8q-4kv", make_generate_case("fp8_paged", "tensor")),
+    "per channel": ("4q-2kv", make_generate_case("fp8_paged", "channel")),
+    "centers": ("8q-4kv", make_generate_case("fp8_paged", "centers")),
+    "dynamic": ("4q-2kv", make_generate_case("fp8_paged", None)),
     "dynamic, center of the first call": (
-        "biased-keys", generate_case("fp8_paged", None, plan="fp8_e3m4 centered"),
+        "biased-keys", make_generate_case("fp8_paged", None, plan="fp8_e3m4 centered"),
     ),
-    "unquantized keys": ("4q-2kv", generate_case("fp8_paged", "head", key_dtype="auto")),
-    "exact prefill": ("4q-2kv", generate_case("fp8_paged", "head", prefill="exact")),
-    "preallocated": ("4q-2kv", generate_case("fp8_paged", "head", max_cache_len=40)),
-    "backend torch": ("4q-2kv", generate_case("fp8_paged", "head", backend="torch")),
-    "gathered heads": ("gathered", generate_case("fp8_paged", "head")),
+    "unquantized keys": ("4q-2kv", make_generate_case("fp8_paged", "head", key_dtype="auto")),
+    "exact prefill": ("4q-2kv", make_generate_case("fp8_paged", "head", prefill="exact")),
+    "preallocated": ("4q-2kv", make_generate_case("fp8_paged", "head", max_cache_len=40)),
+    "backend torch": ("4q-2kv", make_generate_case("fp8_paged", "head", backend="torch")),
+    "gathered heads": ("gathered", make_generate_case("fp8_paged", "head")),
     "forks and beams": ("8q-4kv", generate_beams_and_forks),
     "a cache in files": ("8q-4kv", save_and_load),
     "enable": ("8q-4kv", generate_enabled),
     "from_pretrained": ("8q-4kv", generate_from_checkpoint),
-    "vLLM's JSON, a rank each": ("8q-4kv", json_case(2)),
-    "vLLM's JSON, one rank": ("8q-4kv", json_case(1)),
+    "vLLM's JSON, a rank each": ("8q-4kv", make_json_case(2)),
+    "vLLM's JSON, one rank": ("8q-4kv", make_json_case(1)),
     **{
-        f"latents, {keywords or 'default'}": ("latents", latents_case(**keywords))
+        f"latents, {keywords or 'default'}": ("latents", make_latents_case(**keywords))
         for keywords in ({}, {"dtype": "auto", "max_cache_len": 40})
         if "latents" in MODELS
     },
-    "generate_batch, chunked, centers": ("biased-keys", serve_case("centers", max_batch_tokens=16)),
-    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", serve_case(2)),
+    "generate_batch, chunked, centers": (
+        "biased-keys", make_serve_case("centers", max_batch_tokens=16),
+    ),
+    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", make_serve_case(2)),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL_CASES,
@@ -318,8 +320,8 @@ CASES: dict[str, tuple[str, Case]] = {
     "ranks": ("8q-4kv", get_ranks),
     "ranks, gathered heads": ("gathered", get_ranks),
     "report": ("8q-4kv", make_report),
-    "scales of all heads, no ranks": ("8q-4kv", refused_case()),
-    "ranks, heads not split": ("gathered", refused_case(tensor_parallel=TensorParallel(0, 2))),
+    "scales of all heads, no ranks": ("8q-4kv", make_refused_case()),
+    "ranks, heads not split": ("gathered", make_refused_case(tensor_parallel=TensorParallel(0, 2))),
     "uneven heads": ("one-head", catch_uneven_errors),
     "calibrate": ("8q-4kv", catch_calibration_error),
 }

@@ -81,7 +81,7 @@ def list_levels(spec: Spec) -> Floats:
     return np.array(values)
 
 
-def round_to_codes(values: Floats, spec: Spec, negative: npt.NDArray[np.bool_]) -> torch.Tensor:
+def round_to_codes(values: Floats, spec: Spec, is_negative: npt.NDArray[np.bool_]) -> torch.Tensor:
     """Return the nearest codes, with ties to even and saturation, as uint8.
 
     The search is exact, because midpoints and all inputs (up to float32) are exact in float64.
@@ -93,25 +93,25 @@ def round_to_codes(values: Floats, spec: Spec, negative: npt.NDArray[np.bool_]) 
         midpoints = (levels[lower] + levels[lower + 1]) / 2
         rounds_up = (magnitude > midpoints) | ((magnitude == midpoints) & (lower % 2 == 1))
     code = lower + rounds_up
-    code = np.where(negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
-    nan_code = np.where(negative, spec.negative_nan, spec.positive_nan)
+    code = np.where(is_negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
+    nan_code = np.where(is_negative, spec.negative_nan, spec.positive_nan)
     return torch.from_numpy(np.where(np.isnan(values), nan_code, code).astype(np.uint8))
 
 
 def assert_codes(x: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, spec: Spec) -> None:
-    """Assert that codes are equal, and report the first difference. NaN may have either sign.
+    """Assert that codes are equal, and report the first difference. A NaN may have either sign.
 
     The conversion on CUDA drops the sign of a NaN, and the conversion on a CPU keeps it.
     """
     assert actual.dtype == torch.uint8
     assert actual.shape == x.shape
-    nan = torch.tensor(sorted(spec.nan), dtype=torch.uint8)
-    both_nan = torch.isin(actual.cpu(), nan) & torch.isin(expected, nan)
-    different = ((actual.cpu() != expected) & ~both_nan).nonzero().flatten()
-    if len(different):
-        i = int(different[0])
+    nan_codes = torch.tensor(sorted(spec.nan), dtype=torch.uint8)
+    both_nan = torch.isin(actual.cpu(), nan_codes) & torch.isin(expected, nan_codes)
+    wrong_indices = ((actual.cpu() != expected) & ~both_nan).nonzero().flatten()
+    if len(wrong_indices):
+        i = int(wrong_indices[0])
         raise AssertionError(
-            f"{len(different)} of {len(x)} codes are wrong. The first: {x[i].item()!r} became "
+            f"{len(wrong_indices)} of {len(x)} codes are wrong. The first: {x[i].item()!r} became "
             f"{actual[i].item():#04x}, expected {expected[i].item():#04x}"
         )
 
@@ -187,8 +187,8 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @functools.cache
 def expect_codes(kind: str, spec: Spec) -> torch.Tensor:
     """Return the expected codes of the inputs of a kind."""
-    values, negative = as_float64(make_inputs(kind, spec))
-    return round_to_codes(values, spec, negative)
+    values, is_negative = as_float64(make_inputs(kind, spec))
+    return round_to_codes(values, spec, is_negative)
 
 
 # -- decoding --------------------------------------------------------------------------------------

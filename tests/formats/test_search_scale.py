@@ -57,8 +57,8 @@ def write_and_read(
     return read_in_order(pages.k_codes), k_scales, v_scales
 
 
-def make_ordinary(dim: int, num_rows: int = 30) -> Tensor:
-    """Return vectors with very different magnitudes and distributions, `[3 * rows, dim]`."""
+def make_ordinary_vectors(dim: int, num_rows: int = 30) -> Tensor:
+    """Return vectors with very different magnitudes and distributions, `[3 * num_rows, dim]`."""
     magnitude = torch.exp2(torch.randint(-60, 60, (3 * num_rows, 1)))
     outlier = torch.randn(num_rows, dim)
     outlier[:, 0] *= 30
@@ -66,7 +66,7 @@ def make_ordinary(dim: int, num_rows: int = 30) -> Tensor:
     return x * magnitude
 
 
-def make_special(dim: int) -> Tensor:
+def make_special_vectors(dim: int) -> Tensor:
     """Return vectors with values at the limits of float32, next to zeros or ordinary values."""
     edges = [0.0, -0.0, 1e-45, -1e-40, 1e-35, -1e-35, 1e-30, 1e38, -3.4e38]
     edges += [math.inf, -math.inf, math.nan]
@@ -74,12 +74,12 @@ def make_special(dim: int) -> Tensor:
     for x in vectors:
         x[:, dim // 3] = torch.tensor(edges)
     vectors += [torch.full((1, dim), x) for x in edges]
-    vectors += [torch.randn(1, dim) * size for size in (1e-40, 1e-35, 1e-28, 1e37)]
+    vectors += [torch.randn(1, dim) * magnitude for magnitude in (1e-40, 1e-35, 1e-28, 1e37)]
     return torch.cat(vectors)
 
 
-def make_ties(dim: int) -> Tensor:
-    """Return values with few bits, many of which are midpoints of two codes for some scales."""
+def make_tied_vectors(dim: int) -> Tensor:
+    """Return values with few significant bits. For some scales, many are midpoints of codes."""
     vectors = torch.randint(-511, 512, (30, dim)) / 2.0 ** torch.randint(0, 9, (30, 1))
     vectors[:10] = vectors[:10].abs().clamp(min=257)
     return vectors
@@ -88,20 +88,21 @@ def make_ties(dim: int) -> Tensor:
 def assert_same_codes(actual: Tensor, expected: Tensor, name: str) -> None:
     """Assert that codes are equal. A NaN may have either sign."""
     fmt = FORMATS[name]
-    nan = decode(expected, fmt).isnan()
-    assert torch.equal(decode(actual, fmt).isnan(), nan)
-    assert torch.equal(actual[~nan], expected[~nan])
+    is_nan = decode(expected, fmt).isnan()
+    assert torch.equal(decode(actual, fmt).isnan(), is_nan)
+    assert torch.equal(actual[~is_nan], expected[~is_nan])
 
 
 def assert_same_scales(actual: Tensor, expected: Tensor) -> None:
-    """Assert that scales are equal. All NaN are equal."""
+    """Assert that scales are equal. NaNs compare equal."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def check_write(key: Tensor, name: str, backend: str, center: Tensor | None = None) -> None:
     """Assert that written codes and scales match `search_scale` and `encode`."""
     codes, scales, v_scales = write_and_read(key, name, backend, center)
-    fmt, x = FORMATS[name], key[0].float()
+    fmt = FORMATS[name]
+    x = key[0].float()
     centered_x = x if center is None else x - center[0, :, None]
     expected = search_scale(centered_x, fmt)
     assert_same_scales(scales, expected)
@@ -116,9 +117,9 @@ def to_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return vectors[: tokens * HEADS].view(1, HEADS, tokens, -1).to(dtype)
 
 
-# Grid: Backends vectorize over the values of a vector. Each format meets each size and dtype, on
-# each backend, with and without a center.
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# Grid: Backends vectorize over the values of a vector, so each format is paired with each size and
+# dtype, on each backend, with and without a center.
 WRITE_CASES = pairwise(
     FORMAT_NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "cpu"]
 )
@@ -128,7 +129,10 @@ WRITE_CASES = pairwise(
 def test_every_backend_writes_the_same_bytes(name, dim, dtype, is_centered, backend):
     if reason := ops.available_backends().get(backend):
         pytest.skip(reason)
-    key = to_keys(torch.cat([make_ordinary(dim), make_ties(dim), make_special(dim)]), dtype)
+    key = to_keys(
+        torch.cat([make_ordinary_vectors(dim), make_tied_vectors(dim), make_special_vectors(dim)]),
+        dtype,
+    )
     if not is_centered:
         check_write(key, name, backend)
         return
@@ -158,7 +162,7 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
 
 
 def test_a_scale_does_not_depend_on_other_vectors():
-    x = torch.cat([make_ordinary(48), make_special(48)])
+    x = torch.cat([make_ordinary_vectors(48), make_special_vectors(48)])
     fmt = FORMATS["fp8_e3m4"]
     expected = search_scale(x, fmt)
     assert_same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
@@ -168,7 +172,8 @@ def test_a_scale_does_not_depend_on_other_vectors():
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_choice_does_not_depend_on_the_magnitude(name):
     """At the smallest magnitude, squares underflow to zero in float32."""
-    fmt, x = FORMATS[name], torch.randn(200, 64) * unit_magnitude(name)
+    fmt = FORMATS[name]
+    x = torch.randn(200, 64) * get_unit_magnitude(name)
     expected = search_scale(x, fmt).double()
     assert len((expected / dynamic_scale(x, fmt).double()).unique()) > 8
     for power in (-95, -60, -1, 30, 80):
@@ -176,7 +181,7 @@ def test_the_choice_does_not_depend_on_the_magnitude(name):
         assert torch.equal(scaled, expected * 2.0**power)
 
 
-def unit_magnitude(name: str) -> float:
+def get_unit_magnitude(name: str) -> float:
     """Return a factor for normal vectors with which scales are about 1."""
     return FORMATS[name].max / 3
 
@@ -185,7 +190,7 @@ def unit_magnitude(name: str) -> float:
 
 
 def compute_squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
-    """Return the error of each vector after encoding and decoding with `scale`, in float64."""
+    """Return the squared error of each vector, in float64, if it is stored with `scale`."""
     fmt = FORMATS[name]
     codes = encode(x * scale.float().reciprocal()[..., None], fmt)
     decoded = decode(codes, fmt).double() * scale.double()[..., None]
@@ -195,8 +200,10 @@ def compute_squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
 def list_candidates(x: Tensor, name: str) -> list[Tensor]:
     first_scale = dynamic_scale(x, FORMATS[name]).double()
     scales = []
-    for step in range(codec.SEARCH_STEPS):
-        mantissa, exponent = torch.frexp((first_scale * 2.0 ** (step / codec.SEARCH_STEPS)).float())
+    for index in range(codec.SEARCH_STEPS):
+        mantissa, exponent = torch.frexp(
+            (first_scale * 2.0 ** (index / codec.SEARCH_STEPS)).float()
+        )
         rounded_up = torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent)
         scales.append(rounded_up.to(torch.bfloat16))
     return scales
@@ -206,7 +213,8 @@ def list_candidates(x: Tensor, name: str) -> list[Tensor]:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_best_scale_of_an_octave_is_chosen(name, dim):
     x = torch.cat([torch.randn(300, dim), torch.randn(2, 300, dim).prod(0)])
-    chosen_scales, scales = search_scale(x, FORMATS[name]), torch.stack(list_candidates(x, name))
+    chosen_scales = search_scale(x, FORMATS[name])
+    scales = torch.stack(list_candidates(x, name))
     assert (scales == chosen_scales).any(0).all()
     min_errors = torch.stack([compute_squared_error(x, scale, name) for scale in scales]).amin(0)
     # The search ranks rounded errors, and the first scale is among the candidates.
@@ -247,5 +255,5 @@ def test_dynamic_errors_of_several_formats_match_the_reference(dim: int) -> None
         codes, scales = reference.quantize(values, side, search=False)
         expected = decode(codes, FORMATS[name]) * scales.float()[..., None] - values
         # A quotient and a product with a reciprocal may differ in their last bit.
-        size = values.abs().amax(-1, keepdim=True)
-        torch.testing.assert_close(errors / size, expected / size, rtol=0, atol=1e-6)
+        magnitude = values.abs().amax(-1, keepdim=True)
+        torch.testing.assert_close(errors / magnitude, expected / magnitude, rtol=0, atol=1e-6)

@@ -14,7 +14,11 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS, codec
 from hf_fp8kv.ops import Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
-from tests.formats.test_search_scale import make_ordinary, make_special, make_ties
+from tests.formats.test_search_scale import (
+    make_ordinary_vectors,
+    make_special_vectors,
+    make_tied_vectors,
+)
 from tests.helpers.assertions import assert_same
 from tests.helpers.blocks import split_into_blocks
 from tests.helpers.grids import pairwise
@@ -238,7 +242,9 @@ def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size,
 
 
 @pytest.mark.parametrize(
-    "make_rows", [make_special, make_ties, make_ordinary], ids=lambda f: f.__name__
+    "make_rows",
+    [make_special_vectors, make_tied_vectors, make_ordinary_vectors],
+    ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_values_of_all_kinds_are_written(name, make_rows):
@@ -249,7 +255,7 @@ def test_values_of_all_kinds_are_written(name, make_rows):
         dtype=torch.float32, key=name, value=name,
     )  # fmt: skip
     check_write(tiled_case, x[None, None], x[None, None])
-    x = x if make_rows is make_special else x[::8]
+    x = x if make_rows is make_special_vectors else x[::8]
     single_case = dataclasses.replace(tiled_case, tokens=1, heads=len(x), page_size=2)
     check_write(single_case, x[None, :, None], x[None, :, None])
     scales = 10.0 ** torch.linspace(-44, 38, 16)

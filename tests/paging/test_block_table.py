@@ -83,10 +83,10 @@ def assert_holds(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarra
 
 
 def locate_tokens(
-    rows: np.ndarray, start: int, tokens: int, page_size: int
+    rows: np.ndarray, start: int, num_tokens: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the page and the slot of each position, both `[B, T]`."""
-    positions = np.arange(start, start + tokens)
+    positions = np.arange(start, start + num_tokens)
     pages = rows[:, positions // page_size]
     assert (pages >= 0).all(), "a token is in no page"
     slots = np.broadcast_to(positions % page_size, pages.shape)
@@ -139,10 +139,10 @@ class ModelTable:
         return -(-stop // self.page_size) - self.first_visible(start) // self.page_size > max_pages
 
     def reserve(self, start: int, stop: int, batch: int, other_models: list["ModelTable"]) -> int:
-        """Assign pages that no other table has to all written positions, and count new pages."""
+        """Assign unshared pages to all written positions, and return the number of new pages."""
         self.pages = self.pages or [{} for _ in range(batch)]
-        holders = Counter(page_ids(other_models))
-        count = 0
+        holders = Counter(list_page_ids(other_models))
+        num_new = 0
         for index in range(start // self.page_size, -(-stop // self.page_size)):
             for row in self.pages:
                 page = row.get(index)
@@ -151,8 +151,8 @@ class ModelTable:
                         continue
                     holders[id(page)] -= 1
                 row[index] = ModelPage()
-                count += 1
-        return count
+                num_new += 1
+        return num_new
 
     def copy(self) -> "ModelTable":
         table = copy.copy(self)
@@ -160,7 +160,7 @@ class ModelTable:
         return table
 
 
-def page_ids(models: Iterable[ModelTable]) -> Iterator[int]:
+def list_page_ids(models: Iterable[ModelTable]) -> Iterator[int]:
     return (id(page) for model in models for row in model.pages for page in row.values())
 
 
@@ -197,8 +197,8 @@ def select_rows(table: BlockTable, sequences: list[int]) -> None:
     table.replace_rows(table.rows[sequences], table.first_page)
 
 
-def check_crop(group: LayerGroup, tokens: int) -> None:
-    HostLength(group, 0).check_crop(tokens, group.length)
+def check_crop(group: LayerGroup, num_tokens: int) -> None:
+    HostLength(group, 0).check_crop(num_tokens, group.length)
 
 
 class Cache:
@@ -268,13 +268,13 @@ class PagesMachine(RuleBasedStateMachine):
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
 
     def predict_write(
-        self, cache: Cache, tokens: int, batch: int, *, is_undone: bool = False
+        self, cache: Cache, num_tokens: int, batch: int, *, is_undone: bool = False
     ) -> tuple[dict[str, ModelTable], int]:
-        """Return the tables after `tokens` more tokens, and the number of new pages.
+        """Return the tables after `num_tokens` more tokens, and the number of new pages.
 
         Nothing is changed. With `is_undone`, long calls do not yet free pages before the window.
         """
-        new_models, count, start, stop = {}, 0, cache.length, cache.length + tokens
+        new_models, num_new, start, stop = {}, 0, cache.length, cache.length + num_tokens
         for name, model in cache.models.items():
             new_model = new_models[name] = model.copy()
             first, is_long = start, new_model.is_long(start, stop)
@@ -283,10 +283,10 @@ class PagesMachine(RuleBasedStateMachine):
             elif not new_model.record_past:
                 new_model.apply_window(start)
             other_models = [c.models[name] for c in self.caches if c is not cache]
-            count += new_model.reserve(first, stop, batch, [*other_models, new_model])
+            num_new += new_model.reserve(first, stop, batch, [*other_models, new_model])
             if is_long and not is_undone:
                 new_model.apply_window(stop)
-        return new_models, count
+        return new_models, num_new
 
     def tables(self) -> dict[PageAllocator, list[BlockTable]]:
         """Return the tables of each allocator."""
@@ -296,33 +296,33 @@ class PagesMachine(RuleBasedStateMachine):
                 tables.setdefault(group.table.allocator, []).append(group.table)
         return tables
 
-    def count_if_settled(self, cache: Cache, tokens: int) -> int:
+    def count_settled_pages(self, cache: Cache, num_tokens: int) -> int:
         """Return the number of pages in use after a step of `cache` has freed unneeded pages."""
         models = []
         for any_cache in self.caches:
             for model in any_cache.models.values():
-                new_model, stop = model.copy(), cache.length + tokens
+                new_model, stop = model.copy(), cache.length + num_tokens
                 if any_cache is cache and not new_model.record_past:
                     is_long = new_model.is_long(cache.length, stop)
                     new_model.apply_window(stop if is_long else cache.length)
                 models.append(new_model)
-        return len({*page_ids(models)})
+        return len({*list_page_ids(models)})
 
-    @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
-    def write_tokens(self, data: st.DataObject, tokens: int, batch: int) -> None:
+    @rule(data=st.data(), num_tokens=st.integers(1, 20), batch=st.integers(1, 3))
+    def write_tokens(self, data: st.DataObject, num_tokens: int, batch: int) -> None:
         cache = self.pick_cache(data)
         batch = len(cache.sequences) or batch
-        start, stop = cache.length, cache.length + tokens
-        new_models, needed = self.predict_write(cache, tokens, batch)
+        start, stop = cache.length, cache.length + num_tokens
+        new_models, needed = self.predict_write(cache, num_tokens, batch)
         available = None
         if self.budget.max_pages is not None:
-            available = self.budget.max_pages - self.count_if_settled(cache, tokens)
+            available = self.budget.max_pages - self.count_settled_pages(cache, num_tokens)
         if available is not None and needed > available:
-            self.write_is_refused(cache, start, stop, batch, needed, available)
+            self.check_refused_write(cache, start, stop, batch, needed, available)
             return
-        count = tokens * batch
-        ids = np.arange(self.next_token, self.next_token + count).reshape(batch, tokens)
-        self.next_token += count
+        num_ids = num_tokens * batch
+        ids = np.arange(self.next_token, self.next_token + num_ids).reshape(batch, num_tokens)
+        self.next_token += num_ids
         for group in cache.groups.values():
             for member in range(len(group.pools)):
                 self.write_layer(cache, group, member, ids)
@@ -366,8 +366,8 @@ class PagesMachine(RuleBasedStateMachine):
             pool.memory.put(own_pages.ravel(), scratch.memory.take(kept_pages.ravel()))
         group.lengths[member] = stop
 
-    @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
-    def write_and_undo(self, data: st.DataObject, tokens: int, batch: int) -> None:
+    @rule(data=st.data(), num_tokens=st.integers(1, 20), batch=st.integers(1, 3))
+    def write_and_undo(self, data: st.DataObject, num_tokens: int, batch: int) -> None:
         """Undo a step that some layers have stored."""
         cache = self.pick_cache(data)
         batch = len(cache.sequences) or batch
@@ -375,11 +375,11 @@ class PagesMachine(RuleBasedStateMachine):
             return
         layers = [(g, member) for g in cache.groups.values() for member in range(len(g.pools))]
         written_layers = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
-        cache.models, _ = self.predict_write(cache, tokens, batch, is_undone=True)
+        cache.models, _ = self.predict_write(cache, num_tokens, batch, is_undone=True)
         for group, member in written_layers:
-            self.write_layer(cache, group, member, np.zeros((batch, tokens), np.int64))
+            self.write_layer(cache, group, member, np.zeros((batch, num_tokens), np.int64))
         for group, member in written_layers:
-            group.lengths[member] -= tokens
+            group.lengths[member] -= num_tokens
         for group in cache.groups.values():
             group.drop_unused_pages()
         for model in cache.models.values():
@@ -388,7 +388,7 @@ class PagesMachine(RuleBasedStateMachine):
             if not cache.length:
                 model.clear()
 
-    def write_is_refused(
+    def check_refused_write(
         self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
     ) -> None:
         lengths = [list(group.lengths) for group in cache.groups.values()]
@@ -404,16 +404,16 @@ class PagesMachine(RuleBasedStateMachine):
             if cache.groups[name].table.first_page != model.first:
                 model.apply_window(cache.length)
 
-    @rule(data=st.data(), tokens=st.integers(0, 12))
-    def crop(self, data: st.DataObject, tokens: int) -> None:
+    @rule(data=st.data(), num_tokens=st.integers(0, 12))
+    def crop(self, data: st.DataObject, num_tokens: int) -> None:
         cache = self.pick_cache(data)
-        length = max(cache.length - tokens, 0)
+        length = max(cache.length - num_tokens, 0)
         sliding = cache.models["sliding"]
         first_kept_page = sliding.first * self.page_size
-        is_refused = bool(tokens and length and sliding.first_kept_page(length) < sliding.first)
+        is_refused = bool(num_tokens and length and sliding.first_kept_page(length) < sliding.first)
         state = cache.get_state()
         errors = [
-            catch_refusal(lambda group=group: check_crop(group, tokens), ConfigError)
+            catch_refusal(lambda group=group: check_crop(group, num_tokens), ConfigError)
             for group in cache.groups.values()
         ]
         assert errors[0] is None
@@ -423,10 +423,10 @@ class PagesMachine(RuleBasedStateMachine):
         if is_refused:
             return
         for group in cache.groups.values():
-            group.crop(tokens)
-        self.model_cut(cache, length)
+            group.crop(num_tokens)
+        self.cut_cache_model(cache, length)
 
-    def model_cut(self, cache: Cache, length: int) -> None:
+    def cut_cache_model(self, cache: Cache, length: int) -> None:
         for sequence in cache.sequences:
             del sequence[length:]
         for model in cache.models.values():
@@ -470,7 +470,7 @@ class PagesMachine(RuleBasedStateMachine):
         cache = self.pick_cache(data)
         for group in cache.groups.values():
             group.clear()
-        self.model_cut(cache, 0)
+        self.cut_cache_model(cache, 0)
 
     @rule(data=st.data(), is_on=st.booleans())
     def record_past(self, data: st.DataObject, is_on: bool) -> None:
@@ -488,7 +488,7 @@ class PagesMachine(RuleBasedStateMachine):
     @invariant()
     def held_pages_match_the_model(self) -> None:
         models = [model for cache in self.caches for model in cache.models.values()]
-        assert self.budget.num_held == len({*page_ids(models)})
+        assert self.budget.num_held == len({*list_page_ids(models)})
         assert self.budget.num_held == sum(allocator.num_held for allocator in self.tables())
         if self.budget.max_pages is not None:
             assert self.budget.num_held <= self.budget.max_pages
@@ -534,10 +534,10 @@ def make_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
     return BlockTable(PageAllocator(PageBudget(page_size, max_pages)))
 
 
-def make_written_table(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
-    """Return a table with pages for `tokens` tokens."""
+def make_written_table(num_tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
+    """Return a table with pages for `num_tokens` tokens."""
     table = make_table(page_size)
-    table.reserve(0, tokens, batch)
+    table.reserve(0, num_tokens, batch)
     return table
 
 
@@ -603,12 +603,12 @@ def test_a_fork_may_be_freed_during_any_operation(operation):
 
 def _interrupt_call(call: Callable[[], object], line: int, interrupt: Callable[[], None]) -> object:
     """Return the result of `call`. Run `interrupt` before line number `line`, if there is one."""
-    lines = 0
+    num_lines = 0
 
     def trace(frame: object, event: str, argument: object) -> object:
-        nonlocal lines
-        lines += event == "line"
-        if event == "line" and lines == line:
+        nonlocal num_lines
+        num_lines += event == "line"
+        if event == "line" and num_lines == line:
             interrupt()
         return trace
 
@@ -635,25 +635,29 @@ def test_a_table_alive_at_the_end_of_the_process_prints_nothing():
 
 @pytest.mark.parametrize(("page_size", "batch"), [(16, 1), (64, 3)])
 def test_pools_grow_in_steps_with_little_waste(page_size, batch):
-    for tokens in (1, 1024, 16_000):
-        pages = -(-tokens // page_size)
-        max_capacity = max(pages * 33 // 32, 64 // page_size)
-        assert make_written_table(tokens, page_size=page_size).allocator.capacity <= max_capacity
+    for num_tokens in (1, 1024, 16_000):
+        num_pages = -(-num_tokens // page_size)
+        max_capacity = max(num_pages * 33 // 32, 64 // page_size)
+        assert (
+            make_written_table(num_tokens, page_size=page_size).allocator.capacity <= max_capacity
+        )
     table = make_table(page_size)
-    capacity, copied_pages = 0, 0
+    capacity, num_copied = 0, 0
     # Each token calls `reserve`, but only the first token of a page can need a page.
     for length in range(1, 40_000, page_size):
         table.reserve(length - 1, length, batch)
         new_capacity = table.allocator.capacity
-        tokens = batch * (table.num_columns * page_size)
+        num_tokens = batch * (table.num_columns * page_size)
         if new_capacity != capacity:
             # A growing pool is moved at most once per 64 tokens.
             assert (new_capacity - capacity) * page_size >= 64
-            copied_pages += capacity
+            num_copied += capacity
             capacity = new_capacity
-        assert new_capacity * page_size <= max(1.04 * tokens, tokens + 64), f"at {tokens} tokens"
+        assert new_capacity * page_size <= max(1.04 * num_tokens, num_tokens + 64), (
+            f"at {num_tokens} tokens"
+        )
     # Each page is moved about 32 times at most.
-    assert copied_pages <= 36 * capacity
+    assert num_copied <= 36 * capacity
     # Freed pages are used before new pages are added.
     table.truncate(4)
     table.reserve(4, 39_000, batch)
@@ -673,9 +677,11 @@ def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
     assert (table.batch, table.allocator.capacity) == (0, 0), "the refused call set the batch size"
     table.reserve(0, 6, 2)
     rows, version, capacity = table.rows.copy(), table.version, table.allocator.capacity
-    with pytest.raises(OutOfPagesError, match=r"at most 5 pages of 4 tokens .* 4 more with 4") as e:
+    with pytest.raises(
+        OutOfPagesError, match=r"at most 5 pages of 4 tokens .* 4 more with 4"
+    ) as error:
         table.reserve(6, 13, 2)
-    assert (e.value.needed, e.value.available) == (4, 1)
+    assert (error.value.needed, error.value.available) == (4, 1)
     assert np.array_equal(table.rows, rows)
     assert (table.version, table.allocator.capacity) == (version, capacity)
     assert (table.first_page, table.num_columns, table.allocator.num_held) == (0, 2, 4)
@@ -713,9 +719,9 @@ def test_copies_for_a_device_are_created_once_per_change():
     group = LayerGroup(PageBudget(4))
     length = HostLength(group, group.add(PagePool(4, PLAN, True)))
 
-    def run_step(tokens):
-        length.reserve(tokens, 2)
-        calls = [length.begin_call(tokens, CPU, "torch") for _ in "kv"]
+    def run_step(num_tokens):
+        length.reserve(num_tokens, 2)
+        calls = [length.begin_call(num_tokens, CPU, "torch") for _ in "kv"]
         assert calls[0].table is calls[1].table
         assert calls[0].lengths is calls[1].lengths
         length.end_call(calls[0])

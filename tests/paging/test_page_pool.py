@@ -77,9 +77,9 @@ def assert_holds(pool: PagePool, expected: dict[str, torch.Tensor]) -> None:
     actual = read_pages(pool)
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
-        count = len(expected[name])
-        assert_same(tensor[:count].cpu(), expected[name].cpu(), name)
-        assert not tensor[count:].any(), name
+        num_pages = len(expected[name])
+        assert_same(tensor[:num_pages].cpu(), expected[name].cpu(), name)
+        assert not tensor[num_pages:].any(), name
 
 
 # Formats of K and V, whether scales are dynamic, and the names of tensors. A pool treats all

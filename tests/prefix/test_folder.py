@@ -88,13 +88,13 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                     min_bytes = sum_bytes(files_before) + size - sum_bytes(removed_files[:-1])
                     assert min_bytes > BOUND, "more files were removed than necessary"
                 if is_exact:
-                    count = int((path / ".prefix_store.lock").read_text())
-                    assert count == sum_bytes(folder.files())
+                    counted_bytes = int((path / ".prefix_store.lock").read_text())
+                    assert counted_bytes == sum_bytes(folder.files())
             elif files_before:
                 file = files_before[index % len(files_before)]
                 if action == "touch":
                     touch_file(folder, file.name)
-                else:  # a process removes a file without an update of the count
+                else:  # a process removes a file without updating the count
                     (path / file.name).unlink()
                     is_exact = False
             assert sum_bytes(folder.files()) <= BOUND
@@ -123,7 +123,7 @@ def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
-    """There are such files if the clock was set back."""
+    """Such files exist if the clock was set back."""
     folder, future = open_folder(tmp_path), time.time_ns() + 10**15
     for number in range(5):
         put_file(folder, f"page{number}", 20)
@@ -151,7 +151,7 @@ def test_a_damaged_count_is_recomputed(data: bytes, tmp_path: Path) -> None:
 def test_bytes_that_were_counted_and_not_written_are_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is killed after it counts and before it writes leaves such a count."""
+    """A process that is killed between counting and writing leaves such a count."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -38,14 +38,14 @@ class Chat:
     def __init__(self, name: str, **keywords: Any) -> None:
         self.model, _ = tiny(name, max_position_embeddings=512)
         enable(self.model, **STORED)
-        self.calls: list[int] = []
+        self.call_lengths: list[int] = []
         self.model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         self.cache = self.make_cache(**keywords)
         self.generator = torch.Generator().manual_seed(5)
 
     def _record_call(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs["input_ids"] is not None:
-            self.calls.append(kwargs["input_ids"].shape[1])
+            self.call_lengths.append(kwargs["input_ids"].shape[1])
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, **{**STORED, **keywords})
@@ -54,12 +54,12 @@ class Chat:
         return torch.randint(2, 98, (rows, num_tokens), generator=self.generator)
 
     def check_answer(self, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, int]:
-        """Check an answer against a new cache, and return it with the number of computed tokens."""
+        """Compare an answer to a new cache's. Return it and the number of computed tokens."""
         num_cached = self.cache.host_length()
         keywords = {**GREEDY, **keywords}
-        self.calls.clear()
+        self.call_lengths.clear()
         answer = self.model.generate(ids, past_key_values=self.cache, **keywords)
-        num_computed = sum(self.calls) - keywords["max_new_tokens"] + 1
+        num_computed = sum(self.call_lengths) - keywords["max_new_tokens"] + 1
         if "num_beams" not in keywords:
             keywords["logits_processor"] = wide_margins(MIN_MARGIN)
         expected = self.model.generate(ids, past_key_values=self.make_cache(), **keywords)
@@ -67,8 +67,8 @@ class Chat:
         return answer, num_computed
 
 
-def expect_prefix(name: str, num_shared: int) -> int:
-    """Return how many of the tokens that a prompt shares with a longer text are kept."""
+def count_kept_tokens(name: str, num_shared: int) -> int:
+    """Return the number of kept tokens of a prefix that a prompt shares with a longer text."""
     return 0 if name in ENDS_WITH_STATE else num_shared
 
 
@@ -77,9 +77,9 @@ def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
     chat = Chat(name)
     text = chat.make_ids(21)
     for turn in range(4):
-        answer, computed = chat.check_answer(text)
+        answer, num_computed = chat.check_answer(text)
         # The last token of an answer is not stored yet.
-        assert computed == (21 if turn == 0 else 8), turn
+        assert num_computed == (21 if turn == 0 else 8), turn
         text = torch.cat([answer, chat.make_ids(7)], 1)
     assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
@@ -90,22 +90,22 @@ def test_a_different_text_continues_after_the_common_prefix(name: str) -> None:
     answer, _ = chat.check_answer(chat.make_ids(37))
     # The end of the answer differs, as if a chat template rewrote it.
     edited = torch.cat([answer[:, :-4], chat.make_ids(6)], 1)
-    answer, computed = chat.check_answer(edited)
-    assert computed == (edited.shape[1] if name == "hybrid" else 6)
+    answer, num_computed = chat.check_answer(edited)
+    assert num_computed == (edited.shape[1] if name == "hybrid" else 6)
     # A word in the middle differs.
     answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
-    repeated_answer, computed = chat.check_answer(answer)
-    assert computed == answer.shape[1] - expect_prefix(name, 20)
+    repeated_answer, num_computed = chat.check_answer(answer)
+    assert num_computed == answer.shape[1] - count_kept_tokens(name, 20)
     # The prompt is repeated, or shortened. The last token is always computed.
-    _, computed = chat.check_answer(answer)
-    assert computed == answer.shape[1] - expect_prefix(name, answer.shape[1] - 1)
-    _, computed = chat.check_answer(repeated_answer[:, :30])
-    assert computed == 30 - expect_prefix(name, 29)
+    _, num_computed = chat.check_answer(answer)
+    assert num_computed == answer.shape[1] - count_kept_tokens(name, answer.shape[1] - 1)
+    _, num_computed = chat.check_answer(repeated_answer[:, :30])
+    assert num_computed == 30 - count_kept_tokens(name, 29)
     # No token is shared.
-    different = answer.clone()
-    different[0, 0] = (different[0, 0] + 1) % 90 + 2
-    _, computed = chat.check_answer(different)
-    assert computed == different.shape[1]
+    different_ids = answer.clone()
+    different_ids[0, 0] = (different_ids[0, 0] + 1) % 90 + 2
+    _, num_computed = chat.check_answer(different_ids)
+    assert num_computed == different_ids.shape[1]
 
 
 @pytest.mark.parametrize("name", ["sliding", "sliding_and_full"])
@@ -114,8 +114,8 @@ def test_recording_windows_can_go_back(name: str) -> None:
     chat.cache.activate_past_recording()
     answer, _ = chat.check_answer(chat.make_ids(37))
     answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
-    _, computed = chat.check_answer(answer)
-    assert computed == answer.shape[1] - 20
+    _, num_computed = chat.check_answer(answer)
+    assert num_computed == answer.shape[1] - 20
 
 
 # Grid: Each kind of layers in one of the two caches.
@@ -125,13 +125,13 @@ def test_recording_windows_can_go_back(name: str) -> None:
 def test_preallocated_caches_and_chunks_reuse_tokens(name: str, max_cache_len: int | None) -> None:
     chat = Chat(name, max_cache_len=max_cache_len)
     options = {"prefill_chunk_size": 5, "disable_compile": True}
-    answer, computed = chat.check_answer(chat.make_ids(21), **options)
-    assert computed == 21
-    answer, computed = chat.check_answer(torch.cat([answer, chat.make_ids(12)], 1), **options)
-    assert computed == (42 if CHUNKS_BEGIN_EMPTY else 13)
-    _, computed = chat.check_answer(answer[:, :-12], **options)
-    num_kept = 0 if CHUNKS_BEGIN_EMPTY else expect_prefix(name, answer.shape[1] - 13)
-    assert computed == answer.shape[1] - 12 - num_kept
+    answer, num_computed = chat.check_answer(chat.make_ids(21), **options)
+    assert num_computed == 21
+    answer, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(12)], 1), **options)
+    assert num_computed == (42 if CHUNKS_BEGIN_EMPTY else 13)
+    _, num_computed = chat.check_answer(answer[:, :-12], **options)
+    num_kept = 0 if CHUNKS_BEGIN_EMPTY else count_kept_tokens(name, answer.shape[1] - 13)
+    assert num_computed == answer.shape[1] - 12 - num_kept
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
@@ -148,31 +148,31 @@ def test_a_padded_batch_reuses_tokens(name: str) -> None:
         return extended, mask
 
     ids, mask = extend(7, 5)
-    answer, computed = chat.check_answer(ids, attention_mask=mask)
-    assert computed == 8
+    answer, num_computed = chat.check_answer(ids, attention_mask=mask)
+    assert num_computed == 8
     # The padding is the same, with different ids.
     ids, mask = extend(4, 5)
     ids[1, :5] = chat.make_ids(5)[0]
-    answer, computed = chat.check_answer(ids, attention_mask=mask)
-    assert computed == 5
+    answer, num_computed = chat.check_answer(ids, attention_mask=mask)
+    assert num_computed == 5
     # A row with less padding has its tokens at different positions.
     ids, mask = extend(3, 4)
-    answer, computed = chat.check_answer(ids, attention_mask=mask)
-    assert computed == ids.shape[1] - expect_prefix(name, 4)
+    answer, num_computed = chat.check_answer(ids, attention_mask=mask)
+    assert num_computed == ids.shape[1] - count_kept_tokens(name, 4)
 
 
 def test_rows_may_be_reordered_and_repeated() -> None:
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21, rows=3))
     extended = torch.cat([answer, chat.make_ids(7, rows=3)], 1)
-    answer, computed = chat.check_answer(extended[torch.tensor([2, 0, 2, 1])])
-    assert computed == 8
-    _, computed = chat.check_answer(torch.cat([answer[1:2], chat.make_ids(2)], 1))
-    assert computed == 3
+    answer, num_computed = chat.check_answer(extended[torch.tensor([2, 0, 2, 1])])
+    assert num_computed == 8
+    _, num_computed = chat.check_answer(torch.cat([answer[1:2], chat.make_ids(2)], 1))
+    assert num_computed == 3
     answer, _ = chat.check_answer(answer[:1], num_beams=3)
     # One of the beams in the cache equals the text, or shares most of it.
-    _, computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
-    assert computed < 4 + GREEDY["max_new_tokens"]
+    _, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
+    assert num_computed < 4 + GREEDY["max_new_tokens"]
 
 
 def test_the_cached_text_follows_cache_operations() -> None:
@@ -184,20 +184,20 @@ def test_the_cached_text_follows_cache_operations() -> None:
     fork.reorder_cache(torch.tensor([1, 0]))
     extended = torch.cat([answer[:, :24], chat.make_ids(4, rows=2)], 1)
     chat.cache = fork.fork()
-    _, computed = chat.check_answer(extended[[1, 0]])
-    assert computed == 4
+    _, num_computed = chat.check_answer(extended[[1, 0]])
+    assert num_computed == 4
     chat.cache = full_cache.fork()
     chat.cache.batch_repeat_interleave(2)
-    _, computed = chat.check_answer(extended.repeat_interleave(2, 0))
-    assert computed == 4
+    _, num_computed = chat.check_answer(extended.repeat_interleave(2, 0))
+    assert num_computed == 4
     chat.cache = fork
     fork.reset()
-    _, computed = chat.check_answer(extended)
-    assert computed == extended.shape[1]
+    _, num_computed = chat.check_answer(extended)
+    assert num_computed == extended.shape[1]
     chat.cache = full_cache
     extended = torch.cat([answer[:, :22], chat.make_ids(4, rows=2)], 1)
-    _, computed = chat.check_answer(extended[[1, 0]])
-    assert computed == 4
+    _, num_computed = chat.check_answer(extended[[1, 0]])
+    assert num_computed == 4
 
 
 @torch.no_grad()
@@ -207,20 +207,20 @@ def test_tokens_of_direct_calls_are_computed_again() -> None:
     answer, _ = chat.check_answer(chat.make_ids(21))
     extended = torch.cat([answer, chat.make_ids(7)], 1)
     chat.model(input_ids=extended[:, 29:33], past_key_values=chat.cache)
-    _, computed = chat.check_answer(extended)
-    assert computed == 37 - 29, "only the tokens of generate() are trusted"
+    _, num_computed = chat.check_answer(extended)
+    assert num_computed == 37 - 29, "only the tokens of generate() are trusted"
     chat.cache.reset()
     chat.model(input_ids=extended[:, :20], past_key_values=chat.cache)
     with pytest.raises(ConfigError, match="the 20 tokens of the cache"):
         chat.check_answer(extended[:, :20])
     assert chat.cache.host_length() == 20
-    _, computed = chat.check_answer(extended)
-    assert computed == 17
+    _, num_computed = chat.check_answer(extended)
+    assert num_computed == 17
     # Layers have fewer tokens than the text if a library dropped tokens.
     for layer in chat.cache.layers:
         layer.crop(-3)
-    _, computed = chat.check_answer(extended[:, :30])
-    assert computed == 30
+    _, num_computed = chat.check_answer(extended[:, :30])
+    assert num_computed == 30
 
 
 @torch.no_grad()
@@ -230,8 +230,8 @@ def test_replaced_tokens_are_not_trusted() -> None:
     answer, _ = chat.check_answer(chat.make_ids(21))
     chat.cache.crop(-3)
     chat.model(input_ids=chat.make_ids(3), past_key_values=chat.cache)
-    _, computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
-    assert computed == 34 - 26
+    _, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
+    assert num_computed == 34 - 26
 
 
 @torch.no_grad()
@@ -241,8 +241,8 @@ def test_text_before_embeddings_is_not_trusted_later() -> None:
     chat.check_answer(chat.make_ids(21))
     embeds = chat.model.get_input_embeddings()(chat.make_ids(40))
     chat.model.generate(inputs_embeds=embeds, past_key_values=chat.cache, **GREEDY)
-    _, computed = chat.check_answer(chat.make_ids(90))
-    assert computed == 90
+    _, num_computed = chat.check_answer(chat.make_ids(90))
+    assert num_computed == 90
 
 
 @torch.no_grad()
@@ -267,8 +267,8 @@ def test_positions_and_embeddings_are_part_of_the_text() -> None:
     # Positions differ.
     positions = torch.arange(3, 24)[None]
     chat.check_answer(ids, position_ids=positions)
-    _, computed = chat.check_answer(ids)
-    assert computed == 21
+    _, num_computed = chat.check_answer(ids)
+    assert num_computed == 21
     # Embeddings have no token ids.
     chat.cache.reset()
     embeds = chat.model.get_input_embeddings()(ids)
@@ -284,8 +284,8 @@ def test_reuse_prefix_can_be_disabled() -> None:
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21))
     enable(chat.model, reuse_prefix=False, **STORED)
-    _, computed = chat.check_answer(torch.cat([answer, chat.make_ids(7)], 1))
-    assert computed == 8
+    _, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(7)], 1))
+    assert num_computed == 8
     with pytest.raises(ConfigError, match="adds no tokens"):
         chat.model.generate(
             answer[:, :4], attention_mask=torch.ones(1, 4), past_key_values=chat.cache, **GREEDY
@@ -301,12 +301,12 @@ def test_a_failed_prompt_keeps_the_text_before(name: str) -> None:
     ids = torch.cat([answer, chat.make_ids(60, rows=len(answer))], 1)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    _, computed = chat.check_answer(ids[:, :31], max_new_tokens=5)
-    assert computed == (31 if name == "skipped" else 2)
+    _, num_computed = chat.check_answer(ids[:, :31], max_new_tokens=5)
+    assert num_computed == (31 if name == "skipped" else 2)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    _, computed = chat.check_answer(chat.make_ids(38, rows=len(answer)), max_new_tokens=2)
-    assert computed == 38
+    _, num_computed = chat.check_answer(chat.make_ids(38, rows=len(answer)), max_new_tokens=2)
+    assert num_computed == 38
 
 
 def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
@@ -345,10 +345,10 @@ def test_an_interrupted_chat_continues_correctly(
     answer, _ = chat.check_answer(ids)
     interrupt(chat, ids, call, layer)
     edited = torch.cat([answer[:, :22], chat.make_ids(10)], 1)  # the cache has one more token
-    _, computed = chat.check_answer(edited)
-    assert computed == 32 - num_known
-    _, computed = chat.check_answer(edited[:, :32])
-    assert computed == 1 or name in ENDS_WITH_STATE
+    _, num_computed = chat.check_answer(edited)
+    assert num_computed == 32 - num_known
+    _, num_computed = chat.check_answer(edited[:, :32])
+    assert num_computed == 1 or name in ENDS_WITH_STATE
 
 
 def test_rejected_drafts_are_not_part_of_the_cached_text() -> None:
@@ -393,18 +393,18 @@ def test_a_chat_in_a_pipeline_reuses_tokens(tmp_path: Path) -> None:
     cache = FP8PagedCache(text_pipeline.model.config, **STORED)
     options = {"max_new_tokens": 12, "max_length": None, "do_sample": False}
     messages: list[list[dict[str, str]]] = [[], []]
-    computed = []
+    computed_lengths = []
     for turn in range(4):
         for history, keywords in zip(messages, ({"past_key_values": cache}, {}), strict=True):
             history.append({"role": "user", "content": f"and {turn}?"})
             calls.clear()
             history[:] = text_pipeline(history, **options, **keywords)[0]["generated_text"]
-            computed.append(sum(calls) - 11)
+            computed_lengths.append(sum(calls) - 11)
         assert messages[0] == messages[1]
     # Each turn computes all tokens, or the end of the last answer and the text of the template.
-    assert computed[:2] == [11, 11]
-    assert computed[-1] > 80
-    assert max(computed[2::2]) <= 1 + len(";u:and 5?;a:")
+    assert computed_lengths[:2] == [11, 11]
+    assert computed_lengths[-1] > 80
+    assert max(computed_lengths[2::2]) <= 1 + len(";u:and 5?;a:")
 
 
 def test_texts_match_up_to_different_positions() -> None:

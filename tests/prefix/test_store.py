@@ -63,20 +63,20 @@ class Reader:
         self.model, _ = tiny(name, max_position_embeddings=512, **options)
         self.store = PrefixStore(folder, max_bytes=max_bytes)
         self.keywords = {"page_size": PAGE, **keywords}
-        self.calls: list[int] = []
-        self._count_calls()
+        self.call_lengths: list[int] = []
+        self._record_calls()
         self.enable()
 
     def enable(self) -> None:
         enable(self.model, prefix_store=self.store, **self.keywords)
 
-    def _count_calls(self) -> None:
-        """Count calls in a subclass with the same name, because a hook would disable the store."""
-        model_class, calls = type(self.model), self.calls
+    def _record_calls(self) -> None:
+        """Record calls in a subclass with the same name, because a hook would disable the store."""
+        model_class, call_lengths = type(self.model), self.call_lengths
 
         @functools.wraps(model_class.forward)
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])
+            call_lengths.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])
             return model_class.forward(model, *args, **kwargs)
 
         members = {"forward": forward, "__qualname__": model_class.__qualname__}
@@ -86,12 +86,12 @@ class Reader:
         return FP8PagedCache(self.model.config, prefill="stored", **self.keywords)
 
     def check_answer(self, ids: torch.Tensor, **keywords: Any) -> int:
-        """Check an answer against one without a store, and return the number of computed tokens."""
+        """Compare an answer to the answer without a store. Return the number of computed tokens."""
         keywords = {**GREEDY, **keywords}
-        self.calls.clear()
+        self.call_lengths.clear()
         answer = self.model.generate(ids, **keywords)
         self.store.flush()
-        num_computed = self.calls[0]
+        num_computed = self.call_lengths[0]
         if "num_beams" not in keywords:
             keywords["logits_processor"] = wide_margins(MIN_MARGIN)
         enable(self.model, prefill="stored", **self.keywords)
@@ -452,9 +452,9 @@ def test_a_model_may_change_during_a_chat(is_training: bool, tmp_path: Path) -> 
             reader.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
     extended = torch.cat([answer, make_ids(5)], 1)
     for num_reused in (0, extended.shape[1] - 1):
-        reader.calls.clear()
+        reader.call_lengths.clear()
         reader.model.generate(extended, past_key_values=cache, **GREEDY)
-        assert reader.calls[0] == extended.shape[1] - num_reused
+        assert reader.call_lengths[0] == extended.shape[1] - num_reused
     assert reader.check_answer(extended) == extended.shape[1] - 48
 
 
@@ -513,7 +513,7 @@ FORGERIES: list[Callable[[Any, Any], Any]] = [
 
 
 def forge(change: Callable[[Any, Any], Any]) -> Damage:
-    """Return a damage that changes the contents of a page, and writes an intact file."""
+    """Return a function that changes the contents of a page, and writes an intact file."""
 
     def damage(path: Path, _: Path) -> None:
         (page,) = PrefixStore(path.parent).read([path.stem], _accept_page)
@@ -530,7 +530,7 @@ def rewrite_file(change: Callable[[bytes], bytes]) -> Damage:
 
 
 def flip_bit(seed: int) -> Damage:
-    """Return a damage that flips one bit, in the header or in the data."""
+    """Return a function that flips one bit of a file, in the header or in the data."""
 
     def change(data: bytes) -> bytes:
         damaged = bytearray(data)
@@ -611,14 +611,14 @@ def test_a_folder_in_the_place_of_a_file_is_kept(
     assert len(caplog.records) == 1, "expected one warning"
 
 
-def _set_sizes(heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
+def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
     """Return a function that gives a page the sizes of a different model with the same layers."""
 
     def change(rows: list[torch.Tensor], metadata: Any) -> Any:
         for i, layer in enumerate(metadata):
             has_scales = len(rows[i]) > 2 * PAGE * 2 * 16
-            layer.update(shape=[heads, dim, dim], dtypes=[dtype] * 2)
-            size = heads * PAGE * (2 * dim + 4 * has_scales)
+            layer.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
+            size = num_heads * PAGE * (2 * dim + 4 * has_scales)
             rows[i] = torch.ones(size, dtype=torch.uint8)
         return metadata
 
@@ -649,9 +649,9 @@ def test_pages_of_a_different_model_are_refused(
     num_refused = 1 if "scales" in keywords else 8
     assert (cache.restored_tokens, reader.store.usage().files_refused) == (0, num_refused)
     for options in ({}, {"prefill_chunk_size": 7}):
-        reader.calls.clear()
+        reader.call_lengths.clear()
         reader.check_answer(ids, **options)
-        assert sum(reader.calls) >= 40
+        assert sum(reader.call_lengths) >= 40
     # A call refuses one page before its use, and the next call refuses the next page.
     assert [reader.check_answer(ids) for _ in range(9)][-1] == 8, "some pages were not stored again"
 
@@ -809,8 +809,8 @@ def test_pages_queued_for_writing_are_found(
         answer = reader.model.generate(ids, **GREEDY)
         assert not list_files(tmp_path)
         repeated_answer = reader.model.generate(ids, **GREEDY)
-        assert reader.calls[0] == 40
-        assert 8 in reader.calls, "queued pages were not found"
+        assert reader.call_lengths[0] == 40
+        assert 8 in reader.call_lengths, "queued pages were not found"
         assert_same(repeated_answer, answer)
         assert reader.store.counts()["bytes_read"] == 0
     reader.store.flush()

@@ -25,7 +25,7 @@ def plain_folder(tmp_path_factory):
     return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
 
 
-def compute_states(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+def run_model(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return the logits of the model in a folder, and K and V of its layers, `[1, Hkv, T, D]`."""
     cache = DynamicCache()
     with torch.no_grad():
@@ -34,11 +34,15 @@ def compute_states(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor,
 
 
 def write_checkpoint(
-    plain_folder: Path, folder: Path, block: dict[str, object], tensors: dict[str, torch.Tensor]
+    plain_folder: Path,
+    folder: Path,
+    quantization_config: dict[str, object],
+    tensors: dict[str, torch.Tensor],
 ) -> Path:
-    """Copy a checkpoint, and add a quantization config and tensors to each layer."""
+    """Copy a checkpoint. Add a quantization config to it, and tensors to its layers."""
     folder.mkdir()
-    config = json.loads((plain_folder / "config.json").read_text()) | {"quantization_config": block}
+    config = json.loads((plain_folder / "config.json").read_text())
+    config["quantization_config"] = quantization_config
     (folder / "config.json").write_text(json.dumps(config))
     all_tensors = load_file(plain_folder / "model.safetensors")
     all_tensors |= {f"model.layers.{name}": tensor for name, tensor in tensors.items()}
@@ -47,30 +51,30 @@ def write_checkpoint(
 
 
 def save_affine(plain_folder: Path, folder: Path, shift: float) -> Path:
-    """Save a checkpoint in ModelOpt's FP8_AFFINE, with means, and scales of values minus means."""
+    """Save a checkpoint in FP8_AFFINE. Biases are means, and scales fit the centered values."""
     tensors: dict[str, torch.Tensor] = {}
-    for index, pair in enumerate(compute_states(plain_folder)[1]):
+    for index, pair in enumerate(run_model(plain_folder)[1]):
         for side, x in zip("kv", pair, strict=True):
             bias = x.mean(2, keepdim=True) + shift
-            path = f"{index}.self_attn.{side}_proj.{side}"
-            tensors[f"{path}_bias"] = bias.bfloat16()
-            tensors[f"{path}_scale"] = (x - bias.bfloat16().float()).abs().max() / 448
-    block = {
+            prefix = f"{index}.self_attn.{side}_proj.{side}"
+            tensors[f"{prefix}_bias"] = bias.bfloat16()
+            tensors[f"{prefix}_scale"] = (x - bias.bfloat16().float()).abs().max() / 448
+    quantization_config = {
         "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"],
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
     }  # fmt: skip
-    return write_checkpoint(plain_folder, folder, block, tensors)
+    return write_checkpoint(plain_folder, folder, quantization_config, tensors)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0])
 def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_path, shift):
     folder = save_affine(plain_folder, tmp_path / "affine", shift)
     scales, tensors = KVScales.from_pretrained(folder), load_file(folder / "model.safetensors")
-    logits, pairs = compute_states(plain_folder)
+    logits, pairs = run_model(plain_folder)
     for index, (k, v) in enumerate(pairs):
-        path, layer = f"model.layers.{index}.self_attn", scales.layers[index]
-        assert torch.equal(layer.k_center, tensors[f"{path}.k_proj.k_bias"][0, :, 0].float())
-        assert torch.equal(layer.k, tensors[f"{path}.k_proj.k_scale"])
+        prefix, layer = f"model.layers.{index}.self_attn", scales.layers[index]
+        assert torch.equal(layer.k_center, tensors[f"{prefix}.k_proj.k_bias"][0, :, 0].float())
+        assert torch.equal(layer.k, tensors[f"{prefix}.k_proj.k_scale"])
         # Neither K minus the center nor V, which is stored unchanged, saturates.
         assert ((k - layer.k_center[:, None]).abs() <= 448 * layer.k * (1 + 1e-6)).all()
         assert (v.abs() <= 448 * layer.v[:, None] * (1 + 1e-6)).all()
@@ -83,15 +87,15 @@ def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_pa
 def test_replacing_scales_removes_biases(plain_folder, tmp_path):
     folder = save_affine(plain_folder, tmp_path / "affine", 0.0)
     new_scales = KVScales.uniform(LAYERS, 0.5)
-    new = tmp_path / "new"
-    new_scales.save_pretrained(new, format="modelopt", checkpoint=folder, overwrite=True)
-    assert KVScales.from_pretrained(new).digest == new_scales.digest
+    new_folder = tmp_path / "new"
+    new_scales.save_pretrained(new_folder, format="modelopt", checkpoint=folder, overwrite=True)
+    assert KVScales.from_pretrained(new_folder).digest == new_scales.digest
 
 
 def make_rotation_config(**changes: object) -> dict[str, object]:
     """Return the config of a checkpoint in which LLM Compressor rotates K (R3 of SpinQuant)."""
-    locations = [{"targets": ["LlamaAttention"], "location": n} for n in ("q_attn", "k_cache")]
-    locations = [{"inverse": False, "ignore": [], **location} for location in locations]
+    defaults = {"targets": ["LlamaAttention"], "inverse": False, "ignore": []}
+    locations = [{**defaults, "location": location} for location in ("q_attn", "k_cache")]
     scheme = {"type": "hadamard", "apply": locations, "randomize": False, "head_dim": 16} | changes
     return {
         "quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME,
@@ -101,7 +105,7 @@ def make_rotation_config(**changes: object) -> dict[str, object]:
 
 def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
     tensors = {}
-    for index, (k, v) in enumerate(compute_states(plain_folder)[1]):
+    for index, (k, v) in enumerate(run_model(plain_folder)[1]):
         for side, x in (("k", rotate(k)), ("v", v)):
             tensors[f"{index}.self_attn.{side}_scale"] = x.abs().max()[None] / 448
     return write_checkpoint(plain_folder, folder, make_rotation_config(**changes), tensors)
@@ -110,7 +114,7 @@ def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
 def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
     scales = KVScales.from_pretrained(save_rotated(plain_folder, tmp_path / "rotated"))
     assert scales.plan == dict.fromkeys(range(LAYERS), ROTATED)
-    logits, pairs = compute_states(plain_folder)
+    logits, pairs = run_model(plain_folder)
     for layer, (k, _) in zip(scales.layers.values(), pairs, strict=True):
         assert layer.k.item() == pytest.approx(rotate(k).abs().max().item() / 448)
     model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
@@ -168,12 +172,16 @@ def test_other_rotations_of_k_are_rejected(plain_folder, tmp_path, changes):
     ids=str,
 )
 def test_targets_of_a_rotation_may_be_paths_patterns_and_classes(plain_folder, tmp_path, targets):
-    folder = save_rotated(plain_folder, tmp_path / "new", apply=[K_CACHE | {"targets": targets}])
+    folder = save_rotated(
+        plain_folder, tmp_path / "rotated", apply=[K_CACHE | {"targets": targets}]
+    )
     assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED)
 
 
 def test_an_invalid_pattern_is_a_scale_error(plain_folder, tmp_path):
-    folder = save_rotated(plain_folder, tmp_path / "new", apply=[K_CACHE | {"targets": ["re:("]}])
+    folder = save_rotated(
+        plain_folder, tmp_path / "rotated", apply=[K_CACHE | {"targets": ["re:("]}]
+    )
     with scale_error("expected targets of a rotation, got", folder):
         KVScales.from_pretrained(folder)
 

@@ -38,8 +38,8 @@ def write_card(model: Path, target: Path, old_card: str | None, scales: KVScales
 
 def test_a_card_describes_the_scales(model, tmp_path):
     options = {"format": "compressed-tensors", "base_model": "org/base"}
-    card = write_card(model, tmp_path / "copy", None, random_scales("tensor"), **options)
-    card = ModelCard(card)
+    text = write_card(model, tmp_path / "copy", None, random_scales("tensor"), **options)
+    card = ModelCard(text)
     assert card.data.base_model == "org/base"
     assert card.data.tags == ["fp8", "kv-cache", "compressed-tensors"]
     assert "3 layers, per tensor" in card.text

@@ -25,7 +25,7 @@ from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
 from tests.helpers.server_rules import LoadError
 from tests.scales.test_scales import assert_same
-from tests.scales.test_sources import list_sides, list_values, scale_error, spoil_config
+from tests.scales.test_sources import corrupt_config, list_sides, list_values, scale_error
 
 ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
 READERS = {
@@ -186,8 +186,8 @@ def test_each_rank_of_the_json_has_the_largest_scale_of_the_layer(tmp_path, mode
 
 
 def test_scales_per_tensor_are_expanded_if_all_heads_match(tmp_path, caplog):
-    def make_heads(count: int) -> LayerScales:
-        return LayerScales(*(torch.arange(1.0, 1 + count).view(-1, 1) for _ in "kv"))
+    def make_heads(num_heads: int) -> LayerScales:
+        return LayerScales(*(torch.arange(1.0, 1 + num_heads).view(-1, 1) for _ in "kv"))
 
     def save_and_load(*layers: LayerScales) -> list[list[float]]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -419,22 +419,22 @@ BAD_SOURCES = {
         ),
         "expected a checkpoint without KV scales",
     ),
-    "a-different-model": (spoil_config(model_type="qwen2"), "expected a 'llama' model"),
-    "more-layers": (spoil_config(num_hidden_layers=9), "without layers 3, 4"),
+    "a-different-model": (corrupt_config(model_type="qwen2"), "expected a 'llama' model"),
+    "more-layers": (corrupt_config(num_hidden_layers=9), "without layers 3, 4"),
     "no-attention": (
         lambda folder: save_file(
             {"model.norm.weight": torch.ones(1)}, folder / "model.safetensors"
         ),
         "expected one attention module in layer 0, got none",
     ),
-    "int8-cache-declared": (spoil_config(kv_cache_dtype="int8"), "'int8'"),
+    "int8-cache-declared": (corrupt_config(kv_cache_dtype="int8"), "'int8'"),
     "fnuz-declared": (
-        spoil_config(kv_cache_dtype="fp8_e4m3fnuz"),
+        corrupt_config(kv_cache_dtype="fp8_e4m3fnuz"),
         "expected to read the written scales",
     ),
-    "a-cache-of-latents": (spoil_config(kv_lora_rank=512), "Its servers cache latents"),
+    "a-cache-of-latents": (corrupt_config(kv_lora_rank=512), "Its servers cache latents"),
     "weights-of-a-different-tool": (
-        spoil_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        corrupt_config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "the quant_method 'fp8', got 'gptq'",
     ),
 }
@@ -532,7 +532,7 @@ OTHER_TOOLS = [
     "weights", [*QUANTIZED_CONFIGS.values(), *OTHER_TOOLS], ids=lambda x: x["quant_method"]
 )
 def test_scales_for_tgi_are_read_next_to_quantized_weights(tmp_path, folder, weights):
-    spoil_config(quantization_config=weights)(folder)
+    corrupt_config(quantization_config=weights)(folder)
     copy = add_scales(folder, tmp_path / "copy", "tgi")
     old_scales, scales = random_scales("tensor", 1), random_scales("tensor")
     for saved_scales in (old_scales, scales):  # the second pass replaces scales

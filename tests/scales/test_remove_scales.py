@@ -113,7 +113,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
 
 
 def save_in_files(folder: Path, plain_folder: Path, num_files: int) -> None:
-    """Save a checkpoint with scales among its weights, in `count` files."""
+    """Save a checkpoint with scales among its weights, in `num_files` files."""
     declare(plain_folder, folder)
     tensors = sorted(load_all_tensors(folder).items())
     for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):

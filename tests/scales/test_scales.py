@@ -20,7 +20,7 @@ INF, NAN = float("inf"), float("nan")
 ONE = torch.tensor(1.0)
 
 
-def make_two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
+def make_scales(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
     """Return scales: layer 0 per tensor, layer 1 per channel with a center. All values differ."""
     channel = LayerScales(
         torch.arange(1.0, 1 + heads * k_dim).view(heads, k_dim),
@@ -111,16 +111,16 @@ def test_invalid_centers_are_rejected(center):
     ],
     ids=["per-head", "per-channel", "center"],
 )
-def test_sides_with_different_heads_are_rejected(k, v, center):
+def test_sides_with_different_numbers_of_heads_are_rejected(k, v, center):
     with pytest.raises(ScaleError, match="the same number of heads"):
         LayerScales(k, v, center)
 
 
-# -- a model ---------------------------------------------------------------------------------------
+# -- all layers of a model -------------------------------------------------------------------------
 
 
 def test_layers_are_sorted_by_index():
-    scales = make_two_layers()
+    scales = make_scales()
     assert list(scales.layers) == [0, 1]
     assert scales.layers[0].v.item() == 0.25
     assert scales.centered
@@ -149,7 +149,7 @@ def test_uniform_does_not_depend_on_the_default_dtype():
     torch.set_default_dtype(torch.bfloat16)
     scales = KVScales.uniform(3, k=0.0152239128947258, v=0.25)
     assert list(scales.layers) == [0, 1, 2]
-    pairs = {(s.k.item(), s.v.item()) for s in scales.layers.values()}
+    pairs = {(layer.k.item(), layer.v.item()) for layer in scales.layers.values()}
     assert pairs == {(torch.tensor(0.0152239128947258, dtype=torch.float32).item(), 0.25)}
 
 
@@ -167,10 +167,10 @@ def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
     "clone", [copy.deepcopy, lambda scales: pickle.loads(pickle.dumps(scales))]
 )
 def test_copies_are_equal(clone):
-    assert_same(clone(make_two_layers()), make_two_layers())
+    assert_same(clone(make_scales()), make_scales())
 
 
-# -- scales for an operation -----------------------------------------------------------------------
+# -- `for_layer` -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_for_layer_expands_scales(k, v, expanded_k, expanded_v):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_for_layer_returns_the_heads_of_its_rank(rank):
-    full_layer = make_two_layers().layers[1]
-    layer = make_two_layers().for_layer(
+    full_layer = make_scales().layers[1]
+    layer = make_scales().for_layer(
         1, num_kv_heads=2, k_head_dim=3, v_head_dim=5, tp_rank=rank, tp_size=2
     )
     heads = slice(2 * rank, 2 * rank + 2)
@@ -208,14 +208,14 @@ def test_for_layer_returns_the_heads_of_its_rank(rank):
 
 
 def test_ranks_share_heads_if_there_are_more_ranks_than_heads():
-    layer = make_two_layers().for_layer(
+    layer = make_scales().for_layer(
         1, num_kv_heads=4, k_head_dim=3, v_head_dim=5, tp_rank=1, tp_size=2
     )
-    assert torch.equal(layer.k, make_two_layers().layers[1].k)
+    assert torch.equal(layer.k, make_scales().layers[1].k)
     scales = KVScales({0: LayerScales(torch.tensor([[1.0], [2.0]]), ONE)})
     sizes = {"num_kv_heads": 1, "k_head_dim": 1, "v_head_dim": 1, "tp_size": 4}
-    actual = [scales.for_layer(0, tp_rank=rank, **sizes).k.item() for rank in range(4)]
-    assert actual == [1, 1, 2, 2]
+    rank_scales = [scales.for_layer(0, tp_rank=rank, **sizes).k.item() for rank in range(4)]
+    assert rank_scales == [1, 1, 2, 2]
 
 
 BAD_CALLS = {
@@ -233,10 +233,10 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_for_layer_rejects_sizes_that_do_not_match(change, message):
+def test_for_layer_rejects_sizes_and_ranks_that_do_not_match(change, message):
     arguments = {"index": 1, "num_kv_heads": 4, "k_head_dim": 3, "v_head_dim": 5} | change
     with pytest.raises(ScaleError, match=message):
-        make_two_layers().for_layer(arguments.pop("index"), **arguments)
+        make_scales().for_layer(arguments.pop("index"), **arguments)
 
 
 # -- files of this package -------------------------------------------------------------------------
@@ -273,21 +273,21 @@ def test_saved_scales_are_loaded_exactly(tmp_path_factory, layers):
 
 def test_save_writes_a_single_file(tmp_path):
     folder = tmp_path / "deep" / "folder"
-    paths = make_two_layers().save_pretrained(folder)
+    paths = make_scales().save_pretrained(folder)
     assert paths == [*folder.iterdir()] == [folder / "kv_scales.safetensors"]
 
 
 def test_saving_into_a_file_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ScaleError, match="expected a folder, got a file"):
-        make_two_layers().save_pretrained(tmp_path / "file")
+        make_scales().save_pretrained(tmp_path / "file")
 
 
-# -- the argument of a cache -----------------------------------------------------------------------
+# -- `resolve` -------------------------------------------------------------------------------------
 
 
 def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
-    scales = make_two_layers()
+    scales = make_scales()
     assert resolve(None) is None
     assert resolve(scales) is scales
     for value in (0.5, 2, np.float64(0.25)):
@@ -326,7 +326,7 @@ def test_resolve_rejects_invalid_arguments(value, message):
 
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
 
-# test_sources_formats tests the declarations of tools. The following are other spellings.
+# test_sources_formats.py tests the declarations that tools write. These are other spellings.
 WITH_STATIC_SCALES = {
     "compressed-tensors-per-head": {
         "quantization_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
@@ -367,7 +367,7 @@ WITHOUT_STATIC_SCALES = {
 
 
 def to_objects(config: dict) -> SimpleNamespace:
-    """Return a config as transformers stores it: an object, whose blocks have `to_dict`."""
+    """Return a config as transformers stores it: an object whose blocks have `to_dict`."""
     blocks = ("quantization_config", "compression_config")
 
     def convert(name, value):

@@ -24,14 +24,14 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
-from hf_fp8kv.scales.checkpoint import checkpoint as hub_module
+from hf_fp8kv.scales.checkpoint import checkpoint as checkpoint_module
 from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE, TENSOR_NAMES
 from hf_fp8kv.scales.kv_scales import resolve
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
 K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
 V = (0.0230364128947258, 0.01979283057153225, 0.0241350457072258)
-LARGER = (V[0], V[1], K[2])
+LARGER_KV = (V[0], V[1], K[2])
 ATTENTION = "model.layers.{}.self_attn."
 
 
@@ -89,22 +89,22 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
 # -- golden files ----------------------------------------------------------------------------------
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HALVED = tuple(s / 2 for s in LARGER)
+HALVED = tuple(s / 2 for s in LARGER_KV)
 GOLDEN = {
     "vllm": ("vllm-json", K, K, F32),
     "vllm-rank0": ("vllm-json", V, V, F32),
-    "vllm-two-ranks": ("vllm-json", LARGER, LARGER, F32),
+    "vllm-two-ranks": ("vllm-json", LARGER_KV, LARGER_KV, F32),
     "tgi": ("tgi", K, V, F32),
-    "tgi-kv": ("tgi", LARGER, LARGER, F32),
-    "tgi-kv-written": ("tgi", LARGER, LARGER, F32),
+    "tgi-kv": ("tgi", LARGER_KV, LARGER_KV, F32),
+    "tgi-kv-written": ("tgi", LARGER_KV, LARGER_KV, F32),
     "tgi-kv-fnuz": ("tgi", HALVED, HALVED, F32),
     "autofp8": ("autofp8", K, V, F32),
-    "autofp8-kv": ("autofp8", LARGER, LARGER, F32),
+    "autofp8-kv": ("autofp8", LARGER_KV, LARGER_KV, F32),
     "compressed-tensors": ("compressed-tensors", K, V, BF16),
     "compressed-tensors-old": ("compressed-tensors", K, V, F16),
     "modelopt": ("modelopt", K, V, F32),
     "quark": ("quark", K, V, F32),
-    "trtllm": ("trtllm", LARGER, LARGER, F32),
+    "trtllm": ("trtllm", LARGER_KV, LARGER_KV, F32),
 }
 
 
@@ -230,7 +230,7 @@ def test_a_scalar_of_any_float_dtype_and_shape_is_read(tmp_path, dtype, shape):
     assert scales.layers[1].k.item() == torch.tensor(0.3, dtype=dtype).float().item()
 
 
-@pytest.mark.parametrize(("kv", "has_warning"), [(None, True), (LARGER, False)])
+@pytest.mark.parametrize(("kv", "has_warning"), [(None, True), (LARGER_KV, False)])
 def test_a_pair_takes_precedence_over_kv_scale(tmp_path, caplog, kv, has_warning):
     folder = copy_golden("autofp8", tmp_path)
     kv_scales = kv or (9.0, 9.0, 9.0)
@@ -246,7 +246,7 @@ def test_kv_scale_takes_precedence_over_an_incomplete_pair(tmp_path):
     folder = copy_golden("autofp8-kv", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "k_scale": torch.tensor(9.0)})
     scales = KVScales.from_pretrained(folder)
-    assert list_values(scales, "k") == list_values(scales, "v") == round_values(LARGER)
+    assert list_values(scales, "k") == list_values(scales, "v") == round_values(LARGER_KV)
 
 
 @pytest.mark.parametrize(("side", "expected"), [("k", K), ("v", V)])
@@ -346,7 +346,7 @@ def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, cap
         scales = KVScales.from_pretrained(folder)
     assert (scales.format, list_values(scales, "k")) == ("vllm-json", round_values(V))
     assert "reading kv_cache_scales.json" in caplog.text
-    write_own(PAIR)(folder)
+    write_native(PAIR)(folder)
     scales = KVScales.from_pretrained(folder)
     assert (scales.format, list_values(scales, "k")) == ("hf_fp8kv", [0.5])
 
@@ -366,7 +366,7 @@ TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
 
 
 def test_variants_of_a_json_are_accepted(tmp_path):
-    """Scales may be strings, layers in any order. Byte order marks and extra entries are valid."""
+    """Strings as scales, layers in any order, byte order marks and extra entries are valid."""
     ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
     ranks["0"] |= {"0": "0.5", "2": " 1e-2 "}
     path = write_scales(tmp_path / "s.json", ranks, more=[1, 2], model_type=None)
@@ -405,117 +405,124 @@ def test_strict_errors_are_warnings_if_not_strict(tmp_path, caplog):
     assert "layers without scales: 1, 3" in caplog.text
 
 
-# Invalid input. Each entry has a function that damages a valid folder or path, and a message.
-# The result is a ScaleError that names the path, but never scales or an error of a library.
+# Invalid input. Each entry has a function that damages a valid folder, and the expected message.
+# Reading must raise a ScaleError that names the path. It must not return scales, or raise an error
+# of a library.
 
-Spoil = Callable[[Path], object]
+Corrupt = Callable[[Path], object]
 
 
-def assert_rejected(folder: Path, spoil: Spoil, message: str, path: Path | str = "") -> None:
+def assert_rejected(folder: Path, corrupt: Corrupt, message: str, path: Path | str = "") -> None:
     """Damage a checkpoint, and assert that reading it raises a ScaleError with this message."""
-    spoil(folder)
+    corrupt(folder)
     with scale_error(message, path):
         KVScales.from_pretrained(folder)
 
 
-def spoil_json(old: str, new: str) -> Spoil:
+def corrupt_json(old: str, new: str) -> Corrupt:
     """Return a function that replaces `old` with `new` in kv_cache_scales.json."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         path = folder / "kv_cache_scales.json"
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new, 1))
 
-    return spoil
+    return corrupt
 
 
-def spoil_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
+def corrupt_bytes(file: str, change: Callable[[bytes], bytes]) -> Corrupt:
     """Return a function that changes the bytes of a file."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
 
-    return spoil
+    return corrupt
 
 
-def truncate(file: str, size: int) -> Spoil:
+def truncate(file: str, size: int) -> Corrupt:
     """Return a function that shortens a file to `size` bytes, or by `-size` bytes if negative."""
-    return spoil_bytes(file, lambda data: data[:size])
+    return corrupt_bytes(file, lambda data: data[:size])
 
 
-def delete(name: str) -> Spoil:
+def delete(name: str) -> Corrupt:
     """Return a function that deletes a file."""
     return lambda folder: (folder / name).unlink()
 
 
-def spoil_config(**entries: object) -> Spoil:
+def corrupt_config(**entries: object) -> Corrupt:
     """Return a function that sets entries of config.json."""
     return lambda folder: edit_json(folder / "config.json", **entries)
 
 
-def spoil_tensor(tail: str, tensor: torch.Tensor | None, layer: int = 1) -> Spoil:
+def corrupt_tensor(suffix: str, tensor: torch.Tensor | None, layer: int = 1) -> Corrupt:
     """Return a function that sets a tensor of a layer's attention. None deletes the tensor."""
-    return spoil_tensors({tail: tensor}, layer)
+    return corrupt_tensors({suffix: tensor}, layer)
 
 
-def spoil_tensors(tensors: dict[str, torch.Tensor | None], layer: int = 1) -> Spoil:
+def corrupt_tensors(tensors: dict[str, torch.Tensor | None], layer: int = 1) -> Corrupt:
     """Return a function that sets tensors of a layer's attention. None deletes a tensor."""
-    changes = {ATTENTION.format(layer) + tail: tensor for tail, tensor in tensors.items()}
+    changes = {ATTENTION.format(layer) + suffix: tensor for suffix, tensor in tensors.items()}
     return lambda folder: edit_tensors(folder, changes)
 
 
-KEY = '"0": 0.0152239128947258'
-BAD_JSON: dict[str, tuple[Spoil, str]] = {
-    "zero": (spoil_json(KEY, '"0": 0'), "rank 0, layer 0: expected a finite number above 0"),
-    "nan": (spoil_json(KEY, '"0": NaN'), "got nan"),
-    "words": (spoil_json(KEY, '"0": "half"'), "expected a number.*half"),
-    "bool": (spoil_json(KEY, '"0": true'), "got True"),
-    "underflows": (spoil_json(KEY, '"0": 1e-45'), "got 1e-45"),
-    "huge-integer": (spoil_json(KEY, '"0": 1' + "0" * 400), "expected a finite number"),
-    "endless-integer": (spoil_json(KEY, '"0": 1' + "0" * 5000), "expected a JSON file"),
-    "missing-layer": (spoil_json(KEY + ",", ""), "without layers 0"),
-    "layer-beyond-the-model": (spoil_json('"2"', '"3"'), "without layers 2"),
-    "layer-not-a-number": (spoil_json(KEY, '"zero": 0.5'), "expected every layer .*'zero'"),
-    "layer-twice": (spoil_json(KEY, '"0": 1, "0": 2'), "'0' twice"),
+FIRST_ENTRY = '"0": 0.0152239128947258'
+BAD_JSON: dict[str, tuple[Corrupt, str]] = {
+    "zero": (
+        corrupt_json(FIRST_ENTRY, '"0": 0'),
+        "rank 0, layer 0: expected a finite number above 0",
+    ),
+    "nan": (corrupt_json(FIRST_ENTRY, '"0": NaN'), "got nan"),
+    "words": (corrupt_json(FIRST_ENTRY, '"0": "half"'), "expected a number.*half"),
+    "bool": (corrupt_json(FIRST_ENTRY, '"0": true'), "got True"),
+    "underflows": (corrupt_json(FIRST_ENTRY, '"0": 1e-45'), "got 1e-45"),
+    "huge-integer": (corrupt_json(FIRST_ENTRY, '"0": 1' + "0" * 400), "expected a finite number"),
+    "endless-integer": (corrupt_json(FIRST_ENTRY, '"0": 1' + "0" * 5000), "expected a JSON file"),
+    "missing-layer": (corrupt_json(FIRST_ENTRY + ",", ""), "without layers 0"),
+    "layer-beyond-the-model": (corrupt_json('"2"', '"3"'), "without layers 2"),
+    "layer-not-a-number": (
+        corrupt_json(FIRST_ENTRY, '"zero": 0.5'),
+        "expected every layer .*'zero'",
+    ),
+    "layer-twice": (corrupt_json(FIRST_ENTRY, '"0": 1, "0": 2'), "'0' twice"),
     "layer-twice-in-two-spellings": (
-        spoil_json(KEY, '"0": 1, "00": 2'),
+        corrupt_json(FIRST_ENTRY, '"0": 1, "00": 2'),
         "every layer once, .*'00'",
     ),
-    "no-layers": (spoil_json('"scaling_factor"', '"scaling_factor": {"0": {}}, "x"'), "object"),
-    "rank-not-a-number": (spoil_json('"0": {', '"first": {'), "expected every rank .*'first'"),
-    "rank-missing": (spoil_json('"0": {', '"1": {'), "expected the ranks 0 to 0, got 1"),
+    "no-layers": (corrupt_json('"scaling_factor"', '"scaling_factor": {"0": {}}, "x"'), "object"),
+    "rank-not-a-number": (corrupt_json('"0": {', '"first": {'), "expected every rank .*'first'"),
+    "rank-missing": (corrupt_json('"0": {', '"1": {'), "expected the ranks 0 to 0, got 1"),
     "rank-twice": (
-        spoil_json('"0": {', '"rank0": {"0": 1, "1": 1, "2": 1}, "0": {'),
+        corrupt_json('"0": {', '"rank0": {"0": 1, "1": 1, "2": 1}, "0": {'),
         "every rank once, .*'0'",
     ),
     "ranks-with-other-layers": (
-        spoil_json('"0": {', '"1": {"0": 1}, "0": {'),
+        corrupt_json('"0": {', '"1": {"0": 1}, "0": {'),
         "expected the same layers for every rank, got 3 layers for rank 0 and 1 for rank 1",
     ),
-    "rank-not-an-object": (spoil_json('"0": {', '"1": 0.5, "0": {'), "object of layers, got 0.5"),
+    "rank-not-an-object": (corrupt_json('"0": {', '"1": 0.5, "0": {'), "object of layers, got 0.5"),
     "ranks-not-an-object": (
-        spoil_json('"scaling_factor"', '"scaling_factor": [1], "x"'),
+        corrupt_json('"scaling_factor"', '"scaling_factor": [1], "x"'),
         r"object of ranks, got \[1\]",
     ),
-    "dtype-e5m2": (spoil_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
-    "cache-missing": (spoil_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
-    "model-type-missing": (spoil_json('"model_type"', '"type"'), "model_type"),
-    "model-type-a-number": (spoil_json('"llama"', "1"), "model_type: expected a string"),
+    "dtype-e5m2": (corrupt_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
+    "cache-missing": (corrupt_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
+    "model-type-missing": (corrupt_json('"model_type"', '"type"'), "model_type"),
+    "model-type-a-number": (corrupt_json('"llama"', "1"), "model_type: expected a string"),
     "cut-off": (truncate("kv_cache_scales.json", 90), "expected a JSON file"),
-    "binary": (spoil_bytes("kv_cache_scales.json", lambda _: b"\xff\xfe\x00"), "UnicodeDecode"),
-    "an-array": (spoil_bytes("kv_cache_scales.json", lambda _: b"[1]"), "JSON object, got list"),
+    "binary": (corrupt_bytes("kv_cache_scales.json", lambda _: b"\xff\xfe\x00"), "UnicodeDecode"),
+    "an-array": (corrupt_bytes("kv_cache_scales.json", lambda _: b"[1]"), "JSON object, got list"),
     "very-deep": (
-        spoil_bytes("kv_cache_scales.json", lambda _: b'{"a":' * 10**5),
+        corrupt_bytes("kv_cache_scales.json", lambda _: b'{"a":' * 10**5),
         "expected a JSON file",
     ),
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD_JSON.values(), ids=BAD_JSON)
-def test_an_invalid_json_is_rejected(tmp_path, spoil, message):
+@pytest.mark.parametrize(("corrupt", "message"), BAD_JSON.values(), ids=BAD_JSON)
+def test_an_invalid_json_is_rejected(tmp_path, corrupt, message):
     folder = copy_golden("vllm", tmp_path)
-    spoil(folder)
+    corrupt(folder)
     path = folder / "kv_cache_scales.json"
     for load in (lambda: KVScales.from_file(path), lambda: KVScales.from_pretrained(folder)):
         with scale_error(message, path):
@@ -534,7 +541,7 @@ def test_a_large_json_is_rejected_unread(tmp_path):
 
 
 def test_a_duplicate_is_found_in_linear_time(tmp_path):
-    """Reading 16 times the number of keys takes less than 64 times the time."""
+    """With 16 times more keys, reading takes less than 64 times longer."""
     path, times = tmp_path / "kv_cache_scales.json", []
     for num_keys in (1_000, 16_000):
         keys = [*range(num_keys), num_keys - 1]
@@ -549,70 +556,73 @@ def test_a_duplicate_is_found_in_linear_time(tmp_path):
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
-def set_scheme(**changes: object) -> Spoil:
+def set_scheme(**changes: object) -> Corrupt:
     """Return a function that declares compressed-tensors, with changes to the cache's scheme."""
-    block = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME | changes}
-    return spoil_config(quantization_config=block)
+    quantization_config = {
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": SCHEME | changes,
+    }
+    return corrupt_config(quantization_config=quantization_config)
 
 
-BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
-    "zero": (spoil_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
-    "nan": (spoil_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
-    "int64": (spoil_tensor("k_scale", torch.ones((), dtype=torch.int64)), r"got torch\.int64"),
+BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
+    "zero": (corrupt_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
+    "nan": (corrupt_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
+    "int64": (corrupt_tensor("k_scale", torch.ones((), dtype=torch.int64)), r"got torch\.int64"),
     "float8": (
-        spoil_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)),
+        corrupt_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)),
         r"got torch\.float8_e4m3fn",
     ),
-    "empty-tensor": (spoil_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
-    "one-dimension": (spoil_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
-    "per-channel": (spoil_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
+    "empty-tensor": (corrupt_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
+    "one-dimension": (corrupt_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
+    "per-channel": (corrupt_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
     "sides-with-other-heads": (
-        spoil_tensors({"k_scale": torch.ones(2, 1, 1), "v_scale": torch.ones(3, 1, 1)}),
+        corrupt_tensors({"k_scale": torch.ones(2, 1, 1), "v_scale": torch.ones(3, 1, 1)}),
         r"v_scale: .* heads in config.json \(\[2\]\), got \[3, 1, 1\]",
     ),
     "layer-missing": (
         lambda folder: set_scales(folder, [1], None),
         "expected scales for 3 layers, got 2 without layers 1",
     ),
-    "more-layers-in-the-model": (spoil_config(num_hidden_layers=5), "got 3 without layers 3, 4"),
+    "more-layers-in-the-model": (corrupt_config(num_hidden_layers=5), "got 3 without layers 3, 4"),
     "two-names-that-differ": (
-        spoil_tensor("attn.k_scale", torch.tensor(9.0)),
+        corrupt_tensor("attn.k_scale", torch.tensor(9.0)),
         "expected one scale for K of layer 1, got .*which differ",
     ),
     "zero-point": (
-        spoil_tensor("k_zero_point", torch.ones(1).to(torch.float8_e4m3fn)),
+        corrupt_tensor("k_zero_point", torch.ones(1).to(torch.float8_e4m3fn)),
         "k_zero_point: expected a zero point of 0",
     ),
-    "zero-point-of-int8": (spoil_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
+    "zero-point-of-int8": (corrupt_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
     "bias-of-a-layer": (
-        spoil_tensor("k_proj.k_bias", torch.ones(2)),
+        corrupt_tensor("k_proj.k_bias", torch.ones(2)),
         r"k_bias: expected floats of the shape \[1, heads, 1, D\] .*, got torch.float32 \[2\]",
     ),
     "bias-of-other-heads": (
-        spoil_tensor("v_proj.v_bias", torch.ones(2, 2, 1, 4)),
+        corrupt_tensor("v_proj.v_bias", torch.ones(2, 2, 1, 4)),
         r"v_bias: expected floats of the shape",
     ),
     "bias-of-three-heads": (
-        spoil_tensor("k_proj.k_bias", torch.ones(1, 3, 1, 4)),
+        corrupt_tensor("k_proj.k_bias", torch.ones(1, 3, 1, 4)),
         r"k_bias: expected floats of the shape \[1, heads, 1, D\] with heads in",
     ),
     "bias-of-more-heads-than-its-scale": (
-        spoil_tensors({"v_scale": torch.ones(2, 1, 1), "v_proj.v_bias": torch.ones(1, 4, 1, 4)}),
+        corrupt_tensors({"v_scale": torch.ones(2, 1, 1), "v_proj.v_bias": torch.ones(1, 4, 1, 4)}),
         r"v_bias: expected floats of the shape \[1, heads, 1, D\] with heads in \[1, 2\]",
     ),
     "bias-nan": (
-        spoil_tensor("k_proj.k_bias", torch.full((1, 2, 1, 4), float("nan"))),
+        corrupt_tensor("k_proj.k_bias", torch.full((1, 2, 1, 4), float("nan"))),
         "center of K.*got nan",
     ),
     "bias-without-a-scale": (
-        spoil_tensor("k_proj.k_bias", torch.ones(()), layer=9),
+        corrupt_tensor("k_proj.k_bias", torch.ones(()), layer=9),
         "expected a scale with model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
-    "ascend-int8": (spoil_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
+    "ascend-int8": (corrupt_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
     "asymmetric-scheme": (set_scheme(symmetric=False), "asymmetric"),
     "channel-scheme": (set_scheme(strategy="channel"), "strategy channel"),
     "dynamic-local-scheme": (set_scheme(dynamic="local"), "dynamic, which needs none"),
-    "unknown-word": (spoil_config(kv_cache_dtype="turbo3"), "'turbo3'"),
+    "unknown-word": (corrupt_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (delete("config.json"), "expected a config.json"),
     "config-cut-off": (truncate("config.json", 40), "config.json.*JSON file"),
     "cut-off": (truncate("model.safetensors", -4), "a safetensors file"),
@@ -640,40 +650,43 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
 ALWAYS_INVALID = ("zero", "int64", "zero-point", "channel-scheme", "cut-off")
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
-def test_an_invalid_checkpoint_is_rejected(tmp_path, spoil, message):
+@pytest.mark.parametrize(("corrupt", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+def test_an_invalid_checkpoint_is_rejected(tmp_path, corrupt, message):
     folder = copy_golden("autofp8", tmp_path)
-    assert_rejected(folder, spoil, message, folder)
+    assert_rejected(folder, corrupt, message, folder)
     with pytest.raises(ScaleError):
         resolve(str(folder))
-    if spoil in (BAD_CHECKPOINTS[name][0] for name in ALWAYS_INVALID):
+    if corrupt in (BAD_CHECKPOINTS[name][0] for name in ALWAYS_INVALID):
         with pytest.raises(ScaleError):
             KVScales.from_pretrained(folder, strict=False)
 
 
-def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
+def edit_index(change: Callable[[dict[str, object]], object]) -> Corrupt:
     """Return a function that changes the weight map of the index."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
         weight_map = json.loads(path.read_text())["weight_map"]
         path.write_text(json.dumps({"weight_map": change(weight_map)}))
 
-    return spoil
+    return corrupt
 
 
-def list_in_file(file: object) -> Spoil:
+def list_in_file(file: object) -> Corrupt:
     """Return a function that lists all tensors of the index in one file."""
-    return edit_index(lambda old: dict.fromkeys(old, file))
+    return edit_index(lambda weight_map: dict.fromkeys(weight_map, file))
 
 
 SHARD = "model-00002-of-00002.safetensors"
-BAD_INDICES: dict[str, tuple[Spoil, str]] = {
+BAD_INDICES: dict[str, tuple[Corrupt, str]] = {
     "shard-missing": (delete(SHARD), f"expected the file {SHARD}"),
     "shard-cut-off": (truncate(SHARD, -1), "a safetensors file"),
     "tensor-missing": (
         edit_index(
-            lambda old: old | dict.fromkeys(list(old)[-1:], "model-00001-of-00002.safetensors")
+            lambda weight_map: (
+                weight_map
+                | dict.fromkeys(list(weight_map)[-1:], "model-00001-of-00002.safetensors")
+            )
         ),
         "which the index lists here",
     ),
@@ -686,49 +699,52 @@ BAD_INDICES: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
-def test_an_invalid_index_is_rejected(tmp_path, spoil, message):
-    assert_rejected(copy_golden("compressed-tensors-heads", tmp_path), spoil, message)
+@pytest.mark.parametrize(("corrupt", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
+def test_an_invalid_index_is_rejected(tmp_path, corrupt, message):
+    assert_rejected(copy_golden("compressed-tensors-heads", tmp_path), corrupt, message)
 
 
-OWN_FILE = "kv_scales.safetensors"
+NATIVE_FILE = "kv_scales.safetensors"
 
 
-def write_own(tensors: dict[str, torch.Tensor], **entries: object) -> Spoil:
+def write_native(tensors: dict[str, torch.Tensor], **entries: object) -> Corrupt:
     """Return a function that writes kv_scales.safetensors with these tensors and header entries."""
     header = {"version": 1, "dtype": "float8_e4m3fn", "model_type": None} | entries
     return lambda folder: save_file(
-        tensors, folder / OWN_FILE, metadata={"hf_fp8kv": json.dumps(header)}
+        tensors, folder / NATIVE_FILE, metadata={"hf_fp8kv": json.dumps(header)}
     )
 
 
 PAIR = {"layers.0.k_scale": torch.tensor(0.5), "layers.0.v_scale": torch.tensor(0.25)}
 CENTER = "layers.0.k_center"
-BAD_OWN: dict[str, tuple[Spoil, str]] = {
+BAD_NATIVE_FILES: dict[str, tuple[Corrupt, str]] = {
     "zero": (
-        write_own(PAIR | {"layers.0.k_scale": torch.tensor(0.0)}),
+        write_native(PAIR | {"layers.0.k_scale": torch.tensor(0.0)}),
         "K scale.*layers.0.*got 0.0",
     ),
-    "center-nan": (write_own(PAIR | {CENTER: torch.full((2, 2), math.nan)}), "center of K.*nan"),
-    "single-side": (write_own({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*got NoneType"),
-    "other-tensor": (write_own(PAIR | {"model.norm": torch.ones(())}), "as save_pretrained writes"),
-    "other-part": (write_own(PAIR | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
-    "other-unit": (write_own(PAIR, dtype="float8_e5m2"), "'float8_e5m2'"),
+    "center-nan": (write_native(PAIR | {CENTER: torch.full((2, 2), math.nan)}), "center of K.*nan"),
+    "single-side": (write_native({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*got NoneType"),
+    "other-tensor": (
+        write_native(PAIR | {"model.norm": torch.ones(())}),
+        "as save_pretrained writes",
+    ),
+    "other-part": (write_native(PAIR | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
+    "other-unit": (write_native(PAIR, dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
-        lambda folder: save_file(PAIR, folder / OWN_FILE, metadata={"hf_fp8kv": "{"}),
+        lambda folder: save_file(PAIR, folder / NATIVE_FILE, metadata={"hf_fp8kv": "{"}),
         "as save_pretrained writes it, got JSONDecodeError",
     ),
     "header-of-a-number": (
-        lambda folder: save_file(PAIR, folder / OWN_FILE, metadata={"hf_fp8kv": "1"}),
+        lambda folder: save_file(PAIR, folder / NATIVE_FILE, metadata={"hf_fp8kv": "1"}),
         "as save_pretrained writes it, got TypeError",
     ),
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD_OWN.values(), ids=BAD_OWN)
-def test_an_invalid_kv_scales_file_is_rejected_without_a_fallback(tmp_path, spoil, message):
+@pytest.mark.parametrize(("corrupt", "message"), BAD_NATIVE_FILES.values(), ids=BAD_NATIVE_FILES)
+def test_an_invalid_kv_scales_file_is_rejected_without_a_fallback(tmp_path, corrupt, message):
     folder = copy_golden("autofp8", tmp_path)
-    assert_rejected(folder, spoil, message, folder / OWN_FILE)
+    assert_rejected(folder, corrupt, message, folder / NATIVE_FILE)
 
 
 BAD_FILES = {
@@ -823,10 +839,10 @@ class FakeHub:
 def hub(monkeypatch, tmp_path):
     def serve(name: str) -> FakeHub:
         fake = FakeHub(copy_golden(name, tmp_path))
-        monkeypatch.setattr(hub_module, "hf_hub_download", fake.hf_hub_download)
-        monkeypatch.setattr(hub_module, "HfApi", lambda: fake)
-        monkeypatch.setattr(hub_module, "try_to_load_from_cache", lambda *_: None)
-        monkeypatch.setattr(hub_module.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(checkpoint_module, "hf_hub_download", fake.hf_hub_download)
+        monkeypatch.setattr(checkpoint_module, "HfApi", lambda: fake)
+        monkeypatch.setattr(checkpoint_module, "try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr(checkpoint_module.constants, "HF_HUB_OFFLINE", False)
         return fake
 
     return serve
@@ -842,7 +858,7 @@ def test_the_usual_options_reach_the_hub(hub, tmp_path):
 
 def test_only_files_with_scales_are_fetched(hub):
     fake = hub("compressed-tensors-heads")
-    edit_index(lambda old: old | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
+    edit_index(lambda names: names | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
     save_file({"model.norm.weight": torch.ones(2)}, fake.folder / "model-9.safetensors")
     assert list(KVScales.from_pretrained("org/model").layers) == [0, 1, 2]
     config_files = {"config.json", "model.safetensors.index.json"}
@@ -853,7 +869,7 @@ def test_rank_files_are_found_in_a_repository_of_tensorrt(hub):
     fake = hub("trtllm")
     shutil.copy(fake.folder / "model.safetensors", fake.folder / "rank1.safetensors")
     (fake.folder / "model.safetensors").rename(fake.folder / "rank0.safetensors")
-    assert list_values(KVScales.from_pretrained("org/model"), "k") == round_values(LARGER)
+    assert list_values(KVScales.from_pretrained("org/model"), "k") == round_values(LARGER_KV)
     assert sorted(fake.fetched) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
 
 
@@ -862,7 +878,7 @@ def test_a_cached_repository_is_read_if_the_hub_is_unreachable(hub, monkeypatch)
     error = LocalEntryNotFoundError("no route")
     monkeypatch.setattr(fake, "make_not_found", lambda _: error)
     monkeypatch.setattr(
-        hub_module, "try_to_load_from_cache", lambda repo, name, *_: str(fake.folder / name)
+        checkpoint_module, "try_to_load_from_cache", lambda repo, name, *_: str(fake.folder / name)
     )
     scales = KVScales.from_pretrained("org/model", force_download=False)
     assert list_values(scales, "k") == round_values(K)
@@ -885,7 +901,7 @@ def test_a_missing_repository_is_a_scale_error(hub, monkeypatch):
         response = SimpleNamespace(headers={}, request=None)
         raise RepositoryNotFoundError("401 Client Error", response=response)
 
-    monkeypatch.setattr(hub_module, "hf_hub_download", reject)
+    monkeypatch.setattr(checkpoint_module, "hf_hub_download", reject)
     with pytest.raises(ScaleError, match=r"org/model: expected a repository.*401 Client Error"):
         KVScales.from_pretrained("org/model")
 

@@ -85,9 +85,9 @@ REJECTED = {
 }
 
 
-def read_tool_scales(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
-    """Return the largest scale (or bias) of each layer, over all tensors that end in `tail`."""
-    pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(tail.format(side))}")
+def read_tool_scales(folder: Path, suffix: str, side: str) -> dict[int, torch.Tensor]:
+    """Return the largest scale (or bias) of each layer, over all tensors that end in `suffix`."""
+    pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(suffix.format(side))}")
     values: dict[int, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
@@ -101,12 +101,12 @@ def read_tool_scales(folder: Path, tail: str, side: str) -> dict[int, torch.Tens
 
 @pytest.mark.parametrize("name", READABLE)
 def test_the_values_of_the_tool_are_read(caplog, name):
-    format, tail, warning = READABLE[name]
+    format, suffix, warning = READABLE[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
     assert (scales.plan is not None) == name.endswith("-r3")  # the scales are for rotated K
     for side in "kv":
-        expected = read_tool_scales(DATA / name, tail, side)
+        expected = read_tool_scales(DATA / name, suffix, side)
         biases = read_tool_scales(DATA / name, "self_attn.{0}_proj.{0}_bias", side)
         assert len(expected) >= 3
         for index, layer in scales.layers.items():

@@ -39,7 +39,7 @@ def take_step(model: Any, rate: float = 1e-6) -> None:
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return a function that returns the warnings about outdated scales."""
     caplog.set_level(logging.WARNING, "hf_fp8kv")
     return lambda: [r.message for r in caplog.records if "made for different weights" in r.message]
@@ -161,23 +161,23 @@ CHECKS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_outdated_scales_warn_once_and_current_scales_do_not(
-    check: str, model_scales: KVScales, tmp_path: Path, warnings: Callable[[], list[str]]
+    check: str, model_scales: KVScales, tmp_path: Path, read_warnings: Callable[[], list[str]]
 ) -> None:
     model_scales.save_pretrained(tmp_path)
     model = make_model()
     CHECKS[check](model, tmp_path)
-    assert not warnings()
+    assert not read_warnings()
     take_step(model)
     for _ in range(2):
         CHECKS[check](model, tmp_path)
-    (message,) = warnings()
+    (message,) = read_warnings()
     assert str(tmp_path) in message
     assert "LlamaForCausalLM has now. Values that exceed" in message
     assert "Calibrate again" in message
 
 
 def test_scales_without_a_digest_do_not_warn(
-    model_scales: KVScales, tmp_path: Path, warnings: Callable[[], list[str]]
+    model_scales: KVScales, tmp_path: Path, read_warnings: Callable[[], list[str]]
 ) -> None:
     """Files of other tools, constants, and scales without metadata have no digest."""
     path = model_scales.save_pretrained(tmp_path)[-1]
@@ -190,4 +190,4 @@ def test_scales_without_a_digest_do_not_warn(
     layer = LayerScales(torch.tensor(0.01), torch.tensor(0.01))
     for scales in (path, 0.01, KVScales({0: layer, 1: layer}), None):
         enable(make_model(), scales=scales)
-    assert not warnings()
+    assert not read_warnings()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.text
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Return the path of the converted model, in a cache folder that is empty."""
+    """Return the path of the converted model, in an empty cache folder."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return tmp_path / "hf_fp8kv" / demo_model.NAME
 
