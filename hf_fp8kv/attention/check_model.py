@@ -224,7 +224,7 @@ def probe_deterministic(
     except Exception as error:
         raise ConfigError(
             f"deterministic: expected a model that can be run on {tokens} tokens, got {name}: "
-            f"{type(error).__name__}: {error}; leave deterministic out"
+            f"{type(error).__name__}: {error}. Leave deterministic out"
         ) from error
     finally:
         remove_deterministic(model, __name__)
@@ -233,7 +233,7 @@ def probe_deterministic(
     if reason:
         raise ConfigError(
             "deterministic: expected a model whose results do not depend on batch and chunks, got "
-            f"{name}, which {reason}; leave deterministic out"
+            f"{name}, which {reason}. Leave deterministic out"
         )
 
 

@@ -48,7 +48,7 @@ class CompactMask(StandIn):
         if first < 0 or last > width:
             raise ConfigError(
                 f"expected a mask that covers the tokens {start} to {stop - 1}, got one of the "
-                f"tokens {self.start} to {self.start + width - 1}; pass a mask over the cached and "
+                f"tokens {self.start} to {self.start + width - 1}. Pass a mask over the cached and "
                 "the new tokens"
             )
         return self.token_mask if last - first == width else self.token_mask[..., first:last]

@@ -65,7 +65,7 @@ def check_deterministic(model: PreTrainedModel, stock_layers: Sequence[int] = ()
     if reason:
         raise ConfigError(
             "deterministic: expected a decoder whose layers are all stored, got "
-            f"{type(model).__name__}, which {reason}; leave deterministic out"
+            f"{type(model).__name__}, which {reason}. Leave deterministic out"
         )
 
 
@@ -74,7 +74,7 @@ def check_page_size(page_size: int) -> None:
     if page_size < MIN_PAGE_SIZE:
         raise ConfigError(
             f"deterministic: expected pages of {MIN_PAGE_SIZE} tokens or more, got page_size="
-            f"{page_size}; leave page_size out"
+            f"{page_size}. Leave page_size out"
         )
 
 
@@ -87,7 +87,7 @@ def check_padding(is_token: Tensor) -> None:
     if (is_token.int().diff() > 0).any():
         raise ConfigError(
             "deterministic: expected sequences that begin at the first position, got padding "
-            "before or inside them; use hf_fp8kv.serving and generate_batch, which need no "
+            "before or inside them. Use hf_fp8kv.serving and generate_batch, which need no "
             "padding, or sequences of equal length"
         )
 
@@ -138,7 +138,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
         if DETERMINISTIC not in vars(module) and (_has_matrices(module) or _find_method(module)):
             raise ConfigError(
                 "deterministic: expected the modules that enable() prepared, got a new "
-                f"{type(module).__name__}; call enable() after adapters are added"
+                f"{type(module).__name__}. Call enable() after adapters are added"
             )
     if model.dtype == torch.float64:
         raise ConfigError("deterministic: expected 16 or 32 bits, got a model in float64")
@@ -151,7 +151,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
             name = str(model.config.get_text_config(decoder=True)._attn_implementation)
             if not name.startswith(ATTENTION):
                 raise ConfigError(
-                    f"deterministic: expected the attention {ATTENTION!r}, got {name!r}; call "
+                    f"deterministic: expected the attention {ATTENTION!r}, got {name!r}. Call "
                     "enable() again"
                 )
             cache.options.check_stored("deterministic")
@@ -233,7 +233,7 @@ def _refuse_compilation() -> None:
     """Raise ConfigError at run time, because Dynamo would drop a traced `raise`."""
     raise ConfigError(
         "deterministic: expected a model that is not compiled, got torch.compile, which changes "
-        "the order of sums; leave one of them out"
+        "the order of sums. Leave one of them out"
     )
 
 

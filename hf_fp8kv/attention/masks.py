@@ -96,7 +96,7 @@ def fp8_paged_mask(
     if num_missing > 0 and request.is_growing:
         raise ConfigError(
             f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
-            f"got one over {attention_mask.shape[-1]}; pass the mask of the whole sequence, or a "
+            f"got one over {attention_mask.shape[-1]}. Pass the mask of the whole sequence, or a "
             "cache without other tokens"
         )
     if num_missing > 0:  # hide tokens that the mask does not cover, as transformers' sdpa does

@@ -135,12 +135,12 @@ class PagedLayers:
         if config is None:
             if skip_layers:
                 raise ConfigError(
-                    "skip_layers: expected a config, which lists the layers, got None; pass one"
+                    "skip_layers: expected a config, which lists the layers, got None. Pass one"
                 )
             if self.options.is_preallocated:
                 raise ConfigError(
                     "max_cache_len: expected a config, which lists the layers to preallocate, got "
-                    "None; pass one"
+                    "None. Pass one"
                 )
             return []
         if self.options.tensor_parallel.size > 1:

@@ -48,7 +48,7 @@ class FixedPages(LayerGroup):
         return count if (count := self.pages_per_sequence) < self.num_columns else 0
 
     @torch.compiler.disable(
-        reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
+        reason="a budget (max_pages) is counted in Python. For fullgraph=True leave it out, or "
         "make the first call, or early_initialization(), outside compiled code"
     )  # type: ignore[untyped-decorator]
     def allocate(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -132,7 +132,7 @@ class FixedPages(LayerGroup):
         if len(lengths) > 1 and length > ring_size * size:
             raise ConfigError(
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
-                f"{sorted(lengths)} under a window of {self.window}; call it earlier"
+                f"{sorted(lengths)} under a window of {self.window}. Call it earlier"
             )
         table.reserve(ring_size * size, self.num_columns * size, table.batch)
         for member, member_length in member_lengths.items():

@@ -155,7 +155,7 @@ class LayerGroup:
                 raise ConfigError(
                     f"expected all layers with a window of {group.window} to store a call before "
                     f"the next call, got a layer at {start} tokens while another is at "
-                    f"{group.length}, whose window begins at token {first}; pass each call to all "
+                    f"{group.length}, whose window begins at token {first}. Pass each call to all "
                     "layers"
                 )
         plans = [(group, *group._plan_step(start, stop)) for group in groups]
@@ -208,7 +208,7 @@ class LayerGroup:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
                 f"some layers at {step.stop} and some at {step.start} tokens, under a window of "
-                f"{self.window} that has moved on; reset the cache"
+                f"{self.window} that has moved on. Reset the cache"
             )
         self.drop_unused_pages()
 

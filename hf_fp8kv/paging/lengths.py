@@ -297,5 +297,5 @@ def _check_crop(group: LayerGroup, tokens: int, num_stored: int, first_intact: i
         raise ConfigError(
             "crop: expected to keep a window that is still stored (from token "
             f"{first_intact} on), got {tokens} tokens to remove from {num_stored} under a window "
-            f"of {group.window}; call activate_past_recording() before these tokens are written"
+            f"of {group.window}. Call activate_past_recording() before these tokens are written"
         )

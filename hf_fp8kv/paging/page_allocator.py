@@ -32,8 +32,7 @@ class PageBudget:
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
-        self.page_size = page_size
-        self.max_pages = max_pages
+        self.page_size, self.max_pages = page_size, max_pages
         self.fetched_bytes = self.returned_bytes = 0
         self.allocators: weakref.WeakSet[PageAllocator] = weakref.WeakSet()
 
@@ -47,7 +46,7 @@ class PageBudget:
         if self.max_pages is not None and self.num_held + pages > self.max_pages:
             raise OutOfPagesError(
                 f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
-                f"got a call that needs {pages} more with {self.num_held} in use; raise max_pages, "
+                f"got a call that needs {pages} more with {self.num_held} in use. Raise max_pages, "
                 "drop a fork, crop or reset the cache",
                 needed=pages,
                 available=self.max_pages - self.num_held,

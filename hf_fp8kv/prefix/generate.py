@@ -143,8 +143,8 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
         if length and batch.length <= length:
             raise ConfigError(
                 f"expected a prompt that begins with the {length} tokens of the cache and adds at "
-                f"least one, got {batch.length} tokens; the cache did not receive its tokens from "
-                "generate() of an enabled model, so they cannot be compared: call crop() or "
+                f"least one, got {batch.length} tokens. The cache did not receive its tokens from "
+                "generate() of an enabled model, so they cannot be compared. Call crop() or "
                 "reset(), or make a new cache"
             )
         return length

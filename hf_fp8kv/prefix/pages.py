@@ -33,13 +33,13 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     is_indexed = (isinstance(layer, FP8PagedIndexedLayer) for layer in layers)
     reason = ""
     if not isinstance(store, PrefixStore):
-        reason = f"a hf_fp8kv.PrefixStore, got {store!r}; make one with PrefixStore(path)"
+        reason = f"a hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
     elif options.tensor_parallel.size > 1:
-        reason = "a model in one process, got one that is split; leave it out"
+        reason = "a model in one process, got one that is split. Leave it out"
     elif cache is not None and cache.open_ended:
-        reason = "a cache with a config, got one without; pass the model's config"
+        reason = "a cache with a config, got one without. Pass the model's config"
     elif options.is_preallocated:
-        reason = "a growing cache, got max_cache_len; leave one of the two out"
+        reason = "a growing cache, got max_cache_len. Leave one of the two out"
     elif config.is_encoder_decoder:
         reason = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
     elif any(is_indexed) or (layers and cache.stock_layers):
@@ -77,7 +77,7 @@ class StoredPrompt:
         `identity` is everything that pages depend on, except the tokens. Padding is included in
         `batch`, because it determines the page and slot of each token.
         """
-        ids, mask, positions = batch.columns(batch.length, torch.device("cpu"))
+        ids, mask, positions = batch.expand(batch.length, torch.device("cpu"))
         expected, size = (mask.cumsum(1) - 1).clamp(min=0), self._cache.options.page_size
         if not bool(((positions != expected) & mask).any()):
             rows = ids.masked_fill(~mask, -1)

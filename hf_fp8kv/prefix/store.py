@@ -93,7 +93,7 @@ class PrefixStore:
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_BYTES) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise ConfigError(
-                f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}; leave it "
+                f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}. Leave it "
                 f"out for {DEFAULT_BYTES}"
             )
         self.max_bytes = max_bytes
@@ -103,7 +103,7 @@ class PrefixStore:
         except (OSError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"path: expected a folder that exists or can be created, got {str(path)!r}: "
-                f"{error}; choose a different path"
+                f"{error}. Choose a different path"
             ) from error
         self._folder = PrefixFolder(self.path, _NAME_PATTERN, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
@@ -203,7 +203,7 @@ class PrefixStore:
             warn_once(logger, f"{self}: pages that cannot be read ({reason}) are ignored")
             return
         logger.warning(
-            "prefix store: %s is not a page that this library wrote (%s: %s); it is ignored, and "
+            "prefix store: %s is not a page that this library wrote (%s: %s). It is ignored, and "
             "removed if possible",
             self._file_path(key), type(error).__name__, error,
         )  # fmt: skip
@@ -285,7 +285,7 @@ class PrefixStore:
             self._can_write = False
             warn_once(
                 logger,
-                f"{self} stores nothing from now on ({type(error).__name__}: {error}); existing "
+                f"{self} stores nothing from now on ({type(error).__name__}: {error}). Existing "
                 "pages are still read",
             )
         except Exception:

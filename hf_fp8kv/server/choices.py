@@ -80,7 +80,7 @@ class ChoiceMaker:
         for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= vocab_size:
                 raise invalid(field, f"tokens below {vocab_size}", max(tokens))
-        num_top, num_prompt_top = request.num_scores
+        num_top, num_prompt_top = request.num_logprobs
         eos = None if request.ignore_eos else self._get_default(request, "eos_token_id")
         end_tokens = [*(eos if isinstance(eos, list) else [eos]), *request.stop_token_ids]
         choices: list[Choice] = []
@@ -181,7 +181,7 @@ class ChoiceMaker:
             penalty or 1.0, request.presence_penalty, request.frequency_penalty, logit_bias,
             request.min_tokens, tuple(sorted(bad_words - {()})),
         )  # fmt: skip
-        has_scores = any(top is not None for top in request.num_scores)
+        has_scores = any(top is not None for top in request.num_logprobs)
         for name, value in (("logprobs", has_scores), ("penalties, biases, bad_words", rules)):
             if value and reason is not None:
                 text = f"{name}: this server has none, because {reason}. Omit the field"

@@ -119,7 +119,7 @@ def enable(
     for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
         if value and has_windows:
             raise ConfigError(
-                f"{name}: expected a model whose layers all attend to the whole text, since an "
+                f"{name}: expected a model whose layers all attend to all tokens, because an "
                 f"engine overwrites the pages of windows, got {type(model).__name__}. Omit {name}, "
                 "or use generate() with enable()"
             )

@@ -40,8 +40,7 @@ def layer_windows(config: Any) -> list[int | None]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return [window] * config.num_hidden_layers
-    unknown = sorted(set(layer_types) - {_FULL_ATTENTION, _SLIDING_ATTENTION})
-    if unknown:
+    if unknown := sorted(set(layer_types) - {_FULL_ATTENTION, _SLIDING_ATTENTION}):
         raise ConfigError(
             f"expected layers of the types {_FULL_ATTENTION} and {_SLIDING_ATTENTION}, got "
             f"{', '.join(unknown)} ({getattr(config, 'model_type', type(config).__name__)}). "

@@ -504,7 +504,7 @@ class TestErrors:
              "plan: expected 'model' for K, or V"),
             (ConfigError, {"plan": {0: INT8_PLAN}}, "none for layer 1.*not in serving"),
             (ConfigError, {"plan": dict.fromkeys(range(3), INT8_PLAN)},
-             r"from 0 to 1, .*got also \[2\]"),
+             r"0 to 1, but also got \[2\]"),
             (ConfigError, {"plan": LayerPlan.parse("int8 centered", "int8")},
              "carry the centers of K, got none"),
         ],

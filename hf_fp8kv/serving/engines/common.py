@@ -82,7 +82,7 @@ class EngineCache:
         options, (num_heads, head_dim) = serving_config.options, kv_shape(config)
         sizes = config.num_hidden_layers, num_heads // options.tensor_parallel.size, head_dim
         self._config, self._storage = config, serving_config.layer_storage(*sizes, device)
-        self.page_layout = EnginePages.lay_out(options, *sizes, page_size, dtype)
+        self.page_layout = EnginePages.from_options(options, *sizes, page_size, dtype)
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._step_id: object = None
