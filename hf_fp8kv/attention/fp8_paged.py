@@ -40,7 +40,7 @@ _CENTER_REASON = (
     "they have a center, but are also values, which have no center. Use a plan without centers"
 )
 _PRODUCT_REASON = (
-    "kv_b_proj is not a product with weights in their dtype. hf_fp8kv.check_model explains why, "
+    "kv_b_proj does not only multiply by weights in their dtype. hf_fp8kv.check_model shows why, "
     "except for training mode, autocast, and a separate adapter for each sequence"
 )
 _TRAINING_ERROR = (
@@ -50,7 +50,7 @@ _TRAINING_ERROR = (
 _DETERMINISTIC_ERROR = (
     "deterministic: expected attention over stored pages, got keys that are not stored, or a "
     "feature that needs dense keys (dropout, attention weights, a gradient through latents). Use "
-    "the cache that generate() makes, FP8PagedCache(..., prefill='stored'), or "
+    "the cache that generate() creates, FP8PagedCache(..., prefill='stored'), or "
     "enable(..., training='stored') for calls without a cache"
 )
 # Arguments that change the result of attention, and that only the model's eager code supports.
@@ -78,8 +78,8 @@ class Call(NamedTuple):
 def register() -> None:
     """Add "fp8_paged" to transformers' attention and mask registries.
 
-    kvpress wraps all functions that are registered when it is imported, because presses on single
-    heads hide tokens in the wrapper. If kvpress was imported first, its wrapper is applied here.
+    On import, kvpress wraps all registered functions, because presses on single heads hide tokens
+    in the wrapper. If kvpress was imported first, its wrapper is applied here.
     """
     wrap = getattr(sys.modules.get("kvpress.attention_patch"), "attention_patch", None)
     AttentionInterface.register(
@@ -225,7 +225,7 @@ def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpe
                 "separately"
             )
     elif not spec.causal:
-        raise ConfigError("deterministic: expected causal attention, got a layer without it")
+        raise ConfigError("deterministic: expected causal attention, got a bidirectional layer")
     window = spec.window or (mask.window if isinstance(mask, CompactMask) else 0)
     return spec._replace(mask=None, causal=True, window=window)
 

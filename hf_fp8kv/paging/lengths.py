@@ -296,6 +296,6 @@ def _check_crop(group: LayerGroup, num_tokens: int, num_stored: int, first_intac
     if num_tokens and num_left and group.first_kept_token(num_left) < first_intact:
         raise ConfigError(
             f"crop: expected to keep a window that is still stored (from token {first_intact} on), "
-            f"got {num_tokens} tokens to remove from {num_stored} under a window of {group.window}. "
+            f"got {num_tokens} of {num_stored} tokens to remove under a window of {group.window}. "
             "Call activate_past_recording() before these tokens are written"
         )

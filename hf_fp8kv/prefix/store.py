@@ -50,7 +50,7 @@ class StoreUsage(NamedTuple):
 
     Attributes:
         files: Number of pages in the folder, from all models and processes.
-        bytes: Their total size, in bytes.
+        bytes: Total size of these pages, in bytes.
         hits: Number of prompts whose beginning was found.
         misses: Number of prompts whose beginning was not found.
         tokens_found: Number of tokens that were found, over all sequences.
@@ -83,8 +83,8 @@ class PrefixStore:
 
     Args:
         path: The folder. It is created if it does not exist. "~" is the home folder.
-        max_bytes: Maximum total size of the files, in bytes. The least recently used are evicted
-            first.
+        max_bytes: Maximum total size of the files, in bytes. The least recently used files are
+            evicted first.
 
     Raises:
         ConfigError: The folder cannot be created, or `max_bytes` is below 1.
@@ -145,7 +145,7 @@ class PrefixStore:
     # -- reading -----------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Return whether there is a page for a key. The file may still be damaged."""
+        """Return whether the store has a page for a key. The file may still be damaged."""
         exists = key in self._queue or os.path.lexists(self._file_path(key))
         return exists and key not in self._refused_keys
 
@@ -248,7 +248,7 @@ class PrefixStore:
         _submit(self._writer, partial(self._write_pages, keys, pages))
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Mark the pages of a prompt as used now, the first page as the most recently used."""
+        """Mark the pages of a prompt as used now. The first page becomes the most recent one."""
 
         def set_times(last_use: int = time.time_ns()) -> None:
             for index, key in enumerate(keys):
@@ -291,7 +291,7 @@ class PrefixStore:
         except Exception:
             logger.exception("%s: the pages of a prompt are not stored", self)
         finally:
-            # Remove the pages together, because they may share memory, which the last page frees.
+            # Remove the pages together. They may share memory, which is freed with the last page.
             for key in pages:
                 self._queue.pop(key, None)
             pages.clear()  # without a thread, the executor keeps this job in its queue

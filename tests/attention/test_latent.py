@@ -288,7 +288,7 @@ def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) ->
     check_against_sdpa(model, inputs, path=path)
     report = check_model(model)
     assert report.path == path
-    assert ("more than a product with weights" in str(report)) is (path == "dense")
+    assert ("more than a multiplication by weights" in str(report)) is (path == "dense")
 
 
 def test_changed_weights_take_effect() -> None:
@@ -456,7 +456,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in read_warning()
     replace_all(model, make_biased)
-    assert "not a product with weights" in read_warning()
+    assert "does not only multiply by weights" in read_warning()
     model.requires_grad_()
     cache = make_cache(model)
     with torch.no_grad():

@@ -1089,11 +1089,11 @@ REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
     ("gqa", "split", {"tensor_parallel": TensorParallel(0, 2)}),
     ("gqa", "first call", {"plan": "fp8 centered"}),
-    ("gqa", "a different kind", {"skip_layers": [0]}),
+    ("gqa", "layers of other kinds", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
     ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
-    ("hybrid", "a different kind", {}),
-    ("sparse", "a different kind", {}),
+    ("hybrid", "layers of other kinds", {}),
+    ("sparse", "layers of other kinds", {}),
     ("cross_attention", "encoder-decoder", {}),
 ]
 
