@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers, shares_keys
 from ..modeling.step import MaskRequest
-from ..modeling.tensor_parallel import check_divides, count_heads, kv_heads
+from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
 from ..paging.lengths import DeviceLength, HostLength
@@ -85,7 +85,7 @@ class PagedLayers:
         total_heads, query_heads, num_processes = None, 0, self.options.tensor_parallel.size
         if self.config is not None:
             query_heads = (count_heads(self.config, index) or 0) // num_processes
-            total_heads = kv_heads(self.config, index) if num_processes > 1 else None
+            total_heads = count_kv_heads(self.config, index) if num_processes > 1 else None
         encoding = Encoding(index, self.options, self.padding_observer, total_heads, rope)
         pool = pool or self.options.make_pool(encoding.plan, self.budget, index)
         member = group.add(pool)

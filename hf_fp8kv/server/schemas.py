@@ -123,7 +123,7 @@ def _parse_json(value: Any) -> Any:
     try:
         return from_json(value) if isinstance(value, str) else value
     except ValueError:
-        raise ValueError("a text that is JSON") from None
+        raise ValueError("a string of valid JSON") from None
 
 
 def _nest_in(value: Any, name: str) -> Any:
@@ -267,12 +267,12 @@ class Reasoning(_OpenModel):
     content: list[_ReasoningText] | None = None
 
 
-_ITEM_KINDS = "one of message, function_call, function_call_output, reasoning"
+_ITEM_TYPES = "one of message, function_call, function_call_output, reasoning"
 
 
-def _get_item_kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    return kind if isinstance(kind, str) else ""
+def _get_item_type(item: Any) -> str:
+    item_type = item.get("type", "message") if isinstance(item, dict) else "message"
+    return item_type if isinstance(item_type, str) else ""
 
 
 Item = Annotated[
@@ -280,7 +280,7 @@ Item = Annotated[
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionOutput, Tag("function_call_output")]
     | Annotated[Reasoning, Tag("reasoning")],
-    Discriminator(_get_item_kind, custom_error_type="kind", custom_error_message=_ITEM_KINDS),
+    Discriminator(_get_item_type, custom_error_type="item", custom_error_message=_ITEM_TYPES),
 ]
 _Messages = Annotated[list[Message], Field(min_length=1)]
 
@@ -443,7 +443,7 @@ class Request(PromptFields):
         if isinstance(choice, Tool) and (name := choice.function.name) not in names:
             raise invalid("tool_choice", f"one of the tools {', '.join(names)}", name)
         if choice == "required" and not names:
-            raise invalid("tool_choice", "tools, because a tool must be called", choice)
+            raise invalid("tool_choice", '"auto" or "none" without tools', choice)
         if choice == "auto" and names and self.parallel_tool_calls is False:
             raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)
 
@@ -517,8 +517,8 @@ class CompletionRequest(Request):
 
     def check(self) -> None:
         if len(self.prompts) * self.n > MAX_CHOICES:
-            text = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
-            raise invalid("prompt", text, f"{len(self.prompts)} prompts")
+            expected = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
+            raise invalid("prompt", expected, f"{len(self.prompts)} prompts")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "an integer of at least 1 without echo", 0)
         if self.logprobs is True:
@@ -670,8 +670,8 @@ _NAME_DEPTHS = {
 def _get_field(error: Mapping[str, Any]) -> str:
     """Return the name of the field to which an error of pydantic refers."""
     name, *path = error["loc"]
-    if name == "input":  # the index of an item is followed by the item's kind
-        path[1:2] = ["type"] if error["type"] == "kind" else []
+    if name == "input":  # the index of an item is followed by the item's type
+        path[1:2] = ["type"] if error["type"] == "item" else []
     elif name == "text":
         path = [part for part in path if part != "json_schema"]  # added by `_nest_in`
     parts = path[: _NAME_DEPTHS.get(name, 0)]

@@ -141,7 +141,7 @@ def test_the_footprint_and_repr_name_the_plans() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "fp8"}, "dtype: expected None, since the scales"),
+        ({"dtype": "fp8"}, "dtype: expected None, because the scales"),
         ({"key_dtype": "auto"}, "key_dtype: expected None"),
         ({"plan": PLANS[0]}, "plan: expected None"),
     ],

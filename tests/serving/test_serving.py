@@ -568,7 +568,7 @@ class TestErrors:
     def test_a_plan_conflicts_with_planned_scales(self, llama: Any) -> None:
         scales = planned_scales_for(llama)
         for keywords in ({"dtype": "fp8"}, {"plan": INT8_PLAN}):
-            with pytest.raises(ConfigError, match="expected None, since the scales"):
+            with pytest.raises(ConfigError, match="expected None, because the scales"):
                 serving.enable(llama, scales=scales, **keywords)
 
     @pytest.mark.parametrize("size", [24, 4, 2048])

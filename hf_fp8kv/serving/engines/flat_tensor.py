@@ -17,7 +17,7 @@ from ...ops import Pages
 from ...prefix.engine import BlockExchange
 from ..layout import EnginePages, skip_pages
 from . import make_engine_error, rebind_globals
-from .common import EngineCache, kv_shape, peak_elements
+from .common import EngineCache, count_extra_values, kv_shape
 
 # The names in this module depend on the version of transformers.
 stock: Any = cache
@@ -224,7 +224,7 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
             if not hasattr(self, name):
                 raise make_engine_error(f"plans its memory without {name}")
         self.num_attention_masks = 0
-        self.kv_heads_at_peak = -(-peak_elements(self.config) // kv_shape(self.config)[1])
+        self.kv_heads_at_peak = -(-count_extra_values(self.config) // kv_shape(self.config)[1])
 
     @property
     def bytes_per_cache_token(self) -> int:
