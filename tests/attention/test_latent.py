@@ -432,7 +432,7 @@ def test_training_through_stored_latents_is_refused() -> None:
     cache, step = make_cache(model), torch.tensor([[5], [9]])
     loss = model(**inputs, past_key_values=cache).logits.square().sum()
     loss.backward()
-    with pytest.raises(ConfigError, match=r"call model.eval\(\)"):
+    with pytest.raises(ConfigError, match=r"Call model.eval\(\)"):
         model(step, past_key_values=cache)
     with torch.no_grad():
         model(step, past_key_values=cache)

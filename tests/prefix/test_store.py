@@ -1112,7 +1112,7 @@ def test_passed_caches_use_the_store_or_are_refused(tmp_path: Path) -> None:
     reader, ids = Reader(tmp_path), make_ids(40)
     for keywords in ({}, {"prefill": "stored", "config": None}):
         cache = FP8PagedCache(**{"config": reader.model.config, **keywords})
-        with pytest.raises(ConfigError, match=r"make the cache with prefill|with a config"):
+        with pytest.raises(ConfigError, match=r"Make the cache with prefill|with a config"):
             reader.model.generate(ids, past_key_values=cache, **GREEDY)
         assert cache.host_length() == 0
     answer = reader.model.generate(ids, **GREEDY)
