@@ -257,7 +257,7 @@ class Grammars:
         try:
             tokenizer, text_bits = self._grammar_tokenizer
         except ValueError as error:
-            text = f"{_UNAVAILABLE}it does not support this tokenizer ({error}). Omit the field"
+            text = f"{_UNAVAILABLE}this model's tokenizer is not supported ({error}). Omit it"
             raise field_error(field, text, UNSUPPORTED) from error
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         try:
