@@ -1,7 +1,7 @@
 """An FP8 paged KV cache for Hugging Face transformers.
 
-Importing registers the name "fp8_paged" in transformers' attention and mask registries, and changes
-nothing else.
+Importing the package registers the name "fp8_paged" in transformers' attention and mask registries,
+and changes nothing else.
 """
 
 import importlib as _importlib
@@ -54,7 +54,7 @@ _register()
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import `hf_fp8kv.serving` and `application`, which need transformers' engine, lazily."""
+    """Lazily import `hf_fp8kv.serving` and `application`, which need transformers' engine."""
     if name == "serving":
         return _importlib.import_module(f"{__name__}.serving")
     if name == "application":

@@ -38,12 +38,12 @@ class OutOfPagesError(FP8KVError, MemoryError):
         self.available = available
 
     @classmethod
-    def of_tokens(cls, limit: int, stored: int, tokens: int) -> "OutOfPagesError":
-        """Return the error for a `limit` that `tokens` new tokens after `stored` tokens exceed."""
+    def of_tokens(cls, limit: int, num_stored: int, num_new: int) -> "OutOfPagesError":
+        """Return the error for a sequence with more than `limit` stored and new tokens."""
         return cls(
-            f"expected at most {limit} tokens per sequence (max_cache_len), got {stored} stored "
-            f"and {tokens} more. Make the cache with a larger max_cache_len, or crop or reset it",
-            needed=stored + tokens,
+            f"expected at most {limit} tokens per sequence (max_cache_len), got {num_stored} "
+            f"stored and {num_new} new. Set a larger max_cache_len, or crop or reset the cache",
+            needed=num_stored + num_new,
             available=limit,
         )
 

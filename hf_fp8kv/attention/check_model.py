@@ -153,7 +153,7 @@ def _report_layer(
     elif index not in paths:
         why = "the model does not call the attention function it is set to use"
     elif (path := paths[index]) == DENSE and is_latent:
-        why = "the model expands its latents by more than a product with weights (kv_b_proj)"
+        why = "the model expands its latents by more than a multiplication by weights (kv_b_proj)"
     elif path == DENSE:
         why = "the model changes keys or values between the cache and attention"
     return LayerReport(index, kind, path, why)
@@ -195,12 +195,13 @@ def probe_deterministic(
     options.check_stored("deterministic")
     check_page_size(options.page_size)
     check_deterministic(model, stock)
-    tokens, vocabulary = 64, model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(3 * tokens, device=model.device) * 37 + 11).view(3, tokens) % vocabulary
+    num_tokens, vocab_size = 64, model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(3 * num_tokens, device=model.device) * 37 + 11
+    ids = ids.view(3, num_tokens) % vocab_size
 
-    def compute_logits(rows: int, chunks: list[int]) -> torch.Tensor:
+    def compute_logits(num_rows: int, chunk_sizes: list[int]) -> torch.Tensor:
         cache = FP8PagedCache(model.config, prefill="stored")
-        inputs = ids[:rows].split(chunks, 1)
+        inputs = ids[:num_rows].split(chunk_sizes, 1)
         return torch.cat([model(x, **with_cache(model, cache)).logits[0] for x in inputs])
 
     name, training_modules = type(model).__name__, [x for x in model.modules() if x.training]
@@ -208,10 +209,10 @@ def probe_deterministic(
     try:
         with torch.no_grad(), paged_attention(model.eval()), latent.undoing_installs(model):
             latent.install_all(model)
-            stock_logits = compute_logits(1, [tokens])
+            stock_logits = compute_logits(1, [num_tokens])
             install_deterministic(model, __name__)
-            with FunctionWatch(tokens) as watch:
-                logits = compute_logits(1, [tokens])
+            with FunctionWatch(num_tokens) as watch:
+                logits = compute_logits(1, [num_tokens])
             splits, difference = ((1, [7] * 9 + [1]), (3, [1, 63])), logits - stock_logits
             if watch.name:
                 reason = f"calls {watch.name} on all tokens at once, outside modules"
@@ -223,8 +224,8 @@ def probe_deterministic(
         raise
     except Exception as error:
         raise ConfigError(
-            f"deterministic: expected a model that can be run on {tokens} tokens, got {name}: "
-            f"{type(error).__name__}: {error}; leave deterministic out"
+            f"deterministic: expected a model that can be run on {num_tokens} tokens, got {name}: "
+            f"{type(error).__name__}: {error}. Leave deterministic out"
         ) from error
     finally:
         remove_deterministic(model, __name__)
@@ -233,7 +234,7 @@ def probe_deterministic(
     if reason:
         raise ConfigError(
             "deterministic: expected a model whose results do not depend on batch and chunks, got "
-            f"{name}, which {reason}; leave deterministic out"
+            f"{name}, which {reason}. Leave deterministic out"
         )
 
 

@@ -47,8 +47,8 @@ class CompactMask(StandIn):
         first, last, width = start - self.start, stop - self.start, self.shape[3]
         if first < 0 or last > width:
             raise ConfigError(
-                f"expected a mask that covers the tokens {start} to {stop - 1}, got one of the "
-                f"tokens {self.start} to {self.start + width - 1}; pass a mask over the cached and "
+                f"expected a mask that covers the tokens {start} to {stop - 1}, got a mask of the "
+                f"tokens {self.start} to {self.start + width - 1}. Pass a mask over the cached and "
                 "the new tokens"
             )
         return self.token_mask if last - first == width else self.token_mask[..., first:last]
@@ -79,20 +79,20 @@ class CompactMask(StandIn):
 
 
 def make_compact(
-    is_token: Tensor, start: int, length: int | Tensor, window: int, tokens: int
+    is_token: Tensor, start: int, length: int | Tensor, window: int, num_queries: int
 ) -> CompactMask:
-    """Return a compact mask for `tokens` queries.
+    """Return a compact mask for `num_queries` queries.
 
     Args:
         is_token: Whether each column is not padding, `[B, N]`, bool, or any value from `length` on.
         start: Position of the first column.
         length: Number of columns with tokens, or a tensor `[]` on the device.
         window: Number of tokens that a query attends to. 0 means all.
-        tokens: Number of queries, T.
+        num_queries: Number of queries, T.
     """
-    batch, columns = is_token.shape
-    if isinstance(length, Tensor) or length < columns:
-        column = torch.arange(columns, dtype=torch.int32, device=is_token.device)
+    batch, num_columns = is_token.shape
+    if isinstance(length, Tensor) or length < num_columns:
+        column = torch.arange(num_columns, dtype=torch.int32, device=is_token.device)
         is_token = is_token | (column >= length)
     if isinstance(length, Tensor):
         lengths = length.int().expand(batch)
@@ -103,7 +103,7 @@ def make_compact(
         "token_mask": mask_values, "bounds": mask_bounds(is_token, start), "lengths": lengths,
         "start": start, "window": window,
     }  # fmt: skip
-    size = (batch, 1, tokens, columns)
+    size = (batch, 1, num_queries, num_columns)
     mask: CompactMask = CompactMask.wrap(attributes, size, torch.bool, is_token.device)
     return mask
 

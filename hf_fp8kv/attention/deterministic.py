@@ -65,7 +65,7 @@ def check_deterministic(model: PreTrainedModel, stock_layers: Sequence[int] = ()
     if reason:
         raise ConfigError(
             "deterministic: expected a decoder whose layers are all stored, got "
-            f"{type(model).__name__}, which {reason}; leave deterministic out"
+            f"{type(model).__name__}, which {reason}. Leave deterministic out"
         )
 
 
@@ -74,7 +74,7 @@ def check_page_size(page_size: int) -> None:
     if page_size < MIN_PAGE_SIZE:
         raise ConfigError(
             f"deterministic: expected pages of {MIN_PAGE_SIZE} tokens or more, got page_size="
-            f"{page_size}; leave page_size out"
+            f"{page_size}. Leave page_size out for the default"
         )
 
 
@@ -87,7 +87,7 @@ def check_padding(is_token: Tensor) -> None:
     if (is_token.int().diff() > 0).any():
         raise ConfigError(
             "deterministic: expected sequences that begin at the first position, got padding "
-            "before or inside them; use hf_fp8kv.serving and generate_batch, which need no "
+            "before or inside them. Use hf_fp8kv.serving and generate_batch, which need no "
             "padding, or sequences of equal length"
         )
 
@@ -138,7 +138,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
         if DETERMINISTIC not in vars(module) and (_has_matrices(module) or _find_method(module)):
             raise ConfigError(
                 "deterministic: expected the modules that enable() prepared, got a new "
-                f"{type(module).__name__}; call enable() after adapters are added"
+                f"{type(module).__name__}. Call enable() after adapters are added"
             )
     if model.dtype == torch.float64:
         raise ConfigError("deterministic: expected 16 or 32 bits, got a model in float64")
@@ -151,7 +151,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
             name = str(model.config.get_text_config(decoder=True)._attn_implementation)
             if not name.startswith(ATTENTION):
                 raise ConfigError(
-                    f"deterministic: expected the attention {ATTENTION!r}, got {name!r}; call "
+                    f"deterministic: expected the attention {ATTENTION!r}, got {name!r}. Call "
                     "enable() again"
                 )
             cache.options.check_stored("deterministic")
@@ -194,21 +194,21 @@ class FunctionWatch(TorchDispatchMode):
         name: Name of the last such elementwise function or product, or "".
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tokens, self.name = tokens, ""
+        self._num_tokens, self.name = num_tokens, ""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__.rstrip("_")
-        if name in _ELEMENTWISE_FUNCTIONS and args[0].shape[:-1].numel() >= self._tokens:
+        if name in _ELEMENTWISE_FUNCTIONS and args[0].shape[:-1].numel() >= self._num_tokens:
             self.name = name
         if name in _MATMULS:
             a, b = args[-2:]
             # RoPE multiplies single factors, and latent attention multiplies blocks of columns.
             is_exact = a.shape[-1] == 1 or b.shape[-1] == ROWS
-            if a.shape[-2] >= self._tokens and not is_exact:
+            if a.shape[-2] >= self._num_tokens and not is_exact:
                 self.name = name
         return function(*args, **(kwargs or {}))
 
@@ -233,7 +233,7 @@ def _refuse_compilation() -> None:
     """Raise ConfigError at run time, because Dynamo would drop a traced `raise`."""
     raise ConfigError(
         "deterministic: expected a model that is not compiled, got torch.compile, which changes "
-        "the order of sums; leave one of them out"
+        "the order of sums. Do not compile it, or leave deterministic out"
     )
 
 
@@ -244,22 +244,22 @@ class _TokenForward(_ForwardMethod):
     """
 
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        forward, count = self.stock, states.shape[:-1].numel()
+        forward, num_tokens = self.stock, states.shape[:-1].numel()
 
         def compute_token(i: int) -> Any:
             def select_token(x: Any) -> Any:
                 # A bias of experts has one axis, whose size may equal the number of tokens.
-                is_per_token = isinstance(x, Tensor) and x.ndim > 1 and len(x) == count
+                is_per_token = isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_tokens
                 return x[i : i + 1] if is_per_token and not isinstance(x, torch.nn.Parameter) else x
 
             token_args, token_kwargs = tree_map(select_token, (args, kwargs))
             # The state is copied, because the alignment of memory affects the order of sums.
-            state = states.reshape(count, -1)[i : i + 1].clone()
+            state = states.reshape(num_tokens, -1)[i : i + 1].clone()
             return forward(state, *token_args, **token_kwargs)
 
-        if not count:
+        if not num_tokens:
             return forward(states, *args, **kwargs)
-        return tree_map(lambda *parts: torch.cat(parts), *map(compute_token, range(count)))
+        return tree_map(lambda *parts: torch.cat(parts), *map(compute_token, range(num_tokens)))
 
 
 class _ElementwiseForward(_ForwardMethod):
@@ -277,9 +277,8 @@ def compute_in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: i
 
     Rows are copied, because strides and the alignment of memory affect the order of sums.
     """
-    count, shape = rows.shape[axis], [*rows.shape]
-    shape[axis] = -count % ROWS
-    rows = torch.cat([rows, rows.new_zeros(shape)], axis)
-    return torch.cat([compute(block) for block in rows.split(ROWS, axis)], axis).narrow(
-        axis, 0, count
-    )
+    num_rows, padding_shape = rows.shape[axis], [*rows.shape]
+    padding_shape[axis] = -num_rows % ROWS
+    rows = torch.cat([rows, rows.new_zeros(padding_shape)], axis)
+    results = torch.cat([compute(block) for block in rows.split(ROWS, axis)], axis)
+    return results.narrow(axis, 0, num_rows)

@@ -35,22 +35,22 @@ _DENSE_WARNING = (
     "a sparse choice of keys), so it runs on dense copies of K and V, which is correct but slower"
 )
 _EXPANSION_WARNING = "{} expands all stored latents in each step, which is correct but slower: {}"
-_GRADIENT_REASON = "gradients are enabled; call the model in torch.no_grad() if you need none"
+_GRADIENT_REASON = "gradients are enabled. Call the model in torch.no_grad() if you need none"
 _CENTER_REASON = (
-    "they have a center, but are also values, which have no center; use a plan without centers"
+    "they have a center, but are also values, which have no center. Use a plan without centers"
 )
 _PRODUCT_REASON = (
-    "kv_b_proj is not a product with weights in their dtype; hf_fp8kv.check_model explains why, "
+    "kv_b_proj does not only multiply by weights in their dtype. hf_fp8kv.check_model shows why, "
     "except for training mode, autocast, and a separate adapter for each sequence"
 )
 _TRAINING_ERROR = (
-    "expected inference, got a training step through stored pages, which have no gradient; call "
+    "expected inference, got a training step through stored pages, which have no gradient. Call "
     "model.eval(), or train without the cache (use_cache=False)"
 )
 _DETERMINISTIC_ERROR = (
     "deterministic: expected attention over stored pages, got keys that are not stored, or a "
-    "feature that needs dense keys (dropout, attention weights, a gradient through latents); use "
-    "the cache that generate() makes, FP8PagedCache(..., prefill='stored'), or "
+    "feature that needs dense keys (dropout, attention weights, a gradient through latents). Use "
+    "the cache that generate() creates, FP8PagedCache(..., prefill='stored'), or "
     "enable(..., training='stored') for calls without a cache"
 )
 # Arguments that change the result of attention, and that only the model's eager code supports.
@@ -78,8 +78,8 @@ class Call(NamedTuple):
 def register() -> None:
     """Add "fp8_paged" to transformers' attention and mask registries.
 
-    kvpress wraps all functions that are registered when it is imported, because presses on single
-    heads hide tokens in the wrapper. If kvpress was imported first, its wrapper is applied here.
+    On import, kvpress wraps all registered functions, because presses on single heads hide tokens
+    in the wrapper. If kvpress was imported first, its wrapper is applied here.
     """
     wrap = getattr(sys.modules.get("kvpress.attention_patch"), "attention_patch", None)
     AttentionInterface.register(
@@ -221,11 +221,11 @@ def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpe
         if not has_size or not torch.equal(mask, causal.expand_as(mask)):
             raise ConfigError(
                 "deterministic: expected no mask or a causal bool mask, got a mask that may hide "
-                "more, as for packed sequences, or for padding with a window; pass each sequence "
+                "more, as for packed sequences, or for padding with a window. Pass each sequence "
                 "separately"
             )
     elif not spec.causal:
-        raise ConfigError("deterministic: expected causal attention, got a layer without it")
+        raise ConfigError("deterministic: expected causal attention, got a bidirectional layer")
     window = spec.window or (mask.window if isinstance(mask, CompactMask) else 0)
     return spec._replace(mask=None, causal=True, window=window)
 
@@ -277,7 +277,7 @@ def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
     if columns < key.shape[2] or key.start:
         raise ConfigError(
             f"expected a mask [B, 1, T, {key.shape[2]}] that covers every stored token, got "
-            f"{tuple(mask.shape)}; pass a mask over the cached and the new tokens"
+            f"{tuple(mask.shape)}. Pass a mask over the cached and the new tokens"
         )
     return mask[..., : key.shape[2]]
 
@@ -286,7 +286,7 @@ def _attend_in_engine(call: Call, cache: Any) -> Tensor:
     module, query, key, value, spec, _, kwargs = call
     if not hasattr(cache, "attend_stored"):
         raise ConfigError(
-            "expected an engine with FP8 pages, got transformers' cache; call "
+            "expected an engine with FP8 pages, got transformers' cache. Call "
             "hf_fp8kv.serving.enable(model) before creating the engine, or use a different "
             "attn_implementation"
         )
@@ -295,7 +295,7 @@ def _attend_in_engine(call: Call, cache: Any) -> Tensor:
         raise ConfigError(
             "expected plain attention, got a model that adds to its logits or selects its keys "
             f"({', '.join(unsupported) or 'position_bias'}), which continuous batching does not "
-            "support; use generate() with FP8PagedCache"
+            "support. Use generate() with FP8PagedCache"
         )
     sinks = _detach_sinks(spec.sinks)
     spec = spec._replace(causal=True, window=0, sinks=sinks, mask=None)
@@ -350,7 +350,7 @@ def _find_eager_attention(module_name: str) -> Callable[..., Any]:
     )
     if attend is None:
         raise ConfigError(
-            f"expected a model whose module defines eager_attention_forward, got {module_name}; "
-            "use attn_implementation='eager'"
+            f"expected a model whose module defines eager_attention_forward, got {module_name}. "
+            "Use attn_implementation='eager'"
         )
     return attend

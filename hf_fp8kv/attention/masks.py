@@ -42,12 +42,12 @@ def fp8_paged_mask(
         mask_function: Function of transformers that defines the pattern.
         attention_mask: Padding mask of all tokens so far, `[B, tokens]`, bool, False for padding.
             None means no padding.
-        kwargs: Further arguments of transformers' mask functions.
+        kwargs: Additional arguments of transformers' mask functions.
 
     Returns:
         None if only causality and the window hide tokens, otherwise a compact or complete mask
-        `[B, 1, T, N]`, bool, True if visible. For models that add the mask to their scores
-        themselves, an additive float mask.
+        `[B, 1, T, N]`, bool, True if visible. Models that add the mask to their scores themselves
+        get an additive float mask.
 
     Raises:
         ConfigError: The number of rows of `attention_mask` is neither 1 nor B, or it does not cover
@@ -58,7 +58,7 @@ def fp8_paged_mask(
     if attention_mask is not None and attention_mask.shape[0] not in (1, batch_size):
         raise ConfigError(
             f"attention_mask: expected a row for each of {batch_size} sequences, got "
-            f"{tuple(attention_mask.shape)}. Pass the mask of this batch."
+            f"{tuple(attention_mask.shape)}. Pass the mask of this batch"
         )
     request = step.take_request(q_length, kv_length, kv_offset)
     if request.observer is not None:
@@ -96,7 +96,7 @@ def fp8_paged_mask(
     if num_missing > 0 and request.is_growing:
         raise ConfigError(
             f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
-            f"got one over {attention_mask.shape[-1]}; pass the mask of the whole sequence, or a "
+            f"got {attention_mask.shape[-1]} columns. Pass the mask of the whole sequence, or a "
             "cache without other tokens"
         )
     if num_missing > 0:  # hide tokens that the mask does not cover, as transformers' sdpa does

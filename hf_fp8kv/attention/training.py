@@ -162,7 +162,7 @@ def prepare_rounding(
     if reason:
         raise ConfigError(
             "training='stored': expected a decoder that uses transformers' attention registry, got "
-            f"{type(model).__name__}, which {reason}; leave training out"
+            f"{type(model).__name__}, which {reason}. Leave training out"
         )
     probed = _probe_layers(model, stock_indices(cache), cache_keywords)
     if not always_paged and all(side.is_auto for plan in cache.plan.values() for side in plan):
@@ -203,7 +203,7 @@ def _probe_layers(
     except Exception as error:
         raise ConfigError(
             "training='stored': expected a model that can be run on three tokens, got "
-            f"{type(model).__name__}: {type(error).__name__}: {error}; call enable() after its "
+            f"{type(model).__name__}: {type(error).__name__}: {error}. Call enable() after its "
             "weights are loaded, and before it is wrapped or sharded"
         ) from error
     stored_indices = {layer.index for layer in cache.paged_layers if layer.get_seq_length()}
@@ -212,7 +212,7 @@ def _probe_layers(
         raise ConfigError(
             f"training='stored': expected attention to the keys and values that a cache stores, "
             f"got layers {unread} of {type(model).__name__}, which change them in between or do "
-            "not use transformers' attention registry (see check_model); keep these in the "
+            "not use transformers' attention registry (see check_model). Keep these in the "
             f"model's dtype (skip_layers={unread})"
         )
     return layers

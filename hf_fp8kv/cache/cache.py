@@ -113,7 +113,7 @@ class FP8PagedCache(DynamicCache):
         backend: "auto", "torch", "cpu" or "triton".
         tensor_parallel: The part of the model's heads in this process, which
             `hf_fp8kv.tensor_parallel(model)` returns. None means one process.
-        offloading: Whether to keep the pages of layers that are not computing in host memory. The
+        offloading: Whether to keep in host memory the pages of layers that are not computing. The
             pages of the next layer are fetched while a layer computes. A number means that the
             device keeps up to this number of pages per layer, and the rest is offloaded.
 
@@ -197,10 +197,10 @@ class FP8PagedCache(DynamicCache):
         Args:
             repo_or_dir: A local folder, or a repository of the Hub.
             config: The model's config. None means that it is read from `repo_or_dir`.
-            revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
-            force_download, subfolder, trust_remote_code: As in transformers' `from_pretrained`.
+            revision, token, cache_dir, local_files_only, force_download, subfolder,
+            trust_remote_code: As in transformers' `from_pretrained`.
             strict: Whether to raise an error if some scales are missing.
-            cache_keywords: Further arguments of the constructor.
+            cache_keywords: Additional arguments of the constructor.
 
         Raises:
             ScaleError: The scales are missing or invalid.
@@ -212,8 +212,8 @@ class FP8PagedCache(DynamicCache):
         }  # fmt: skip
         if "scales" in cache_keywords:
             raise ConfigError(
-                "scales: expected none, since from_pretrained reads them from the checkpoint; use "
-                "FP8PagedCache(config, scales=...) for different scales"
+                "scales: expected none, because from_pretrained reads them from the checkpoint. "
+                "Call FP8PagedCache(config, scales=...) to use different scales"
             )
         tp_rank, tp_size = TensorParallel.parse(cache_keywords.get("tensor_parallel"))
         scales = KVScales.from_pretrained(
@@ -268,7 +268,7 @@ class FP8PagedCache(DynamicCache):
             if layer_idx >= len(self.layers):
                 raise ConfigError(
                     f"expected an index below {len(self.layers)}, the config's number of layers, "
-                    f"got {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
+                    f"got {layer_idx}. A cache belongs to one model. Create a new FP8PagedCache"
                 )
             layer = self.layers[layer_idx]
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
@@ -292,8 +292,8 @@ class FP8PagedCache(DynamicCache):
         """
         if isinstance(query_length, int) and query_length == 0:
             raise ConfigError(
-                f"The prompt adds no tokens to the cache, which already holds "
-                f"{self.host_length()}. Pass a longer prompt, or call crop, reset or enable(model)"
+                f"The prompt adds no tokens to the cache, which has {self.host_length()} tokens. "
+                "Pass a longer prompt, or call crop, reset or enable(model)"
             )
         pass_exact_states()  # called again, because the model may be newer than the cache
         columns, start = super().get_mask_sizes(query_length, layer_idx)
@@ -308,33 +308,33 @@ class FP8PagedCache(DynamicCache):
         """Remove the last `-tokens_to_remove` tokens, and free pages that are no longer needed.
 
         Raises:
-            ConfigError: A sliding window has lost tokens that would become visible. Nothing was
-                changed.
+            ConfigError: A sliding window has lost tokens that would become visible. The cache is
+                unchanged.
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
-        # `can_crop` is False for convolution layers that record the past, but these can be cropped.
+        # `can_crop` is False for convolution layers, but those that record the past can be cropped.
         layers = (x for x in self.stock_layers if not getattr(x, "record_past", True))
         if tokens and not all(can_crop(layer, tokens) for layer in layers):
             raise ConfigError(
-                "crop: expected layers of transformers that record the past, got a sliding window "
-                "or a state; call activate_past_recording() before these tokens are written"
+                "crop: expected stock layers that record the past, got a layer with a sliding "
+                "window or a state. Call activate_past_recording() before these tokens are written"
             )
-        with self.changing_tokens(lambda batch: batch.crop(tokens)):
+        with self._track_tokens(lambda batch: batch.crop(tokens)):
             self._paged.crop(tokens)
             for layer in self.stock_layers:
                 layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Remove all tokens. The layers remain, and a preallocated cache keeps its addresses."""
-        with self.changing_tokens(lambda _: None):
+        with self._track_tokens(lambda _: None):
             for layer in self.stock_layers:
                 layer.reset()
             self._paged.reset()
         self.tokens = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace sequence `i` by sequence `beam_idx[i]`.
+        """Replace sequence `i` with sequence `beam_idx[i]`.
 
         This moves page numbers, not page contents.
 
@@ -342,7 +342,7 @@ class FP8PagedCache(DynamicCache):
             beam_idx: Indices of sequences, `[B]`, integers on any device.
 
         Raises:
-            ConfigError: An index is out of range. Nothing was changed.
+            ConfigError: An index is out of range. The cache is unchanged.
         """
         self._select_sequences(beam_idx, "reorder_cache", beam_idx)
 
@@ -371,8 +371,8 @@ class FP8PagedCache(DynamicCache):
         self._select_sequences(rows, "batch_select_indices", indices)
 
     def _select_sequences(self, rows: torch.Tensor, method: str, argument: Any) -> None:
-        """Select sequences `rows`. Layers of transformers use `method` if they have it."""
-        with self.changing_tokens(lambda batch: batch.select(rows)):
+        """Select sequences `rows`. Layers of transformers use `method` if they define it."""
+        with self._track_tokens(lambda batch: batch.select(rows)):
             self._paged.select(rows)
             for layer in self.stock_layers:
                 if hasattr(layer, method):
@@ -380,17 +380,17 @@ class FP8PagedCache(DynamicCache):
                 else:
                     layer.reorder_cache(rows)
 
-    def _undo_step(self, index: int, tokens: int) -> None:
+    def _undo_step(self, index: int, num_tokens: int) -> None:
         """Remove the tokens that layers before `index` stored in a failed step, if possible."""
-        self._paged.undo_step(index, tokens)
+        self._paged.undo_step(index, num_tokens)
         if not self.options.is_preallocated:
-            length = self.host_length() + tokens
+            length = self.host_length() + num_tokens
             for layer in self.stock_layers:
-                if can_crop(layer, tokens) and layer.get_seq_length() == length:
-                    layer.crop(-tokens)
+                if can_crop(layer, num_tokens) and layer.get_seq_length() == length:
+                    layer.crop(-num_tokens)
 
     @contextmanager
-    def changing_tokens(self, change: Callable[[Tokens], Tokens | None]) -> Iterator[None]:
+    def _track_tokens(self, change: Callable[[Tokens], Tokens | None]) -> Iterator[None]:
         """Apply `change` to `tokens` after the `with` block has changed the pages.
 
         An exception in the block makes `tokens` `UNKNOWN`, except a ConfigError, which is raised

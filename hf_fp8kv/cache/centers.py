@@ -23,7 +23,7 @@ class _LastTokens:
     """The last tokens of each sequence in a call, shared by all layers, on the device of the mask.
 
     Attributes:
-        tokens: Number of tokens of the call, T.
+        num_tokens: Number of tokens of the call, T.
         index: Columns of the last tokens, `[B, 1, n, 1]`, int64. A sequence with fewer than n
             tokens repeats one of them.
         weights: Weights in the mean, `[B, 1, n, 1]`, float32, 0 for repeated tokens.
@@ -31,19 +31,19 @@ class _LastTokens:
             was empty.
     """
 
-    tokens: int
+    num_tokens: int
     index: Tensor
     weights: Tensor
     had_tokens: Tensor | None
 
     @classmethod
-    def select(cls, tokens: int, columns: Tensor, had_tokens: Tensor | None) -> "_LastTokens":
+    def select(cls, num_tokens: int, columns: Tensor, had_tokens: Tensor | None) -> "_LastTokens":
         """Select the largest of `columns`, `[B, N]`, int64, in which padding is negative."""
         columns = columns.sort(1).values[:, -_CENTER_TOKENS:]
         is_token = columns >= 0
         weights = is_token / is_token.sum(1, keepdim=True).clamp(min=1)
         index = columns.where(is_token, columns[:, -1:]).clamp(min=0)
-        return cls(tokens, index[:, None, :, None], weights[:, None, :, None], had_tokens)
+        return cls(num_tokens, index[:, None, :, None], weights[:, None, :, None], had_tokens)
 
     def average(self, key: Tensor) -> Tensor:
         """Return the mean of these tokens in keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32."""
@@ -67,26 +67,26 @@ class PaddingObserver:
         self.last_tokens: _LastTokens | None = None
         self.prompt_mask: Tensor | None = None
 
-    def needs_padding(self, tokens: int, is_empty: bool) -> bool:
+    def needs_padding(self, num_tokens: int, is_empty: bool) -> bool:
         """Return whether a center depends on padding in a call. A single token is not padding."""
         self.last_tokens = None
         self.may_lack_centers |= is_empty
-        return is_empty or (self.may_lack_centers and tokens > 1)
+        return is_empty or (self.may_lack_centers and num_tokens > 1)
 
-    def record_padding(self, mask: Tensor | None, start: int | Tensor, tokens: int) -> None:
-        """Record the last tokens of each sequence in a call of `tokens` tokens.
+    def record_padding(self, mask: Tensor | None, start: int | Tensor, num_tokens: int) -> None:
+        """Record the last tokens of each sequence in a call of `num_tokens` tokens.
 
         Args:
-            mask: Padding mask, `[B, at least start + tokens]`, False or 0 for padding. None means
-                no padding.
+            mask: Padding mask, `[B, at least start + num_tokens]`, False or 0 for padding. None
+                means no padding.
             start: Number of tokens before the call. A tensor `[]` in a preallocated cache.
-            tokens: Number of tokens of the call.
+            num_tokens: Number of tokens of the call.
         """
         if mask is None:
             self.may_lack_centers = False
             return
         columns = torch.arange(mask.shape[1], device=mask.device)
-        is_token = mask.bool() & (columns >= start) & (columns < start + tokens)
+        is_token = mask.bool() & (columns >= start) & (columns < start + num_tokens)
         is_first = isinstance(start, int) and start == 0
         had_tokens = None if is_first else (mask.bool() & (columns < start)).any(1)
         # Reading values synchronizes with a GPU, but only until all sequences have tokens.
@@ -94,7 +94,7 @@ class PaddingObserver:
             self.may_lack_centers = False
             return
         columns = (columns - start).where(is_token, -1)
-        self.last_tokens = _LastTokens.select(tokens, columns, had_tokens)
+        self.last_tokens = _LastTokens.select(num_tokens, columns, had_tokens)
 
     def find_center(self, key: Tensor, rope: RopeRotation | None) -> Tensor:
         """Return the center of new keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32.
@@ -112,13 +112,13 @@ class PaddingObserver:
 
     def _find_last_tokens(self, key: Tensor) -> _LastTokens | None:
         """Return the last tokens of each sequence, or None without padding."""
-        batch, tokens, mask = key.shape[0], key.shape[2], self.prompt_mask
-        if mask is not None and (mask.ndim != 2 or mask.shape[1] < tokens):
+        batch, num_tokens, mask = key.shape[0], key.shape[2], self.prompt_mask
+        if mask is not None and (mask.ndim != 2 or mask.shape[1] < num_tokens):
             mask = None  # not a padding mask of this call
         if self.last_tokens is None and mask is not None:
-            self.record_padding(mask[:, :tokens], 0, tokens)
+            self.record_padding(mask[:, :num_tokens], 0, num_tokens)
         last = self.last_tokens
-        return last if last and (len(last.index), last.tokens) == (batch, tokens) else None
+        return last if last and (len(last.index), last.num_tokens) == (batch, num_tokens) else None
 
     def complete_center(self, center: Tensor, key: Tensor, rope: RopeRotation | None) -> Tensor:
         """Return `center`, completed for sequences that only had padding before this call.

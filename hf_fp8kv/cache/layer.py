@@ -27,7 +27,7 @@ def _make_states_property(name: str) -> Any:
         """Replace the stored tokens when both are assigned, as code for dense layers does."""
         if tokens is None:
             raise ConfigError(
-                "expected keys or values [B, Hkv, T, D], got None; call cache.reset()"
+                "expected keys or values [B, Hkv, T, D], got None. Call cache.reset()"
             )
         layer.assigned[name] = tokens
         if len(layer.assigned) == 2:
@@ -217,7 +217,7 @@ class FP8PagedLayer(CacheLayerMixin):
         """Raise ConfigError, because sequences can only be selected in the whole cache."""
         raise ConfigError(
             "reorder_cache, batch_repeat_interleave and batch_select_indices expected the whole "
-            "cache, got one layer, which shares a block table; call the method of the cache"
+            "cache, got one layer, which shares a block table. Call the method of the cache"
         )
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_single_layer  # type: ignore[assignment]
@@ -247,14 +247,14 @@ class FP8PagedLayer(CacheLayerMixin):
         if isinstance(length, DeviceLength):
             raise ConfigError(
                 "layer.keys, layer.values: expected a growing cache for an assignment, got a "
-                "preallocated one; leave max_cache_len out"
+                "preallocated one. Leave max_cache_len out"
             )
         check_tokens(self, key, value)
         num_stored, tokens, batch = length.num_stored, key.shape[2], key.shape[0]
         if group.window is not None or tokens > num_stored:
             raise ConfigError(
                 f"expected at most {num_stored} keys and values for a layer without a window, got "
-                f"{tokens} for {self}; leave layers with a window as they are"
+                f"{tokens} for {self}. Leave layers with a window as they are"
             )
         handles = store.stored_handles()
         assert handles is not None
@@ -265,7 +265,7 @@ class FP8PagedLayer(CacheLayerMixin):
         if store.indexer is not None and tokens < num_stored and not torch.equal(states[0], key):
             raise ConfigError(
                 f"expected all keys and values of {self}, or the first ones unchanged, got "
-                f"{tokens} different ones; its indexer has keys of all tokens: name the layer in "
+                f"{tokens} different ones. Its indexer has keys of all tokens. Name the layer in "
                 "skip_layers, or use crop"
             )
         group.prepare(0, tokens, batch)
@@ -314,7 +314,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
     if layer.assigned:
         raise ConfigError(
             "expected both layer.keys and layer.values to be assigned, got "
-            f"only {next(iter(layer.assigned))}; assign both"
+            f"only {next(iter(layer.assigned))}. Assign both"
         )
     shape, v_shape = key.shape, value.shape
     size, heads, tokens, k_dim = shape if len(shape) == 4 else (0, 0, 0, 0)
@@ -336,13 +336,13 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
     if is_initialized and got != expected:
         raise ConfigError(
             "expected keys and values like the first call's (heads, key size, value size, "
-            f"dtypes) = {expected}, got {got}; a cache belongs to one model: make a new "
+            f"dtypes) = {expected}, got {got}. A cache belongs to one model. Create a new "
             "FP8PagedCache for a different model"
         )
     batch = layer.store.group.table.batch
     if batch and size != batch:
         raise ConfigError(
-            f"expected {batch} sequences, which the cache holds, got {size}; use "
+            f"expected {batch} sequences, which the cache holds, got {size}. Use "
             "batch_repeat_interleave or batch_select_indices, or a new cache"
         )
 
@@ -355,8 +355,8 @@ def parse_crop(tokens_to_remove: int) -> int:
         raise ConfigError(f"crop: expected a whole number, got {tokens_to_remove!r}") from None
     if tokens_to_remove > 0:
         raise ConfigError(
-            f"crop: expected 0 or minus the number of tokens to remove, got {tokens_to_remove}; "
-            "crop(-n) removes the last n tokens"
+            f"crop: expected 0 or minus the number of tokens to remove, got {tokens_to_remove}. "
+            "Call crop(-n) to remove the last n tokens"
         )
     return -tokens_to_remove
 
@@ -366,13 +366,13 @@ def refuse_export() -> None:
     if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
         raise ConfigError(
             "torch.export: expected strict=True and a module with a preallocated cache as its "
-            "attribute, got a different export of FP8PagedCache; export the model without a cache "
+            "attribute, got a different export of FP8PagedCache. Export the model without a cache "
             "(use_cache=False), or compile it with torch.compile"
         )
 
 
 @torch.compiler.disable(
-    reason="a growing FP8PagedCache counts its pages in Python; for fullgraph=True preallocate it: "
+    reason="a growing FP8PagedCache counts its pages in Python. For fullgraph=True preallocate it: "
     "FP8PagedCache(config, max_cache_len=...)"
 )  # type: ignore[untyped-decorator]
 def _update_uncompiled(

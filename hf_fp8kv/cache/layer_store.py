@@ -255,7 +255,7 @@ class LayerStore:
         length.fill_plan(1)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `num_used`, `host` and `other`."""
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`."""
         indexer = {} if self.indexer is None else get_tensors(self.indexer)
         other = sum(tensor.nbytes for tensor in indexer.values())
         if not self.is_initialized:

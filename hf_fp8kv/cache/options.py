@@ -86,23 +86,23 @@ class CacheOptions:
         scales = resolve(scales, tp_rank=ranks.rank, tp_size=ranks.size)
         if isinstance(scales, StoragePlan):
             raise ConfigError(
-                "scales: expected static scales, got a StoragePlan, whose scales are dynamic; pass "
+                "scales: expected static scales, got a StoragePlan, whose scales are dynamic. Pass "
                 "it as plan"
             )
         if dtype == ADAPTIVE:
             raise ConfigError(
-                f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model; pass "
+                f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model. Pass "
                 f"plan=hf_fp8kv.choose_plan(model), or call enable(model, dtype={ADAPTIVE!r})"
             )
         new_plan = parse_plan(plan)
         arguments = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         if isinstance(scales, KVScales) and scales.plan is not None:
-            _refuse_arguments(arguments | {"plan": plan}, f"the scales ({scales.origin}) say")
+            _refuse_arguments(arguments | {"plan": plan}, f"the scales ({scales.origin}) define")
             new_plan = scales.plan
         elif new_plan is not None:
             if isinstance(new_plan, StoragePlan) or isinstance(scales, KVScales):
                 arguments["scales"] = scales
-            _refuse_arguments(arguments, "the plan says")
+            _refuse_arguments(arguments, "the plan defines")
             if isinstance(new_plan, StoragePlan):
                 scales, new_plan = new_plan, new_plan.plan
                 assert new_plan is not None
@@ -129,14 +129,14 @@ class CacheOptions:
         """Raise ConfigError or BackendError if an option is invalid."""
         if self.prefill not in ("exact", "stored"):
             raise ConfigError(
-                f"prefill: expected 'exact' or 'stored', got {self.prefill!r}; leave it out, "
+                f"prefill: expected 'exact' or 'stored', got {self.prefill!r}. Leave it out, "
                 "unless a first call must also read stored keys and values"
             )
         size = self.page_size
         _check_positive(size, "page_size")
         if size & (size - 1) or not 8 <= size <= 1024:
             raise ConfigError(
-                f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}; leave it "
+                f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}. Leave it "
                 "out for 64"
             )
         for name in ("max_cache_len", "max_pages"):
@@ -147,12 +147,12 @@ class CacheOptions:
         if self.offloading and self.is_preallocated:
             raise ConfigError(
                 "offloading: expected a cache that grows, got one with max_cache_len="
-                f"{self.max_cache_len}, whose addresses stay for compiled code and CUDA graphs; "
-                "leave out one of the two"
+                f"{self.max_cache_len}, whose addresses stay for compiled code and CUDA graphs. "
+                "Leave out one of the two"
             )
         if not isinstance(self.backend, str):
             raise ConfigError(
-                f"backend: expected a name, such as 'torch', got {self.backend!r}; leave it out "
+                f"backend: expected a name, such as 'torch', got {self.backend!r}. Leave it out "
                 "for the fastest one that runs here"
             )
         ops.choose_backend(self.backend, _DEVICE_BY_BACKEND.get(self.backend, torch.device("cpu")))
@@ -184,8 +184,8 @@ class CacheOptions:
         if self.prefill != "stored":
             raise ConfigError(
                 f"{argument}: expected prefill='stored', got {self.prefill!r}, whose first call "
-                "reads unrounded K and V, so pages depend on how a sequence is split into calls; "
-                "make the cache with prefill='stored'"
+                "reads unrounded K and V, so pages depend on how a sequence is split into calls. "
+                "Make the cache with prefill='stored'"
             )
         if self.first_call_centers:
             raise ConfigError(
@@ -210,20 +210,21 @@ class CacheOptions:
             return LayerPlan(k, v)
         if index in self.plan:
             return self.plan[index]
-        raise self._mismatch(f"a plan for every paged layer, got none for layer {index}", "add it")
+        raise self._mismatch(f"a plan for every paged layer, got none for layer {index}", "Add it")
 
     def _mismatch(self, expected: str, advice: str = "") -> FP8KVError:
         """Return the error for scales or a plan of a different model. `advice` is for a plan."""
         if isinstance(self.scales, KVScales):
             name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
             return ScaleError(
-                f"{name} ({self.scales.origin}): expected {expected}; use the {name} of this "
+                f"{name} ({self.scales.origin}): expected {expected}. Use the {name} of this "
                 f"model, or {KEEP_OUT}"
             )
-        return ConfigError(f"plan: expected {expected}; {advice}, or {KEEP_OUT}")
+        return ConfigError(f"plan: expected {expected}. {advice}, or {KEEP_OUT}")
 
     def check_layers(self, paged_layers: Collection[int], num_layers: int) -> None:
-        """Check that scales have all `paged_layers`, and a plan no layer from `num_layers` on.
+        """Check that scales have all `paged_layers`, and that a plan only has layers of the model.
+
         Raises:
             ScaleError: The scales belong to a different model.
             ConfigError: The plan belongs to a different model.
@@ -234,8 +235,8 @@ class CacheOptions:
         if missing := sorted(set(paged_layers).difference(scaled_layers)):
             raise self._mismatch(f"scales for every paged layer, got none for layers {missing}")
         if extra:
-            expected = f"layers from 0 to {num_layers - 1}, which the model has, got also {extra}"
-            raise self._mismatch(expected, "leave them out")
+            expected = f"only layers of the model, 0 to {num_layers - 1}, but also got {extra}"
+            raise self._mismatch(expected, "Leave them out")
 
     def make_budget(self) -> PageBudget:
         """Return a page budget for a cache and its forks."""
@@ -287,8 +288,8 @@ def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
-                f"{name}: expected None, since {source} how each layer is stored, got {value!r}; "
-                "leave it out"
+                f"{name}: expected None, because {source} how each layer is stored, got "
+                f"{value!r}. Leave it out"
             )
 
 
@@ -299,5 +300,5 @@ _DEVICE_BY_BACKEND = {"triton": torch.device("cuda")}
 def _check_positive(value: object, argument: str, expected: str = "a whole number") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"{argument}: expected {expected} above 0, got {value!r}; leave it out for the default"
+            f"{argument}: expected {expected} above 0, got {value!r}. Leave it out for the default"
         )

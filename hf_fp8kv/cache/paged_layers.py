@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers, shares_keys
 from ..modeling.step import MaskRequest
-from ..modeling.tensor_parallel import check_divides, count_heads, kv_heads
+from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
 from ..paging.lengths import DeviceLength, HostLength
@@ -85,7 +85,7 @@ class PagedLayers:
         total_heads, query_heads, num_processes = None, 0, self.options.tensor_parallel.size
         if self.config is not None:
             query_heads = (count_heads(self.config, index) or 0) // num_processes
-            total_heads = kv_heads(self.config, index) if num_processes > 1 else None
+            total_heads = count_kv_heads(self.config, index) if num_processes > 1 else None
         encoding = Encoding(index, self.options, self.padding_observer, total_heads, rope)
         pool = pool or self.options.make_pool(encoding.plan, self.budget, index)
         member = group.add(pool)
@@ -135,12 +135,12 @@ class PagedLayers:
         if config is None:
             if skip_layers:
                 raise ConfigError(
-                    "skip_layers: expected a config, which lists the layers, got None; pass one"
+                    "skip_layers: expected a config, which lists the layers, got None. Pass one"
                 )
             if self.options.is_preallocated:
                 raise ConfigError(
                     "max_cache_len: expected a config, which lists the layers to preallocate, got "
-                    "None; pass one"
+                    "None. Pass one"
                 )
             return []
         if self.options.tensor_parallel.size > 1:
@@ -221,27 +221,27 @@ class PagedLayers:
         lengths = {group.window: group.read_lengths() for group in self.fixed_groups}
         return [lengths[x.group.window].get(x.length.member, 0) for x in self.stores]
 
-    def make_mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
+    def make_mask_request(self, num_tokens: int, num_columns: int, start: int) -> MaskRequest:
         """Return the request of this cache for a mask of these sizes."""
         options, observer = self.options, self.padding_observer
         is_empty = not self.stores or self.stores[0].length.is_empty
-        needs_padding = options.first_call_centers and observer.needs_padding(tokens, is_empty)
+        needs_padding = options.first_call_centers and observer.needs_padding(num_tokens, is_empty)
         used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
         # A preallocated layer of transformers with a window has fewer columns, which it shifts.
-        is_preallocated = is_stored and columns == options.max_cache_len
-        growing, sizes = not options.is_preallocated, (tokens, columns, start)
+        is_preallocated = is_stored and num_columns == options.max_cache_len
+        growing, sizes = not options.is_preallocated, (num_tokens, num_columns, start)
         return MaskRequest(sizes, is_preallocated, growing, is_stored, used_observer)
 
-    def check_crop(self, tokens: int) -> None:
+    def check_crop(self, num_tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
         if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
             for store, length in zip(self.stores, self.host_lengths(), strict=True):
-                store.length.check_crop(tokens, length)
+                store.length.check_crop(num_tokens, length)
 
-    def crop(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, and free pages that are no longer needed.
+    def crop(self, num_tokens: int) -> None:
+        """Remove the last `num_tokens` tokens, and free pages that are no longer needed.
 
         Raises:
             OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
@@ -249,10 +249,10 @@ class PagedLayers:
         self.padding_observer.last_tokens = None
         if not self.fixed_groups:
             for group in self.groups.values():
-                group.crop(tokens)
+                group.crop(num_tokens)
             self._free_empty_pools()
-        elif tokens:
-            new_lengths = [max(length - tokens, 0) for length in self.host_lengths()]
+        elif num_tokens:
+            new_lengths = [max(length - num_tokens, 0) for length in self.host_lengths()]
             longest = max(new_lengths, default=0)
             counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
             self.budget.require(sum(counts))
@@ -260,15 +260,15 @@ class PagedLayers:
                 store.crop_to(length)
             self._unshare_pages(longest)
 
-    def end_layer(self, index: int, tokens: int) -> bool:
-        """Record that layer `index` has stored `tokens` tokens. Return `uses_flex_attention()`.
+    def end_layer(self, index: int, num_tokens: int) -> bool:
+        """Record that layer `index` has stored its new tokens. Return `uses_flex_attention()`.
 
         After the last layer, free the pages that were kept in case a layer rejects the step.
         """
         if not self._step_layers or index <= self._step_layers[-1][0]:
             self._step_layers.clear()
             self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
-        self._step_layers.append((index, tokens))
+        self._step_layers.append((index, num_tokens))
         if self.layers and index == self.layers[-1].index:
             self.padding_observer.end_call()
             for group in self.groups.values():
@@ -279,15 +279,15 @@ class PagedLayers:
         """Return whether the model's attention is flex attention."""
         return getattr(self.config, "_attn_implementation", None) == "flex_attention"
 
-    def undo_step(self, index: int, tokens: int) -> None:
+    def undo_step(self, index: int, num_tokens: int) -> None:
         """Remove the tokens of layers before `index` in a failed step, if the cache is growing."""
         if self.options.is_preallocated:
             return
         step_layers, self._step_layers = self._step_layers, []
         is_current = step_layers and step_layers[-1][0] < index  # not of the previous step
         for store in self.stores:
-            if is_current and (store.encoding.index, tokens) in step_layers:
-                store.group.lengths[store.length.member] -= tokens
+            if is_current and (store.encoding.index, num_tokens) in step_layers:
+                store.group.lengths[store.length.member] -= num_tokens
         for group in self.groups.values():
             group.drop_unused_pages()
         self._free_empty_pools()
@@ -321,7 +321,7 @@ class PagedLayers:
         self._unshare_pages(0)
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Replace sequence `i` by sequence `sequences[i]`. This moves page numbers, not contents.
+        """Replace sequence `i` with `sequences[i]`. This moves page numbers, not contents.
 
         Raises:
             ConfigError: An index is out of range. Nothing was changed.

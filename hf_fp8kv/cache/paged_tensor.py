@@ -75,8 +75,8 @@ class StandIn(torch.Tensor):
             warn_once(logger, cls.WARNING)
         if func._schema.is_mutable and args and isinstance(args[0], StandIn):
             raise ConfigError(
-                f"expected to read {args[0]}, got {func}, which writes into it; write into a copy: "
-                ".clone() makes a dense one"
+                f"expected to read {args[0]}, got {func}, which writes into it. Write into a dense "
+                "copy, which .clone() makes"
             )
         return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
 
@@ -105,8 +105,8 @@ class PagedKV(StandIn):
     )  # fmt: skip
     WARNING = (
         "the model or its attention uses dense keys and values, which are decoded from the pages "
-        "in each step; attn_implementation='fp8_paged' reads the pages if the model supports it "
-        "(hf_fp8kv.check_model checks this)"
+        "in each step. Set attn_implementation='fp8_paged', which reads the pages if the model "
+        "supports it (hf_fp8kv.check_model checks this)"
     )
     block: torch.Tensor
     k_center: torch.Tensor | None

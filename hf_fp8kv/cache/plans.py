@@ -11,7 +11,7 @@ from ..scales.kv_scales import KVScales, StoragePlan
 
 Plan = StoragePlan | LayerPlan | Mapping[int, LayerPlan]
 _EXAMPLE = (
-    "pass, for example, plan='fp8_e3m4 centered' or plan=('int8 rotated', 'fp8_e2m5 rotated')"
+    "Pass, for example, plan='fp8_e3m4 centered' or plan=('int8 rotated', 'fp8_e2m5 rotated')"
 )
 
 
@@ -52,22 +52,21 @@ def parse_plan(plan: object) -> Plan | None:
     else:
         raise ConfigError(
             "plan: expected a StoragePlan, a LayerPlan, a LayerPlan for each layer, or text, got "
-            f"{plan!r}; {_EXAMPLE}"
+            f"{plan!r}. {_EXAMPLE}"
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ConfigError(
-                f"plan: expected indices of layers from 0 on, got {index!r}; use the keys of a "
+                f"plan: expected indices of layers from 0 on, got {index!r}. Use the keys of a "
                 "cache's `plan`"
             )
         if LayerPlan.check(layer, f"plan of layer {index}").v.centered:
             raise ConfigError(
                 f"plan: expected V without a center, which only K can have, got {layer} for layer "
-                f"{index}; leave 'centered' out of V's plan"
+                f"{index}. Leave 'centered' out of V's plan"
             )
     return plan if isinstance(plan, LayerPlan) else dict(plan)
 
 
 def _is_location(text: str) -> bool:
-
     return "/" in text or Path(text).suffix in (".json", ".safetensors") or Path(text).exists()

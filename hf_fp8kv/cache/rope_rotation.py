@@ -52,7 +52,7 @@ class RopeRotation:
     def from_config(cls, config: Any) -> "Callable[[int], RopeRotation]":
         """Return a function from the index of a layer to its rotation.
 
-        The config is read once, because its attributes are 10 to 20 times slower than an object's.
+        The config is read once, because reading an attribute takes 10 to 20 times as long as usual.
         """
         layer_types = config_field(config, "layer_types") or ()
         rope_layers = config_field(config, "no_rope_layers") or ()
@@ -100,20 +100,20 @@ class RopeRotation:
 @functools.cache
 def _average_factors(rope: RopeRotation, dim: int, device: torch.device) -> Tensor:
     """Return the factors of `RopeRotation.average`: `[dim]`, float32, on `device`."""
-    # Number of channels before the pairs, and number of pairs.
-    offset, pairs = 0, int(dim * rope.rotary_fraction) // 2
+    first_channel, num_pairs = 0, int(dim * rope.rotary_fraction) // 2  # of the pairs
     if rope.mla is not None:
-        offset, pairs = rope.mla[0], rope.mla[1] // 2
+        first_channel, num_pairs = rope.mla[0], rope.mla[1] // 2
         if sum(rope.mla) != dim:
-            offset, pairs = dim, 0
+            first_channel, num_pairs = dim, 0
     with torch.inference_mode(False), torch.no_grad():
-        pair = torch.arange(pairs, dtype=torch.float32, device="cpu")
-        frequencies = rope.theta ** -(pair / max(pairs, 1))  # per position
-        frequencies = frequencies.where(pair < int(pairs * rope.rotating_fraction), 0.0)
-        positions = min(_AVERAGED_POSITIONS, rope.max_positions // 2)
-        factors = torch.sinc(frequencies * (positions / math.pi))
-        channel_factors = factors.repeat_interleave(2) if rope.interleaved else factors.repeat(2)
-        return pad(channel_factors, (offset, dim - offset - 2 * pairs), value=1.0).to(device)
+        pair = torch.arange(num_pairs, dtype=torch.float32, device="cpu")
+        frequencies = rope.theta ** -(pair / max(num_pairs, 1))  # per position
+        frequencies = frequencies.where(pair < int(num_pairs * rope.rotating_fraction), 0.0)
+        num_positions = min(_AVERAGED_POSITIONS, rope.max_positions // 2)
+        factors = torch.sinc(frequencies * (num_positions / math.pi))
+        factors = factors.repeat_interleave(2) if rope.interleaved else factors.repeat(2)
+        num_after = dim - first_channel - len(factors)
+        return pad(factors, (first_channel, num_after), value=1.0).to(device)
 
 
 NO_ROPE = RopeRotation(1.0, rotary_fraction=0.0, max_positions=0)  # for a layer without RoPE

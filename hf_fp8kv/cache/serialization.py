@@ -277,8 +277,8 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
             tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
     elif kind != "DummyLayer":
         raise ConfigError(
-            f"save: expected only attention layers, got a {kind}, whose state has no file format; "
-            "use torch.save, which pickles it"
+            f"save: expected only attention layers, got a {kind}, whose state has no file format. "
+            "Use torch.save, which pickles it"
         )
     return facts
 

@@ -1,7 +1,7 @@
-"""The tokens of a cache, and the number of first tokens that a new prompt shares with them.
+"""The tokens of a cache, and the length of the prefix that a new prompt shares with them.
 
-A cache receives keys and values, but no token ids. `enable` passes the ids of a `generate()` to the
-cache (prefix/generate.py).
+A cache receives keys and values, but no token ids. `enable` passes the ids of a `generate()` call
+to the cache (prefix/generate.py).
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ class Tokens:
         """Number of tokens per row."""
         return self.ids.shape[1]
 
-    def crop(self, tokens: int) -> "Tokens":
-        """Return the batch without its last `tokens` tokens."""
-        length = max(self.length - tokens, 0)
+    def crop(self, num_tokens: int) -> "Tokens":
+        """Return the batch without its last `num_tokens` tokens."""
+        length = max(self.length - num_tokens, 0)
         mask, positions = (
             None if part is None else part[..., :length] for part in (self.mask, self.positions)
         )
@@ -52,29 +52,29 @@ class Tokens:
         mask = None if self.mask is None else self.mask[rows]
         return Tokens(self.ids[rows], mask, positions)
 
-    def columns(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, bool mask, `[B, width]`, and positions, `[X, B, width]`, where X may be 0."""
+    def expand(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids, mask, `[B, width]`, and positions, `[X, B, width]`. X is 0 without them."""
         ids = self.ids[:, :width].to(device)
         mask = torch.ones_like(ids, dtype=torch.bool)
         if self.mask is not None:
-            values = self.mask[:, :width].to(device)
-            mask[:, : values.shape[1]] = values != 0
+            given_mask = self.mask[:, :width].to(device)
+            mask[:, : given_mask.shape[1]] = given_mask != 0
         if self.positions is None:
             return ids, mask, ids.new_empty((0, *ids.shape))
-        values = self.positions[..., :width].to(device)
-        offsets = torch.arange(1, width - values.shape[-1] + 1, device=device)
-        positions = torch.cat([values, values[..., -1:] + offsets], -1)
+        given = self.positions[..., :width].to(device)
+        offsets = torch.arange(1, width - given.shape[-1] + 1, device=device)
+        positions = torch.cat([given, given[..., -1:] + offsets], -1)
         return ids, mask, positions.reshape(-1, *positions.shape[-2:]).expand(-1, len(ids), -1)
 
     def match(self, other: "Tokens") -> tuple[list[int], int]:
-        """Return the best row for each row of `other`, and the number of tokens all pairs share.
+        """Return the best row for each row of `other`, and the prefix length that all pairs share.
 
-        The best row shares the most first tokens. Among several such rows, it is the row with
+        The best row has the longest shared prefix. Among several such rows, it is the row with
         the same index, or else the first of them. Tokens are shared if they have the same id and
         position, or are padding in both batches.
         """
         device, width = self.ids.device, min(self.length, other.length)
-        columns = [batch.columns(width, device) for batch in (self, other) if width]
+        columns = [batch.expand(width, device) for batch in (self, other) if width]
         if not width or len(columns[0][2]) != len(columns[1][2]):
             return list(range(len(other.ids))), 0
         (ids, mask, positions), other_columns = columns
@@ -85,25 +85,25 @@ class Tokens:
             is_same = torch.where(mask & new_mask, is_same, mask == new_mask)
             shared_lengths.append(is_same.long().cumprod(1).sum(1))
         lengths = torch.stack(shared_lengths).tolist()  # [row of `other`][row]
-        best = [max(row) for row in lengths]
+        best_lengths = [max(row) for row in lengths]
         rows = [
-            index if index < len(row) and row[index] == best[index] else row.index(best[index])
-            for index, row in enumerate(lengths)
+            index if index < len(row) and row[index] == best else row.index(best)
+            for index, (row, best) in enumerate(zip(lengths, best_lengths, strict=True))
         ]
-        return rows, min(best)
+        return rows, min(best_lengths)
 
 
 # The tokens of a cache while it changes, or after an exception interrupted a change.
 UNKNOWN = Tokens(torch.empty((0, 0), dtype=torch.int64, device="cpu"))
 
 
-def can_crop(layer: Any, tokens: int) -> bool:
-    """Return whether a layer of transformers can remove its last `tokens` tokens."""
+def can_crop(layer: Any, num_tokens: int) -> bool:
+    """Return whether a layer of transformers can remove its last `num_tokens` tokens."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return False  # its only state belongs to the last token
+        return False  # it keeps only the state after the last token
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         length, window = layer.get_seq_length(), layer.sliding_window
         keys: Any = layer.keys
-        has_window = keys.shape[-2] - tokens >= min(length - tokens, window - 1)
+        has_window = keys.shape[-2] - num_tokens >= min(length - num_tokens, window - 1)
         return has_window and (length < window or layer.record_past)
     return bool(getattr(layer, "is_croppable", False))

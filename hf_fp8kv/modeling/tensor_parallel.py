@@ -75,7 +75,7 @@ def _splits_heads(model: Any) -> bool:
     )
 
 
-def kv_heads(config: Any, layer: int) -> int | None:
+def count_kv_heads(config: Any, layer: int) -> int | None:
     """Return the number of KV heads of a layer of the whole model, or None if it is not known."""
     return count_heads(config, layer, "num_key_value_heads") or count_heads(config, layer)
 
@@ -92,8 +92,8 @@ def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> 
 
 def check_divides(config: Any, size: int) -> None:
     """Raise ConfigError unless the KV heads of every layer can be split over `size` processes."""
-    layers = config_field(config, "num_hidden_layers")
-    counts = {kv_heads(config, index) for index in range(layers if isinstance(layers, int) else 1)}
+    num_layers = value if isinstance(value := config_field(config, "num_hidden_layers"), int) else 1
+    counts = {count_kv_heads(config, index) for index in range(num_layers)}
     for heads in sorted(count for count in counts if count and count % size):
         divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
@@ -103,14 +103,14 @@ def check_divides(config: Any, size: int) -> None:
         )
 
 
-def check_split(layer: int, heads: int, total: int | None, size: int) -> None:
+def check_split(layer: int, num_heads: int, num_total: int | None, size: int) -> None:
     """Raise ConfigError if a layer has all KV heads although the model should be split.
 
-    `heads` is the number of KV heads in this process, and `total` the number in the whole model.
+    This process has `num_heads` KV heads, and the whole model has `num_total`.
     """
-    if size > 1 and heads == total:
+    if size > 1 and num_heads == num_total:
         raise ConfigError(
-            f"tensor_parallel: expected {total // size} of the model's {total} KV heads, got all "
-            f"of them in layer {layer}, because the model is not split. Pass the result of "
+            f"tensor_parallel: expected {num_heads // size} of the model's {num_heads} KV heads, "
+            f"got all of them in layer {layer}, because the model is not split. Pass the result of "
             "hf_fp8kv.tensor_parallel(model)"
         )

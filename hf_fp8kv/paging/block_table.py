@@ -5,7 +5,7 @@ all sequences of a batch have the same number of tokens, including padding. Fork
 an allocator.
 
     logical page     0   1   2   3              tokens 0 .. S-1 are in logical page 0
-    sequence 0       -1  7   3   9              three pages in use (first = 1, count = 4)
+    sequence 0       -1  7   3   9              three pages in use (first_page = 1)
     sequence 1       -1  7   3   4              two of them shared with sequence 0
 """
 
@@ -34,7 +34,7 @@ class BlockTable:
 
     Attributes:
         rows: Page numbers, `[B, num_columns]`, int32. Columns from `first_page` on are in use.
-        first: First logical page in use. Earlier pages have left the window.
+        first_page: First logical page in use. Earlier pages have left the window.
         version: Number that changes with `rows`, unique over all tables.
         page_size: Slots (tokens) per page.
     """
@@ -113,14 +113,14 @@ class BlockTable:
         *,
         budget_checked: bool = False,
     ) -> None:
-        """Give each token from `start` to `stop - 1` a page that only its sequence holds.
+        """Assign each token from `start` to `stop - 1` a page that only its sequence holds.
 
-        Logical pages between the last listed page and `start` get no page.
+        No pages are assigned between the last listed page and `start`.
 
         Args:
             start: First token, with `start // page_size >= first_page`.
             stop: Last token plus one.
-            batch: Number of sequences. The first call sets it until `clear`.
+            batch: Number of sequences. It must be the same in every call until `clear`.
             copy: Function that copies the shared pages to new pages.
             budget_checked: As in `PageAllocator.allocate`.
 
@@ -157,11 +157,11 @@ class BlockTable:
 
     def truncate(self, length: int) -> None:
         """Free the pages that only have tokens from `length` on."""
-        count = max(self._count_pages(length), self.first_page)
-        if count < self.num_columns:
-            freed_pages = self.rows[:, count:]
+        num_kept = max(self._count_pages(length), self.first_page)
+        if num_kept < self.num_columns:
+            freed_pages = self.rows[:, num_kept:]
             self._mark_changed()
-            self.rows = self.rows[:, :count]
+            self.rows = self.rows[:, :num_kept]
             self.allocator.free(freed_pages)
 
     def count_releasable(self, token: int) -> int:

@@ -17,11 +17,11 @@ _NO_OFFSETS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Blocks:
-    """A list of blocks `[n, bytes]`, uint8, of whole pages, numbered from 0.
+    """A list of blocks `[n, page_bytes]`, uint8. Pages are numbered from 0 across all blocks.
 
     Attributes:
         page_bytes: Size of a page, in bytes.
-        tensors: The blocks: none before `allocate`, and one empty block for 0 pages.
+        tensors: The blocks. The list is empty before `allocate`. For 0 pages it has an empty block.
         offsets: Offsets of the pages, `[P]`, int64 (see `locate_pages`).
         single_block: Whether all pages stay in one block, as compiled code requires.
         pinned: Whether blocks are in pinned host memory.
@@ -56,12 +56,12 @@ class Blocks:
         return len(self.tensors) > 0
 
     def allocate(
-        self, page_bytes: int, pages: int, device: torch.device, *, single_block: bool = False,
+        self, page_bytes: int, num_pages: int, device: torch.device, *, single_block: bool = False,
         pinned: bool = False,
     ) -> None:  # fmt: skip
-        """Allocate `pages` zeroed pages of `page_bytes` bytes."""
+        """Allocate `num_pages` zeroed pages of `page_bytes` bytes."""
         self.page_bytes, self.single_block, self.pinned = page_bytes, single_block, pinned
-        self._set_blocks(self._allocate(pages, device))
+        self._set_blocks(self._allocate(num_pages, device))
 
     def free(self) -> None:
         """Free the memory. `allocate` may be called again."""
@@ -73,24 +73,25 @@ class Blocks:
         # These assignments call nothing, so an interrupt cannot separate them.
         self.tensors, self.offsets, self.cached_pages = tensors, offsets, None
 
-    def _allocate(self, pages: int, device: torch.device) -> list[torch.Tensor]:
-        slices = [slice(0, pages)] if self.single_block or not pages else self._split_pages(pages)
+    def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
+        is_single = self.single_block or not num_pages
+        slices = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
         shapes = [(x.stop - x.start, self.page_bytes) for x in slices]
         return [zeros(shape, torch.uint8, device, pinned=self.pinned) for shape in shapes]
 
-    def _split_pages(self, pages: int) -> list[slice]:
-        """Split the numbers below `pages` into slices of at most `BLOCK_BYTES` of pages."""
-        max_pages = max(1, BLOCK_BYTES // self.page_bytes)
-        return [slice(start, min(start + max_pages, pages)) for start in range(0, pages, max_pages)]
+    def _split_pages(self, num_pages: int) -> list[slice]:
+        """Split `range(num_pages)` into slices whose pages fill at most `BLOCK_BYTES` each."""
+        step = max(1, BLOCK_BYTES // self.page_bytes)
+        return [slice(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
 
-    def grow(self, pages: int) -> None:
-        """Make room for `pages` pages. New pages are zero.
+    def grow(self, num_pages: int) -> None:
+        """Make room for `num_pages` pages. New pages are zero.
 
         A block is added and no data moves, unless all pages must be in one block.
         """
-        num_added = pages - len(self)
+        num_added = num_pages - len(self)
         if num_added > 0 and self.single_block:
-            self.keep_pages(np.arange(pages))
+            self.keep_pages(np.arange(num_pages))
         elif num_added > 0:
             old_blocks = [block for block in self.tensors if len(block)]
             self._set_blocks([*old_blocks, *self._allocate(num_added, self.tensors[0].device)])
@@ -104,9 +105,9 @@ class Blocks:
         put_pages(self.tensors, pages, rows)
 
     def copy(
-        self, sources: Ints, destinations: Ints, target_blocks: "list[torch.Tensor] | None" = None
+        self, sources: Ints, destinations: Ints, target_blocks: list[torch.Tensor] | None = None
     ) -> None:
-        """Copy pages to `target_blocks`, or within these blocks to pages that are not sources."""
+        """Copy pages to `target_blocks`, or within this object to pages that are not sources."""
         for chunk in self._split_pages(len(sources)):
             put_pages(target_blocks or self.tensors, destinations[chunk], self.take(sources[chunk]))
 
@@ -115,11 +116,11 @@ class Blocks:
 
         `source` may be on a different device. With `blocking`, the copies are complete on return.
         """
-        block_starts = [np.cumsum([0, *map(len, x.tensors)]) for x in (self, source)]
+        block_starts = [np.cumsum([0, *map(len, blocks.tensors)]) for blocks in (self, source)]
         is_block_start = np.bincount(np.concatenate(block_starts)) > 0
         is_run_end = (np.diff(pages) != 1) | is_block_start[pages[1:]]
         for run in np.split(pages, np.flatnonzero(is_run_end) + 1):
-            i, j = (np.searchsorted(x, run[0], side="right") - 1 for x in block_starts)
+            i, j = (np.searchsorted(starts, run[0], side="right") - 1 for starts in block_starts)
             target_start, source_start = run[0] - block_starts[0][i], run[0] - block_starts[1][j]
             count, target_block, source_block = len(run), self.tensors[i], source.tensors[j]
             rows = source_block[source_start : source_start + count]
@@ -166,6 +167,6 @@ def zeros(
 ) -> torch.Tensor:
     """Return zeros that can be written in inference mode and outside it."""
     # Leave inference mode only if it is on, because leaving it takes longer than zeroing a page.
-    leave_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-    with torch.inference_mode(False) if leave_mode else nullcontext():
+    leaves_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if leaves_mode else nullcontext():
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)

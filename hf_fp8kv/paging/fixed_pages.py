@@ -48,7 +48,7 @@ class FixedPages(LayerGroup):
         return count if (count := self.pages_per_sequence) < self.num_columns else 0
 
     @torch.compiler.disable(
-        reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
+        reason="a budget (max_pages) is counted in Python. For fullgraph=True leave it out, or "
         "make the first call, or early_initialization(), outside compiled code"
     )  # type: ignore[untyped-decorator]
     def allocate(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -61,11 +61,11 @@ class FixedPages(LayerGroup):
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         groups = [x for ref in self.siblings if isinstance(x := ref(), FixedPages)]
-        slots_by_group = [(x, x.pages_per_sequence * x.page_size) for x in groups]
-        self.budget.require(sum(x.table.count_needed(0, n, batch) for x, n in slots_by_group))
-        for x, slots in slots_by_group:
-            x.table.reserve(0, slots, batch, x.copy_pages)
-            x.allocated_pages = x.pages_per_sequence
+        group_slots = [(group, group.pages_per_sequence * group.page_size) for group in groups]
+        self.budget.require(sum(x.table.count_needed(0, n, batch) for x, n in group_slots))
+        for group, num_slots in group_slots:
+            group.table.reserve(0, num_slots, batch, group.copy_pages)
+            group.allocated_pages = group.pages_per_sequence
         return self.table_on(device), self.table.allocator.capacity
 
     def defer_allocation(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -106,8 +106,8 @@ class FixedPages(LayerGroup):
         """Give each sequence separate pages for tokens from `length` on."""
         table, start = self.table, 0 if self.ring_size else length
         if table.batch:  # after an interrupt the group may have no pages
-            slots = self.pages_per_sequence * self.page_size
-            table.reserve(start, slots, table.batch, self.copy_pages)
+            num_slots = self.pages_per_sequence * self.page_size
+            table.reserve(start, num_slots, table.batch, self.copy_pages)
 
     def count_new_pages(self, rows: Ints | slice, length: int) -> int:
         """Return the number of pages that are added if `rows` are selected and then unshared."""
@@ -117,7 +117,7 @@ class FixedPages(LayerGroup):
         return num_pages - len(np.unique(self.table.used_rows()))
 
     def unroll_ring(self) -> None:
-        """Replace the ring by pages for all tokens, in order.
+        """Replace the ring with pages for all tokens, in order.
 
         Raises:
             ConfigError: Layers have different lengths, and some exceed the ring.
@@ -132,13 +132,13 @@ class FixedPages(LayerGroup):
         if len(lengths) > 1 and length > ring_size * size:
             raise ConfigError(
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
-                f"{sorted(lengths)} under a window of {self.window}; call it earlier"
+                f"{sorted(lengths)} under a window of {self.window}. Call it earlier"
             )
         table.reserve(ring_size * size, self.num_columns * size, table.batch)
         for member, member_length in member_lengths.items():
             self.update_first_intact(member, member_length)
-        last = -(-length // size)
-        for column in range(max(last - ring_size, ring_size), last):
+        stop = -(-length // size)
+        for column in range(max(stop - ring_size, ring_size), stop):
             swapped = [column, column % ring_size]
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
         self.allocated_pages = self.num_columns
@@ -163,9 +163,9 @@ class FixedPages(LayerGroup):
         fork, size, lengths = super().fork(), self.page_size, self.read_lengths()
         first = max([0, *map(self.update_first_intact, lengths, lengths.values())])
         length = max(lengths.values(), default=0)
-        table, first_column, count = fork.table, first // size, -(-length // size)
-        rows = np.full((table.batch, count), NO_PAGE, np.int32)
-        columns = np.arange(first_column, count) % max(table.num_columns, 1)
+        table, first_column, stop = fork.table, first // size, -(-length // size)
+        rows = np.full((table.batch, stop), NO_PAGE, np.int32)
+        columns = np.arange(first_column, stop) % max(table.num_columns, 1)
         rows[:, first_column:] = table.rows[:, columns]
         table.replace_rows(rows, first_column)
         return fork

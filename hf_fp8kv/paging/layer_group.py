@@ -19,7 +19,7 @@ from .page_pool import PagePool
 
 
 class Step:
-    """One call of the layers of a group, which all get the same number of tokens.
+    """One call of the layers of a group, which all store the same number of tokens.
 
     The first layer of a step creates this object. Lengths and work plans are computed once per
     device, and shared by the layers.
@@ -111,8 +111,8 @@ class LayerGroup:
     def table(self) -> BlockTable:
         """The block table. Pages that compiled code already uses are allocated first."""
         if self.deferred_allocation is not None:
-            (slots, batch), self.deferred_allocation = self.deferred_allocation, None
-            self._table.reserve(0, slots, batch)
+            (num_slots, batch), self.deferred_allocation = self.deferred_allocation, None
+            self._table.reserve(0, num_slots, batch)
         return self._table
 
     @property
@@ -154,9 +154,8 @@ class LayerGroup:
             elif (first := group.table.first_page * group.page_size) > group.visible_from(start):
                 raise ConfigError(
                     f"expected all layers with a window of {group.window} to store a call before "
-                    f"the next call, got a layer at {start} tokens while another is at "
-                    f"{group.length}, whose window begins at token {first}; pass each call to all "
-                    "layers"
+                    f"the next call, got a layer at {start} tokens and a layer at {group.length} "
+                    f"tokens, whose window begins at token {first}. Pass each call to all layers"
                 )
         plans = [(group, *group._plan_step(start, stop)) for group in groups]
         if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in plans):
@@ -208,7 +207,7 @@ class LayerGroup:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
                 f"some layers at {step.stop} and some at {step.start} tokens, under a window of "
-                f"{self.window} that has moved on; reset the cache"
+                f"{self.window} that has moved on. Reset the cache"
             )
         self.drop_unused_pages()
 
@@ -259,11 +258,11 @@ class LayerGroup:
 
     # -- all tokens --------------------------------------------------------------------------
 
-    def crop(self, tokens: int, members: list[int] | None = None) -> None:
-        """Remove the last `tokens` tokens of every layer, or of the layers `members`."""
+    def crop(self, num_tokens: int, members: list[int] | None = None) -> None:
+        """Remove the last `num_tokens` tokens of every layer, or of the layers `members`."""
         self.settle_step()
         for i in range(len(self.lengths)) if members is None else members:
-            self.lengths[i] = max(self.lengths[i] - tokens, 0)
+            self.lengths[i] = max(self.lengths[i] - num_tokens, 0)
         self.table.truncate(self.length)
         if not self.length:
             self.clear()

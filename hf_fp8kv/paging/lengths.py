@@ -148,7 +148,7 @@ class DeviceLength:
         # An upper bound of the number of stored tokens, kept on the host for `check_capacity`.
         self._upper_bound = 0
         self._plan: torch.Tensor | None = None
-        # Number of KV heads and backend of the work plan, or None if another layer fills it.
+        # Number of KV heads and backend of the work plan, or None if a different layer fills it.
         self._plan_arguments: tuple[int, str] | None = None
 
     @property
@@ -162,7 +162,7 @@ class DeviceLength:
         return 0 if self.is_empty else self.lengths[0]
 
     def count_stored(self) -> int:
-        """Return the number of stored tokens as an integer. Synchronizes with the device."""
+        """Return the number of stored tokens as an integer. This synchronizes with the device."""
         return 0 if self.is_empty else int(self.lengths[0])
 
     def allocate(self, batch: int, device: torch.device) -> int:
@@ -172,11 +172,11 @@ class DeviceLength:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         if torch.compiler.is_compiling() and self.group.budget.max_pages is None:
-            self.table, pages = self.group.defer_allocation(batch, device)
+            self.table, num_pages = self.group.defer_allocation(batch, device)
         else:
-            self.table, pages = self.group.allocate(batch, device)
+            self.table, num_pages = self.group.allocate(batch, device)
         self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
-        return pages
+        return num_pages
 
     def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
         """Use the work plan of the group. Return the tensors with constant addresses."""
@@ -287,15 +287,15 @@ class DeviceLength:
         return True
 
 
-def _check_crop(group: LayerGroup, tokens: int, num_stored: int, first_intact: int) -> None:
-    """Raise ConfigError if the last `tokens` of `num_stored` tokens cannot be removed.
+def _check_crop(group: LayerGroup, num_tokens: int, num_stored: int, first_intact: int) -> None:
+    """Raise ConfigError if the last `num_tokens` of `num_stored` tokens cannot be removed.
 
     `first_intact` is the first token that is still stored.
     """
-    remaining = max(num_stored - tokens, 0)
-    if tokens and remaining and group.first_kept_token(remaining) < first_intact:
+    num_left = max(num_stored - num_tokens, 0)
+    if num_tokens and num_left and group.first_kept_token(num_left) < first_intact:
         raise ConfigError(
-            "crop: expected to keep a window that is still stored (from token "
-            f"{first_intact} on), got {tokens} tokens to remove from {num_stored} under a window "
-            f"of {group.window}; call activate_past_recording() before these tokens are written"
+            f"crop: expected to keep a window that is still stored (from token {first_intact} on), "
+            f"got {num_tokens} of {num_stored} tokens to remove under a window of {group.window}. "
+            "Call activate_past_recording() before these tokens are written"
         )

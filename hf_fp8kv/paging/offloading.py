@@ -23,7 +23,7 @@ class OffloadBudget(PageBudget):
     Attributes:
         max_device_pages: Maximum number of pages per layer on the device. None means all pages of
             two layers: the layer that computes and the next layer.
-        layers: The blocks of each layer of a cache and its forks.
+        layers: The blocks of every layer of a cache and its forks.
         streams: CUDA stream for the copies, by device.
     """
 
@@ -69,8 +69,8 @@ class OffloadBudget(PageBudget):
     def _can_hold(self, layers: "set[OffloadBlocks]") -> bool:
         if self.max_device_pages is None:
             return len(layers) <= 2
-        count = len({layer.index for layer in self.layers})
-        return sum(map(len, layers)) <= self.max_device_pages * count
+        num_layers = len({layer.index for layer in self.layers})
+        return sum(map(len, layers)) <= self.max_device_pages * num_layers
 
 
 class OffloadBlocks:
@@ -104,11 +104,11 @@ class OffloadBlocks:
         return len(self._on_device)
 
     def allocate(
-        self, page_bytes: int, pages: int, device: torch.device, *, single_block: bool = False
+        self, page_bytes: int, num_pages: int, device: torch.device, *, single_block: bool = False
     ) -> None:
-        """Create `pages` pages of `page_bytes` bytes. Memory is allocated when they are used."""
+        """Create `num_pages` pages of `page_bytes` bytes. Memory is allocated at first use."""
         self.page_bytes, self.device, self.is_allocated = page_bytes, device, True
-        self.grow(pages)
+        self.grow(num_pages)
 
     def free(self) -> None:
         """Free the memory. `allocate` may be called again."""
@@ -119,15 +119,15 @@ class OffloadBlocks:
         # Whether the device, or host memory, has an up-to-date copy of each page.
         self._on_device = self._on_host = np.zeros(0, bool)
 
-    def grow(self, pages: int) -> None:
-        """Make room for `pages` pages."""
-        if pages <= len(self):
+    def grow(self, num_pages: int) -> None:
+        """Make room for `num_pages` pages."""
+        if (num_added := num_pages - len(self)) <= 0:
             return
         if self.device_blocks.is_allocated:
             self.wait()
-            self.device_blocks.grow(pages)
-        # This comes last, because the lines above may fail, and is one assignment for interrupts.
-        old_flags, new_flags = (self._on_device, self._on_host), np.zeros(pages - len(self), bool)
+            self.device_blocks.grow(num_pages)
+        # This comes last, because the lines above may fail. It is one assignment for interrupts.
+        old_flags, new_flags = (self._on_device, self._on_host), np.zeros(num_added, bool)
         self._on_device, self._on_host = (np.concatenate([x, new_flags]) for x in old_flags)
 
     # -- copies between the device and the host ----------------------------------------------

@@ -32,8 +32,7 @@ class PageBudget:
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
-        self.page_size = page_size
-        self.max_pages = max_pages
+        self.page_size, self.max_pages = page_size, max_pages
         self.fetched_bytes = self.returned_bytes = 0
         self.allocators: weakref.WeakSet[PageAllocator] = weakref.WeakSet()
 
@@ -42,14 +41,14 @@ class PageBudget:
         """Number of pages in use."""
         return sum(allocator.num_held for allocator in self.allocators)
 
-    def require(self, pages: int) -> None:
-        """Raise OutOfPagesError if `pages` additional pages would exceed the budget."""
-        if self.max_pages is not None and self.num_held + pages > self.max_pages:
+    def require(self, num_pages: int) -> None:
+        """Raise OutOfPagesError if `num_pages` additional pages would exceed the budget."""
+        if self.max_pages is not None and self.num_held + num_pages > self.max_pages:
             raise OutOfPagesError(
                 f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
-                f"got a call that needs {pages} more with {self.num_held} in use; raise max_pages, "
-                "drop a fork, crop or reset the cache",
-                needed=pages,
+                f"got a call that needs {num_pages} more with {self.num_held} in use. Raise "
+                "max_pages, drop a fork, crop or reset the cache",
+                needed=num_pages,
                 available=self.max_pages - self.num_held,
             )
 
@@ -91,22 +90,23 @@ class PageAllocator:
         is_low = 0 < self.num_held * SHRINK_DIVISOR <= self.capacity
         return is_low and self.num_free * self.page_size > GROWTH_TOKENS
 
-    def allocate(self, pages: int, *, budget_checked: bool = False) -> Ints:
-        """Return `pages` page numbers, each with one reference.
+    def allocate(self, num_pages: int, *, budget_checked: bool = False) -> Ints:
+        """Return `num_pages` page numbers, each with one reference.
 
         New pages are created in steps if needed. Raises OutOfPagesError beyond the budget. With
         `budget_checked`, the caller has already checked the budget, and will free other pages.
         """
         if not budget_checked:
-            self.budget.require(pages)
-        missing = pages - self.num_free
-        if missing > 0:
+            self.budget.require(num_pages)
+        num_missing = num_pages - self.num_free
+        if num_missing > 0:
             step = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_DIVISOR)
-            added = missing if self.is_exact else max(missing + missing // GROWTH_DIVISOR, step)
+            growth = max(num_missing + num_missing // GROWTH_DIVISOR, step)
+            num_added = num_missing if self.is_exact else growth
             if self.budget.max_pages is not None:
-                added = min(added, self.budget.max_pages - self.capacity)
-            self._add_pages(max(added, missing))
-        numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
+                num_added = min(num_added, self.budget.max_pages - self.capacity)
+            self._add_pages(max(num_added, num_missing))
+        numbers = np.array([self._free.pop() for _ in range(num_pages)], np.int32)
         self.references[numbers] = 1
         return numbers
 
@@ -115,11 +115,11 @@ class PageAllocator:
         assert len(pages) == self.num_held, f"{self.num_held} pages are held, {len(pages)} are kept"
         self._free, self.references = [], self.references[pages]
 
-    def _add_pages(self, pages: int) -> None:
+    def _add_pages(self, num_pages: int) -> None:
         first = self.capacity
-        self.references = np.concatenate([self.references, np.zeros(pages, np.int32)])
+        self.references = np.concatenate([self.references, np.zeros(num_pages, np.int32)])
         # Lowest numbers are allocated first, so that pages of a sequence stay close together.
-        self._free[:0] = range(first + pages - 1, first - 1, -1)
+        self._free[:0] = range(first + num_pages - 1, first - 1, -1)
 
     def share(self, pages: Ints) -> None:
         """Add a reference to the page of each entry of `pages`, except NO_PAGE."""

@@ -15,8 +15,8 @@ class PagePool:
     the pool, and may read the same bytes under different plans.
 
     Attributes:
-        has_scales: Whether pages have dynamic scales, as values in 8-bit formats need unless scales
-            are static. Set by `allocate`.
+        has_scales: Whether pages have dynamic scales, which 8-bit values need unless scales are
+            static. Set by `allocate`.
         key_dtype, value_dtype: Dtypes of stored K and V: uint8, or the model's. Set by `allocate`.
         layout: Layout of a page. Set by `allocate`.
         device: Device on which the layer computes. Set by `allocate`.
@@ -41,11 +41,11 @@ class PagePool:
         return self.memory.is_allocated
 
     def allocate(
-        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, single_block: bool = False
+        self, key: torch.Tensor, value: torch.Tensor, num_pages: int, *, single_block: bool = False
     ) -> None:
-        """Allocate `pages` zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
+        """Allocate zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
 
-        Only shapes, dtypes and the device of the tensors are read. `single_block`: as in `Blocks`.
+        Only shapes, dtypes and the device are read. `single_block` is as in `Blocks.allocate`.
         """
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
@@ -58,7 +58,7 @@ class PagePool:
             self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
             self.has_scales,
         )  # fmt: skip
-        self.memory.allocate(self.layout.size, pages, self.device, single_block=single_block)
+        self.memory.allocate(self.layout.size, num_pages, self.device, single_block=single_block)
 
     def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return empty keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as for `allocate`."""

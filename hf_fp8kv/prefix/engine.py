@@ -15,8 +15,8 @@ from .file import Page, chain_keys
 from .store import PrefixStore
 
 
-class StoredBlocks:
-    """The blocks of one allocator, and a store. Only the engine's thread uses this object.
+class BlockExchange:
+    """Exchange of the blocks of one allocator with a store, in the engine's thread only.
 
     `identity` is everything that the bytes depend on, except the tokens.
     """
@@ -29,17 +29,17 @@ class StoredBlocks:
         # The engine's hash and the store's key of each block that was full. An entry is valid while
         # the engine has the same hash for the block.
         self._block_keys: dict[int, tuple[int, str]] = {}
-        self._missed_ids: set[str] = set()  # a waiting request calls `fetch` in each step
+        self._missed_ids: set[str] = set()  # misses that were counted, once per request
 
     def fetch(self, request_id: str, tokens: list[int]) -> None:
-        """Load the beginning of a prompt from the store to blocks that the engine keeps for reuse.
+        """Load the beginning of a prompt from the store into blocks that the engine may reuse.
 
         Loading stops when no block is free. At least one token is left to compute.
         """
         allocator, size = self._allocator, self._page_size
         num_cached = len(allocator.match_prefix_blocks(tokens))
         max_blocks = (len(tokens) - 1) // size
-        blocks, requests = list[int](), list[tuple[int, str]]()
+        blocks, missing = list[int](), list[tuple[int, str]]()  # (hash, key) of missing blocks
 
         def find_missing_keys() -> Iterator[str]:
             key, block_hash = "", None
@@ -48,7 +48,7 @@ class StoredBlocks:
                 (key,) = chain_keys(self._identity, block_tokens, size, key)
                 block_hash = cache_allocator.compute_block_hash(block_hash, block_tokens)
                 if block_hash not in allocator.ledger.hash_to_block:
-                    requests.append((block_hash, key))
+                    missing.append((block_hash, key))
                     yield key
                 # Otherwise the block is still cached, although an earlier block was evicted.
 
@@ -56,13 +56,13 @@ class StoredBlocks:
             for page in self._store.read(find_missing_keys(), self._check_page):
                 if not blocks:  # a running step may still write to free blocks
                     synchronize(self._rows.device)
-                block_hash, key = requests[len(blocks)]
+                block_hash, key = missing[len(blocks)]
                 blocks.append(self._load_block(page))
                 allocator.ledger.register_new_hash(blocks[-1], block_hash)
                 self._block_keys[blocks[-1]] = block_hash, key
                 if not self._has_free_block():
                     break
-        if requests and not num_cached and not blocks and request_id not in self._missed_ids:
+        if missing and not num_cached and not blocks and request_id not in self._missed_ids:
             self._missed_ids.add(request_id)
             self._store.count(misses=1)
         if blocks:
@@ -91,7 +91,7 @@ class StoredBlocks:
         """Store the blocks of a request that were filled since the last call.
 
         The last call, before the engine frees the blocks, also marks all of them as used, and
-        stores blocks again that are no longer in the store.
+        stores again the blocks that the store has dropped.
         """
         size, hashes = self._page_size, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
@@ -114,7 +114,7 @@ class StoredBlocks:
             self._store.touch(keys)
 
     def _copy_blocks(self, blocks: list[int]) -> Iterator[Page]:
-        # Blocks are copied one by one, because the engine leaves no memory for copies of many.
+        # Blocks are copied one by one, because the engine leaves no memory to copy many at once.
         return (Page([self._rows[block].to("cpu", copy=True)], None) for block in blocks)
 
 

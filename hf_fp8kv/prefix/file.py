@@ -60,7 +60,7 @@ def unpack(key: str, data: bytes) -> Page:
     if header.pop("digest") != digest_of(header, rows):
         raise ValueError("its bytes have changed since they were written")
     if header["format"] != _FORMAT or header["key"] != key:
-        raise ValueError("a different format, or a different page than its name says")
+        raise ValueError("its format is different, or its name belongs to a different page")
     if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
-        raise ValueError("not rows of bytes")
+        raise ValueError("its tensors are not rows of bytes")
     return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["facts"]))

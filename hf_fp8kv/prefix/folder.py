@@ -24,10 +24,10 @@ _TICK = 20_000_000
 
 
 class StoredFile(NamedTuple):
-    """A file of the folder: time of the last use (ns since 1970), size in bytes, and name."""
+    """A file of the folder."""
 
-    last_use: int
-    bytes: int
+    last_use: int  # time of the last use, in ns since 1970
+    bytes: int  # size, in bytes
     name: str
 
 
@@ -40,8 +40,8 @@ class PrefixFolder:
     def __init__(self, path: Path, name_pattern: re.Pattern[str], max_bytes: int) -> None:
         self.path, self._names, self._max_bytes = path, name_pattern, max_bytes
         self._partial_pattern = re.compile(rf"\.{name_pattern.pattern}{re.escape(_PARTIAL)}")
-        # A heap of the files at the last scan, and the time of the scan. All other files were used
-        # later. A file is checked again before it is removed.
+        # A heap of the files at the last scan, and the time of the scan. Files that are not in the
+        # heap were used later. A file is checked again before it is removed.
         self._oldest: list[StoredFile] = []
         self._scan_time = 0
 
@@ -115,12 +115,12 @@ class PrefixFolder:
     def _evict(self, lock: int, total: int, max_bytes: int, used_names: Collection[str]) -> int:
         """Remove the least recently used files, except `used_names`, until `max_bytes` is met.
 
-        `total` is the number of bytes before. Return the number of bytes after.
+        `total` is the total size before the call. Return the total size after it.
         """
-        is_new = False
+        is_scanned = False
         while total > max_bytes:
-            if not is_new and (not self._oldest or self._oldest[0].last_use >= self._scan_time):
-                total, is_new = self._scan(lock), True
+            if not is_scanned and (not self._oldest or self._oldest[0].last_use >= self._scan_time):
+                total, is_scanned = self._scan(lock), True
                 continue
             if not self._oldest:
                 break

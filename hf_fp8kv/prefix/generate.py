@@ -64,7 +64,7 @@ class Prefill(ModelMethod):
             except ConfigError as error:
                 if not prompt.restored_pages:
                     raise
-                # The files are intact, but their numbers of heads or dtypes are not the model's.
+                # The files are intact, but their numbers of heads or dtypes do not fit the model.
                 prompt.undo_restore(error)
                 model_kwargs.clear()
                 model_kwargs.update(old_kwargs)
@@ -143,8 +143,8 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
         if length and batch.length <= length:
             raise ConfigError(
                 f"expected a prompt that begins with the {length} tokens of the cache and adds at "
-                f"least one, got {batch.length} tokens; the cache did not receive its tokens from "
-                "generate() of an enabled model, so they cannot be compared: call crop() or "
+                f"least one, got {batch.length} tokens. The cache did not receive its tokens from "
+                "generate() of an enabled model, so they cannot be compared. Call crop() or "
                 "reset(), or make a new cache"
             )
         return length
@@ -187,21 +187,21 @@ def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseE
         cache.tokens, cache.step_tokens = batch.crop(batch.length - lengths.pop()), 0
 
 
-def _can_crop_layers(cache: FP8PagedCache, tokens: int) -> bool:
-    """Return whether every layer can remove its last `tokens` tokens."""
-    if not tokens:
+def _can_crop_layers(cache: FP8PagedCache, num_tokens: int) -> bool:
+    """Return whether every layer can remove its last `num_tokens` tokens."""
+    if not num_tokens:
         return True
     try:
-        cache._paged.check_crop(tokens)
+        cache._paged.check_crop(num_tokens)
     except ConfigError:
         return False
-    return all(can_crop(layer, tokens) for layer in cache.stock_layers)
+    return all(can_crop(layer, num_tokens) for layer in cache.stock_layers)
 
 
 def _find_tokens(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tokens | None:
     """Return the tokens of a prompt, or None if it has other inputs or is not complete."""
     mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
-    # As in transformers, the mask covers all tokens, so its width shows whether `ids` has them all.
+    # As in transformers, the mask covers all tokens, so its width shows whether `ids` is complete.
     width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     other_inputs = [
         name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL_ARGUMENTS

@@ -33,17 +33,17 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     is_indexed = (isinstance(layer, FP8PagedIndexedLayer) for layer in layers)
     reason = ""
     if not isinstance(store, PrefixStore):
-        reason = f"a hf_fp8kv.PrefixStore, got {store!r}; make one with PrefixStore(path)"
+        reason = f"a hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
     elif options.tensor_parallel.size > 1:
-        reason = "a model in one process, got one that is split; leave it out"
+        reason = "a model in one process, got a split model. Leave prefix_store out"
     elif cache is not None and cache.open_ended:
-        reason = "a cache with a config, got one without; pass the model's config"
+        reason = "a cache with a config, got none. Pass the model's config"
     elif options.is_preallocated:
-        reason = "a growing cache, got max_cache_len; leave one of the two out"
+        reason = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
     elif config.is_encoder_decoder:
         reason = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
     elif any(is_indexed) or (layers and cache.stock_layers):
-        reason = "only paged layers, got some of a different kind (recurrent, indexed, skipped)"
+        reason = "only paged layers, got layers of other kinds (recurrent, indexed, skipped)"
     elif rope_type := find_varying_rope(config):
         reason = f"constant frequencies of RoPE, got {rope_type!r}, which depends on the length"
     if reason:
@@ -62,7 +62,7 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
 
 
 class StoredPrompt:
-    """The full pages of a prompt, to restore from a store and to write to it.
+    """The full pages of a prompt, which are restored from a store and written to it.
 
     `restored_pages` is the number of pages of each row that were read from the store.
     """
@@ -72,12 +72,12 @@ class StoredPrompt:
         self._cache, self._keys, self._length, self.restored_pages = cache, list[list[str]](), 0, 0
 
     def find_keys(self, identity: str, batch: Tokens) -> None:
-        """Compute the keys of the pages. If tokens have unusual positions, pages have no keys.
+        """Compute the keys of the pages. Pages of tokens with unusual positions have no keys.
 
         `identity` is everything that pages depend on, except the tokens. Padding is included in
         `batch`, because it determines the page and slot of each token.
         """
-        ids, mask, positions = batch.columns(batch.length, torch.device("cpu"))
+        ids, mask, positions = batch.expand(batch.length, torch.device("cpu"))
         expected, size = (mask.cumsum(1) - 1).clamp(min=0), self._cache.options.page_size
         if not bool(((positions != expected) & mask).any()):
             rows = ids.masked_fill(~mask, -1)
@@ -104,18 +104,18 @@ class StoredPrompt:
             cache.adopt(self._unpack_pages(num_pages, pages))
         except OutOfPagesError:
             return  # computing the tokens raises this error with a better message
-        self.restored_pages, tokens = num_pages, len(keys) * num_pages * size
-        cache.restored_tokens += tokens
-        store.count(hits=len(keys), tokens_found=tokens)
+        self.restored_pages, num_tokens = num_pages, len(keys) * num_pages * size
+        cache.restored_tokens += num_tokens
+        store.count(hits=len(keys), tokens_found=num_tokens)
         for row in keys:
             store.touch(row[:num_pages])
 
     def undo_restore(self, error: Exception) -> None:
         """Undo `restore`, because the model cannot use these pages."""
-        cache, count = self._cache, self.restored_pages
+        cache, num_pages = self._cache, self.restored_pages
         cache.reset()
-        cache.restored_tokens -= len(self._keys) * count * cache.options.page_size
-        for key in dict.fromkeys(key for row in self._keys for key in row[: self.restored_pages]):
+        cache.restored_tokens -= len(self._keys) * num_pages * cache.options.page_size
+        for key in dict.fromkeys(key for row in self._keys for key in row[:num_pages]):
             self._store.refuse(key, error)
 
     @contextmanager

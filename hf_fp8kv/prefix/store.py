@@ -50,7 +50,7 @@ class StoreUsage(NamedTuple):
 
     Attributes:
         files: Number of pages in the folder, from all models and processes.
-        bytes: Their total size, in bytes.
+        bytes: Total size of these pages, in bytes.
         hits: Number of prompts whose beginning was found.
         misses: Number of prompts whose beginning was not found.
         tokens_found: Number of tokens that were found, over all sequences.
@@ -83,8 +83,8 @@ class PrefixStore:
 
     Args:
         path: The folder. It is created if it does not exist. "~" is the home folder.
-        max_bytes: Maximum total size of the files, in bytes. The least recently used are evicted
-            first.
+        max_bytes: Maximum total size of the files, in bytes. The least recently used files are
+            evicted first.
 
     Raises:
         ConfigError: The folder cannot be created, or `max_bytes` is below 1.
@@ -93,7 +93,7 @@ class PrefixStore:
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_BYTES) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise ConfigError(
-                f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}; leave it "
+                f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}. Leave it "
                 f"out for {DEFAULT_BYTES}"
             )
         self.max_bytes = max_bytes
@@ -103,7 +103,7 @@ class PrefixStore:
         except (OSError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"path: expected a folder that exists or can be created, got {str(path)!r}: "
-                f"{error}; choose a different path"
+                f"{error}. Choose a different path"
             ) from error
         self._folder = PrefixFolder(self.path, _NAME_PATTERN, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
@@ -145,7 +145,7 @@ class PrefixStore:
     # -- reading -----------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Return whether there is a page for a key. The file may still be damaged."""
+        """Return whether the store has a page for a key. The file may still be damaged."""
         exists = key in self._queue or os.path.lexists(self._file_path(key))
         return exists and key not in self._refused_keys
 
@@ -203,7 +203,7 @@ class PrefixStore:
             warn_once(logger, f"{self}: pages that cannot be read ({reason}) are ignored")
             return
         logger.warning(
-            "prefix store: %s is not a page that this library wrote (%s: %s); it is ignored, and "
+            "prefix store: %s is not a page that this library wrote (%s: %s). It is ignored, and "
             "removed if possible",
             self._file_path(key), type(error).__name__, error,
         )  # fmt: skip
@@ -248,7 +248,7 @@ class PrefixStore:
         _submit(self._writer, partial(self._write_pages, keys, pages))
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Mark the pages of a prompt as used now, the first page as the most recently used."""
+        """Mark the pages of a prompt as used now. The first page becomes the most recent one."""
 
         def set_times(last_use: int = time.time_ns()) -> None:
             for index, key in enumerate(keys):
@@ -285,13 +285,13 @@ class PrefixStore:
             self._can_write = False
             warn_once(
                 logger,
-                f"{self} stores nothing from now on ({type(error).__name__}: {error}); existing "
+                f"{self} stores nothing from now on ({type(error).__name__}: {error}). Existing "
                 "pages are still read",
             )
         except Exception:
             logger.exception("%s: the pages of a prompt are not stored", self)
         finally:
-            # Remove the pages together, because they may share memory, which the last page frees.
+            # Remove the pages together. They may share memory, which is freed with the last page.
             for key in pages:
                 self._queue.pop(key, None)
             pages.clear()  # without a thread, the executor keeps this job in its queue

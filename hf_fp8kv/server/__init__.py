@@ -54,11 +54,12 @@ def application(
         tokenizer: The model's tokenizer with its chat template, or a processor that contains it.
         batching: A ContinuousBatchingConfig. On a CPU a step has 256 tokens by default.
         served_name: The model's name for clients. None means `model.name_or_path`.
-        api_key: Token that clients must send. None means the value of HF_FP8KV_API_KEY. Without a
-            token, everyone who can reach the application may use it.
-        max_waiting: Maximum number of waiting requests. Further requests get status 429.
+        api_key: Token that clients must send. None means the value of HF_FP8KV_API_KEY. If neither
+            is set, clients need no token.
+        max_waiting: Maximum number of waiting requests. Additional requests get status 429.
         max_body: Maximum size of a request's body in bytes.
-        max_model_len: Maximum tokens of a prompt and its answer. None means the model's limit.
+        max_model_len: Maximum number of tokens of a prompt and its answer. None means the model's
+            limit.
         seed: Seed of the server. With it, requests without a seed get the same answers in each run
             that receives the same requests in the same order.
         chat_template_kwargs: Additional arguments of the chat template.

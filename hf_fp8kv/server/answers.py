@@ -65,7 +65,7 @@ class AnswerWriter:
         self._base |= {"created": int(time.time()), "model": name}
         self._sends_usage_last = bool(request.stream_options.include_usage)
         self._call_prefix = f"call_{uuid.uuid4().hex}"
-        self._has_scores = request.num_scores[0] is not None
+        self._has_scores = request.num_logprobs[0] is not None
         self._score_writers = [_ScoreWriter(choice, texts, echo=request.echo) for choice in choices]
         self._num_calls = Counter[int]()  # written calls, by the index of each started choice
 

@@ -24,7 +24,7 @@ from .text import AnswerText, Part
 _DEFAULT_LENGTH = 1024
 # Maximum number of answers to one request that run at once, which leaves room for other requests.
 _MAX_RUNNING_ANSWERS = 16
-# transformers 5.18 parses answers without knowing the tools.
+# transformers 5.18 parses answers without the tools.
 _PARSER_TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
 
 
@@ -55,14 +55,14 @@ class ChoiceMaker:
         self._seeds = random.Random(seed)  # generates the seeds of requests without a seed
 
     def check_length(self, request: Request) -> None:
-        """Raise APIError for a text that cannot fit, before it is tokenized."""
+        """Raise APIError for a prompt that cannot fit, before it is tokenized."""
         length = max(request.prompt_lengths)
         max_tokens, token_length = self._engine.max_tokens, self._served_model.max_token_length
         if length > max_tokens * token_length:
             raise APIError(
                 400,
-                f"expected at most {max_tokens} tokens, got {length} characters, and no token has "
-                f"more than {token_length}. Send less",
+                f"expected at most {max_tokens} tokens of at most {token_length} characters each, "
+                f"got {length} characters. Send a shorter prompt",
                 code="context_length_exceeded",
             )
 
@@ -80,7 +80,7 @@ class ChoiceMaker:
         for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= vocab_size:
                 raise invalid(field, f"tokens below {vocab_size}", max(tokens))
-        num_top, num_prompt_top = request.num_scores
+        num_top, num_prompt_top = request.num_logprobs
         eos = None if request.ignore_eos else self._get_default(request, "eos_token_id")
         end_tokens = [*(eos if isinstance(eos, list) else [eos]), *request.stop_token_ids]
         choices: list[Choice] = []
@@ -150,7 +150,7 @@ class ChoiceMaker:
         limits = [(max_tokens + 1 - len(prompt), f"the pages hold {max_tokens}")]
         if model_max is not None:
             # With `scores_only` the generated token is neither part of the answer nor an input.
-            limits.append((model_max + scores_only - len(prompt), f"the model holds {model_max}"))
+            limits.append((model_max + scores_only - len(prompt), f"the limit is {model_max}"))
         limit, explanation = min(limits)
         if requested is None and request.generation_config is not None:
             requested = request.generation_config.max_new_tokens
@@ -159,7 +159,7 @@ class ChoiceMaker:
             raise APIError(
                 400,
                 f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
-                f"{max(max_new_tokens, 1)} new tokens, and {explanation}. Send or request less",
+                f"{max(max_new_tokens, 1)} new tokens, but {explanation}. Send or request less",
                 param=field,
                 code="context_length_exceeded",
             )
@@ -181,10 +181,10 @@ class ChoiceMaker:
             penalty or 1.0, request.presence_penalty, request.frequency_penalty, logit_bias,
             request.min_tokens, tuple(sorted(bad_words - {()})),
         )  # fmt: skip
-        has_scores = any(top is not None for top in request.num_scores)
+        has_scores = any(top is not None for top in request.num_logprobs)
         for name, value in (("logprobs", has_scores), ("penalties, biases, bad_words", rules)):
             if value and reason is not None:
-                text = f"{name}: this server has none, because {reason}. Omit the field"
+                text = f"{name}: not supported by this server, because {reason}. Omit the field"
                 raise APIError(400, text, code=UNSUPPORTED)
         return rules
 

@@ -75,7 +75,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not accept connections yet. Raises ConfigError."""
+    """Return a bound socket that does not accept connections yet. Raise ConfigError on failure."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         infos.sort(key=lambda info: info[0] != socket.AF_INET)  # `localhost` may be IPv4 and IPv6

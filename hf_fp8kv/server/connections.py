@@ -28,7 +28,7 @@ def max_connections() -> int | None:
 
 
 def backlog_size() -> int:
-    """Return how many connections may wait. The event loop accepts all of them in one pass."""
+    """Return the number of connections that may wait. The event loop accepts them in one pass."""
     return max(min(_BACKLOG, (_max_descriptors() or 8 * _BACKLOG) // 8), 1)
 
 

@@ -93,7 +93,7 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
             raise ConfigError(
-                f"expected an engine for continuous batching, got: {error}. Change "
+                f"cannot start the engine for continuous batching: {error}. Change "
                 "--cb-num-blocks or --cb-max-batch-tokens"
             ) from error
 
@@ -221,11 +221,11 @@ class Engine:
             state = processor.scheduler.waiting_requests[request_id]
             if needs_prompt_scores(state):
                 return 0  # tokens of a reused prefix are not computed, so they have no logits
-            tokens = int(stock_search(request_id, prompt_ids))
+            num_cached = int(stock_search(request_id, prompt_ids))
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
             if sequence.last_token_at is None:  # otherwise the request is resumed
-                sequence.cached_tokens = tokens
-            return tokens
+                sequence.cached_tokens = num_cached
+            return num_cached
 
         processor.cache.search_prefix_match = search_prefix_match
 
@@ -288,8 +288,8 @@ def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
         possible_reason = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
     raise APIError(
         500,
-        f"expected finite logits, got none for token {position}: {possible_reason}the model "
-        "overflows on this prompt, or with these weights and dtype",
+        f"no logit of token {position} is finite: {possible_reason}the model overflows on this "
+        "prompt, or with these weights and dtype",
     )
 
 

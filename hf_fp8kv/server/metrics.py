@@ -18,7 +18,7 @@ _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class Metrics(Collector):
-    """Counts of a server and its `engine`. `model` is the label of the histograms."""
+    """Metrics of a server and its `engine`. `model` is the label of the histograms."""
 
     engine: Any  # the Engine, set after it has started
 

@@ -1,8 +1,8 @@
 """Sampling of each request's next token: penalties, masks, temperature, seeds and scores.
 
 A request with a temperature is sampled with noise, a function of its seed, the position and the
-token, so a seed gives the same text whatever else is in the step. Without noise the most likely
-token is chosen. Log-probabilities are computed from the model's logits before they are changed.
+token, so a seed gives the same text next to any other requests. Without noise the most likely token
+is chosen. Log-probabilities are computed from the model's logits before they are changed.
 """
 
 import math

@@ -63,14 +63,13 @@ def limit_prompts(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]
         if needs_prompt_scores(state) and is_prompt(state):
             if not budget:
                 continue
-            tokens = min(len(state.remaining_prefill_tokens), budget)
-            limits[state.request_id] = tokens
-            budget -= tokens
+            limits[state.request_id] = limit = min(len(state.remaining_prefill_tokens), budget)
+            budget -= limit
         admitted.append(state)
     return admitted, limits
 
 
-def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dict[str, int]]:
+def share_tokens(candidates: Sequence[Any], num_tokens: int) -> tuple[list[Any], dict[str, int]]:
     """Return the requests of a step in a new order, and token limits of some prompts, by id.
 
     Requests that decode come first, in their order. Then come the newer prompts that get tokens,
@@ -78,7 +77,7 @@ def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dic
     """
     decoders = [state for state in candidates if not is_prompt(state)]
     prompts = [state for state in candidates if is_prompt(state)]
-    prompt_budget = tokens - len(decoders)
+    prompt_budget = num_tokens - len(decoders)
     if len(prompts) < 2 or prompt_budget < 2:
         return [*decoders, *prompts], {}
     oldest = min(prompts, key=lambda state: state.created_time)
@@ -90,5 +89,5 @@ def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dic
         shared_budget -= limit
         if shared_budget == 0:
             break
-    count = len(limits)
-    return [*decoders, *newer_prompts[:count], oldest, *newer_prompts[count:]], limits
+    num_limited = len(limits)
+    return [*decoders, *newer_prompts[:num_limited], oldest, *newer_prompts[num_limited:]], limits

@@ -1,6 +1,6 @@
 """Requests of each path: their fields, and errors that name the expected values.
 
-Fields that the server would have to ignore (beams, pictures for a text model, ...) are rejected,
+Fields that the server would have to ignore (beams, images for a text model, ...) are rejected,
 because an answer to a different question is worse than an error.
 """
 
@@ -60,8 +60,8 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two JSON values are equal: 1 equals 1.0, but not true."""
+def _json_equal(a: Any, b: Any) -> bool:
+    """Return whether two JSON values are equal. 1 equals 1.0, but not true."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
@@ -97,7 +97,7 @@ def walk_values(value: Any) -> Iterator[Any]:
 _INT64 = 2**63 - 1
 _Count = Annotated[int, Field(ge=1, le=_INT64)]
 _Token = Annotated[int, Field(ge=0, le=_INT64)]
-_EndToken = Annotated[int, Field(ge=-1, le=_INT64)]
+_OrMinusOne = Annotated[int, Field(ge=-1, le=_INT64)]
 _ChoiceCount = Annotated[int, Field(ge=1, le=128)]
 _TopCount = Annotated[int, Field(ge=0, le=20)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -109,7 +109,7 @@ _TokenNumber = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Label = Annotated[str, Field(max_length=512)]
 _LabelMap = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-_Word = Annotated[str, Field(min_length=1, max_length=256)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 _Prompt = Annotated[str, Field(min_length=1)]
 # Millions of tokens fit into a body, so validation stops at the first error.
 _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
@@ -123,11 +123,11 @@ def _parse_json(value: Any) -> Any:
     try:
         return from_json(value) if isinstance(value, str) else value
     except ValueError:
-        raise ValueError("a text that is JSON") from None
+        raise ValueError("a string of valid JSON") from None
 
 
 def _nest_in(value: Any, name: str) -> Any:
-    """Move all fields of an object except `type` to its object `name`, as in chats."""
+    """Move all fields of an object except `type` into a nested object `name`, as in chats."""
     if not isinstance(value, dict) or name in value or not value.keys() - {"type"}:
         return value
     nested = {field: x for field, x in value.items() if field != "type"}
@@ -146,7 +146,7 @@ class _StrictModel(BaseModel):
 Model = TypeVar("Model", bound=_StrictModel)
 
 
-class Defaults(_StrictModel):
+class Settings(_StrictModel):
     """The settings in a request's `generation_config`, which replace the model's settings."""
 
     allowed_values: ClassVar = {
@@ -163,11 +163,11 @@ class Defaults(_StrictModel):
     top_k: _Token | None = None
     min_p: _Fraction | None = None
     max_new_tokens: _Count | None = None
-    eos_token_id: _EndToken | Annotated[list[_EndToken], Field(max_length=128)] | None = None
+    eos_token_id: _OrMinusOne | Annotated[list[_OrMinusOne], Field(max_length=128)] | None = None
 
     @classmethod
-    def parse(cls, text: Any) -> "Defaults":
-        """Return the defaults in a string that contains a JSON object. Raises APIError."""
+    def parse(cls, text: Any) -> "Settings":
+        """Return the settings in a string that contains a JSON object. Raises APIError."""
         name = "generation_config"
         try:
             config = from_json(text)
@@ -267,12 +267,12 @@ class Reasoning(_OpenModel):
     content: list[_ReasoningText] | None = None
 
 
-_ITEM_KINDS = "one of message, function_call, function_call_output, reasoning"
+_ITEM_TYPES = "one of message, function_call, function_call_output, reasoning"
 
 
-def _get_item_kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    return kind if isinstance(kind, str) else ""
+def _get_item_type(item: Any) -> str:
+    item_type = item.get("type", "message") if isinstance(item, dict) else "message"
+    return item_type if isinstance(item_type, str) else ""
 
 
 Item = Annotated[
@@ -280,7 +280,7 @@ Item = Annotated[
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionOutput, Tag("function_call_output")]
     | Annotated[Reasoning, Tag("reasoning")],
-    Discriminator(_get_item_kind, custom_error_type="kind", custom_error_message=_ITEM_KINDS),
+    Discriminator(_get_item_type, custom_error_type="item", custom_error_message=_ITEM_TYPES),
 ]
 _Messages = Annotated[list[Message], Field(min_length=1)]
 
@@ -407,10 +407,10 @@ class Request(PromptFields):
     text: _TextOptions = _TextOptions()
     structured_outputs: StructuredOutputs | None = None
     # How tokens are chosen, and which scores are reported.
-    generation_config: Annotated[Defaults | None, BeforeValidator(Defaults.parse)] = None
+    generation_config: Annotated[Settings | None, BeforeValidator(Settings.parse)] = None
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
-    top_k: _EndToken | None = None
+    top_k: _OrMinusOne | None = None
     min_p: _Fraction | None = None
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -418,7 +418,7 @@ class Request(PromptFields):
     frequency_penalty: _Penalty = 0.0
     # The number is limited because each bias slows the steps of all requests.
     logit_bias: Annotated[dict[_TokenNumber, _Bias], Field(max_length=1024)] = {}
-    bad_words: Annotated[list[_Word], Field(max_length=128)] = []
+    bad_words: Annotated[list[_BadWord], Field(max_length=128)] = []
     logprobs: bool | _TopCount | None = None
     top_logprobs: _TopCount = 0
     prompt_logprobs: _TopCount | None = None
@@ -443,7 +443,7 @@ class Request(PromptFields):
         if isinstance(choice, Tool) and (name := choice.function.name) not in names:
             raise invalid("tool_choice", f"one of the tools {', '.join(names)}", name)
         if choice == "required" and not names:
-            raise invalid("tool_choice", "tools, because one must be called", choice)
+            raise invalid("tool_choice", '"auto" or "none" without tools', choice)
         if choice == "auto" and names and self.parallel_tool_calls is False:
             raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)
 
@@ -456,8 +456,8 @@ class Request(PromptFields):
         return None, None
 
     @property
-    def num_scores(self) -> tuple[int | None, int | None]:
-        """Numbers of likely tokens to report for answer and prompt. None means no scores."""
+    def num_logprobs(self) -> tuple[int | None, int | None]:
+        """Number of likely tokens to report, for answer and prompt. None means no logprobs."""
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
 
     @property
@@ -499,7 +499,7 @@ class ChatRequest(Request):
         if self.logprobs not in (None, False, True):  # 0 is false
             raise invalid("logprobs", "true or false", self.logprobs)
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs", "logprobs to be true", self.top_logprobs)
+            raise invalid("top_logprobs", "0 unless logprobs is true", self.top_logprobs)
 
 
 class CompletionRequest(Request):
@@ -517,8 +517,8 @@ class CompletionRequest(Request):
 
     def check(self) -> None:
         if len(self.prompts) * self.n > MAX_CHOICES:
-            text = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
-            raise invalid("prompt", text, f"{len(self.prompts)} prompts")
+            expected = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
+            raise invalid("prompt", expected, f"{len(self.prompts)} prompts")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "an integer of at least 1 without echo", 0)
         if self.logprobs is True:
@@ -531,7 +531,7 @@ class CompletionRequest(Request):
         return [len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts]
 
     @property
-    def num_scores(self) -> tuple[int | None, int | None]:
+    def num_logprobs(self) -> tuple[int | None, int | None]:
         top = None if self.logprobs is False else self.logprobs
         return top, top if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
@@ -629,7 +629,7 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         if name not in ("prompt", "tokens") and any(True for _ in excess):
             raise invalid(field, f"at most {_MAX_VALUES} values in total", value)
         if name in model.allowed_values:
-            if not any(_is_same(value, allowed) for allowed in model.allowed_values[name]):
+            if not any(_json_equal(value, allowed) for allowed in model.allowed_values[name]):
                 expected = " or ".join(map(json.dumps, model.allowed_values[name])) or "nothing"
                 raise unsupported(field, expected, value)
         elif name in model.model_fields:
@@ -643,10 +643,10 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         parsed = model.model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        detail, name = details[0], _get_field(details[0])
-        rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == name)
+        detail, field = details[0], _get_field(details[0])
+        rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == field)
         value = None if detail["type"] == "missing" else detail["input"]
-        raise invalid(prefix + name, " or ".join(rules)[:200], value) from None
+        raise invalid(prefix + field, " or ".join(rules)[:200], value) from None
     parsed.check()
     if isinstance(parsed, Request):
         texts = walk_values([body.get(x) for x in ("messages", "input", "instructions", "tools")])
@@ -670,8 +670,8 @@ _NAME_DEPTHS = {
 def _get_field(error: Mapping[str, Any]) -> str:
     """Return the name of the field to which an error of pydantic refers."""
     name, *path = error["loc"]
-    if name == "input":  # the index of an item is followed by the item's kind
-        path[1:2] = ["type"] if error["type"] == "kind" else []
+    if name == "input":  # the index of an item is followed by the item's type
+        path[1:2] = ["type"] if error["type"] == "item" else []
     elif name == "text":
         path = [part for part in path if part != "json_schema"]  # added by `_nest_in`
     parts = path[: _NAME_DEPTHS.get(name, 0)]

@@ -31,7 +31,7 @@ _MAX_SECONDS = 10.0  # time that a request waits for its grammar
 # about 30 ms for a step.
 _MAX_LEXER_STATES = 50_000
 _NO_TOKEN_FOLLOWS = "none of the model's tokens can follow"
-_UNAVAILABLE = "no structured output: "
+_UNAVAILABLE = "this server has no structured output: "
 # White space between the parts of JSON: a space, or a line break and an indentation. Without a
 # limit, a model that is unsure of the next part could write white space forever.
 _DEFAULTS: Any = {"whitespace_pattern": r"( |\n {0,32})"}
@@ -57,7 +57,7 @@ def read_grammar(request: Request) -> _Grammar | None:
     grammars = [x for x in (tools, _read_format(request), outputs) if x is not None]
     if len(grammars) > 1:
         (field, _), (other_field, _) = grammars[:2]
-        text = f"expected nothing in addition to {field}, because an answer has one form"
+        text = f"expected no second field besides {field}, because an answer has only one form"
         raise field_error(other_field, text)
     return grammars[0] if grammars else None
 
@@ -242,7 +242,7 @@ class Grammars:
             return None
         field, source = grammar
         if self._unavailable_reason is not None:
-            text = f"{_UNAVAILABLE}this server has none: {self._unavailable_reason}. Omit it"
+            text = f"{_UNAVAILABLE}{self._unavailable_reason}. Omit the field"
             raise field_error(field, text, UNSUPPORTED)
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._pool, self._compile_grammar, field, source)

@@ -26,15 +26,15 @@ class Part:
 class AnswerText:
     """Converts the tokens of one answer to parts.
 
-    Text that may begin a stop string is held until later tokens decide it. The answer ends at a
-    stop string, and `is_stopped` is then True.
+    Text that may begin a stop string is held until later tokens complete the string or do not. The
+    answer ends at a stop string, and `is_stopped` is then True.
 
     Args:
         tokenizer: A Tokenizer of the package tokenizers.
         stop_strings: Strings that end the answer, after more than `min_tokens` tokens.
         hidden_tokens: Tokens that end the answer and do not occur in its text.
         parser: A ResponseParser of transformers, which finds reasoning and calls in the text.
-        forced_tool: Tool whose arguments the text is. "" means a list of calls, None neither.
+        forced_tool: Tool whose arguments the text is. "" means a list of calls. None means text.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class AnswerText:
         return parts
 
     def _read_calls(self, tool: str) -> list[Part]:
-        """Return the calls in the text. If the text is truncated, return the complete calls.
+        """Return the complete calls in the text, which may be truncated.
 
         If the text is only the beginning of the first call, return it as text.
         """

@@ -50,8 +50,8 @@ def enable(
 
     This applies to `generate_batch`, `generate(cache_implementation="paged")`,
     `init_continuous_batching`, `continuous_batching_context_manager` and `manager`. Attention reads
-    the stored bytes even within a prompt. So the answer to a request does not depend on how the
-    engine splits its prompt, or on whether the prefix is in the cache. It equals the answer of
+    the stored bytes even within a prompt. The answer to a request therefore does not depend on how
+    the engine splits its prompt, or on whether the prefix is in the cache. It equals the answer of
     `generate()` with `FP8PagedCache(..., prefill="stored")`.
 
     Call it again to change the keywords for later managers. `disable` restores the model.
@@ -119,7 +119,7 @@ def enable(
     for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
         if value and has_windows:
             raise ConfigError(
-                f"{name}: expected a model whose layers all attend to the whole text, since an "
+                f"{name}: expected a model whose layers all attend to all tokens, because an "
                 f"engine overwrites the pages of windows, got {type(model).__name__}. Omit {name}, "
                 "or use generate() with enable()"
             )

@@ -40,7 +40,7 @@ class ServingConfig:
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
         """Return the configuration for the keywords of `enable`, and `tensor_parallel`.
 
-        Raises ConfigError, ScaleError or BackendError, as `enable`.
+        Raises ConfigError, ScaleError or BackendError, like `enable`.
         """
         options = CacheOptions.parse(**{**_DEFAULTS, **keywords})
         if options.first_call_centers:

@@ -13,27 +13,28 @@ from ..ops.page_layout import page_layout
 
 
 def skip_pages(pages: Pages, num_skipped: int) -> Pages:
-    """Return pages without the first `num_skipped`, so page `n` was page `n + num_skipped`."""
+    """Return pages whose page `n` is page `n + num_skipped` of `pages`."""
     count = len(pages.offsets) - num_skipped
     return pages._replace(block=pages.block[num_skipped:], offsets=pages.offsets[:count])
 
 
 @dataclass(frozen=True)
 class EnginePages:
-    """The layout of an engine's pages: `slots` tokens of a layer, for all KV heads of this process.
+    """The layout of an engine's pages.
 
-    Layers may have different 8-bit plans, because their pages have the same size.
+    A page holds `slots` tokens of a layer, for all KV heads of this process. Layers may have
+    different 8-bit plans, because their pages have the same size.
     """
 
     heads: int  # Hkv
     dim: int  # D, of K and of V
     slots: int  # tokens per page, S
-    plan: LayerPlan  # the plan of layer 0. All layers store the same sides (K, V) in "auto"
+    plan: LayerPlan  # the plan of layer 0. The same sides (K, V) are "auto" in every layer
     dtype: torch.dtype  # the dtype of the model, in which "auto" sides are stored
     dynamic: bool  # whether at least one layer has a scale per token and head
 
     @classmethod
-    def lay_out(
+    def from_options(
         cls, options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, slots: int,
         dtype: torch.dtype,
     ) -> "EnginePages":  # fmt: skip
@@ -51,7 +52,7 @@ class EnginePages:
         for index, plan in enumerate(plans):
             if [side.is_auto for side in plan] != [side.is_auto for side in plans[0]]:
                 raise ConfigError(
-                    "plan: expected 'model' for K, or V, of all layers or of none, because an "
+                    "plan: expected the same sides (K, V) in 'model' for all layers, because an "
                     f"engine's pages have one size, got {plans[0]} for layer 0 and {plan} for "
                     f"layer {index}. Store all layers in 8 bits"
                 )
@@ -79,8 +80,8 @@ class EnginePages:
         for name, x in (("keys", key), ("values", value)):
             if (x.shape[0], x.shape[1], x.shape[3]) != expected:
                 raise ConfigError(
-                    f"expected {name} [1, {self.heads}, N, {self.dim}], for which the engine has "
-                    f"planned its pages, got {tuple(x.shape)}. This model cannot run with "
+                    f"expected {name} [1, {self.heads}, N, {self.dim}], the shape for which the "
+                    f"engine's pages were made, got {tuple(x.shape)}. This model cannot run with "
                     "continuous batching. Use generate() with FP8PagedCache"
                 )
 
@@ -93,7 +94,7 @@ class EnginePages:
         """Return the pages of a block `[n, bytes]`, without a block table.
 
         Raises:
-            ConfigError: Pages do not begin at multiples of 16 bytes, the unit of kernels' loads.
+            ConfigError: Pages do not begin at multiples of 16 bytes, as the kernels' loads require.
         """
         address, page_stride = block.data_ptr(), block.stride(0)
         if address % 16 or page_stride % 16:

@@ -40,8 +40,7 @@ def layer_windows(config: Any) -> list[int | None]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return [window] * config.num_hidden_layers
-    unknown = sorted(set(layer_types) - {_FULL_ATTENTION, _SLIDING_ATTENTION})
-    if unknown:
+    if unknown := sorted(set(layer_types) - {_FULL_ATTENTION, _SLIDING_ATTENTION}):
         raise ConfigError(
             f"expected layers of the types {_FULL_ATTENTION} and {_SLIDING_ATTENTION}, got "
             f"{', '.join(unknown)} ({getattr(config, 'model_type', type(config).__name__)}). "
@@ -76,7 +75,7 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
     if not error < (_TOLERANCE_16 if model.dtype.itemsize < 4 else _TOLERANCE):
         raise ConfigError(
             f"expected a model that can run packed requests, got {name}, whose logits differ with "
-            f"packing (relative RMS {error:.2g}): it counts positions itself, or does not pass the "
+            f"packing (relative RMS {error:.2g}). It counts positions itself, or does not pass the "
             "engine's cache to its attention, so transformers' own continuous batching is also "
             "wrong for it. Use generate() with FP8PagedCache, or pass probe=False if you have "
             "checked its answers"
@@ -86,8 +85,8 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
 def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.Tensor:
     """Return the logits of all sequences, with the last token of each in a second step."""
     rows: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
-    prompts = [length - 1 for length in LENGTHS]  # numbers of tokens in the first step
-    for starts, counts in (([0] * len(LENGTHS), prompts), (prompts, [1] * len(LENGTHS))):
+    num_first = [length - 1 for length in LENGTHS]  # numbers of tokens in the first step
+    for starts, counts in (([0] * len(LENGTHS), num_first), (num_first, [1] * len(LENGTHS))):
         spans = [slice(a, a + n) for a, n in zip(starts, counts, strict=True)]
         cache.begin_step(starts, counts)
         positions = torch.arange(ids.shape[1], device=ids.device)

@@ -110,13 +110,13 @@ class EngineStep:
         self._work: dict[tuple[int, torch.device], LayerWork] = {}
         self.count = 0  # number of tokens of the step, N
 
-    def add(self, num_stored: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """Add a request with `num_stored` stored tokens, and copy its page numbers of each kind."""
-        if not tokens:  # the engine accepts empty prompts, which attend to nothing
+    def add(self, num_stored: int, num_new: int, pages: Sequence[Sequence[int]]) -> None:
+        """Add a request of `num_new` tokens, and copy its page numbers for each kind of layers."""
+        if not num_new:  # the engine accepts empty prompts, which attend to nothing
             return
         copies = tuple(np.array(numbers, np.int32) for numbers in pages)
-        self._requests.append(_Request(num_stored, tokens, self.count, copies))
-        self.count += tokens
+        self._requests.append(_Request(num_stored, num_new, self.count, copies))
+        self.count += num_new
 
     def work(self, kind: int, device: torch.device) -> LayerWork:
         """Return the operations of a layer of this kind, made once per step."""
@@ -217,8 +217,8 @@ def make_batch(
 ) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens.
 
-    Each request has `tokens` tokens of the step, from token `first_token` on. `table` `[B, M]` and
-    `lengths` `[B]`, which include this step's tokens, are int32. `stop` is at least the largest
+    Each request has `tokens` tokens of the step, from token `first_token` on. `table` is `[B, M]`,
+    int32. `lengths` is `[B]`, int32, including this step's tokens. `stop` is at least the largest
     length.
     """
     count = max(request.tokens for request in group)

@@ -291,7 +291,7 @@ def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) ->
     assert_same_as_sdpa(model, inputs, path=path)
     report = check_model(model)
     assert report.path == path
-    assert ("more than a product with weights" in str(report)) is (path == "dense")
+    assert ("more than a multiplication by weights" in str(report)) is (path == "dense")
 
 
 def test_changed_weights_take_effect() -> None:
@@ -435,7 +435,7 @@ def test_training_through_stored_latents_is_refused() -> None:
     cache, step = make_cache(model), torch.tensor([[5], [9]])
     loss = model(**inputs, past_key_values=cache).logits.square().sum()
     loss.backward()
-    with pytest.raises(ConfigError, match=r"call model.eval\(\)"):
+    with pytest.raises(ConfigError, match=r"Call model.eval\(\)"):
         model(step, past_key_values=cache)
     with torch.no_grad():
         model(step, past_key_values=cache)
@@ -459,7 +459,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in read_warning()
     replace_projections(model, make_biased)
-    assert "not a product with weights" in read_warning()
+    assert "does not only multiply by weights" in read_warning()
     model.requires_grad_()
     cache = make_cache(model)
     with torch.no_grad():

@@ -185,9 +185,9 @@ def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
     k = torch.randn(1, 2, 9, 16)
     cache.update(k, k, 0)
     keys, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
-    with pytest.raises(ConfigError, match="write into a copy"):
+    with pytest.raises(ConfigError, match="Write into a dense copy"):
         cache.layers[0].keys.mul_(2)
-    with pytest.raises(ConfigError, match="write into a copy"):
+    with pytest.raises(ConfigError, match="Write into a dense copy"):
         keys[torch.tensor([0]), torch.tensor([0]), torch.tensor([3])] = k[:, 0, 0]
 
 

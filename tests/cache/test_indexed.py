@@ -140,7 +140,7 @@ def test_assigning_some_tokens_is_refused(model, ids):
     layer = cache.paged_layers[0]
     key, value = layer.keys.dense(), layer.values.dense()
     layer.keys = key[:, :, 1:]
-    with pytest.raises(ConfigError, match="its indexer has keys of all tokens"):
+    with pytest.raises(ConfigError, match="Its indexer has keys of all tokens"):
         layer.values = value[:, :, 1:]
     assert_same_continuation(model, cache, ids)
 

@@ -143,7 +143,7 @@ def test_the_footprint_and_repr_name_the_plans() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "fp8"}, "dtype: expected None, since the scales"),
+        ({"dtype": "fp8"}, "dtype: expected None, because the scales"),
         ({"key_dtype": "auto"}, "key_dtype: expected None"),
         ({"plan": PLANS[0]}, "plan: expected None"),
     ],
@@ -160,30 +160,24 @@ CENTERED = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": CENTERED, "dtype": "fp8"}, "dtype: expected None, since the plan says"),
+        ({"plan": CENTERED, "dtype": "fp8"}, "dtype: expected None, because the plan defines"),
         ({"plan": CENTERED, "value_dtype": "fp8"}, "value_dtype: expected None"),
         ({"plan": CENTERED, "scales": KVScales.uniform(3)}, "scales: expected None"),
         ({"plan": planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
-        ({"scales": planned_scales(is_dynamic=True)}, "pass it as plan"),
+        ({"scales": planned_scales(is_dynamic=True)}, "Pass it as plan"),
         ({"plan": {}}, "expected a StoragePlan"),
         ({"plan": 7}, "expected a StoragePlan"),
         ({"plan": "no_such_plan"}, "path of a saved plan, or text that begins with one of model"),
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
-        ({"plan": {0: CENTERED}}, "got none for layer 1; add it"),
-        (
-            {"plan": dict.fromkeys(range(5), CENTERED)},
-            r"from 0 to 2, .*got also \[3, 4\]; leave them",
-        ),
-        (
-            {"plan": dict.fromkeys(range(5), CENTERED), "max_cache_len": 64},
-            r"from 0 to 2, .*\[3, 4\]",
-        ),
-        ({"plan": {-1: CENTERED}}, "layers from 0 on, got -1; use the keys"),
+        ({"plan": {0: CENTERED}}, r"got none for layer 1\. Add it"),
+        ({"plan": dict.fromkeys(range(5), CENTERED)}, r"0 to 2, but also got \[3, 4\]\. Leave them"),
+        ({"plan": dict.fromkeys(range(5), CENTERED), "max_cache_len": 64}, r"0 to 2, .*\[3, 4\]"),
+        ({"plan": {-1: CENTERED}}, r"layers from 0 on, got -1\. Use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
         ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlan, got"),
         ({"plan": {1: LayerPlan(CENTERED.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
-        ({"plan": LayerPlan.parse("int8", "int8 centered")}, "; leave 'centered' out"),
+        ({"plan": LayerPlan.parse("int8", "int8 centered")}, r"\. Leave 'centered' out"),
         ({"dtype": "adaptive"}, r"choose_plan\(model\)"),
     ],
     ids=str,
@@ -258,9 +252,9 @@ def test_a_plan_for_different_layers_is_refused(options: dict[str, int]) -> None
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
         FP8PagedCache(make_config(), scales=planned_scales(2), **options)
     assert FP8PagedCache(make_config(), scales=planned_scales(2), skip_layers=[2], **options).plan
-    with pytest.raises(ScaleError, match=r"from 0 to 2, .*also \[3, 4\]; use the scales"):
+    with pytest.raises(ScaleError, match=r"0 to 2, but also got \[3, 4\]\. Use the scales"):
         FP8PagedCache(make_config(), scales=planned_scales(5), **options)
-    with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*use the plan of this model"):
+    with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*Use the plan of this model"):
         FP8PagedCache(make_config(), plan=planned_scales(2, is_dynamic=True), **options)
     # Scales without a plan may name more layers, because checkpoints contain draft layers.
     assert FP8PagedCache(make_config(), scales=KVScales.uniform(5), **options).plan

@@ -268,7 +268,7 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     x = torch.ones(BATCH, 2, 50, 4)
     cache.update(x, x, 0)  # layer 2, which has the same window, is never called
     for call in (lambda: cache.update(x, x, 0), cache.fork, lambda: cache.crop(-1)):
-        with pytest.raises(ConfigError, match=r"tokens 33 to 82.*reset the cache"):
+        with pytest.raises(ConfigError, match=r"tokens 33 to 82.*Reset the cache"):
             call()
     cache.reset()
     add_random_tokens([cache], 50, 1)
@@ -276,7 +276,7 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     cache.reset()
     for _ in range(2):
         cache.update(x, x, 0)
-    with pytest.raises(ConfigError, match="pass each call to all layers"):
+    with pytest.raises(ConfigError, match="Pass each call to all layers"):
         cache.update(x, x, 2)
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.modeling.layer_specs import read_config
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
-from hf_fp8kv.modeling.tensor_parallel import kv_heads
+from hf_fp8kv.modeling.tensor_parallel import count_kv_heads
 from tests.helpers.tiny_models import causal_config
 
 
@@ -27,7 +27,7 @@ def test_a_folder_without_a_config_is_rejected(tmp_path: Path) -> None:
 def test_each_layer_of_a_heterogeneous_config_has_its_heads() -> None:
     layers = [SimpleNamespace(num_key_value_heads=n) for n in (2, 4)]
     config = SimpleNamespace(is_heterogeneous=True, per_layer_config=layers)
-    assert [kv_heads(config, index) for index in range(2)] == [2, 4]
+    assert [count_kv_heads(config, index) for index in range(2)] == [2, 4]
 
 
 def test_attention_without_source_code_is_treated_as_mla(monkeypatch: pytest.MonkeyPatch) -> None:

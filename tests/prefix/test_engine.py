@@ -270,7 +270,7 @@ def count_used_blocks(allocator: Any) -> int:
     [
         ("gqa", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
          PrefixStore, "dynamic"),
-        ("sliding", {}, PrefixStore, "whole text"),
+        ("sliding", {}, PrefixStore, "attend to all tokens"),
         ("gqa", {}, str, "PrefixStore"),
     ],
 )  # fmt: skip

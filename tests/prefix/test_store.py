@@ -1089,11 +1089,11 @@ REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
     ("gqa", "split", {"tensor_parallel": TensorParallel(0, 2)}),
     ("gqa", "first call", {"plan": "fp8 centered"}),
-    ("gqa", "a different kind", {"skip_layers": [0]}),
+    ("gqa", "layers of other kinds", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
     ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
-    ("hybrid", "a different kind", {}),
-    ("sparse", "a different kind", {}),
+    ("hybrid", "layers of other kinds", {}),
+    ("sparse", "layers of other kinds", {}),
     ("cross_attention", "encoder-decoder", {}),
 ]
 
@@ -1112,7 +1112,7 @@ def test_passed_caches_use_the_store_or_are_refused(tmp_path: Path) -> None:
     reader, ids = Reader(tmp_path), make_ids(40)
     for keywords in ({}, {"prefill": "stored", "config": None}):
         cache = FP8PagedCache(**{"config": reader.model.config, **keywords})
-        with pytest.raises(ConfigError, match=r"make the cache with prefill|with a config"):
+        with pytest.raises(ConfigError, match=r"Make the cache with prefill|with a config"):
             reader.model.generate(ids, past_key_values=cache, **GREEDY)
         assert cache.host_length() == 0
     answer = reader.model.generate(ids, **GREEDY)

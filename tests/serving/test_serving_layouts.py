@@ -16,7 +16,7 @@ from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.serving import engines
 from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.engines import flat_tensor
-from hf_fp8kv.serving.engines.common import peak_elements
+from hf_fp8kv.serving.engines.common import count_extra_values
 from tests.helpers.serving_tools import (
     are_exact,
     batching,
@@ -143,7 +143,7 @@ class TestBytes:
         assert costs[1] - costs[0] == handler.bytes_per_sector + handler.tokens_per_sector * 8
         token_cost = handler.compute_memory_footprint(num_tokens + 1, num_sectors) - costs[0]
         # Two bytes each: hidden states, 4 query heads, 2 heads of K and V, and extra values.
-        extra_values = peak_elements(model.config)
+        extra_values = count_extra_values(model.config)
         assert token_cost >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + extra_values)
         assert extra_values > 3 * 4 * 16
 

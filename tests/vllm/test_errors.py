@@ -85,8 +85,8 @@ class TestWithoutVLLM:
             model.check_layers([0, 1], 2, ["qwen2"])
         for dtype, more_config, message in (
             ("hf_fp8kv_static", {}, "Use hf_fp8kv for these scales"),
-            ("hf_fp8kv_e3m4", {}, "dtype: expected None, since the plan says"),
-            ("hf_fp8kv", {"scales": str(tmp_path)}, "pass it as plan"),
+            ("hf_fp8kv_e3m4", {}, "dtype: expected None, because the plan defines"),
+            ("hf_fp8kv", {"scales": str(tmp_path)}, "Pass it as plan"),
         ):
             with pytest.raises(ConfigError, match=message):
                 read_options(dtype, config | more_config)

@@ -1,4 +1,4 @@
-"""transformers' continuous batching engine over the pages of this package.
+"""transformers' continuous batching engine on this package's pages.
 
 Only `serving.engines` uses private names of `transformers.generation.continuous_batching`. It does
 not patch transformers: a stock function that must use a class of this package runs as a copy with
@@ -6,6 +6,7 @@ rebound globals (`rebind_globals`). All other callers, in any thread, run the or
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -20,11 +21,11 @@ StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
 
 
-def unsupported_engine(reason: str) -> ConfigError:
+def make_engine_error(reason: str) -> ConfigError:
     """Return the error for a version of transformers whose engine is not supported."""
     return ConfigError(
-        "expected an engine for continuous batching as in transformers 5.18 to 5.24, got the one "
-        f"of {transformers.__version__}, which {reason}. Install one of these versions, or use "
+        "expected the continuous batching engine of transformers 5.18 to 5.24, got version "
+        f"{transformers.__version__}, whose engine {reason}. Install one of these versions, or use "
         "generate() with FP8PagedCache"
     )
 
@@ -35,34 +36,33 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
     Raises:
         ConfigError: The function does not use one of the names in this version of transformers.
     """
-    # Decorators such as torch.no_grad() store the function in this attribute.
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    function = inspect.unwrap(function)  # removes decorators such as torch.no_grad()
     if not isinstance(function, FunctionType):
-        raise unsupported_engine(f"has no plain function {function!r}")
-    missing = set(replacements) - set(function.__code__.co_names)
-    if missing:
-        raise unsupported_engine(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
-    copy = FunctionType(
+        raise make_engine_error(f"has {function!r}, which is not a plain function")
+    if missing := set(replacements) - set(function.__code__.co_names):
+        raise make_engine_error(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
+    rebound = FunctionType(
         function.__code__, {**function.__globals__, **replacements}, function.__name__,
         function.__defaults__, function.__closure__,
     )  # fmt: skip
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    return rebound
 
 
 def make_cache_class(serving_config: Any, identity: str = "") -> Any:
-    """Return the cache class for an engine with this ServingConfig.
+    """Return a subclass of the engine's cache, with this ServingConfig and this `identity`.
+
+    The identity is a digest of everything that the stored bytes depend on, except the tokens.
 
     Raises:
         ConfigError: The engine of this version of transformers is not supported.
     """
-    # Managers and engines rebind these names later. Errors must be raised before the thread starts.
+    # Managers and engines rebind these names later, in a thread. Raise errors in the caller.
     rebind_globals(StockMixin.init_continuous_batching, ContinuousBatchingManager=None)
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
         base = importlib.import_module(".flat_tensor", __name__).Cache
     except (ImportError, AttributeError) as error:
-        raise unsupported_engine(f"lacks a required name: {error}") from error
+        raise make_engine_error(f"lacks a required name: {error}") from error
     return type("Cache", (base,), {"serving_config": serving_config, "identity": identity})

@@ -36,8 +36,8 @@ def kv_shape(config: Any) -> tuple[int, int]:
         ) from None
 
 
-def peak_elements(config: Any) -> int:
-    """Return the number of extra values, in the model's dtype, that attention needs per step token.
+def count_extra_values(config: Any) -> int:
+    """Return the number of extra values, in the model's dtype, for attention per token of a step.
 
     They come in addition to the hidden states, the queries and the new keys and values: states
     before the norm, queries and results in the order of batches (with padding), results in the
@@ -82,7 +82,7 @@ class EngineCache:
         options, (num_heads, head_dim) = serving_config.options, kv_shape(config)
         sizes = config.num_hidden_layers, num_heads // options.tensor_parallel.size, head_dim
         self._config, self._storage = config, serving_config.layer_storage(*sizes, device)
-        self.page_layout = EnginePages.lay_out(options, *sizes, page_size, dtype)
+        self.page_layout = EnginePages.from_options(options, *sizes, page_size, dtype)
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._step_id: object = None
@@ -152,8 +152,8 @@ class EngineCache:
         """
         if self._config._attn_implementation != ATTENTION:
             raise ConfigError(
-                "expected attn_implementation='fp8_paged', which reads the FP8 pages, got another "
-                "attention. Do not change the attention while the engine runs"
+                "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a "
+                "different one. Do not change it while the engine runs"
             )
         self.page_layout.check_shapes(key_states, value_states)
         # The keys carry the cache to layers that share them, because such layers get no cache.

@@ -14,10 +14,10 @@ from transformers.generation.continuous_batching import cache
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 from ...ops import Pages
-from ...prefix.engine import StoredBlocks
+from ...prefix.engine import BlockExchange
 from ..layout import EnginePages, skip_pages
-from . import rebind_globals, unsupported_engine
-from .common import EngineCache, kv_shape, peak_elements
+from . import make_engine_error, rebind_globals
+from .common import EngineCache, count_extra_values, kv_shape
 
 # The names in this module depend on the version of transformers.
 stock: Any = cache
@@ -55,11 +55,11 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         )
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)  # a separate stream zeroes the pages
-        self._disk_blocks: StoredBlocks | None = None
+        self._disk_blocks: BlockExchange | None = None
         prefix_store = self.serving_config.prefix_store
         if prefix_store is not None and self.use_prefix_sharing:
             (allocator,) = self.cache_allocators.values()
-            self._disk_blocks = StoredBlocks(prefix_store, self.identity, allocator)
+            self._disk_blocks = BlockExchange(prefix_store, self.identity, allocator)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Count and return the tokens of a prompt that are in the cache, like the engine."""
@@ -222,9 +222,9 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         for name in ("num_attention_masks", "kv_heads_at_peak", "io_multiplier", "num_groups"):
             if not hasattr(self, name):
-                raise unsupported_engine(f"plans its memory without {name}")
+                raise make_engine_error(f"plans its memory without {name}")
         self.num_attention_masks = 0
-        self.kv_heads_at_peak = -(-peak_elements(self.config) // kv_shape(self.config)[1])
+        self.kv_heads_at_peak = -(-count_extra_values(self.config) // kv_shape(self.config)[1])
 
     @property
     def bytes_per_cache_token(self) -> int:
