@@ -153,7 +153,7 @@ class EngineCache:
         if self._config._attn_implementation != ATTENTION:
             raise ConfigError(
                 "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a "
-                "different one. Do not change it while the engine runs"
+                "different one. Do not change the attention while the engine runs"
             )
         self.page_layout.check_shapes(key_states, value_states)
         # The keys carry the cache to layers that share them, because such layers get no cache.
