@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
 from tests.helpers.tiny_models import tiny
-from tests.tools.compile_first import CASES, agree, compile_first, logits
+from tests.tools.compile_first import CASES, assert_close, compile_first, compute_logits
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -43,7 +43,9 @@ def test_a_growing_cache_breaks_the_graph() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     caches = [FP8PagedCache(model.config, page_size=16) for _ in range(2)]
     compiled = torch.compile(model, backend="eager")
-    agree(logits(compiled, caches[0], inputs), logits(model, caches[1], inputs))
+    assert_close(
+        compute_logits(compiled, caches[0], inputs), compute_logits(model, caches[1], inputs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,5 +86,5 @@ def test_export_requires_a_preallocated_cache(max_cache_len: int | None) -> None
         return
     exported = torch.export.export(CachedModel(model, cache), (ids,), strict=True)
     expected = model(ids, past_key_values=DynamicCache()).logits
-    agree([exported.module()(ids)], [expected])
+    assert_close([exported.module()(ids)], [expected])
     assert cache.layers[0].keys is None

@@ -52,7 +52,7 @@ TRITON = {"backend": "triton"}
 @pytest.fixture(autouse=True)
 def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(serving_tools, "NEW", 3)
+        monkeypatch.setattr(serving_tools, "NEW_TOKENS", 3)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def enable_pages(model: Any, **keywords: Any) -> Iterator[None]:
 
 @pytest.fixture
 def served_model() -> Iterator[tuple[Any, list[list[int]]]]:
-    """Yield the model with FP8 pages and static scales, and its answers to `texts()`."""
+    """Yield the model with FP8 pages and static scales, and its answers to `make_prompts()`."""
     model, keywords, expected = make_reference()
     with enable_pages(model, **keywords):
         yield model, expected
@@ -257,7 +257,7 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
     if not ON_GPU:
         if name == "gemma2":
             pytest.skip("the interpreter needs minutes")
-        monkeypatch.setattr(serving_tools, "NEW", 10)
+        monkeypatch.setattr(serving_tools, "NEW_TOKENS", 10)
     offloads = note_offloads(monkeypatch)
     model = MODELS[name]()
     keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}

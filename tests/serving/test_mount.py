@@ -122,10 +122,10 @@ def test_an_impossible_engine_fails_the_startup(make_application):
 
     asyncio.run(llm({"type": "lifespan"}, receive, send))
     assert [message["type"] for message in messages] == ["lifespan.startup.failed"]
-    assert "expected an engine" in messages[0]["message"]
+    assert "cannot start the engine" in messages[0]["message"]
     assert "Traceback" not in messages[0]["message"]
     client = mount_application(llm, lifespan=llm.lifespan)
-    with pytest.raises(ConfigError, match="expected an engine"), client:
+    with pytest.raises(ConfigError, match="cannot start the engine"), client:
         pass
 
 
