@@ -34,8 +34,7 @@ _PROJECTIONS_NOTE = (
 
 def _find_wrapper_class() -> Any:
     """Return the class of the modules that round K and V, or None if it is not imported."""
-    module = sys.modules.get("compressed_tensors.modeling.kvcache")
-    return getattr(module, "QuantizedKVCache", None)
+    return getattr(sys.modules.get("compressed_tensors.modeling.kvcache"), "QuantizedKVCache", None)
 
 
 def pass_exact_states() -> None:

@@ -3,9 +3,9 @@
 If blocks of query rows give fewer programs than the GPU has SMs (a short chunk after a long
 prefix), sequences are split as in decoding.
 
-Many blocks of rows read the same codes. From `MIN_WIDENED_BLOCKS` blocks on, a kernel first
-converts the codes of a layer to 16 bits, once. The products have equal operands, so results have
-equal bits. On an H100, 2,048 tokens over 8,192 take 0.85 of the time, and 0.74 with a third stage.
+Many blocks of rows read the same codes. With at least `MIN_WIDENED_BLOCKS` blocks, a kernel first
+decodes the codes of a layer to 16 bits. The operands of products stay equal, so results are bitwise
+equal. On an H100, attention of 2,048 new tokens to 8,192 takes 0.74 of the time with three stages.
 """
 
 import torch
@@ -25,7 +25,7 @@ from .tuning import extend_config, family_of
 # Sequences of at most this number of tokens are not split.
 MAX_UNSPLIT_TOKENS = 256
 # Minimum numbers of blocks of query rows and of positions for widening. On an H100, widening takes
-# as long as converting the codes for 8 blocks.
+# as long as decoding the codes in 8 blocks.
 MIN_WIDENED_BLOCKS, MIN_WIDENED_TOKENS = 8, 1024
 # Maximum size of the widened pages of a layer, in bytes: 65,536 tokens of 8 heads of 128.
 MAX_WIDENED_BYTES = 1 << 28
@@ -54,21 +54,20 @@ def attend(
 
 
 def _widen_pages(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
-    """Copy the pages below `args.stop`, with codes converted to operands of products.
+    """Copy the pages of tokens before `args.stop`, with codes decoded to the 16-bit operand dtype.
 
     Returns:
-        None unless widening is known to pay. It is not for few blocks of rows, nor with a window,
-        which limits the shared codes. It is not for latents, float32 products and complete masks,
-        whose sums would spill, nor without 8-bit codes. GPUs whose products do not read K and V
-        from shared memory do not gain, and the copies may not exceed `MAX_WIDENED_BYTES`.
+        The copies, or None if they would not pay off: with few blocks of rows or a window, which
+        limit the shared codes, with latents, float32 products or complete masks, whose sums would
+        spill, without 8-bit codes, on GPUs whose products do not read K and V from shared memory,
+        and above `MAX_WIDENED_BYTES`.
     """
     workload, stop = args.workload, args.stop
     is_long = blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
     if not is_long or args.start or args.window or family_of(args.target).widened is None:
         return None
-    if workload.exact or workload.latent or workload.complete:
-        return None
-    if pages.k.format == pages.v.format == AUTO:
+    may_spill = workload.exact or workload.latent or workload.complete
+    if may_spill or pages.k.format == pages.v.format == AUTO:
         return None
     codecs = args.constants.k_codec, args.constants.v_codec
     dtypes = [_TORCH_TYPES[codec.operand] for codec in codecs]

@@ -43,11 +43,11 @@ class LocalFolder:
 
     @property
     def origin(self) -> str:
-        """Name in messages."""
+        """Name of the folder for messages."""
         return str(self.target or self.root)
 
     def find_file(self, name: str) -> Path | None:
-        """Return the path of a file, which is fetched if it is remote, or None without the file."""
+        """Return the path of a file, or None if it does not exist."""
         path = self.root / name
         return path if path.is_file() else None
 
@@ -156,6 +156,8 @@ Folder = LocalFolder | HubFolder
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """The configs of a checkpoint, and the file of each tensor."""
+
     folder: Folder
     config: Config  # its config.json, empty without one
     modelopt: Config | None  # its hf_quant_config.json
@@ -180,7 +182,7 @@ def read_configs(folder: Folder) -> Checkpoint:
 
 
 def find_indexed_tensors(folder: Folder) -> dict[str, str]:
-    """Return the file of each tensor, from `ONLY_FILE` or an index. Without both, return no files.
+    """Return the file of each tensor, from `ONLY_FILE` or an index, or {} if neither exists.
 
     transformers also prefers these to `find_shard_tensors`.
     """
@@ -195,7 +197,7 @@ def find_indexed_tensors(folder: Folder) -> dict[str, str]:
 
 
 def find_shard_tensors(folder: Folder) -> dict[str, str]:
-    """Return the tensors of all files, without an index."""
+    """Return the file of each tensor, read from the headers of all safetensors files."""
     files: dict[str, str] = {}
     shards = folder.list_files(".safetensors")
     # "consolidated" files are a copy of the weights in a different layout.
