@@ -262,7 +262,8 @@ MUTANTS = (
     ),
     Mutant(
         "budget: one page too many", "paging/page_allocator.py",
-        "self.num_held + pages > self.max_pages", "self.num_held + pages > self.max_pages + 1",
+        "self.num_held + num_pages > self.max_pages",
+        "self.num_held + num_pages > self.max_pages + 1",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
@@ -284,7 +285,7 @@ MUTANTS = (
     # The cache.
     Mutant(
         "crop: one token too few", GROUP,
-        "max(self.lengths[i] - tokens, 0)", "max(self.lengths[i] - max(tokens - 1, 0), 0)",
+        "max(self.lengths[i] - num_tokens, 0)", "max(self.lengths[i] - max(num_tokens - 1, 0), 0)",
         "tests/cache/test_cache.py tests/cache/test_lengths.py",
     ),
     Mutant(
