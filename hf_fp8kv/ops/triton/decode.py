@@ -21,7 +21,7 @@ from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected
 # fastest of five on an H100 in three of four decode cases. A program has one warp, because with
 # several warps ptxas may issue the loads one by one.
 LOADED_SUMS = tl.constexpr(4096)
-MAX_CHANNELS = 128
+MAX_CHANNELS = tl.constexpr(128)
 
 
 def attend(
@@ -93,7 +93,7 @@ def launch_attention(
     if parts > batch:
         values = tensors.k if constants.latent else tensors.v
         # A program needs all channels that a rotation mixes.
-        channels = max(min(MAX_CHANNELS, constants.out.width), constants.out.block)
+        channels = max(min(MAX_CHANNELS.value, constants.out.width), constants.out.block)
         grid = (args.workload.rows, heads * (constants.out.width // channels), batch)
         launch(
             _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, tokens,
@@ -210,7 +210,7 @@ def _combine(
         return
     count = SHAPE.groups * tokens
     stats_ptr = _find_stats(partial_ptr, max_parts, tokens, SHAPE)
-    SPLITS_AT_ONCE: tl.constexpr = LOADED_SUMS // (WIDTH if WIDTH > 128 else 128)
+    SPLITS_AT_ONCE: tl.constexpr = LOADED_SUMS // (WIDTH if WIDTH > MAX_CHANNELS else MAX_CHANNELS)
     i = tl.arange(0, SPLITS_AT_ONCE)
     d = tl.program_id(1) // SHAPE.heads * WIDTH + tl.arange(0, WIDTH)
     in_head = d < SHAPE.out.dim

@@ -5,7 +5,7 @@ prefix), sequences are split as in decoding.
 
 Many blocks of rows read the same codes. With at least `MIN_WIDENED_BLOCKS` blocks, a kernel first
 decodes the codes of a layer to 16 bits. The operands of products stay equal, so results are bitwise
-equal. On an H100, attention of 2,048 new tokens to 8,192 takes 0.74 of the time with three stages.
+equal. On an H100, 2,048 tokens over 8,192 take 0.85 of the time, and 0.74 with a third stage.
 """
 
 import torch
