@@ -29,7 +29,7 @@ from .switching import eval_mode, paged_attention, watched_attention
 
 logger = logging.getLogger(__name__)
 
-# Relative tolerance of logits for a different order of sums, and for codes that change with it.
+# Relative error of logits that a different order of sums, and codes that change with it, may cause.
 _LOGITS_TOLERANCE = 0.1
 FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
 
@@ -185,16 +185,16 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str
 
 
 def probe_deterministic(
-    model: PreTrainedModel, options: CacheOptions, stock: Sequence[int] = ()
+    model: PreTrainedModel, options: CacheOptions, stock_layers: Sequence[int] = ()
 ) -> None:
     """Raise ConfigError if a model with these options is not deterministic.
 
     The model is run on 64 tokens at once, in chunks and in a batch. The results must be identical,
-    and close to the result of the unchanged model. `stock` has the layers that are not paged.
+    and close to the result of the unchanged model. `stock_layers` are indices of unpaged layers.
     """
     options.check_stored("deterministic")
     check_page_size(options.page_size)
-    check_deterministic(model, stock)
+    check_deterministic(model, stock_layers)
     num_tokens, vocab_size = 64, model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(3 * num_tokens, device=model.device) * 37 + 11
     ids = ids.view(3, num_tokens) % vocab_size

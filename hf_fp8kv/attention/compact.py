@@ -67,10 +67,8 @@ class CompactMask(StandIn):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func is torch.ops.aten._to_copy.default and options.pop("dtype", None) in (
-            None,
-            torch.bool,
-        ):
+        is_copy = func is torch.ops.aten._to_copy.default
+        if is_copy and options.pop("dtype", None) in (None, torch.bool):
             # A model on several devices moves its masks to the device of a layer.
             (tensors, context), mask = args[0].__tensor_flatten__(), args[0]
             copies = {name: func(getattr(mask, name), **options, dtype=None) for name in tensors}
@@ -84,7 +82,7 @@ def make_compact(
     """Return a compact mask for `num_queries` queries.
 
     Args:
-        is_token: Whether each column is not padding, `[B, N]`, bool, or any value from `length` on.
+        is_token: Whether each column is not padding, `[B, N]`, bool. Ignored from `length` on.
         start: Position of the first column.
         length: Number of columns with tokens, or a tensor `[]` on the device.
         window: Number of tokens that a query attends to. 0 means all.
@@ -98,9 +96,9 @@ def make_compact(
         lengths = length.int().expand(batch)
     else:
         lengths = torch.full((batch,), length, dtype=torch.int32, device=is_token.device)
-    mask_values = is_token.to(torch.uint8)[:, None, None]
+    token_mask = is_token.to(torch.uint8)[:, None, None]
     attributes = {
-        "token_mask": mask_values, "bounds": mask_bounds(is_token, start), "lengths": lengths,
+        "token_mask": token_mask, "bounds": mask_bounds(is_token, start), "lengths": lengths,
         "start": start, "window": window,
     }  # fmt: skip
     size = (batch, 1, num_queries, num_columns)
@@ -108,4 +106,4 @@ def make_compact(
     return mask
 
 
-torch._dynamo.allow_in_graph(make_compact)  # like `make_handles`
+torch._dynamo.allow_in_graph(make_compact)  # not traced into, like `make_handles`

@@ -29,8 +29,8 @@ ROWS = 16
 # Number of values in a block of an activation, few enough that torch uses a single thread. A vector
 # register holds at most `_LINE_VALUES` values, and torch has separate code for an incomplete line.
 _BLOCK_VALUES, _LINE_VALUES = 1 << 14, 64
-# Attribute of a model that lists the callers of `install_deterministic`.
-_OWNERS = "_hf_fp8kv_deterministic_for"
+# Attribute of a model: the owners that called `install_deterministic`.
+_OWNERS_ATTRIBUTE = "_hf_fp8kv_deterministic_for"
 _LINEAR_FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
 # Classes of transformers that select experts, or hold the matrices of all experts.
 _EXPERT_NAMES = re.compile("Router|Gate|Experts")
@@ -45,7 +45,7 @@ _MATMULS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
 
 
 def check_deterministic(model: PreTrainedModel, stock_layers: Sequence[int] = ()) -> None:
-    """Raise ConfigError if a model with these `stock_layers` may not be deterministic."""
+    """Raise ConfigError if a model may not be deterministic. `stock_layers` are not in pages."""
     reason = ""
     if model.config.is_encoder_decoder:
         reason = "is an encoder-decoder"
@@ -93,8 +93,8 @@ def check_padding(is_token: Tensor) -> None:
 
 
 def install_deterministic(model: PreTrainedModel, owner: str) -> None:
-    """Make modules compute in blocks of a fixed size, and attention deterministic."""
-    owners = vars(model).setdefault(_OWNERS, [])
+    """Make modules compute in blocks of a fixed size, and attention deterministic, for `owner`."""
+    owners = vars(model).setdefault(_OWNERS_ATTRIBUTE, [])
     if not owners:
         # Latent attention multiplies by the weight of this projection without calling the module.
         absorbed_ids = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
@@ -110,10 +110,10 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
 
 def remove_deterministic(model: Any, owner: str) -> None:
     """Undo `install_deterministic` if no other owner is left."""
-    owners = vars(model).get(_OWNERS, [])
+    owners = vars(model).get(_OWNERS_ATTRIBUTE, [])
     if owner in owners:
         owners.remove(owner)
-    if owners or vars(model).pop(_OWNERS, None) is None:
+    if owners or vars(model).pop(_OWNERS_ATTRIBUTE, None) is None:
         return
     for module in model.modules():
         vars(module).pop(DETERMINISTIC, None)
@@ -130,7 +130,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
 
     A padded call without a cache or position ids gets position ids that skip the padding.
     """
-    if DETERMINISTIC not in vars(model):  # suspended, see `eval_mode`
+    if DETERMINISTIC not in vars(model):  # suspended by `eval_mode`
         return None
     if torch.compiler.is_compiling():
         _refuse_compilation()
@@ -188,7 +188,7 @@ def _has_matrices(module: torch.nn.Module) -> bool:
 
 
 class FunctionWatch(TorchDispatchMode):
-    """Detects calls, on all tokens at once, of functions whose bits depend on a tensor's size.
+    """Detects functions that get all tokens at once, and whose bits depend on a tensor's size.
 
     Attributes:
         name: Name of the last such elementwise function or product, or "".
@@ -263,7 +263,7 @@ class _TokenForward(_ForwardMethod):
 
 
 class _ElementwiseForward(_ForwardMethod):
-    """The `forward` of an elementwise activation, in lines and blocks."""
+    """The `forward` of an elementwise activation, in blocks of complete lines."""
 
     def __call__(self, states: Tensor) -> Tensor:
         forward, values = self.stock, states.reshape(-1)

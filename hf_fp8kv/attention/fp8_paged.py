@@ -24,7 +24,7 @@ from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, ke
 
 logger = logging.getLogger(__name__)
 
-# Attribute of an attention module, its `StoredRounding` if it rounds K and V (training.py).
+# Attribute of an attention module that rounds K and V: its `StoredRounding` (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
 # An argument that only an engine passes. Before transformers 5.24 it is the engine's cache.
 _ENGINE_ARGUMENT = "write_index" if CACHE == "cache" else "cache"
@@ -147,7 +147,7 @@ def fp8_paged_attention(
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         if spec.deterministic:
-            spec = check_spec(query, key, spec)
+            spec = drop_mask(query, key, spec)
             call = call._replace(spec=spec)
         if latent.reads_stored_latents(module):
             return _attend_latents(call)
@@ -203,7 +203,7 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     return projections.expand(attended, spec.deterministic), None
 
 
-def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
+def drop_mask(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of a deterministic model without the mask, which only hides later tokens.
 
     Raises:
@@ -212,13 +212,13 @@ def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpe
     check_page_size(pages_of(key).page_size)
     mask = spec.mask
     if isinstance(mask, CompactMask):
-        if not mask.is_checked:  # by an earlier layer of this step
+        if not mask.is_checked:  # otherwise, an earlier layer of this step has checked it
             check_padding(mask.token_mask[:, 0, 0])
             mask.is_checked = True
     elif mask is not None:
         causal = causal_mask(query, key, spec.window or key.window)
-        has_size = mask.dtype == torch.bool and mask.shape[-2:] == causal.shape[-2:]
-        if not has_size or not torch.equal(mask, causal.expand_as(mask)):
+        is_comparable = mask.dtype == torch.bool and mask.shape[-2:] == causal.shape[-2:]
+        if not is_comparable or not torch.equal(mask, causal.expand_as(mask)):
             raise ConfigError(
                 "deterministic: expected no mask or a causal bool mask, got a mask that may hide "
                 "more, as for packed sequences, or for padding with a window. Pass each sequence "
@@ -231,6 +231,7 @@ def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpe
 
 
 def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
+    """Compute attention over the stored pages of `key`, without a gradient."""
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
@@ -269,12 +270,12 @@ def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
 
 def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
     """Return the columns of `key` in a mask or bias. Raise ConfigError if it is too narrow."""
-    columns = mask.shape[3] if mask.ndim == 4 else 0
-    if columns == key.shape[2]:
+    num_columns = mask.shape[3] if mask.ndim == 4 else 0
+    if num_columns == key.shape[2]:
         return mask
-    if columns == key.stop:
+    if num_columns == key.stop:
         return mask[..., key.start :]  # covers the whole sequence, but the layer has a window
-    if columns < key.shape[2] or key.start:
+    if num_columns < key.shape[2] or key.start:
         raise ConfigError(
             f"expected a mask [B, 1, T, {key.shape[2]}] that covers every stored token, got "
             f"{tuple(mask.shape)}. Pass a mask over the cached and the new tokens"
@@ -345,12 +346,10 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
 @functools.cache
 def _find_eager_attention(module_name: str) -> Callable[..., Any]:
     """Return the eager attention of a module, which supports the extra arguments of its models."""
-    attend: Callable[..., Any] | None = getattr(
-        sys.modules[module_name], "eager_attention_forward", None
-    )
+    attend = getattr(sys.modules[module_name], "eager_attention_forward", None)
     if attend is None:
         raise ConfigError(
             f"expected a model whose module defines eager_attention_forward, got {module_name}. "
             "Use attn_implementation='eager'"
         )
-    return attend
+    return attend  # type: ignore[no-any-return]

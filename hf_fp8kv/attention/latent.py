@@ -21,9 +21,9 @@ from ..modeling.model_support import ATTENTION, EXPAND
 from .deterministic import compute_in_blocks
 
 # Attribute of an attention module: whether it passes stored latents to "fp8_paged" unexpanded.
-_READS_STORED = "_hf_fp8kv_latent"
+_READS_STORED_ATTRIBUTE = "_hf_fp8kv_latent"
 # Attribute of an attention module that caches the weight of its projection if it was computed.
-_CACHED_WEIGHT = "_hf_fp8kv_absorbed"
+_WEIGHT_ATTRIBUTE = "_hf_fp8kv_absorbed"
 # Attributes of a module that determine the sizes of W_K and W_V.
 _SIZE_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PROJECTION_NAME = "kv_b_proj"
@@ -47,8 +47,8 @@ class Projections:
 
     def __init__(self, weight: Tensor, key_dim: int, value_dim: int) -> None:
         """Split `weight`, `[H * (N + V), R]`, into views."""
-        by_head = weight.view(-1, key_dim + value_dim, weight.shape[1])
-        self.key, self.value = by_head.split([key_dim, value_dim], 1)
+        weight_by_head = weight.view(-1, key_dim + value_dim, weight.shape[1])
+        self.key, self.value = weight_by_head.split([key_dim, value_dim], 1)
 
     def absorb(self, query: Tensor, deterministic: bool = False) -> Tensor:
         """Project queries for keys `[B, H, T, N + P]` to queries for latents `[B, H, T, R + P]`."""
@@ -104,7 +104,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     """
     if not hasattr(type(module), EXPAND) or torch.compiler.is_compiling():
         return
-    if _READS_STORED in vars(module) or EXPAND in vars(module):
+    if _READS_STORED_ATTRIBUTE in vars(module) or EXPAND in vars(module):
         return
     projection = getattr(module, _PROJECTION_NAME, None)
     weight = _find_plain_weight(projection)
@@ -116,7 +116,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
         return
     is_absorbed = _has_known_algebra(module, like)
     if is_absorbed is not None:
-        vars(module)[_READS_STORED] = is_absorbed
+        vars(module)[_READS_STORED_ATTRIBUTE] = is_absorbed
     if is_absorbed:
         _PassStored(module).install()
 
@@ -130,7 +130,7 @@ def install_all(model: torch.nn.Module) -> None:
 @contextmanager
 def undoing_installs(model: torch.nn.Module) -> Iterator[None]:
     """Undo every `install` on a model's modules within the `with` block."""
-    old_modules = {module for module in model.modules() if _READS_STORED in vars(module)}
+    old_modules = {module for module in model.modules() if _READS_STORED_ATTRIBUTE in vars(module)}
     try:
         yield
     finally:
@@ -140,14 +140,14 @@ def undoing_installs(model: torch.nn.Module) -> Iterator[None]:
 def remove_all(model: torch.nn.Module, excluded: Collection[torch.nn.Module] = ()) -> None:
     """Undo `install` for all modules of a model, except `excluded`."""
     for module in model.modules():
-        if module not in excluded and vars(module).pop(_READS_STORED, False):
-            for name in (EXPAND, _CACHED_WEIGHT):
+        if module not in excluded and vars(module).pop(_READS_STORED_ATTRIBUTE, False):
+            for name in (EXPAND, _WEIGHT_ATTRIBUTE):
                 vars(module).pop(name, None)
 
 
 def reads_stored_latents(module: Any) -> bool:
     """Return whether a module passes stored latents and RoPE parts unexpanded."""
-    return bool(vars(module).get(_READS_STORED))
+    return bool(vars(module).get(_READS_STORED_ATTRIBUTE))
 
 
 class _PassStored(ModelMethod):
@@ -178,7 +178,7 @@ def needs_gradient(module: Any, query: Tensor) -> bool:
 
 
 def find_projections(module: Any, like: Tensor) -> Projections | None:
-    """Return the projections of a module for latents like `like`, or None if it must expand."""
+    """Return the projections for latents with `like`'s dtype and device, or None to expand them."""
     projection = getattr(module, _PROJECTION_NAME)
     weight = _find_plain_weight(projection)
     if weight is None:
@@ -210,7 +210,7 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
     Returns:
         The weight, or None if the projection does more than multiply, or changes between calls.
     """
-    cached: _CachedWeight | None = vars(module).get(_CACHED_WEIGHT)
+    cached: _CachedWeight | None = vars(module).get(_WEIGHT_ATTRIBUTE)
     rank = module.kv_lora_rank
     if torch.compiler.is_compiling():
         if cached is None or cached.weight is None:
@@ -235,12 +235,12 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
                 weight = projection(torch.eye(rank, device="cpu").to(like)).T.contiguous()
                 if not all(map(_is_close, projection(inputs), inputs @ weight.T)):
                     weight = None
-        cached = vars(module)[_CACHED_WEIGHT] = _CachedWeight(state, parts, weight)
+        cached = vars(module)[_WEIGHT_ATTRIBUTE] = _CachedWeight(state, parts, weight)
     return cached.weight
 
 
 class _CachedWeight:
-    """Cached weight of a projection, and the state for which it was computed. A copy is empty.
+    """Cached weight of a projection, and the state for which it was computed. Copies are empty.
 
     Attributes:
         weight: The weight, `[H * (N + V), R]`, or None if the projection does more than multiply.
@@ -263,11 +263,11 @@ class _CachedWeight:
 
 
 def _describe_state(projection: Any, tensors: list[Tensor], like: Tensor) -> tuple[Any, ...]:
-    """Return all that the weight depends on: tensor versions, hooks and adapters of PEFT."""
-    parts = list(projection.modules())
+    """Return everything that the weight depends on: tensor versions, hooks and PEFT's adapters."""
+    modules = list(projection.modules())
     versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
-    hooks = [key for x in parts for key in (*x._forward_hooks, *x._forward_pre_hooks)]
-    adapters = [str(getattr(part, name, None)) for part in parts for name in _ADAPTER_FIELDS]
+    hooks = [key for x in modules for key in (*x._forward_hooks, *x._forward_pre_hooks)]
+    adapters = [str(getattr(x, name, None)) for x in modules for name in _ADAPTER_FIELDS]
     return like.dtype, like.device, projection.training, *versions, *hooks, *adapters
 
 
@@ -286,7 +286,7 @@ def _has_known_algebra(module: Any, like: Tensor) -> bool | None:
         projections = find_projections(module, like)
         if projections is None:
             return None
-        # Not random, to leave the user's random generator unchanged.
+        # The values are not random, to leave the user's random generator unchanged.
         values = torch.arange(2 * (rank + rope_dim), device=like.device).cos().to(like.dtype)
         latent, rope_part = values.view(1, 1, 2, -1).split([rank, rope_dim], -1)
         key, value = expand(module, latent, rope_part)

@@ -77,10 +77,10 @@ def fp8_paged_mask(
     # tokens, new keys need a complete mask, which is made here once for all layers.
     has_new_keys = q_length > 1 and q_length == kv_length and not request.is_stored
     hides_new_keys = has_new_keys and window is not None and 0 < window < kv_length
-    adds_itself = adds_mask(config)
-    if adds_itself or not ends_together or window is None or hides_new_keys:
+    model_adds_mask = adds_mask(config)
+    if model_adds_mask or not ends_together or window is None or hides_new_keys:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        make_mask = eager_mask if adds_itself else sdpa_mask
+        make_mask = eager_mask if model_adds_mask else sdpa_mask
         return make_mask(
             batch_size, q_length, kv_length, first_query, kv_offset, mask_function, attention_mask,
             **kwargs,
@@ -136,14 +136,14 @@ def complete_mask(
         start: Position of the first key. None means the start of the mask.
         lengths: Number of stored tokens, `[B]`. None means N, or the number in a compact mask.
     """
-    tokens, length = query.shape[2], key.shape[2]
+    num_queries, num_keys = query.shape[2], key.shape[2]
     if isinstance(mask, CompactMask):
         mask_start = mask.start if start is None else start
-        return mask.make_complete(mask_start, mask_start + length, window or mask.window)
+        return mask.make_complete(mask_start, mask_start + num_keys, window or mask.window)
     if mask is not None:
-        return mask[..., :length]
-    hides_tokens = bool(window) and length > window
-    if lengths is None and not (causal and (hides_tokens or 1 < tokens != length)):
+        return mask[..., :num_keys]
+    hides_tokens = bool(window) and num_keys > window
+    if lengths is None and not (causal and (hides_tokens or 1 < num_queries != num_keys)):
         return None
     return causal_mask(query, key, window, causal, lengths)
 
@@ -152,10 +152,10 @@ def causal_mask(
     query: Tensor, key: Tensor, window: int = 0, causal: bool = True, lengths: Tensor | None = None
 ) -> Tensor:
     """Return a causal mask, `[1 or B, 1, T, N]`, bool. The arguments are as in `complete_mask`."""
-    tokens, length = query.shape[2], key.shape[2]
+    num_queries, num_keys = query.shape[2], key.shape[2]
     if lengths is None:
-        lengths = torch.tensor([length], device=query.device)
-    return visible(lengths, tokens, 0, length, causal, window)[:, None]
+        lengths = torch.tensor([num_keys], device=query.device)
+    return visible(lengths, num_queries, 0, num_keys, causal, window)[:, None]
 
 
 def keep_selected_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def keep_selected_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key:
         query: Queries, `[B, Hq, T, Dk]`.
         key: Keys, `[B, Hkv, N, Dk]`.
     """
-    batch, tokens = indices.shape[:2]
-    is_selected = query.new_zeros((batch, tokens, key.shape[2] + 1), dtype=torch.bool)
+    batch, num_queries = indices.shape[:2]
+    is_selected = query.new_zeros((batch, num_queries, key.shape[2] + 1), dtype=torch.bool)
     # Negative indices select an extra column, which is then cut off.
     columns = indices.long()
     is_selected.scatter_(-1, columns.where(columns >= 0, key.shape[2]), True)

@@ -43,8 +43,8 @@ def watched_attention(
 
 def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
     """Return the attention implementations of a model (under the key "") and of its parts."""
-    parts = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
-    names = {part: x._attn_implementation for part, x in parts.items() if x is not None}
+    configs = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
+    names = {part: x._attn_implementation for part, x in configs.items() if x is not None}
     return {"": model.config._attn_implementation, **names}
 
 
@@ -61,7 +61,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     Within the block K and V stay unrounded, and attention need not be deterministic.
     """
     training_modules = [module for module in model.modules() if module.training]
-    attributes = {
+    removed_attributes = {
         module: {x: vars(module).pop(x) for x in (ROUNDING, DETERMINISTIC) if x in vars(module)}
         for module in model.modules()
     }
@@ -69,8 +69,8 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, removed in attributes.items():
-            vars(module).update(removed)
+        for module, attributes in removed_attributes.items():
+            vars(module).update(attributes)
         for module in training_modules:
             module.training = True
 

@@ -25,7 +25,7 @@ from ..utils.tensors import without_grad
 from .check_model import stock_indices
 from .compact import CompactMask
 from .deterministic import check_padding
-from .fp8_paged import ROUNDING, Call, attend_stored, check_spec, dense_attention, requires_dense
+from .fp8_paged import ROUNDING, Call, attend_stored, dense_attention, drop_mask, requires_dense
 from .switching import eval_mode, watched_attention
 
 
@@ -68,8 +68,8 @@ class StoredRounding:
             lengths = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
             pages = encoding.make_pages(pool, table.view(batch, num_pages))
             ops.write(pages, key, value, lengths, encoding.backend)
-            span = (0, tokens, 0, False, encoding.backend)
-            return make_handles(pages, lengths, None, (key.dtype, value.dtype), *span)
+            dtypes = (key.dtype, value.dtype)
+            return make_handles(pages, lengths, None, dtypes, 0, tokens, 0, False, encoding.backend)
 
     def read(
         self, handles: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
@@ -100,7 +100,7 @@ class StoredRounding:
         if dropout or requires_dense(kwargs):
             key, value = self.read(handles, key, value)
             return dense_attention(call._replace(key=key, value=value))
-        stored_spec = check_spec(query, handles[0], spec) if spec.deterministic else spec
+        stored_spec = drop_mask(query, handles[0], spec) if spec.deterministic else spec
         attended = attend_stored(query, handles[0], stored_spec)
         inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
         if not torch.is_grad_enabled() or not any(
@@ -174,7 +174,7 @@ def prepare_rounding(
 
 
 def _probe_layers(
-    model: PreTrainedModel, stock: list[int], cache_keywords: Mapping[str, Any]
+    model: PreTrainedModel, stock_layers: list[int], cache_keywords: Mapping[str, Any]
 ) -> dict[torch.nn.Module, tuple[int, Any, Any]]:
     """Return the stored layer that each attention module reads, with its keys and values.
 
@@ -183,7 +183,7 @@ def _probe_layers(
     # These options need no scales, and avoid the warning about scales in the checkpoint.
     cache = FP8PagedCache(
         model.config, dtype=AUTO, scales=1.0, prefill="stored", backend="torch",
-        skip_layers=stock, tensor_parallel=cache_keywords["tensor_parallel"],
+        skip_layers=stock_layers, tensor_parallel=cache_keywords["tensor_parallel"],
     )  # fmt: skip
     layers: dict[torch.nn.Module, tuple[int, Any, Any]] = {}
 

@@ -21,7 +21,7 @@ from ..ops.blocks import upload
 from .page_allocator import NO_PAGE, Ints, PageAllocator
 
 Copies = tuple[Ints, Ints]
-"""`(sources, destinations)`: pages to copy before the table lists the destinations."""
+"""`(sources, targets)`: pages to copy before the table lists the targets."""
 _VERSIONS = itertools.count()
 
 
@@ -42,7 +42,7 @@ class BlockTable:
     def __init__(self, allocator: PageAllocator) -> None:
         self.allocator, self.page_size = allocator, allocator.page_size
         self.first_page = 0
-        # Results of `pages_of` by columns, and copies of the rows by device.
+        # Results of `pages_of` by range of columns, and copies of the rows by device.
         self._page_cache: dict[tuple[int, int], Ints] = {}
         self._device_copies: dict[torch.device, torch.Tensor] = {}
         self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
@@ -101,8 +101,8 @@ class BlockTable:
 
     def count_needed(self, start: int, stop: int, batch: int) -> int:
         """Return the number of pages that `reserve` would allocate."""
-        num_new = self._count_pages(stop) - max(self.num_columns, start // self.page_size)
-        return max(num_new, 0) * batch + len(self._find_shared(start, stop))
+        num_new_columns = self._count_pages(stop) - max(self.num_columns, start // self.page_size)
+        return max(num_new_columns, 0) * batch + len(self._find_shared(start, stop))
 
     def reserve(
         self,
@@ -129,26 +129,26 @@ class BlockTable:
         """
         assert self.batch in (0, batch), (self.batch, batch)
         new_start = max(self.num_columns, start // self.page_size)
-        num_new = max(0, self._count_pages(stop) - new_start)
+        num_new_columns = max(0, self._count_pages(stop) - new_start)
         shared = self._find_shared(start, stop)
-        if num_new == 0 and not shared:
+        if num_new_columns == 0 and not shared:
             return
-        num_added = num_new * batch
+        num_added = num_new_columns * batch
         new_pages = self.allocator.allocate(num_added + len(shared), budget_checked=budget_checked)
         entries = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
-        shared_pages, copied_pages = self.rows[entries], new_pages[num_added:]
+        shared_pages, separate_pages = self.rows[entries], new_pages[num_added:]
         try:
             if copy is not None:
-                copy((shared_pages, copied_pages))
+                copy((shared_pages, separate_pages))
         except BaseException:
             self.allocator.free(new_pages)
             raise
         self._mark_changed()
-        self.rows[entries] = copied_pages
+        self.rows[entries] = separate_pages
         self.allocator.free(shared_pages)
-        if num_new:
+        if num_new_columns:
             # Assign pages sequence by sequence, so that the pages of a sequence are adjacent.
-            new_rows = new_pages[:num_added].reshape(batch, num_new)
+            new_rows = new_pages[:num_added].reshape(batch, num_new_columns)
             gap = np.full((batch, new_start - self.num_columns), NO_PAGE, np.int32)
             if self.first_page == self.num_columns:
                 self.first_page = new_start
@@ -225,7 +225,7 @@ class BlockTable:
     def _find_shared(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the entries `(sequence, logical page)` of tokens `start` to `stop - 1` to copy.
 
-        Their pages are shared. If only sequences of this table share a page, the last one keeps it.
+        Their pages are shared. If only rows of this table share a page, the last row keeps it.
         """
         self.allocator.free_orphans()
         first_column, stop_column = start // self.page_size, self._count_pages(stop)

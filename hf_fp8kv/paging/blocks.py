@@ -17,11 +17,11 @@ _NO_OFFSETS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Blocks:
-    """A list of blocks `[n, page_bytes]`, uint8. Pages are numbered from 0 across all blocks.
+    """Blocks of memory, `[n, page_bytes]`, uint8. Pages are numbered from 0 across all blocks.
 
     Attributes:
         page_bytes: Size of a page, in bytes.
-        tensors: The blocks. The list is empty before `allocate`. For 0 pages it has an empty block.
+        tensors: The blocks: an empty list before `allocate`, and an empty block for 0 pages.
         offsets: Offsets of the pages, `[P]`, int64 (see `locate_pages`).
         single_block: Whether all pages stay in one block, as compiled code requires.
         pinned: Whether blocks are in pinned host memory.
@@ -29,9 +29,7 @@ class Blocks:
             blocks alive, and are dropped when the blocks are replaced.
     """
 
-    page_bytes: int
     tensors: list[torch.Tensor]
-    offsets: torch.Tensor
     cached_pages: tuple[LayerPlan, Pages] | None
 
     def __init__(self) -> None:
@@ -70,17 +68,17 @@ class Blocks:
 
     def _set_blocks(self, tensors: list[torch.Tensor]) -> None:
         offsets = locate_pages(tensors)
-        # These assignments call nothing, so an interrupt cannot separate them.
+        # No call happens between these assignments, so an interrupt cannot separate them.
         self.tensors, self.offsets, self.cached_pages = tensors, offsets, None
 
     def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
         is_single = self.single_block or not num_pages
-        slices = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
-        shapes = [(x.stop - x.start, self.page_bytes) for x in slices]
+        parts = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
+        shapes = [(part.stop - part.start, self.page_bytes) for part in parts]
         return [zeros(shape, torch.uint8, device, pinned=self.pinned) for shape in shapes]
 
     def _split_pages(self, num_pages: int) -> list[slice]:
-        """Split `range(num_pages)` into slices whose pages fill at most `BLOCK_BYTES` each."""
+        """Split the pages 0 to `num_pages - 1` into parts of at most `BLOCK_BYTES` each."""
         step = max(1, BLOCK_BYTES // self.page_bytes)
         return [slice(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
 
@@ -101,15 +99,15 @@ class Blocks:
         return take_pages(self.tensors, pages)
 
     def put(self, pages: Ints | torch.Tensor, rows: torch.Tensor) -> None:
-        """Write the rows that `take` returned to pages."""
+        """Write rows that `take` returned to `pages`."""
         put_pages(self.tensors, pages, rows)
 
     def copy(
-        self, sources: Ints, destinations: Ints, target_blocks: list[torch.Tensor] | None = None
+        self, sources: Ints, targets: Ints, target_blocks: list[torch.Tensor] | None = None
     ) -> None:
-        """Copy pages to `target_blocks`, or within this object to pages that are not sources."""
-        for chunk in self._split_pages(len(sources)):
-            put_pages(target_blocks or self.tensors, destinations[chunk], self.take(sources[chunk]))
+        """Copy pages to `target_blocks`, or to pages of this object that are not sources."""
+        for part in self._split_pages(len(sources)):
+            put_pages(target_blocks or self.tensors, targets[part], self.take(sources[part]))
 
     def copy_from(self, source: "Blocks", pages: Ints, *, blocking: bool) -> None:
         """Copy the pages with the numbers `pages`, ascending, from `source`.
@@ -167,6 +165,6 @@ def zeros(
 ) -> torch.Tensor:
     """Return zeros that can be written in inference mode and outside it."""
     # Leave inference mode only if it is on, because leaving it takes longer than zeroing a page.
-    leaves_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-    with torch.inference_mode(False) if leaves_mode else nullcontext():
+    must_leave = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if must_leave else nullcontext():
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)

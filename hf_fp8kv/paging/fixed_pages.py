@@ -31,7 +31,7 @@ class FixedPages(LayerGroup):
         self.allocated_pages = 0
         self.device_lengths: dict[int, torch.Tensor] = {}
         self.first_intact: dict[int, int] = {}
-        # Work plans, each with the member that fills it.
+        # Work plans by size, each with the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
         self.table.allocator.is_exact = True
 
@@ -62,7 +62,8 @@ class FixedPages(LayerGroup):
         """
         groups = [x for ref in self.siblings if isinstance(x := ref(), FixedPages)]
         group_slots = [(group, group.pages_per_sequence * group.page_size) for group in groups]
-        self.budget.require(sum(x.table.count_needed(0, n, batch) for x, n in group_slots))
+        num_needed = sum(group.table.count_needed(0, n, batch) for group, n in group_slots)
+        self.budget.require(num_needed)
         for group, num_slots in group_slots:
             group.table.reserve(0, num_slots, batch, group.copy_pages)
             group.allocated_pages = group.pages_per_sequence
@@ -95,9 +96,9 @@ class FixedPages(LayerGroup):
         """
         key = device, batch, *_ = lengths.device, len(lengths), heads, rows
         if key not in self._plans:
-            size, plan = ops.plan_rows(backend, device, batch, heads, None, rows), None
-            if size is not None:
-                plan = zeros((size, 4), torch.int32, device)
+            num_rows, plan = ops.plan_rows(backend, device, batch, heads, None, rows), None
+            if num_rows is not None:
+                plan = zeros((num_rows, 4), torch.int32, device)
                 ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
             self._plans[key] = plan, member
         return self._plans[key]
@@ -137,8 +138,8 @@ class FixedPages(LayerGroup):
         table.reserve(ring_size * size, self.num_columns * size, table.batch)
         for member, member_length in member_lengths.items():
             self.update_first_intact(member, member_length)
-        stop = -(-length // size)
-        for column in range(max(stop - ring_size, ring_size), stop):
+        stop_page = -(-length // size)
+        for column in range(max(stop_page - ring_size, ring_size), stop_page):
             swapped = [column, column % ring_size]
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
         self.allocated_pages = self.num_columns
@@ -163,9 +164,9 @@ class FixedPages(LayerGroup):
         fork, size, lengths = super().fork(), self.page_size, self.read_lengths()
         first = max([0, *map(self.update_first_intact, lengths, lengths.values())])
         length = max(lengths.values(), default=0)
-        table, first_column, stop = fork.table, first // size, -(-length // size)
-        rows = np.full((table.batch, stop), NO_PAGE, np.int32)
-        columns = np.arange(first_column, stop) % max(table.num_columns, 1)
-        rows[:, first_column:] = table.rows[:, columns]
-        table.replace_rows(rows, first_column)
+        table, first_page, stop_page = fork.table, first // size, -(-length // size)
+        rows = np.full((table.batch, stop_page), NO_PAGE, np.int32)
+        columns = np.arange(first_page, stop_page) % max(table.num_columns, 1)
+        rows[:, first_page:] = table.rows[:, columns]
+        table.replace_rows(rows, first_page)
         return fork

@@ -56,10 +56,10 @@ class Step:
         """
         key = (first, heads, rows, device, backend)
         if key not in self._plans:
-            size = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
+            num_rows = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
             plan = None
-            if size is not None:
-                plan = torch.empty((size, 4), dtype=torch.int32, device=device)
+            if num_rows is not None:
+                plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
                 ops.make_plan(plan, self.lengths(device), 1, 0, first, heads, backend)
             self._plans[key] = plan
         return self._plans[key]
@@ -82,8 +82,8 @@ class LayerGroup:
         siblings: Weak references to all groups of the cache. They are weak, so that a dropped fork
             frees its pages at once.
         step: The step of the last call of `prepare`, or None.
-        deferred_allocation: Numbers of slots and sequences to allocate when the table is used (see
-            `FixedPages.defer_allocation`), or None.
+        deferred_allocation: Number of slots per sequence, and of sequences, to allocate when the
+            table is used (see `FixedPages.defer_allocation`), or None.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class LayerGroup:
                     f"the next call, got a layer at {start} tokens and a layer at {group.length} "
                     f"tokens, whose window begins at token {first}. Pass each call to all layers"
                 )
-        plans = [(group, *group._plan_step(start, stop)) for group in groups]
-        if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in plans):
-            num_freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in plans)
+        spans = [(group, *group._find_step_span(start, stop)) for group in groups]
+        if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in spans):
+            num_freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in spans)
             self.budget.require(num_needed - num_freed)
-        for group, first, kept, is_long in plans:
+        for group, first, kept, is_long in spans:
             if not is_long:
                 group.table.release(kept)
                 group.shrink()
@@ -171,8 +171,8 @@ class LayerGroup:
             group.table.reserve(first, stop, batch, group.copy_pages, budget_checked=True)
             step.version = group.table.version
 
-    def _plan_step(self, start: int, stop: int) -> tuple[int, int, bool]:
-        """Return the first token of a call's pages, the first token to keep, and `is_long`."""
+    def _find_step_span(self, start: int, stop: int) -> tuple[int, int, bool]:
+        """Return the first token of a call's pages, the first to keep, and whether it is long."""
         if self.window is not None and not self.record_past:
             num_pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
             # If layers store separate calls, the slowest layer needs its pages, so all are kept.
@@ -229,7 +229,7 @@ class LayerGroup:
     def shrink(self, *, eager: bool = False) -> None:
         """Renumber the pages if few of them are in use, unless forks also hold pages.
 
-        With `eager`, one free page suffices to renumber. After an error all groups are empty.
+        With `eager`, a single free page is enough to renumber. After an error all groups are empty.
         """
         allocator = self.table.allocator
         if not (allocator.is_sparse or (eager and allocator.num_held and allocator.num_free)):

@@ -39,8 +39,8 @@ class Call(NamedTuple):
         tokens: Number of new tokens.
         table: Page number of each logical page, `[B, M]`, int32.
         lengths: Number of stored tokens after the call, `[B]`, int32.
-        start: First position with a column: the first visible token's, or an earlier position.
-        stop: Last position with a column plus one.
+        start: First position to read, at or before the first visible token.
+        stop: Last position to read plus one.
         step: The step of a growing layer, or None.
         long_write: The pages of a long call, or None.
     """
@@ -82,7 +82,7 @@ class HostLength:
         return self.num_stored
 
     def allocate(self, batch: int, device: torch.device) -> int:
-        """Return the number of pages that a pool needs now."""
+        """Return the number of pages that the layer's pool needs now."""
         return self.group.table.allocator.capacity
 
     def reserve(self, tokens: int, batch: int) -> None:
@@ -135,7 +135,7 @@ class DeviceLength:
     Attributes:
         group: The group of the layer.
         member: Index of the layer in its group.
-        is_empty: Whether no token was stored since the start or a reset. It changes once per
+        is_empty: Whether no token was stored since the start or a reset. The value changes once per
             generation, at the prefill, which is not compiled.
         table: Page number of each logical page, `[B, num_columns]`, int32, at a constant address.
     """
@@ -235,7 +235,7 @@ class DeviceLength:
     def stored_call(self, device: torch.device) -> Call:
         """Return the pages of all positions, stored or not.
 
-        A ring begins with the window of the next token. To find it, this method synchronizes.
+        A ring begins with the window of the next token. Finding its start needs a synchronization.
         """
         first = self.group.visible_from(self.count_stored()) if self.group.ring_size else 0
         return Call(1, self.table, self.lengths, first, self.max_tokens)

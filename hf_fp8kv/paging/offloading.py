@@ -62,9 +62,9 @@ class OffloadBudget(PageBudget):
         """Evict other layers until the pages of `incoming` fit."""
         num_layers = max(layer.index for layer in self.layers) + 1
         evictable = self._find_resident() - {current, incoming}
-        candidates = sorted(evictable, key=lambda x: (x.index - current.index - 1) % num_layers)
-        while candidates and not self._can_hold(self._find_resident() | {incoming}):
-            candidates.pop().evict()
+        by_next_use = sorted(evictable, key=lambda x: (x.index - current.index - 1) % num_layers)
+        while by_next_use and not self._can_hold(self._find_resident() | {incoming}):
+            by_next_use.pop().evict()
 
     def _can_hold(self, layers: "set[OffloadBlocks]") -> bool:
         if self.max_device_pages is None:
@@ -126,7 +126,7 @@ class OffloadBlocks:
         if self.device_blocks.is_allocated:
             self.wait()
             self.device_blocks.grow(num_pages)
-        # This comes last, because the lines above may fail. It is one assignment for interrupts.
+        # Growing may fail, so flags are added last, in one assignment that no interrupt separates.
         old_flags, new_flags = (self._on_device, self._on_host), np.zeros(num_added, bool)
         self._on_device, self._on_host = (np.concatenate([x, new_flags]) for x in old_flags)
 
@@ -216,16 +216,16 @@ class OffloadBlocks:
             self._sync_host_blocks().put(pages, rows.to(_HOST))
             self._on_host[pages] = True
 
-    def copy(self, sources: Ints, destinations: Ints) -> None:
-        """Copy pages. No page may be both a source and a destination."""
+    def copy(self, sources: Ints, targets: Ints) -> None:
+        """Copy pages. No page may be both a source and a target."""
         if self.device_blocks.is_allocated:
             self.fetch(np.unique(sources))
             self.wait()
-            self.device_blocks.copy(sources, destinations)
-            self.mark_written(destinations)
+            self.device_blocks.copy(sources, targets)
+            self.mark_written(targets)
         else:
-            self._sync_host_blocks().copy(sources, destinations)
-            self._on_host[destinations] = self._on_host[sources]
+            self._sync_host_blocks().copy(sources, targets)
+            self._on_host[targets] = self._on_host[sources]
 
     def keep_pages(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, and renumber them from 0, like `Blocks.keep_pages`."""

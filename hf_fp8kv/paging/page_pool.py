@@ -66,7 +66,7 @@ class PagePool:
         return key, key.new_empty((batch, self.heads, 0, self.v_dim), dtype=self.v_dtype)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind, including unused pages: `pages`, `scales`, `tables`, `host`."""
+        """Return the bytes of `pages`, `scales`, offset `tables` and `host` pages, used or not."""
         blocks, memory, size = self.blocks, self.memory, self.layout.size
         parts_by_block = [self.layout.split(block) for block in blocks.tensors]
         scales = sum(parts["token_scales"].nbytes for parts in parts_by_block if self.has_scales)

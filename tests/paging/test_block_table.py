@@ -30,7 +30,7 @@ from tests.paging.test_page_pool import read_pages
 
 CPU = torch.device("cpu")
 HEADS, K_DIM, V_DIM = 2, 3, 2
-FORMATS_OF_LAYERS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
+LAYER_FORMATS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
 PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
 
@@ -106,7 +106,7 @@ class ModelTable:
     def __init__(self, page_size: int, window: int | None) -> None:
         self.page_size, self.window = page_size, window
         self.pages: list[dict[int, ModelPage]] = []
-        self.first = 0
+        self.first_page = 0
         self.record_past = False
 
     def first_visible(self, length: int) -> int:
@@ -118,9 +118,9 @@ class ModelTable:
 
     def apply_window(self, length: int) -> None:
         if self.window is not None and length:
-            self.first = max(self.first, self.first_kept_page(length))
+            self.first_page = max(self.first_page, self.first_kept_page(length))
             for pages in self.pages:
-                for index in [i for i in pages if i < self.first]:
+                for index in [i for i in pages if i < self.first_page]:
                     del pages[index]
 
     def truncate(self, length: int) -> None:
@@ -129,7 +129,7 @@ class ModelTable:
                 del pages[index]
 
     def clear(self) -> None:
-        self.pages, self.first = [], 0
+        self.pages, self.first_page = [], 0
 
     def is_long(self, start: int, stop: int) -> bool:
         """Return whether a call from `start` to `stop` needs more pages than a window has."""
@@ -257,9 +257,9 @@ class PagesMachine(RuleBasedStateMachine):
         self.budget = PageBudget(page_size, max_pages)
         self.page_size = page_size
         groups, models = {}, {}
-        for name, size in (("full", None), ("sliding", window)):
-            groups[name], models[name] = LayerGroup(self.budget, size), ModelTable(page_size, size)
-            for fmt in FORMATS_OF_LAYERS[name]:
+        for name, span in (("full", None), ("sliding", window)):
+            groups[name], models[name] = LayerGroup(self.budget, span), ModelTable(page_size, span)
+            for fmt in LAYER_FORMATS[name]:
                 groups[name].add(PagePool(page_size, LayerPlan(SidePlan(fmt), SidePlan(fmt)), True))
         self.caches = [Cache(groups, models)]
         self.next_token = 1
@@ -401,7 +401,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert [list(group.lengths) for group in cache.groups.values()] == lengths
         # Pages before the window may be freed, but not pages that a query attends to.
         for name, model in cache.models.items():
-            if cache.groups[name].table.first_page != model.first:
+            if cache.groups[name].table.first_page != model.first_page:
                 model.apply_window(cache.length)
 
     @rule(data=st.data(), num_tokens=st.integers(0, 12))
@@ -409,8 +409,9 @@ class PagesMachine(RuleBasedStateMachine):
         cache = self.pick_cache(data)
         length = max(cache.length - num_tokens, 0)
         sliding = cache.models["sliding"]
-        first_kept_page = sliding.first * self.page_size
-        is_refused = bool(num_tokens and length and sliding.first_kept_page(length) < sliding.first)
+        first_token = sliding.first_page * self.page_size
+        is_lost = sliding.first_kept_page(length) < sliding.first_page
+        is_refused = bool(num_tokens and length and is_lost)
         state = cache.get_state()
         errors = [
             catch_refusal(lambda group=group: check_crop(group, num_tokens), ConfigError)
@@ -418,7 +419,7 @@ class PagesMachine(RuleBasedStateMachine):
         ]
         assert errors[0] is None
         assert (errors[1] is not None) == is_refused
-        assert not is_refused or f"token {first_kept_page} on" in errors[1][0]
+        assert not is_refused or f"token {first_token} on" in errors[1][0]
         assert cache.get_state() == state
         if is_refused:
             return
@@ -445,12 +446,12 @@ class PagesMachine(RuleBasedStateMachine):
         cache = self.pick_cache(data)
         if not cache.sequences:
             return
-        sequence_indices = st.integers(0, len(cache.sequences) - 1)
-        chosen = data.draw(st.lists(sequence_indices, min_size=1, max_size=4), label="sequences")
+        index = st.integers(0, len(cache.sequences) - 1)
+        indices = data.draw(st.lists(index, min_size=1, max_size=4), label="sequences")
         for name, group in cache.groups.items():
-            select_rows(group.table, chosen)
-            cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in chosen]
-        cache.sequences = [list(cache.sequences[i]) for i in chosen]
+            select_rows(group.table, indices)
+            cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in indices]
+        cache.sequences = [list(cache.sequences[i]) for i in indices]
 
     @precondition(lambda self: len(self.caches) < 4)
     @rule(data=st.data())
@@ -504,11 +505,11 @@ class PagesMachine(RuleBasedStateMachine):
                 assert group.lengths == [cache.length] * len(group.pools)
                 if not cache.length:
                     continue
-                start = model.first * self.page_size
-                assert group.table.first_page == model.first
+                start = model.first_page * self.page_size
+                assert group.table.first_page == model.first_page
                 assert start <= model.first_visible(cache.length)
                 rows = group.table.on_device(CPU).numpy()
-                assert np.array_equal(rows[:, model.first :], group.table.used_rows())
+                assert np.array_equal(rows[:, model.first_page :], group.table.used_rows())
                 for pool in group.pools:
                     assert_holds(pool, rows, start, tokens[:, start:])
 
@@ -547,11 +548,8 @@ def make_written_table(num_tokens: int, batch: int = 1, page_size: int = 4) -> B
 def test_release_keeps_all_pages_from_a_token_on(token, first):
     table = make_written_table(12, batch=2)
     table.release(token)
-    assert (table.first_page, table.num_columns, table.allocator.num_held) == (
-        first,
-        3,
-        2 * (3 - first),
-    )
+    assert (table.first_page, table.num_columns) == (first, 3)
+    assert table.allocator.num_held == 2 * (3 - first)
     table.truncate(3)
     assert (table.first_page, table.allocator.num_held) == (first, 0 if first else 2)
     check_tables(table)
@@ -638,9 +636,8 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     for num_tokens in (1, 1024, 16_000):
         num_pages = -(-num_tokens // page_size)
         max_capacity = max(num_pages * 33 // 32, 64 // page_size)
-        assert (
-            make_written_table(num_tokens, page_size=page_size).allocator.capacity <= max_capacity
-        )
+        table = make_written_table(num_tokens, page_size=page_size)
+        assert table.allocator.capacity <= max_capacity
     table = make_table(page_size)
     capacity, num_copied = 0, 0
     # Each token calls `reserve`, but only the first token of a page can need a page.

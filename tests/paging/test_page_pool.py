@@ -46,7 +46,7 @@ def make_pool(
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _limit_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit blocks to one to three pages."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
 
@@ -92,7 +92,7 @@ CASES = {
     "auto": ("auto", "auto", True, "k v"),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# Grid: The dtype determines the size of "auto" values, and the layout determines all offsets.
+# The dtype determines the size of "auto" values, and the layout determines all offsets.
 SHAPE_CASES = pairwise(
     list(CASES.values()), [torch.bfloat16, torch.float16, torch.float32], [False, True]
 )
@@ -116,8 +116,8 @@ def test_pages_have_the_expected_shapes_dtypes_and_bytes(case, dtype, device, si
     assert all(tensor.device.type == device.type for tensor in pages.values())
     assert not any(tensor.any() for tensor in pages.values()), "new pages are zero"
     assert (len(pool.memory), pool.is_allocated) == (7, True)
-    size = sum(x[:1].nbytes for x in pages.values())
-    assert size <= pool.layout.size < size + 48
+    num_bytes = sum(x[:1].nbytes for x in pages.values())
+    assert num_bytes <= pool.layout.size < num_bytes + 48
     footprint = pool.memory_footprint()
     assert footprint["pages"] + footprint["scales"] == 7 * pool.layout.size
 
@@ -131,8 +131,8 @@ def test_growing_keeps_all_pages_and_zeroes_new_pages(case, device, single_block
     pool = make_pool(*case[:2], 0, **options)
     pool.memory.grow(3)
     old_pages, pointers = fill_pool(pool), list_addresses(pool)
-    for pages in (0, 2, 3):  # a pool never shrinks, and stays in place
-        pool.memory.grow(pages)
+    for num_pages in (0, 2, 3):  # a pool never shrinks, and stays in place
+        pool.memory.grow(num_pages)
         assert len(pool.memory) == 3
         assert list_addresses(pool) == pointers
     pool.memory.grow(8)
@@ -275,12 +275,12 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
     assert (old_block() is not None) == is_kept
     if not pool.is_allocated:
         return
-    columns = old_pages["k"][[3, 1] if change == "keep" else [1, 0]]
+    listed_keys = old_pages["k"][[3, 1] if change == "keep" else [1, 0]]
     lengths = torch.tensor([2 * SLOTS], dtype=torch.int32)
     for _ in range(2):
         pages = encoding.make_pages(pool, table)
         dense = ops.gather(pages, lengths, "k", 0, 2 * SLOTS, torch.float32, False, "reference")
-        assert_same(dense[0], columns.transpose(0, 1).flatten(1, 2))
+        assert_same(dense[0], listed_keys.transpose(0, 1).flatten(1, 2))
     # If tensors change, the `Pages` change.
     new_tensors = tuple(x + 1 for x in (*scales, encoding.k_center))
     encoding.k_scale, encoding.v_scale, encoding.k_center = new_tensors
@@ -298,8 +298,8 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
 def test_pages_are_copied_from_a_second_pool(single_block):
     """The pools grow in different steps, so their blocks begin at different pages."""
     pool, source = (make_pool(num_pages=n, single_block=single_block) for n in (2, 7))
-    for pages in (3, 8, 11):
-        pool.memory.grow(pages)
+    for num_pages in (3, 8, 11):
+        pool.memory.grow(num_pages)
     source.memory.grow(11)
     expected, source_pages = fill_pool(pool), fill_pool(source)
     indices = np.array([0, 1, 2, 5, 6, 9, 10])
