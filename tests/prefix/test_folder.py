@@ -38,7 +38,7 @@ def make_full_folder(path: Path) -> PrefixFolder:
     folder = open_folder(path)
     for number in range(BOUND):
         put_file(folder, f"page{number}", 1)
-    time.sleep(2 * folder_module._TICK / 1e9)
+    time.sleep(2 * folder_module._TICK_NS / 1e9)
     return folder
 
 
@@ -48,7 +48,7 @@ def touch_file(folder: PrefixFolder, name: str) -> None:
 
 
 def sum_bytes(files: list[StoredFile]) -> int:
-    return sum(file.bytes for file in files)
+    return sum(file.num_bytes for file in files)
 
 
 @st.composite
@@ -61,12 +61,12 @@ def draw_steps(draw: st.DrawFn) -> tuple[str, int, int, int]:
 def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         # `touch_file` is as exact as the clock, so ticks are not needed.
-        patch.setattr(folder_module, "_TICK", 0)
+        patch.setattr(folder_module, "_TICK_NS", 0)
         path = Path(name)
         folders, is_exact = [open_folder(path), open_folder(path)], True
         for number, (action, folder_index, size, index) in enumerate(steps):
             folder = folders[folder_index]
-            files_before = sorted(folder.files())
+            files_before = sorted(folder.list_files())
             if action == "begin":
                 folders[folder_index] = open_folder(path)
                 folders[folder_index].apply_limit()
@@ -76,7 +76,7 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                 other_files = [file for file in files_before if file.name not in own_names]
                 kept_bytes = sum_bytes(files_before) - sum_bytes(other_files)
                 is_stored = put_file(folder, f"page{number}", size, own_names)
-                names_after = {file.name for file in folder.files()}
+                names_after = {file.name for file in folder.list_files()}
                 assert is_stored == (kept_bytes + size <= BOUND)
                 kept_files = [file for file in other_files if file.name in names_after]
                 removed_files = other_files[: len(other_files) - len(kept_files)]
@@ -89,7 +89,7 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                     assert min_bytes > BOUND, "more files were removed than necessary"
                 if is_exact:
                     counted_bytes = int((path / ".prefix_store.lock").read_text())
-                    assert counted_bytes == sum_bytes(folder.files())
+                    assert counted_bytes == sum_bytes(folder.list_files())
             elif files_before:
                 file = files_before[index % len(files_before)]
                 if action == "touch":
@@ -97,7 +97,7 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                 else:  # a process removes a file without updating the count
                     (path / file.name).unlink()
                     is_exact = False
-            assert sum_bytes(folder.files()) <= BOUND
+            assert sum_bytes(folder.list_files()) <= BOUND
 
 
 def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(100, 180):
         assert put_file(folder, f"page{number}", 1)
     assert len(scans) == 1
-    assert sorted(file.name for file in folder.files()) == sorted(
+    assert sorted(file.name for file in folder.list_files()) == sorted(
         f"page{number}" for number in range(80, 180)
     )
 
@@ -132,7 +132,7 @@ def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
         with folder.lock(0.0) as lock:
             assert lock is not None
             assert folder.put(lock, f"page{number}", bytes(20), ())
-    names = {file.name for file in folder.files()}
+    names = {file.name for file in folder.list_files()}
     assert len(names) == 5
     assert names > {"page5", "page6", "page7", "page8"}
 
@@ -144,7 +144,7 @@ def test_a_damaged_count_is_recomputed(data: bytes, tmp_path: Path) -> None:
         put_file(folder, f"page{number}", 30)
     (tmp_path / ".prefix_store.lock").write_bytes(data)
     assert put_file(folder, "page3", 30)
-    assert sorted(file.name for file in folder.files()) == ["page1", "page2", "page3"]
+    assert sorted(file.name for file in folder.list_files()) == ["page1", "page2", "page3"]
     assert (tmp_path / ".prefix_store.lock").read_bytes() == b"%020d" % 90
 
 
@@ -165,7 +165,7 @@ def test_bytes_that_were_counted_and_not_written_are_corrected(
                 put_file(folder, "page1", 20)
     assert int((tmp_path / ".prefix_store.lock").read_text()) == BOUND
     assert put_file(folder, "page1", 70)
-    assert sorted(file.name for file in folder.files()) == ["page0", "page1"]
+    assert sorted(file.name for file in folder.list_files()) == ["page0", "page1"]
     assert int((tmp_path / ".prefix_store.lock").read_text()) == 90
 
 
@@ -179,11 +179,11 @@ def test_a_smaller_bound_frees_space_on_a_full_disk(
     folder, pwrite = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
 
     def write_if_it_fits(*args: Any) -> int:
-        if sum_bytes(folder.files()) > 50:
+        if sum_bytes(folder.list_files()) > 50:
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(*args)
 
     monkeypatch.setattr(os, "pwrite", write_if_it_fits)
     folder.apply_limit()
-    assert [file.name for file in folder.files()] == ["page2"]
+    assert [file.name for file in folder.list_files()] == ["page2"]
     assert int((tmp_path / ".prefix_store.lock").read_text()) == 30

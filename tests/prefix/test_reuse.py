@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipe
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
 from hf_fp8kv.cache.tokens import Tokens
-from hf_fp8kv.prefix.generate import CHUNKS_BEGIN_EMPTY
+from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.serve_process import save_chat_model
@@ -128,9 +128,9 @@ def test_preallocated_caches_and_chunks_reuse_tokens(name: str, max_cache_len: i
     answer, num_computed = chat.check_answer(chat.make_ids(21), **options)
     assert num_computed == 21
     answer, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(12)], 1), **options)
-    assert num_computed == (42 if CHUNKS_BEGIN_EMPTY else 13)
+    assert num_computed == (42 if CHUNKS_NEED_EMPTY_CACHE else 13)
     _, num_computed = chat.check_answer(answer[:, :-12], **options)
-    num_kept = 0 if CHUNKS_BEGIN_EMPTY else count_kept_tokens(name, answer.shape[1] - 13)
+    num_kept = 0 if CHUNKS_NEED_EMPTY_CACHE else count_kept_tokens(name, answer.shape[1] - 13)
     assert num_computed == answer.shape[1] - 12 - num_kept
 
 

@@ -64,7 +64,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Count and return the tokens of a prompt that are in the cache, like the engine."""
         if self._disk_blocks is not None:
-            self._disk_blocks.fetch(request_id, prompt_ids)
+            self._disk_blocks.load(request_id, prompt_ids)
         num_tokens = int(super().search_prefix_match(request_id, prompt_ids))
         self.prefix_hits += num_tokens > 0
         self.prefix_tokens += num_tokens
@@ -74,7 +74,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         """Register a request's full blocks, like the engine, and write them to the prefix store."""
         super().mark_complete_blocks(state, complete_blocks)
         if self._disk_blocks is not None and complete_blocks:
-            self._disk_blocks.write(state.request_id, state.initial_tokens + state.generated_tokens)
+            self._disk_blocks.save(state.request_id, state.initial_tokens + state.generated_tokens)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Free a request's blocks, like the engine, after the store has marked them as used.
@@ -84,7 +84,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         are canceled, the waiting requests would never start (transformers 5.18 to 5.24).
         """
         if self._disk_blocks is not None:
-            self._disk_blocks.write(request_id, [], is_last=True)
+            self._disk_blocks.save(request_id, [], is_last=True)
         super().free_blocks(request_id, *args, **kwargs)
         scheduler = self.scheduler()
         if scheduler is not None and not scheduler.active_requests.keys() - {request_id}:
