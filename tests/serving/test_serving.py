@@ -692,9 +692,8 @@ class TestRunning:
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
-        plans = [
-            int(x.plan("torch", 2, 4)[0, 0]) for x in step.work(0, torch.device("cpu")).batches
-        ]
+        batches = step.work(0, torch.device("cpu")).batches
+        plans = [int(batch.work_plan("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(plans) == [5, 8]
         assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
 

@@ -154,7 +154,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return requests_fit and bool(self.compute_free_capacity() >= min_free)
 
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return bytes planned, bytes in use, bytes of a page of all layers, and tokens held.
+        """Return planned bytes, used bytes, bytes of a page of all layers, and tokens held.
 
         `lengths` has the number of stored tokens of each live request, by request id.
         """
@@ -163,7 +163,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         page_bytes = self.page_layout.bytes_per_page * self.config.num_hidden_layers
         allocators = self.cache_allocators
         allocator = allocators.get(stock.FULL_ATTENTION) or next(iter(allocators.values()))
-        page_size = self.page_layout.slots
+        page_size = self.page_layout.page_size
         # Tokens are counted by block, because requests share blocks. The lists are copied, because
         # the engine's thread may change the originals.
         block_tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), page_size)
