@@ -70,7 +70,7 @@ class RingChunk:
     num_new: int  # number of new tokens, T
     old_lengths: torch.Tensor  # [1], int32, n: the stored tokens that the first query attends to
     old_slots: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these tokens
-    kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, those of the last m new tokens
+    kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, pages and slots of the last m
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.utils import (
 
 from ... import ops
 from ...errors import ConfigError
-from ...modeling.model_support import ATTENTION, ENGINE
+from ...modeling.model_support import ATTENTION, ENGINE_ATTRIBUTE
 from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
 from ..config import ServingConfig
@@ -157,5 +157,5 @@ class EngineCache:
             )
         self.page_layout.check_shapes(key_states, value_states)
         # The keys carry the cache to layers that share them, because such layers get no cache.
-        setattr(key_states, ENGINE, self)
+        setattr(key_states, ENGINE_ATTRIBUTE, self)
         return key_states, value_states
