@@ -25,7 +25,7 @@ class Encoding:
         k_scale: Static scale of K, `[Hkv, Dk]`, float32, or None.
         v_scale: Static scale of V, `[Hkv, Dv]`, float32, or None.
         k_center: Center of K, `[B, Hkv, Dk]`, float32, or None.
-        num_total: Number of KV heads of the model if processes share them, otherwise None.
+        num_model_heads: Number of KV heads of the model if processes share them, otherwise None.
         rope: Rotation of K by RoPE, or None if not known.
         padding_observer: Observer of the padding of the cache's sequences.
         device: Device on which the layer computes.
@@ -39,11 +39,11 @@ class Encoding:
         index: int,
         options: CacheOptions,
         padding_observer: PaddingObserver,
-        num_total: int | None = None,
+        num_model_heads: int | None = None,
         rope: RopeRotation | None = None,
     ) -> None:
         self.index, self.options, self.padding_observer = index, options, padding_observer
-        self.num_total, self.rope = num_total, rope
+        self.num_model_heads, self.rope = num_model_heads, rope
         self.plan = options.layer_plan(index)
         self.clear()
 
@@ -63,7 +63,7 @@ class Encoding:
             ConfigError: The split of the model does not match `tensor_parallel`.
         """
         num_heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
-        check_split(self.index, num_heads, self.num_total, self.options.tensor_parallel.size)
+        check_split(self.index, num_heads, self.num_model_heads, self.options.tensor_parallel.size)
         scales = self.options.layer_scales(self.index, num_heads, k_dim, v_dim)
         k, v, center = (None if x is None else x.to(key.device) for x in scales)
         self.k_scale, self.v_scale, self._static_center = k, v, center

@@ -93,28 +93,28 @@ class LayerStore:
         return pages, call
 
     def _write_long(
-        self, key: torch.Tensor, value: torch.Tensor, call: Call, long: LongWrite, pages: Pages
+        self, key: torch.Tensor, value: torch.Tensor, call: Call, write: LongWrite, pages: Pages
     ) -> Pages:
         """Store a long call in scratch pages, and copy the last window to the layer's pages.
 
         Return the scratch pages, which hold the previous window, followed by the new tokens.
         """
-        (batch, num_old), num_kept = long.old_pages.shape, long.kept_pages.shape[1]
+        (batch, num_old), num_kept = write.old_pages.shape, write.kept_pages.shape[1]
         num_pages = num_old + -(-call.tokens // pages.page_size)
         block = pages.block.new_zeros((batch, num_pages, pages.block.shape[1]))
         if num_old:
-            rows = self.pool.blocks.take(long.old_pages.reshape(-1))
+            rows = self.pool.blocks.take(write.old_pages.reshape(-1))
             block[:, :num_old] = rows.unflatten(0, (batch, num_old))
         device = block.device
         # Earlier positions have no scratch page, because they are not visible to any query.
-        column = torch.arange(call.table.shape[1], device=device) - long.first_page
+        column = torch.arange(call.table.shape[1], device=device) - write.first_page
         sequence = torch.arange(batch, device=device)[:, None]
         table = (sequence * num_pages + column.clamp(0, num_pages - 1)).int()
         scratch = block.flatten(0, 1)
         pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
         ops.write(pages, key, value, call.lengths, self.encoding.backend, self.length.max_tokens)
-        column = torch.arange(num_kept, device=device) + (long.first_kept_page - long.first_page)
-        self.pool.memory.put(long.kept_pages.reshape(-1), block[sequence, column].flatten(0, 1))
+        column = torch.arange(num_kept, device=device) + (write.first_kept_page - write.first_page)
+        self.pool.memory.put(write.kept_pages.reshape(-1), block[sequence, column].flatten(0, 1))
         return pages
 
     def make_handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:

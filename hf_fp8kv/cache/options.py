@@ -42,12 +42,13 @@ class CacheOptions:
         scales: Static scales (or only centers), a constant scale, a `StoragePlan` with its centers,
             or None for dynamic scales.
         page_size: Slots (tokens) per page, a power of two from 8 to 1024.
-        max_cache_len: Number of tokens per sequence of a preallocated cache. None means a growing
-            cache.
+        max_cache_len: Tokens per sequence of a preallocated cache. None means that it grows.
         max_pages: Maximum number of pages in use. None means no limit.
+        prefill: Whether a call on an empty cache reads "exact" or "stored" K and V.
+        backend: "auto", or the name of a backend.
+        tensor_parallel: The rank of this process, and the number of processes.
         offloading: Whether pages are in host memory while their layer does not compute, or the
             number of pages per layer that may stay on the device.
-        tensor_parallel: The rank of this process, and the number of processes.
     """
 
     plan: LayerPlan | Mapping[int, LayerPlan]
@@ -118,9 +119,8 @@ class CacheOptions:
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
             # Rotation compensates for a narrow range. Static scales are for unrotated values.
             rotated = NARROW_FORMATS if scales is None else ()
-            new_plan = LayerPlan(
-                SidePlan(k, k in rotated, centered and not latent), SidePlan(v, v in rotated)
-            )
+            k_plan = SidePlan(k, k in rotated, centered and not latent)
+            new_plan = LayerPlan(k_plan, SidePlan(v, v in rotated))
         options = cls(plan=new_plan, scales=scales, **fields)
         options.check()
         return options

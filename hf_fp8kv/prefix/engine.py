@@ -68,7 +68,7 @@ class BlockExchange:
             self._store.count(misses=1)
         if blocks:
             synchronize(self._block_rows.device)  # the engine computes on a different stream
-            # A released block with a hash stays cached, and the first released is evicted first.
+            # A released block stays cached by its hash. The block released first is evicted first.
             for block in reversed(blocks):
                 allocator.ledger.release(block)
             self._store.count(hits=1, tokens_found=len(blocks) * size)

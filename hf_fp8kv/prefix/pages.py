@@ -183,14 +183,14 @@ class StoredPrompt:
         groups: list[Facts] = []
         for g, (window, group) in enumerate(cache.groups.items()):
             first = 0 if group.record_past else group.first_kept_token(length) // options.page_size
-            used, table = np.unique([x[first:num_pages] for x in keys], return_inverse=True)
+            used_keys, table = np.unique([x[first:num_pages] for x in keys], return_inverse=True)
             table = table.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{g}.table"] = torch.from_numpy(table)
             layers = []
             for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
                 layers.append({"index": i, "length": length, **facts[i]})
                 rows, layer_rows[i] = layer_rows[i], ()
-                tensors[f"layers.{i}.pages"] = torch.stack([rows[indices[key]] for key in used])
+                tensors[f"layers.{i}.pages"] = torch.stack([rows[indices[x]] for x in used_keys])
                 if (center := options.layer_scales(i, *facts[i]["shape"])[2]) is not None:
                     tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)
             groups.append({"window": window, "record_past": group.record_past, "layers": layers})

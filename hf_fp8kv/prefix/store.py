@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
 _NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
-DEFAULT_BYTES = 16 << 30
+DEFAULT_MAX_BYTES = 16 << 30
 # Seconds to wait for other processes that write: at first, and after a wait has timed out.
 _LOCK_TIMEOUT, _SHORT_LOCK_TIMEOUT = 2.0, 0.1
 # Number of files to read at a time, and bytes in the queue above which a prompt waits to be added.
@@ -90,11 +90,11 @@ class PrefixStore:
         ConfigError: The folder cannot be created, or `max_bytes` is below 1.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise ConfigError(
                 f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}. Leave it "
-                f"out for {DEFAULT_BYTES}"
+                f"out for {DEFAULT_MAX_BYTES}"
             )
         self.max_bytes = max_bytes
         try:

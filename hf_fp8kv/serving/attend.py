@@ -67,7 +67,7 @@ class StoredLayer:
         return out
 
     def _store_tokens(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
-        """Store each token as a sequence of one page, which already holds the slots before it."""
+        """Store each token as a sequence of one page, which already has the tokens before it."""
         num_written = len(work.slot_ends)
         if not num_written:
             return

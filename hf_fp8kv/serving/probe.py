@@ -2,8 +2,8 @@
 
 An engine passes all tokens of a step to the model as one sequence, with positions that restart for
 each request, and a cache in the keyword arguments. A model that counts positions itself, or does
-not pass the keyword arguments to its attention, gives nonsense. So a few tokens are run packed and
-separately before the model is used.
+not pass the keyword arguments to its attention, computes wrong logits. So a few tokens are run
+packed and separately before the model is used.
 """
 
 from typing import Any

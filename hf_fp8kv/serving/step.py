@@ -188,8 +188,8 @@ class _Planner:
         lengths = [end if self.window is None else min(end, self.window) for end in ends]
         page_counts = [-(-length // self.page_size) for length in lengths]
         table = np.full((len(group), max(page_counts)), -1, np.int32)
-        for row, request, count in zip(table, group, page_counts, strict=True):
-            row[:count] = request.pages[self.index][:count]
+        for row, request, num_pages in zip(table, group, page_counts, strict=True):
+            row[:num_pages] = request.pages[self.index][:num_pages]
         return make_batch(
             group, step_tokens, self.upload(table, np.int32), self.upload(lengths, np.int32),
             max(lengths),

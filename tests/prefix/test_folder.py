@@ -16,11 +16,12 @@ from hf_fp8kv.prefix import folder as folder_module
 from hf_fp8kv.prefix.folder import PrefixFolder, StoredFile
 
 pytestmark = pytest.mark.text
-NAMES, BOUND = re.compile(r"page\d+"), 100
+NAME_PATTERN, MAX_BYTES = re.compile(r"page\d+"), 100
+LOCK_NAME = ".prefix_store.lock"
 
 
 def open_folder(path: Path) -> PrefixFolder:
-    return PrefixFolder(path, NAMES, BOUND)
+    return PrefixFolder(path, NAME_PATTERN, MAX_BYTES)
 
 
 def put_file(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, ...] = ()) -> bool:
@@ -36,7 +37,7 @@ def put_file(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, .
 def make_full_folder(path: Path) -> PrefixFolder:
     """Return a folder with pages 0 to 99 of one byte, all older than a tick of the folder."""
     folder = open_folder(path)
-    for number in range(BOUND):
+    for number in range(MAX_BYTES):
         put_file(folder, f"page{number}", 1)
     time.sleep(2 * folder_module._TICK_NS / 1e9)
     return folder
@@ -77,27 +78,26 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                 kept_bytes = sum_bytes(files_before) - sum_bytes(other_files)
                 is_stored = put_file(folder, f"page{number}", size, own_names)
                 names_after = {file.name for file in folder.list_files()}
-                assert is_stored == (kept_bytes + size <= BOUND)
+                assert is_stored == (kept_bytes + size <= MAX_BYTES)
                 kept_files = [file for file in other_files if file.name in names_after]
-                removed_files = other_files[: len(other_files) - len(kept_files)]
-                assert kept_files == other_files[len(removed_files) :], (
-                    "the oldest files are removed"
-                )
+                num_removed = len(other_files) - len(kept_files)
+                assert kept_files == other_files[num_removed:], "the oldest files are removed"
                 assert {*own_names} <= names_after
-                if is_exact and removed_files:
-                    min_bytes = sum_bytes(files_before) + size - sum_bytes(removed_files[:-1])
-                    assert min_bytes > BOUND, "more files were removed than necessary"
+                if is_exact and num_removed:
+                    freed_bytes = sum_bytes(other_files[: num_removed - 1])
+                    total_bytes = sum_bytes(files_before) + size - freed_bytes
+                    assert total_bytes > MAX_BYTES, "the last file was removed without need"
                 if is_exact:
-                    counted_bytes = int((path / ".prefix_store.lock").read_text())
+                    counted_bytes = int((path / LOCK_NAME).read_text())
                     assert counted_bytes == sum_bytes(folder.list_files())
             elif files_before:
                 file = files_before[index % len(files_before)]
                 if action == "touch":
                     touch_file(folder, file.name)
-                else:  # a process removes a file without updating the count
+                else:  # a process removes a file without updating the total
                     (path / file.name).unlink()
                     is_exact = False
-            assert sum_bytes(folder.list_files()) <= BOUND
+            assert sum_bytes(folder.list_files()) <= MAX_BYTES
 
 
 def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,20 +138,20 @@ def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
-def test_a_damaged_count_is_recomputed(data: bytes, tmp_path: Path) -> None:
+def test_a_damaged_total_is_recomputed(data: bytes, tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     for number in range(3):
         put_file(folder, f"page{number}", 30)
-    (tmp_path / ".prefix_store.lock").write_bytes(data)
+    (tmp_path / LOCK_NAME).write_bytes(data)
     assert put_file(folder, "page3", 30)
     assert sorted(file.name for file in folder.list_files()) == ["page1", "page2", "page3"]
-    assert (tmp_path / ".prefix_store.lock").read_bytes() == b"%020d" % 90
+    assert (tmp_path / LOCK_NAME).read_bytes() == b"%020d" % 90
 
 
-def test_bytes_that_were_counted_and_not_written_are_corrected(
+def test_a_total_that_includes_unwritten_bytes_is_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is killed between counting and writing leaves such a count."""
+    """A process that is killed after it raises the total, before it writes, leaves such a total."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -163,20 +163,20 @@ def test_bytes_that_were_counted_and_not_written_are_corrected(
         for _ in range(4):
             with pytest.raises(OSError, match="No space"):
                 put_file(folder, "page1", 20)
-    assert int((tmp_path / ".prefix_store.lock").read_text()) == BOUND
+    assert int((tmp_path / LOCK_NAME).read_text()) == MAX_BYTES
     assert put_file(folder, "page1", 70)
     assert sorted(file.name for file in folder.list_files()) == ["page0", "page1"]
-    assert int((tmp_path / ".prefix_store.lock").read_text()) == 90
+    assert int((tmp_path / LOCK_NAME).read_text()) == 90
 
 
-def test_a_smaller_bound_frees_space_on_a_full_disk(
+def test_a_smaller_limit_frees_space_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk does not even have space for the count."""
+    """The disk does not even have space for the total."""
     for number in range(3):
         put_file(open_folder(tmp_path), f"page{number}", 30)
-    (tmp_path / ".prefix_store.lock").unlink()
-    folder, pwrite = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
+    (tmp_path / LOCK_NAME).unlink()
+    folder, pwrite = PrefixFolder(tmp_path, NAME_PATTERN, 50), os.pwrite
 
     def write_if_it_fits(*args: Any) -> int:
         if sum_bytes(folder.list_files()) > 50:
@@ -186,4 +186,4 @@ def test_a_smaller_bound_frees_space_on_a_full_disk(
     monkeypatch.setattr(os, "pwrite", write_if_it_fits)
     folder.apply_limit()
     assert [file.name for file in folder.list_files()] == ["page2"]
-    assert int((tmp_path / ".prefix_store.lock").read_text()) == 30
+    assert int((tmp_path / LOCK_NAME).read_text()) == 30

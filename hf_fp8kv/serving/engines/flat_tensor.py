@@ -21,7 +21,7 @@ from .common import EngineCache, count_extra_values, kv_shape
 
 # The names in this module depend on the version of transformers.
 stock: Any = cache
-# One portion of all blocks is evicted at a time, and one portion stays free.
+# Number of portions of all blocks. One portion is evicted at a time, and one portion stays free.
 _NUM_PORTIONS = 32
 
 
