@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..errors import ConfigError
-from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE
+from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
@@ -141,7 +141,7 @@ def fp8_paged_attention(
         False, getattr(module, DETERMINISTIC, False),
     )  # fmt: skip
     call = Call(module, query, key, value, spec, dropout, kwargs)
-    engine = getattr(key, ENGINE, kwargs.get(_ENGINE_ARGUMENT))
+    engine = getattr(key, ENGINE_ATTRIBUTE, kwargs.get(_ENGINE_ARGUMENT))
     if engine is not None:
         return _attend_in_engine(call, engine), None
     latent.install(module, key)

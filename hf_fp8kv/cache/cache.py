@@ -17,7 +17,7 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import read_config
-from ..modeling.model_support import caches_latents, refuse_config
+from ..modeling.model_support import caches_latents, check_config
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
 from ..scales import KVScales, declared_kv_scales
@@ -158,7 +158,7 @@ class FP8PagedCache(DynamicCache):
         offloading: bool | int = False,
     ) -> None:
         if config is not None:
-            refuse_config(config)
+            check_config(config)
         decoder = None if config is None else config.get_text_config(decoder=True)
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
@@ -311,17 +311,17 @@ class FP8PagedCache(DynamicCache):
             ConfigError: A sliding window has lost tokens that would become visible. The cache is
                 unchanged.
         """
-        tokens = parse_crop(tokens_to_remove)
-        self._paged.check_crop(tokens)
-        # `can_crop` is False for convolution layers, but those that record the past can be cropped.
+        num_tokens = parse_crop(tokens_to_remove)
+        self._paged.check_crop(num_tokens)
+        # `can_crop` is False for convolution layers, which can be cropped if they record the past.
         layers = (x for x in self.stock_layers if not getattr(x, "record_past", True))
-        if tokens and not all(can_crop(layer, tokens) for layer in layers):
+        if num_tokens and not all(can_crop(layer, num_tokens) for layer in layers):
             raise ConfigError(
                 "crop: expected stock layers that record the past, got a layer with a sliding "
                 "window or a state. Call activate_past_recording() before these tokens are written"
             )
-        with self._track_tokens(lambda batch: batch.crop(tokens)):
-            self._paged.crop(tokens)
+        with self._track_tokens(lambda batch: batch.crop(num_tokens)):
+            self._paged.crop(num_tokens)
             for layer in self.stock_layers:
                 layer.crop(tokens_to_remove)
 
@@ -354,8 +354,8 @@ class FP8PagedCache(DynamicCache):
         """
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
-        rows = torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats)
-        self._select_sequences(rows, "batch_repeat_interleave", repeats)
+        sequences = torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats)
+        self._select_sequences(sequences, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`, in this order, without copying pages.
@@ -366,19 +366,20 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: An index is out of range, or no sequence is left.
         """
-        rows = torch.as_tensor(indices, device="cpu")
-        rows = torch.arange(batch, device="cpu")[rows] if (batch := self._paged.batch) else rows
-        self._select_sequences(rows, "batch_select_indices", indices)
+        sequences = torch.as_tensor(indices, device="cpu")
+        if batch := self._paged.batch:
+            sequences = torch.arange(batch, device="cpu")[sequences]
+        self._select_sequences(sequences, "batch_select_indices", indices)
 
-    def _select_sequences(self, rows: torch.Tensor, method: str, argument: Any) -> None:
-        """Select sequences `rows`. Layers of transformers use `method` if they define it."""
-        with self._track_tokens(lambda batch: batch.select(rows)):
-            self._paged.select(rows)
+    def _select_sequences(self, sequences: torch.Tensor, method: str, argument: Any) -> None:
+        """Select sequences by index. Layers of transformers use `method` if they define it."""
+        with self._track_tokens(lambda batch: batch.select(sequences)):
+            self._paged.select(sequences)
             for layer in self.stock_layers:
                 if hasattr(layer, method):
                     getattr(layer, method)(argument)
                 else:
-                    layer.reorder_cache(rows)
+                    layer.reorder_cache(sequences)
 
     def _undo_step(self, index: int, num_tokens: int) -> None:
         """Remove the tokens that layers before `index` stored in a failed step, if possible."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .rope_rotation import RopeRotation
 
-# Number of tokens in the mean. It is as good as the mean of all (docs/accuracy.md), and cheaper.
-_CENTER_TOKENS = 32
+# Number of averaged tokens. Averaging all tokens costs more and is not better (docs/accuracy.md).
+_NUM_AVERAGED = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class _LastTokens:
     @classmethod
     def select(cls, num_tokens: int, columns: Tensor, had_tokens: Tensor | None) -> "_LastTokens":
         """Select the largest of `columns`, `[B, N]`, int64, in which padding is negative."""
-        columns = columns.sort(1).values[:, -_CENTER_TOKENS:]
+        columns = columns.sort(1).values[:, -_NUM_AVERAGED:]
         is_token = columns >= 0
         weights = is_token / is_token.sum(1, keepdim=True).clamp(min=1)
         index = columns.where(is_token, columns[:, -1:]).clamp(min=0)
@@ -68,7 +68,7 @@ class PaddingObserver:
         self.prompt_mask: Tensor | None = None
 
     def needs_padding(self, num_tokens: int, is_empty: bool) -> bool:
-        """Return whether a center depends on padding in a call. A single token is not padding."""
+        """Return whether a center depends on padding in a call. A single token is never padding."""
         self.last_tokens = None
         self.may_lack_centers |= is_empty
         return is_empty or (self.may_lack_centers and num_tokens > 1)
@@ -100,11 +100,11 @@ class PaddingObserver:
         """Return the center of new keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32.
 
         The center is 0 in a channel with a value that is not finite. The first call of each
-        generation runs this for each layer, with at most 8 operations.
+        generation runs this for each layer, so it uses few operations.
         """
         last_tokens = self._find_last_tokens(key)
         if last_tokens is None:
-            center = key[:, :, -_CENTER_TOKENS:].mean(2, dtype=torch.float32)
+            center = key[:, :, -_NUM_AVERAGED:].mean(2, dtype=torch.float32)
         else:
             center = last_tokens.average(key)
         center = center.nan_to_num(0.0, 0.0, 0.0)

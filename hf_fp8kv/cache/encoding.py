@@ -25,7 +25,7 @@ class Encoding:
         k_scale: Static scale of K, `[Hkv, Dk]`, float32, or None.
         v_scale: Static scale of V, `[Hkv, Dv]`, float32, or None.
         k_center: Center of K, `[B, Hkv, Dk]`, float32, or None.
-        total_heads: Number of KV heads of the model if processes share them, otherwise None.
+        num_model_heads: Number of KV heads of the model if processes share them, otherwise None.
         rope: Rotation of K by RoPE, or None if not known.
         padding_observer: Observer of the padding of the cache's sequences.
         device: Device on which the layer computes.
@@ -39,11 +39,11 @@ class Encoding:
         index: int,
         options: CacheOptions,
         padding_observer: PaddingObserver,
-        total_heads: int | None = None,
+        num_model_heads: int | None = None,
         rope: RopeRotation | None = None,
     ) -> None:
         self.index, self.options, self.padding_observer = index, options, padding_observer
-        self.total_heads, self.rope = total_heads, rope
+        self.num_model_heads, self.rope = num_model_heads, rope
         self.plan = options.layer_plan(index)
         self.clear()
 
@@ -62,19 +62,19 @@ class Encoding:
             ScaleError: The scales have a different number of heads or a different head size.
             ConfigError: The split of the model does not match `tensor_parallel`.
         """
-        heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
-        check_split(self.index, heads, self.total_heads, self.options.tensor_parallel.size)
-        scales = self.options.layer_scales(self.index, heads, k_dim, v_dim)
-        k, v, center = (None if t is None else t.to(key.device) for t in scales)
+        num_heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
+        check_split(self.index, num_heads, self.num_model_heads, self.options.tensor_parallel.size)
+        scales = self.options.layer_scales(self.index, num_heads, k_dim, v_dim)
+        k, v, center = (None if x is None else x.to(key.device) for x in scales)
         self.k_scale, self.v_scale, self._static_center = k, v, center
         self.backend = ops.choose_backend(self.options.backend, key.device)
         self.device = key.device
 
-    def allocate_center(self, batch: int, heads: int, dim: int) -> None:
-        """Allocate the center at a constant address, if the layer has one."""
+    def allocate_center(self, batch: int, num_heads: int, head_dim: int) -> None:
+        """Allocate the center at a constant address, if the layer has a center."""
         self._is_preallocated = True
         if self._static_center is not None or self.plan.k.centered:
-            self.k_center = zeros((batch, heads, dim), torch.float32, self.device)
+            self.k_center = zeros((batch, num_heads, head_dim), torch.float32, self.device)
 
     def find_center(self, key: torch.Tensor, *, is_first: bool) -> None:
         """Set the center in the first call, or complete it for sequences that only had padding."""

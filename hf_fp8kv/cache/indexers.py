@@ -10,22 +10,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 
-# Layers that paged layers replace, unless they only store the keys of an indexer.
-INDEXED_LAYERS = (DynamicIndexedLayer, StaticIndexedLayer)
+# Classes whose layers are replaced by paged layers, unless a layer only stores an indexer's keys.
+INDEXED_CLASSES = (DynamicIndexedLayer, StaticIndexedLayer)
 
 
 class Indexer(StaticIndexedLayer):
     """A layer of transformers that stores the keys of an indexer, without K and V.
 
-    Unlike the base class, it can grow, move to a device, remove tokens, and select sequences in
-    place.
+    Unlike the base class, it can grow, move to a device, crop, and select sequences in place.
 
     Attributes:
         max_cache_len: Number of tokens for which keys are preallocated, at constant addresses, or
             None if the keys grow.
-        is_unused: Whether no token was stored since the start or a reset.
-        indexer_position_ids: Positions, `[dims, B, N]`, or None in versions of transformers without
-            them.
+        is_unused: Whether no token has been stored since the start or a reset.
+        indexer_position_ids: Positions, `[dims, B, N]`, or None if transformers stores none.
     """
 
     max_cache_len: Any

@@ -23,13 +23,13 @@ def _make_states_property(name: str) -> Any:
         handles = layer.store.stored_handles()
         return None if handles is None else handles[name == "values"]
 
-    def assign(layer: "FP8PagedLayer", tokens: torch.Tensor | None) -> None:
-        """Replace the stored tokens when both are assigned, as code for dense layers does."""
-        if tokens is None:
+    def assign(layer: "FP8PagedLayer", states: torch.Tensor | None) -> None:
+        """Replace the stored tokens once `keys` and `values` are assigned, as in dense layers."""
+        if states is None:
             raise ConfigError(
                 "expected keys or values [B, Hkv, T, D], got None. Call cache.reset()"
             )
-        layer.assigned[name] = tokens
+        layer.assigned[name] = states
         if len(layer.assigned) == 2:
             key, value = (densify(layer.assigned.pop(name)) for name in ("keys", "values"))
             layer.replace(key, value)
@@ -141,13 +141,13 @@ class FP8PagedLayer(CacheLayerMixin):
         else:
             refuse_export()
         key, value = without_grad(key_states), without_grad(value_states)
-        is_first, needs_allocation, tokens = length.is_empty, not store.is_initialized, key.shape[2]
+        is_first, needs_allocation = length.is_empty, not store.is_initialized
         if needs_allocation:
             encoding.prepare(key, value)
         elif not is_compiling and key.device != encoding.device:
             store.move_to(key.device)
         if not is_compiling:
-            length.reserve(tokens, key.shape[0])
+            length.reserve(key.shape[2], key.shape[0])
         if needs_allocation:
             store.allocate(key, value)
         if not is_compiling:
@@ -208,10 +208,10 @@ class FP8PagedLayer(CacheLayerMixin):
                 visible.
         """
         length = self.store.length
-        tokens, num_stored = parse_crop(tokens_to_remove), length.count_stored()
-        length.check_crop(tokens, num_stored)
-        if tokens or length.max_tokens is None:
-            self.store.crop_to(max(num_stored - tokens, 0))
+        num_tokens, num_stored = parse_crop(tokens_to_remove), length.count_stored()
+        length.check_crop(num_tokens, num_stored)
+        if num_tokens or length.max_tokens is None:
+            self.store.crop_to(max(num_stored - num_tokens, 0))
 
     def _refuse_single_layer(self, *_: Any) -> None:
         """Raise ConfigError, because sequences can only be selected in the whole cache."""
@@ -250,27 +250,27 @@ class FP8PagedLayer(CacheLayerMixin):
                 "preallocated one. Leave max_cache_len out"
             )
         check_tokens(self, key, value)
-        num_stored, tokens, batch = length.num_stored, key.shape[2], key.shape[0]
-        if group.window is not None or tokens > num_stored:
+        num_stored, num_new, batch = length.num_stored, key.shape[2], key.shape[0]
+        if group.window is not None or num_new > num_stored:
             raise ConfigError(
                 f"expected at most {num_stored} keys and values for a layer without a window, got "
-                f"{tokens} for {self}. Leave layers with a window as they are"
+                f"{num_new} for {self}. Leave layers with a window as they are"
             )
         handles = store.stored_handles()
         assert handles is not None
-        states = [x.dense()[:, :, :tokens] for x in handles]
+        states = [x.dense()[:, :, :num_new] for x in handles]
         if torch.equal(states[0], key) and torch.equal(states[1], value):
-            store.crop_to(tokens)
+            store.crop_to(num_new)
             return
-        if store.indexer is not None and tokens < num_stored and not torch.equal(states[0], key):
+        if store.indexer is not None and num_new < num_stored and not torch.equal(states[0], key):
             raise ConfigError(
                 f"expected all keys and values of {self}, or the first ones unchanged, got "
-                f"{tokens} different ones. Its indexer has keys of all tokens. Name the layer in "
+                f"{num_new} different ones. Its indexer has keys of all tokens. Name the layer in "
                 "skip_layers, or use crop"
             )
-        group.prepare(0, tokens, batch)
+        group.prepare(0, num_new, batch)
         length.set(0)
-        length.reserve(tokens, batch)
+        length.reserve(num_new, batch)
         store.pool.memory.grow(group.table.allocator.capacity)
         store.fetch_pages()
         store.write(without_grad(key), without_grad(value), reads=False)
@@ -317,21 +317,21 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"only {next(iter(layer.assigned))}. Assign both"
         )
     shape, v_shape = key.shape, value.shape
-    size, heads, tokens, k_dim = shape if len(shape) == 4 else (0, 0, 0, 0)
-    if not tokens or len(v_shape) != 4 or v_shape != (size, heads, tokens, v_shape[3]):
+    batch, num_heads, num_tokens, k_dim = shape if len(shape) == 4 else (0, 0, 0, 0)
+    if not num_tokens or len(v_shape) != 4 or v_shape != (*shape[:3], v_shape[3]):
         raise ConfigError(
             "expected keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv] with T > 0, got "
             f"{tuple(shape)} and {tuple(v_shape)}"
         )
-    # K and V may have different dtypes: under autocast RoPE returns K in fp32.
+    # K and V may have different dtypes, because RoPE returns K in float32 under autocast.
     is_initialized = layer.is_initialized
-    floating = is_initialized or (key.is_floating_point() and value.is_floating_point())
-    if not floating or key.device != value.device:
+    is_floating = is_initialized or (key.is_floating_point() and value.is_floating_point())
+    if not is_floating or key.device != value.device:
         raise ConfigError(
             "expected keys and values of a floating dtype on one device, got "
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
-    pool, got = layer.store.pool, (heads, k_dim, v_shape[3], key.dtype, value.dtype)
+    pool, got = layer.store.pool, (num_heads, k_dim, v_shape[3], key.dtype, value.dtype)
     expected = is_initialized and (pool.heads, pool.k_dim, pool.v_dim, pool.dtype, pool.v_dtype)
     if is_initialized and got != expected:
         raise ConfigError(
@@ -339,16 +339,16 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"dtypes) = {expected}, got {got}. A cache belongs to one model. Create a new "
             "FP8PagedCache for a different model"
         )
-    batch = layer.store.group.table.batch
-    if batch and size != batch:
+    num_sequences = layer.store.group.table.batch
+    if num_sequences and batch != num_sequences:
         raise ConfigError(
-            f"expected {batch} sequences, which the cache holds, got {size}. Use "
+            f"expected {num_sequences} sequences, which the cache holds, got {batch}. Use "
             "batch_repeat_interleave or batch_select_indices, or a new cache"
         )
 
 
 def parse_crop(tokens_to_remove: int) -> int:
-    """Return the number of tokens to remove, whose negative transformers passes to `crop`."""
+    """Return the number of tokens to remove. transformers passes minus this number to `crop`."""
     try:
         tokens_to_remove = operator.index(tokens_to_remove)
     except TypeError:

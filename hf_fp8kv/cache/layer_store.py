@@ -23,9 +23,9 @@ class LayerStore:
         encoding: How K and V are stored.
         length: Number of stored tokens, and the positions of new tokens.
         pool: The pages, shared with forks.
-        query_heads: Number of query heads in this process, or 0 if it is not known.
+        num_query_heads: Number of query heads in this process, or 0 if it is not known.
         indexer: Keys of the layer's indexer, or None.
-        next_layer: Weak reference to the layer that computes next, after the last layer the first.
+        next_store: Weak reference to the store of the next layer. The first follows the last.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class LayerStore:
         encoding: Encoding,
         length: HostLength | DeviceLength,
         pool: PagePool,
-        query_heads: int = 0,
+        num_query_heads: int = 0,
         indexer: Indexer | None = None,
     ) -> None:
         self.encoding, self.length, self.group = encoding, length, length.group
-        self.pool, self.query_heads, self.indexer = pool, query_heads, indexer
+        self.pool, self.num_query_heads, self.indexer = pool, num_query_heads, indexer
         self._is_prepared = False
-        self.next_layer: weakref.ref[LayerStore] = weakref.ref(self)
+        self.next_store: weakref.ref[LayerStore] = weakref.ref(self)
 
     @property
     def is_initialized(self) -> bool:
@@ -127,9 +127,9 @@ class LayerStore:
         dtypes = self.pool.dtype, self.pool.v_dtype
         return make_handles(pages, call.lengths, plan, dtypes, *columns)
 
-    def _count_query_rows(self, tokens: int) -> int:
+    def _count_query_rows(self, num_tokens: int) -> int:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""
-        return max(1, self.query_heads // self.pool.heads) * tokens
+        return max(1, self.num_query_heads // self.pool.heads) * num_tokens
 
     def stored_handles(self) -> tuple[PagedKV, PagedKV] | None:
         """Return handles on all stored tokens that are visible to the next token, or None.
@@ -164,13 +164,13 @@ class LayerStore:
                 self.mark_addresses()
 
     def fetch_pages(self) -> None:
-        """Move pages to the layer's device. With offloading, fetch the next layer's pages too."""
+        """Move pages to the layer's device. With offloading, also fetch the next layer's pages."""
         memory = self.pool.memory
         if isinstance(memory, OffloadBlocks):
-            layers = self, self.next_layer() or self
-            next_memory = layers[1].pool.memory
+            stores = self, self.next_store() or self
+            next_memory = stores[1].pool.memory
             assert isinstance(next_memory, OffloadBlocks)
-            pages, next_pages = (x.group.find_visible_pages(x.length.member) for x in layers)
+            pages, next_pages = (x.group.find_visible_pages(x.length.member) for x in stores)
             memory.budget.fetch_layers(memory, pages, next_memory, next_pages)
         elif memory.tensors[0].device != self.encoding.device:
             self.move_memory(self.encoding.device)

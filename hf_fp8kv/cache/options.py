@@ -35,19 +35,20 @@ NARROW_FORMATS = ("fp8_e2m5", "int8")
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The arguments of `FP8PagedCache` that apply to every layer. Immutable.
+    """The arguments of `FP8PagedCache` that apply to every layer.
 
     Attributes:
         plan: Storage plan of all layers, or of each layer.
         scales: Static scales (or only centers), a constant scale, a `StoragePlan` with its centers,
             or None for dynamic scales.
         page_size: Slots (tokens) per page, a power of two from 8 to 1024.
-        max_cache_len: Number of tokens per sequence of a preallocated cache. None means a growing
-            cache.
+        max_cache_len: Tokens per sequence of a preallocated cache. None means that it grows.
         max_pages: Maximum number of pages in use. None means no limit.
+        prefill: Whether a call on an empty cache reads "exact" or "stored" K and V.
+        backend: "auto", or the name of a backend.
+        tensor_parallel: The rank of this process, and the number of processes.
         offloading: Whether pages are in host memory while their layer does not compute, or the
             number of pages per layer that may stay on the device.
-        tensor_parallel: The rank of this process, and the number of processes.
     """
 
     plan: LayerPlan | Mapping[int, LayerPlan]
@@ -117,10 +118,9 @@ class CacheOptions:
             v = AUTO if latent else default
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
             # Rotation compensates for a narrow range. Static scales are for unrotated values.
-            to_rotate = NARROW_FORMATS if scales is None else ()
-            new_plan = LayerPlan(
-                SidePlan(k, k in to_rotate, centered and not latent), SidePlan(v, v in to_rotate)
-            )
+            rotated = NARROW_FORMATS if scales is None else ()
+            k_plan = SidePlan(k, k in rotated, centered and not latent)
+            new_plan = LayerPlan(k_plan, SidePlan(v, v in rotated))
         options = cls(plan=new_plan, scales=scales, **fields)
         options.check()
         return options
@@ -165,7 +165,7 @@ class CacheOptions:
 
     @property
     def dynamic_scales(self) -> bool:
-        """Whether each token and head has its own scale."""
+        """Whether each token and head has a separate scale."""
         return self.scales is None or (isinstance(self.scales, KVScales) and self.scales.is_dynamic)
 
     @property
@@ -229,8 +229,8 @@ class CacheOptions:
             ScaleError: The scales belong to a different model.
             ConfigError: The plan belongs to a different model.
         """
-        planned = () if isinstance(self.plan, LayerPlan) else self.plan
-        extra = sorted(index for index in planned if index >= num_layers)
+        planned_layers = () if isinstance(self.plan, LayerPlan) else self.plan
+        extra = sorted(index for index in planned_layers if index >= num_layers)
         scaled_layers = self.scales.layers if isinstance(self.scales, KVScales) else paged_layers
         if missing := sorted(set(paged_layers).difference(scaled_layers)):
             raise self._mismatch(f"scales for every paged layer, got none for layers {missing}")
@@ -293,7 +293,7 @@ def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
             )
 
 
-# When options are checked, the device is not known. The check assumes one that the backend needs.
+# The device is not known when options are checked. The check assumes a device of the backend.
 _DEVICE_BY_BACKEND = {"triton": torch.device("cuda")}
 
 

@@ -27,15 +27,15 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from .centers import PaddingObserver
 from .encoding import Encoding
-from .indexers import INDEXED_LAYERS, Indexer
+from .indexers import INDEXED_CLASSES, Indexer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
 from .rope_rotation import RopeRotation
 
 # Only these exact classes are replaced by paged layers. Other subclasses store more than K and V.
-_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-_REPLACED_LAYERS = (*_PLAIN_LAYERS, *INDEXED_LAYERS)
+_PLAIN_CLASSES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_REPLACED_CLASSES = (*_PLAIN_CLASSES, *INDEXED_CLASSES)
 
 
 class PagedLayers:
@@ -82,11 +82,11 @@ class PagedLayers:
             has_indexer: Whether the layer has an indexer.
         """
         group = self._get_group(window)
-        total_heads, query_heads, num_processes = None, 0, self.options.tensor_parallel.size
+        num_kv_heads, num_query_heads, num_processes = None, 0, self.options.tensor_parallel.size
         if self.config is not None:
-            query_heads = (count_heads(self.config, index) or 0) // num_processes
-            total_heads = count_kv_heads(self.config, index) if num_processes > 1 else None
-        encoding = Encoding(index, self.options, self.padding_observer, total_heads, rope)
+            num_query_heads = (count_heads(self.config, index) or 0) // num_processes
+            num_kv_heads = count_kv_heads(self.config, index) if num_processes > 1 else None
+        encoding = Encoding(index, self.options, self.padding_observer, num_kv_heads, rope)
         pool = pool or self.options.make_pool(encoding.plan, self.budget, index)
         member = group.add(pool)
         length = (
@@ -95,13 +95,13 @@ class PagedLayers:
             else HostLength(group, member)
         )
         indexer = Indexer(length.max_tokens) if has_indexer else None  # type: ignore[arg-type]
-        store = LayerStore(encoding, length, pool, query_heads, indexer)
+        store = LayerStore(encoding, length, pool, num_query_heads, indexer)
         layer_class = FP8PagedIndexedLayer if has_indexer else FP8PagedLayer
         layer = layer_class(self.options, store, self.config)
         self.layers.append(layer)
         self.stores.append(store)
-        self.stores[len(self.stores) - 2].next_layer = weakref.ref(store)
-        store.next_layer = weakref.ref(self.stores[0])
+        self.stores[len(self.stores) - 2].next_store = weakref.ref(store)
+        store.next_store = weakref.ref(self.stores[0])
         return layer
 
     def _get_group(self, window: int | None) -> LayerGroup:
@@ -150,8 +150,8 @@ class PagedLayers:
         skipped_layers = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             max_tokens, shares_kv = self.options.max_cache_len, shares_keys(config, index)
-            if index not in skipped_layers and type(layer) in _REPLACED_LAYERS and not shares_kv:
-                rope, has_indexer = find_rope(index), isinstance(layer, INDEXED_LAYERS)
+            if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
+                rope, has_indexer = find_rope(index), isinstance(layer, INDEXED_CLASSES)
                 layers[index] = self.add_layer(index, window, rope=rope, has_indexer=has_indexer)
             elif shares_kv and max_tokens is not None:
                 layers[index] = Indexer(max_tokens)

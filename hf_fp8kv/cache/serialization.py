@@ -39,7 +39,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat
 _MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
 # Names of an indexer's tensors. The batch is axis 0 of the keys, and axis 1 of the positions.
 _INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")
-_ROPE_FIELDS = ("base", "share", "moving", "mla", "neighbors", "positions")  # names in files
+_ROPE_KEYS = ("base", "share", "moving", "mla", "neighbors", "positions")  # keys in files
 
 Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
@@ -68,7 +68,7 @@ def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
             facts: Facts = {"index": i}
             layers.append(facts)
             if rope is not None:
-                facts["turns"] = dict(zip(_ROPE_FIELDS, astuple(rope), strict=True))
+                facts["turns"] = dict(zip(_ROPE_KEYS, astuple(rope), strict=True))
             if store.indexer is not None:
                 indexer = get_tensors(store.indexer)
                 facts["indexer"] = list(indexer)
@@ -100,7 +100,7 @@ def make_pool(
     """Return a pool without pages for layer `index` from the facts that `describe_pool` returned.
 
     Raises:
-        ConfigError: The sizes are impossible. Facts of unexpected types raise any error.
+        ConfigError: The sizes are impossible. Facts of unexpected types may raise any error.
     """
     minimums = zip(facts["shape"], (1, 1, 0), strict=True)
     heads, *dims = (_check_count("shape", dim, minimum) for dim, minimum in minimums)
@@ -124,11 +124,11 @@ def unpack(
 
     Raises:
         ConfigError: A cache with these options cannot hold these facts or tensors. Facts of
-            unexpected types raise any error.
+            unexpected types may raise any error.
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
     budget, size, max_tokens = options.make_budget(), options.page_size, options.max_cache_len or 0
-    limit = max(_MIN_ENTRY_LIMIT, sum(tensor.nbytes for tensor in tensors.values()))
+    max_entries = max(_MIN_ENTRY_LIMIT, sum(tensor.nbytes for tensor in tensors.values()))
 
     def pop_tensor(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         tensor = tensors.pop(name)
@@ -149,17 +149,18 @@ def unpack(
         _check_count("window", 1 if window is None else window, 1)
         lengths = [x.get("length", 0) for x in group_facts["layers"]]
         stored = [x for x in lengths if _check_count("length", x, 0, max_tokens or _MAX_TOKENS)]
-        # Layers of a preallocated cache may be saved within a step.
+        # A preallocated cache may be saved within a step, when only some layers have new tokens.
         length = (max if max_tokens else min)(stored, default=0)
         visible = LayerGroup(budget, window).visible_from(length)
-        (batch, num_used), columns = tensors[name].shape, -(-max(stored, default=0) // size)
-        first = _check_count(f"{name}: first page", columns - num_used, 0, visible // size)
-        limit -= _check_count(f"{name}: places", batch * max(columns, max_tokens // size), 0, limit)
+        (batch, num_used), num_columns = tensors[name].shape, -(-max(stored, default=0) // size)
+        first_page = _check_count(f"{name}: first page", num_columns - num_used, 0, visible // size)
+        num_entries = batch * max(num_columns, max_tokens // size)
+        max_entries -= _check_count(f"{name}: places", num_entries, 0, max_entries)
         rows = pop_tensor(name, torch.int32, batch, num_used).cpu().numpy()
         actual = int(rows.min(initial=0)), len(np.unique(rows))
         num_pages = int(rows.max(initial=-1)) + 1
         _check_same(f"{name}: pages", (0, num_pages), actual)
-        table = _make_table(budget, rows, first) if num_pages else None
+        table = _make_table(budget, rows, first_page) if num_pages else None
         group = LayerGroup(budget, window, table)
         group.record_past = group_facts["record_past"]
         paged.add_group(group)
@@ -224,7 +225,7 @@ def _read_rope(layer: Facts) -> RopeRotation | None:
     facts = dict(layer["turns"])
     if facts["mla"] is not None:
         facts["mla"] = tuple(_check_count("turns: mla", size) for size in facts["mla"])
-    rope = RopeRotation(*map(facts.pop, _ROPE_FIELDS))
+    rope = RopeRotation(*map(facts.pop, _ROPE_KEYS))
     types = [float, float, float, type(rope.mla), bool, int]
     _check_same("turns", types, [*map(type, astuple(rope)), *facts])
     fractions = 0 <= rope.rotary_fraction <= 1, 0 <= rope.rotating_fraction <= 1
@@ -250,15 +251,15 @@ def _check_count(subject: str, value: Any, minimum: int = 0, maximum: int = _MAX
 # -- files ---------------------------------------------------------------------------------------
 
 
-def save(paged: PagedLayers, stock: list[Any], path: str | os.PathLike[str]) -> Path:
-    """Atomically write paged layers and `stock`, layers of transformers. Return the path.
+def save(paged: PagedLayers, stock_layers: list[Any], path: str | os.PathLike[str]) -> Path:
+    """Atomically write paged layers and layers of transformers to a file, and return its path.
 
     Raises:
         ConfigError: A layer of transformers has a state other than keys and values.
     """
     target = Path(path)
     meta, tensors = pack(paged)
-    meta["stock"] = [_pack_stock(layer, f"stock.{n}", tensors) for n, layer in enumerate(stock)]
+    meta["stock"] = [_pack_stock(x, f"stock.{n}", tensors) for n, x in enumerate(stock_layers)]
     meta["options"] = _pack_options(paged.options, tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(meta)}
@@ -285,8 +286,8 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
     plan, scales = options.plan, options.scales
-    by_layer = {} if isinstance(plan, LayerPlan) else {i: [*map(str, x)] for i, x in plan.items()}
-    facts = {**vars(options), "plan": by_layer or [*map(str, plan)]}
+    plans = {} if isinstance(plan, LayerPlan) else {i: [*map(str, x)] for i, x in plan.items()}
+    facts = {**vars(options), "plan": plans or [*map(str, plan)]}
     if isinstance(scales, KVScales):
         for i, layer in scales.layers.items():
             parts = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
@@ -300,7 +301,7 @@ def load(
 ) -> tuple[PagedLayers, list[Any]]:
     """Read paged layers and layers of transformers from a file to `device`, or to the CPU.
 
-    Invalid data raise any error.
+    Invalid data may raise any type of error.
     """
     with safe_open(Path(path), framework="pt", device="cpu") as file:
         header = file.metadata() or {}
@@ -335,19 +336,19 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
 
 def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
     plan, scales = facts["plan"], facts["scales"]
-    plans = plan.items() if isinstance(plan, dict) else ()
-    by_layer = {int(i): LayerPlan.parse(*sides) for i, sides in plans}
+    plan_texts = plan.items() if isinstance(plan, dict) else ()
+    plans = {int(i): LayerPlan.parse(*sides) for i, sides in plan_texts}
     if isinstance(scales, dict):
         layers = {}
         for i in scales["layers"]:
             k, v, center = (tensors.pop(f"scales.{i}.{x}", None) for x in ("k", "v", "k_center"))
             # Scales are saved with their plan. Dynamic scales, or only centers, need a plan.
-            layers[i] = LayerScales(k, v, center, plan=by_layer.get(i))
+            layers[i] = LayerScales(k, v, center, plan=plans.get(i))
         scales = wrap_scales(ScaleData(layers, scales["format"]))
     elif scales is not None:
         scales = check_constant(scales, "constant")
     ranks = TensorParallel(*facts["tensor_parallel"])
-    plan = parse_plan(by_layer or LayerPlan.parse(*plan))
+    plan = parse_plan(plans or LayerPlan.parse(*plan))
     options = CacheOptions(**facts | {"plan": plan, "scales": scales, "tensor_parallel": ranks})
     options.check()
     return options

@@ -74,13 +74,13 @@ class Tokens:
         position, or are padding in both batches.
         """
         device, width = self.ids.device, min(self.length, other.length)
-        columns = [batch.expand(width, device) for batch in (self, other) if width]
-        if not width or len(columns[0][2]) != len(columns[1][2]):
+        expanded = [batch.expand(width, device) for batch in (self, other) if width]
+        if not width or len(expanded[0][2]) != len(expanded[1][2]):
             return list(range(len(other.ids))), 0
-        (ids, mask, positions), other_columns = columns
+        (ids, mask, positions), other_expanded = expanded
         shared_lengths = []
         for row in range(len(other.ids)):
-            new_ids, new_mask, new_positions = (part[..., row, :] for part in other_columns)
+            new_ids, new_mask, new_positions = (part[..., row, :] for part in other_expanded)
             is_same = (ids == new_ids) & (positions == new_positions[:, None]).all(0)
             is_same = torch.where(mask & new_mask, is_same, mask == new_mask)
             shared_lengths.append(is_same.long().cumprod(1).sum(1))
@@ -100,7 +100,7 @@ UNKNOWN = Tokens(torch.empty((0, 0), dtype=torch.int64, device="cpu"))
 def can_crop(layer: Any, num_tokens: int) -> bool:
     """Return whether a layer of transformers can remove its last `num_tokens` tokens."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return False  # it keeps only the state after the last token
+        return False  # such a layer only keeps the state after the last token
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         length, window = layer.get_seq_length(), layer.sliding_window
         keys: Any = layer.keys

@@ -2,8 +2,8 @@
 
 In a checkpoint that declares a KV cache, compressed-tensors makes each attention module pass K and
 V to a `QuantizedKVCache`, which rounds them and passes them to the cache of the call. The `forward`
-of that wrapper is the only function that this package replaces. The replacement checks a condition
-in each call: K and V stay unrounded if the cache has `takes_exact_states`, and within
+of that wrapper is the only function that this package replaces. In each call, the replacement
+checks the cache: K and V stay unrounded if the cache has `takes_exact_states`, and within
 `exact_states()`. For all other caches nothing changes.
 """
 
@@ -38,7 +38,7 @@ def _find_wrapper_class() -> Any:
 
 
 def pass_exact_states() -> None:
-    """Replace `forward` of the wrapper by a function that checks the condition, if imported."""
+    """Replace `forward` of the wrapper class with a function that checks the cache, if imported."""
     wrapper = _find_wrapper_class()
     if wrapper is None or wrapper.forward.__module__ == __name__:
         return
@@ -83,14 +83,14 @@ def rounding_note(model: torch.nn.Module) -> str:
     """
     projections = {
         name.rpartition(".")[2]
-        for name, part in model.named_modules()
+        for name, module in model.named_modules()
         if name.endswith(("k_proj", "v_proj"))
-        and getattr(getattr(part, "quantization_scheme", None), "output_activations", None)
+        and getattr(getattr(module, "quantization_scheme", None), "output_activations", None)
     }
     if projections:
         return _PROJECTIONS_NOTE.format(" and ".join(sorted(projections)))
     wrapper = _find_wrapper_class()
-    is_wrapped = wrapper is not None and any(isinstance(part, wrapper) for part in model.modules())
+    is_wrapped = wrapper is not None and any(isinstance(x, wrapper) for x in model.modules())
     return NOTE if is_wrapped else ""
 
 

@@ -11,15 +11,16 @@ from ..utils.digests import digest_of, digest_weights
 from .model_support import DETERMINISTIC
 
 # Packages whose hooks and replaced methods have no effect that the digest does not cover.
-_COVERED = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
-            "torch.nn.utils")  # fmt: skip
+_PACKAGES = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
+             "torch.nn.utils")  # fmt: skip
 # Methods, and the packages that may replace them. PEFT replaces the last two to add tokens.
 _METHOD_PACKAGES: dict[str, tuple[str, ...]] = {
-    "forward": _COVERED, "_old_forward": _COVERED,
+    "forward": _PACKAGES, "_old_forward": _PACKAGES,
     "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
 }  # fmt: skip
 # Attributes of PEFT's adapters that are not weights.
-_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
+_ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
+                   "lora_variant")  # fmt: skip
 # Fields of a config that do not change any value.
 _NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
 
@@ -41,7 +42,7 @@ def describe_model(model: Any) -> dict[str, object]:
     uses_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     # "arguments" has the adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
     return {
-        "config": {k: x for k, x in model.config.to_dict().items() if k not in _NEUTRAL_FIELDS},
+        "config": {n: x for n, x in model.config.to_dict().items() if n not in _NEUTRAL_FIELDS},
         "class": type(model).__qualname__,
         "deterministic": DETERMINISTIC in vars(model),
         "attention": str(model.config._attn_implementation),
@@ -51,7 +52,7 @@ def describe_model(model: Any) -> dict[str, object]:
         "adapters": [
             (name, field, str(value))
             for name, module in model.named_modules()
-            for field in _ADAPTERS
+            for field in _ADAPTER_FIELDS
             if (value := getattr(module, field, None)) is not None
         ],
         "arguments": [
@@ -65,23 +66,23 @@ def describe_model(model: Any) -> dict[str, object]:
 
 def _check_code(model: Any) -> None:
     """Raise ConfigError if a hook or a replaced method may change hidden states or tokens."""
-    shared = torch.nn.modules.module
-    hooks = [*shared._global_forward_pre_hooks.values(), *shared._global_forward_hooks.values()]
+    registry = torch.nn.modules.module  # has the hooks of all modules
+    hooks = [*registry._global_forward_pre_hooks.values(), *registry._global_forward_hooks.values()]
     for name, module in model.named_modules():
         attributes, accelerate_hook = vars(module), vars(module).get("_hf_hook")
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
-        unknown = [x for x in hooks if x is not None and not _is_defined_in(x, _COVERED)]
+        unknown = [x for x in hooks if x is not None and not _is_defined_in(x, _PACKAGES)]
         for method, packages in _METHOD_PACKAGES.items():
-            code = _unwrap(attributes.get(method))
+            function = _unwrap(attributes.get(method))
             stock_method = getattr(type(module), method.removeprefix("_old_"), None)
-            is_stock = code is None or getattr(code, "__func__", None) is stock_method
-            unknown += [] if is_stock or _is_defined_in(code, packages) else [code]
+            is_stock = function is None or getattr(function, "__func__", None) is stock_method
+            unknown += [] if is_stock or _is_defined_in(function, packages) else [function]
         if unknown:
-            kind = getattr(unknown[0], "__qualname__", type(unknown[0]).__name__)
+            got = getattr(unknown[0], "__qualname__", type(unknown[0]).__name__)
             raise ConfigError(
                 "prefix_store: expected no hook and no replaced method, which may change hidden "
-                f"states or tokens, got {kind} in {name or 'the model'}. Remove it, or leave "
+                f"states or tokens, got {got} in {name or 'the model'}. Remove it, or leave "
                 "prefix_store out"
             )
         hooks.clear()

@@ -41,7 +41,7 @@ def find_layers(
         if type(selector) is int and -len(layers) <= selector < len(layers):
             indices.add(selector % len(layers))
         elif isinstance(selector, str) and selector in types:
-            indices.update(i for i, t in enumerate(types[: len(layers)]) if t == selector)
+            indices.update(i for i, name in enumerate(types[: len(layers)]) if name == selector)
         else:
             raise ConfigError(
                 f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "

@@ -17,7 +17,7 @@ EXPAND = "expand_kv"
 # Attribute of a deterministic model and of its modules (see `enable`).
 DETERMINISTIC = "_hf_fp8kv_deterministic"
 # Attribute of new keys that holds the cache of a continuous-batching engine.
-ENGINE = "_hf_fp8kv_engine"
+ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of a cache in `generate()` and in transformers' models: "cache" since 5.24.
 _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
@@ -58,8 +58,7 @@ def model_class(config_class: type) -> type[Any] | None:
     return None
 
 
-# torch.compile and torch.export call this function without tracing it, because it reads source
-# code.
+# torch.compile and torch.export call this function, which reads source code, without tracing it.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def uses_interface(config_class: type) -> bool:
     """Return whether models with this config use transformers' attention registry."""
@@ -107,7 +106,7 @@ def find_refusal(cls: type[Any]) -> str:
     return ""
 
 
-def refuse_config(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Raise ConfigError unless this is the config of a model that can use the cache."""
     config_class: type = type(config)
     if not isinstance(config, PreTrainedConfig):

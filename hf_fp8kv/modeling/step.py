@@ -3,8 +3,8 @@
 The state is in one thread-local object. (Dynamo of torch 2.13 can trace its attributes in one
 graph, but not `ContextVar.set`.)
 
-The cache sets a `MaskRequest` when transformers reads the sizes of a mask, and "fp8_paged" takes
-it. With other attention, the request stays until the next one. Masks of other sizes ignore it.
+The cache sets a `MaskRequest` when transformers reads the sizes of a mask, and the mask function of
+"fp8_paged" takes it. Other attention leaves the request, and masks of other sizes ignore it.
 """
 
 import threading
@@ -15,7 +15,7 @@ class MaskRequest(NamedTuple):
     """A mask that a cache needs.
 
     Attributes:
-        sizes: Numbers of new tokens and of mask columns, and position of the first column.
+        sizes: Number of new tokens, number of mask columns, and position of the first column.
         is_preallocated: Whether there are columns without tokens after the new tokens.
         is_growing: Whether the cache is growing. The padding mask must then cover all columns.
         is_stored: Whether attention receives stored keys.
@@ -34,7 +34,7 @@ class _Step(threading.local):
 
     Attributes:
         is_exact: Whether K and V stay unrounded with any cache.
-        is_engine: Whether a continuous-batching engine runs, which needs no masks.
+        is_engine: Whether the call is a step of a continuous-batching engine, which needs no masks.
         request: The last cache's request for a mask, until the mask is made.
     """
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from .model_support import config_field
 
-# Projections that compute keys, possibly fused with others, and the style of a plan with which each
-# process keeps some of the heads. With any other style, each process gathers and caches all heads.
+# Projections that compute keys, possibly fused with other projections, and the style of a plan that
+# splits heads over processes. With any other style, each process gathers and caches all heads.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 _SPLIT_STYLE = "colwise"
 
@@ -67,11 +67,11 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
 def _splits_heads(model: Any) -> bool:
     """Return whether the plan of the decoder splits KV heads. An image encoder is ignored."""
     decoder = model.get_decoder()
-    path = next((f"{name}." for name, part in model.named_modules() if part is decoder), ".")
+    prefix = next((f"{name}." for name, part in model.named_modules() if part is decoder), ".")
     return any(
         name.rpartition(".")[2] in _KEY_PROJECTIONS and style == _SPLIT_STYLE
         for name, style in (model.tp_plan or {}).items()
-        if name.startswith(path.removeprefix("."))
+        if name.startswith(prefix.removeprefix("."))
     )
 
 
@@ -81,7 +81,7 @@ def count_kv_heads(config: Any, layer: int) -> int | None:
 
 
 def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> int | None:
-    """Return the number of heads in `field` of a layer, or None if it is not known."""
+    """Return the number of heads of a layer, from a field of the config, or None if not known."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     heads = config_field(config, field)
@@ -94,12 +94,12 @@ def check_divides(config: Any, size: int) -> None:
     """Raise ConfigError unless the KV heads of every layer can be split over `size` processes."""
     num_layers = value if isinstance(value := config_field(config, "num_hidden_layers"), int) else 1
     counts = {count_kv_heads(config, index) for index in range(num_layers)}
-    for heads in sorted(count for count in counts if count and count % size):
-        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+    for num_heads in sorted(count for count in counts if count and count % size):
+        divisors = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ConfigError(
-            f"tensor_parallel: expected a number of processes that divides the {heads} KV heads of "
-            f"the model ({getattr(config, 'model_type', type(config).__name__)}), got {size}. Use "
-            f"{' or '.join(divisors)}, or one process with device_map='auto'"
+            f"tensor_parallel: expected a number of processes that divides the {num_heads} KV "
+            f"heads of the model ({getattr(config, 'model_type', type(config).__name__)}), got "
+            f"{size}. Use {' or '.join(divisors)}, or one process with device_map='auto'"
         )
 
 

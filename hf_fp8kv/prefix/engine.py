@@ -1,7 +1,7 @@
 """Exchange full blocks between an engine and a `PrefixStore`.
 
-The engine keeps unused full blocks under a hash of their tokens, until it needs the memory. Blocks
-of a prompt that are in the store are added to these blocks, so that the engine finds them.
+The engine keeps unused full blocks under a hash of their tokens, until it needs the memory.
+`load` adds the stored blocks of a prompt to these blocks, so that the engine finds them.
 """
 
 from collections.abc import Iterator
@@ -18,28 +18,29 @@ from .store import PrefixStore
 class BlockExchange:
     """Exchange of the blocks of one allocator with a store, in the engine's thread only.
 
-    `identity` is everything that the bytes depend on, except the tokens.
+    `identity` identifies everything that the bytes depend on, except the tokens.
     """
 
     def __init__(self, store: PrefixStore, identity: str, allocator: Any) -> None:
         self._store, self._allocator = store, allocator
-        self._page_size, self._rows = int(allocator.tokens_per_page), allocator._copy_view
-        self._pool, self._index = allocator.pool, allocator.index
-        self._identity = f"{identity}.blocks.{self._rows.shape[1]}"
-        # The engine's hash and the store's key of each block that was full. An entry is valid while
-        # the engine has the same hash for the block.
-        self._block_keys: dict[int, tuple[int, str]] = {}
-        self._missed_ids: set[str] = set()  # misses that were counted, once per request
+        self._block_size, self._block_rows = int(allocator.tokens_per_page), allocator._copy_view
+        self._pool, self._group_index = allocator.pool, allocator.index
+        self._identity = f"{identity}.blocks.{self._block_rows.shape[1]}"
+        # The engine's hash and the store's key of each block that has been full. An entry is valid
+        # while the engine has the same hash for the block.
+        self._hashes_and_keys: dict[int, tuple[int, str]] = {}
+        self._missed_requests: set[str] = set()  # ids of requests whose miss has been counted
 
-    def fetch(self, request_id: str, tokens: list[int]) -> None:
-        """Load the beginning of a prompt from the store into blocks that the engine may reuse.
+    def load(self, request_id: str, tokens: list[int]) -> None:
+        """Load the beginning of a prompt from the store into free blocks, and register the blocks.
 
         Loading stops when no block is free. At least one token is left to compute.
         """
-        allocator, size = self._allocator, self._page_size
+        allocator, size = self._allocator, self._block_size
         num_cached = len(allocator.match_prefix_blocks(tokens))
         max_blocks = (len(tokens) - 1) // size
-        blocks, missing = list[int](), list[tuple[int, str]]()  # (hash, key) of missing blocks
+        blocks: list[int] = []
+        missing: list[tuple[int, str]] = []  # hash and key of each missing block
 
         def find_missing_keys() -> Iterator[str]:
             key, block_hash = "", None
@@ -55,56 +56,56 @@ class BlockExchange:
         if self._has_free_block():
             for page in self._store.read(find_missing_keys(), self._check_page):
                 if not blocks:  # a running step may still write to free blocks
-                    synchronize(self._rows.device)
+                    synchronize(self._block_rows.device)
                 block_hash, key = missing[len(blocks)]
                 blocks.append(self._load_block(page))
                 allocator.ledger.register_new_hash(blocks[-1], block_hash)
-                self._block_keys[blocks[-1]] = block_hash, key
+                self._hashes_and_keys[blocks[-1]] = block_hash, key
                 if not self._has_free_block():
                     break
-        if missing and not num_cached and not blocks and request_id not in self._missed_ids:
-            self._missed_ids.add(request_id)
+        if missing and not num_cached and not blocks and request_id not in self._missed_requests:
+            self._missed_requests.add(request_id)
             self._store.count(misses=1)
         if blocks:
-            synchronize(self._rows.device)  # the engine computes on a different stream
-            # The engine keeps a released block with a hash, and evicts a prompt's last block first.
+            synchronize(self._block_rows.device)  # the engine computes on a different stream
+            # A released block stays cached by its hash. The block released first is evicted first.
             for block in reversed(blocks):
                 allocator.ledger.release(block)
             self._store.count(hits=1, tokens_found=len(blocks) * size)
 
     def _check_page(self, page: Page) -> None:
-        if page.facts is not None or [*map(len, page.rows)] != [self._rows.shape[1]]:
+        if page.facts is not None or [len(x) for x in page.rows] != [self._block_rows.shape[1]]:
             raise ValueError("not a block of this engine")
 
     def _has_free_block(self) -> bool:
-        return bool(self._pool.count_free_blocks(self._index) or self._pool.num_free_sectors)
+        return bool(self._pool.count_free_blocks(self._group_index) or self._pool.num_free_sectors)
 
     def _load_block(self, page: Page) -> int:
-        """Allocate a free block, copy a page to it, and return its number."""
-        if not self._pool.count_free_blocks(self._index):
-            self._pool.allocate_sector(self._index)
-        (block,) = self._pool.get_free_blocks(self._index, 1)
-        self._rows[block].copy_(page.rows[0])
+        """Copy a page to a free block, and return the number of the block."""
+        if not self._pool.count_free_blocks(self._group_index):
+            self._pool.allocate_sector(self._group_index)
+        (block,) = self._pool.get_free_blocks(self._group_index, 1)
+        self._block_rows[block].copy_(page.rows[0])
         return int(block)
 
-    def write(self, request_id: str, tokens: list[int], *, is_last: bool = False) -> None:
-        """Store the blocks of a request that were filled since the last call.
+    def save(self, request_id: str, tokens: list[int], *, is_last: bool = False) -> None:
+        """Write the blocks of a request that were filled since the previous call to the store.
 
-        The last call, before the engine frees the blocks, also marks all of them as used, and
-        stores again the blocks that the store has dropped.
+        `is_last` means that the engine frees the blocks after this call. Then all blocks are also
+        marked as used, and blocks that the store has dropped are written again.
         """
-        size, hashes = self._page_size, self._allocator.ledger.block_to_hash
+        size, hashes = self._block_size, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
         blocks = list(takewhile(hashes.__contains__, table))
-        pairs = ((hashes[block], self._block_keys.get(block, (None, ""))) for block in blocks)
-        keys = [key for _, (_, key) in takewhile(lambda pair: pair[0] == pair[1][0], pairs)]
+        known = takewhile(lambda b: self._hashes_and_keys.get(b, (None,))[0] == hashes[b], blocks)
+        keys = [self._hashes_and_keys[block][1] for block in known]
         first_new = len(keys)
         if new_tokens := tokens[first_new * size : len(blocks) * size]:
             keys += chain_keys(self._identity, new_tokens, size, keys[-1] if keys else "")
             for block, key in zip(blocks[first_new:], keys[first_new:], strict=False):
-                self._block_keys[block] = hashes[block], key
+                self._hashes_and_keys[block] = hashes[block], key
         if is_last:
-            self._missed_ids.discard(request_id)
+            self._missed_requests.discard(request_id)
             first_new = 0
         if first_new < len(keys):
             self._store.write(
@@ -115,7 +116,7 @@ class BlockExchange:
 
     def _copy_blocks(self, blocks: list[int]) -> Iterator[Page]:
         # Blocks are copied one by one, because the engine leaves no memory to copy many at once.
-        return (Page([self._rows[block].to("cpu", copy=True)], None) for block in blocks)
+        return (Page([self._block_rows[block].to("cpu", copy=True)], None) for block in blocks)
 
 
 def synchronize(device: torch.device) -> None:

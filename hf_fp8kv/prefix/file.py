@@ -18,8 +18,8 @@ class Page(NamedTuple):
     """The bytes of one page of tokens.
 
     Attributes:
-        rows: The page of each layer as in the layer's pool, or one block of an engine. Each row is
-            `[bytes]`, uint8, on the CPU.
+        rows: The bytes of the page in the pool of each layer, or the only row of an engine's block.
+            Each row is `[bytes]`, uint8, on the CPU.
         facts: Everything else that a reader needs, as JSON values.
     """
 
@@ -27,17 +27,17 @@ class Page(NamedTuple):
     facts: Any
 
 
-def chain_keys(identity: str, ids: Any, page_size: int, last_key: str = "") -> list[str]:
+def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") -> list[str]:
     """Return the key of each full page of a sequence: a hash of its tokens and all earlier tokens.
 
     Args:
         identity: Everything that the pages depend on, except the tokens.
         ids: Token ids, integers `[N]` on the CPU, -1 for padding.
         page_size: Tokens per page.
-        last_key: Key of the page before `ids`, or "" if the sequence begins with `ids`.
+        previous_key: Key of the page before `ids`, or "" if the sequence begins with `ids`.
     """
     data = np.asarray(ids, "<i8")
-    keys, previous = [], bytes.fromhex(last_key) or f"{_FORMAT}.{identity}".encode()
+    keys, previous = [], bytes.fromhex(previous_key) or f"{_FORMAT}.{identity}".encode()
     for start in range(0, len(data) - page_size + 1, page_size):
         digest = hashlib.sha256(previous + b"\0" + data[start : start + page_size].tobytes())
         previous = digest.digest()
@@ -54,7 +54,7 @@ def pack(key: str, page: Page) -> bytes:
 
 
 def unpack(key: str, data: bytes) -> Page:
-    """Return the page that a file contains. Invalid contents raise any error."""
+    """Return the page that a file contains. Invalid contents may raise any type of error."""
     rows = safetensors.load(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     if header.pop("digest") != digest_of(header, rows):

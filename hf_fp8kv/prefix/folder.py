@@ -16,18 +16,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_LOCK, _PARTIAL = ".prefix_store.lock", ".part"
+_LOCK_NAME, _PARTIAL_SUFFIX = ".prefix_store.lock", ".part"
 # Links could lead out of the folder, and reading a pipe could block. (Windows lacks these flags.)
 _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 # Nanoseconds that a file's time may lag behind the clock: a tick of the kernel, plus a margin.
-_TICK = 20_000_000
+_TICK_NS = 20_000_000
 
 
 class StoredFile(NamedTuple):
     """A file of the folder."""
 
     last_use: int  # time of the last use, in ns since 1970
-    bytes: int  # size, in bytes
+    num_bytes: int
     name: str
 
 
@@ -38,24 +38,24 @@ class PrefixFolder:
     """
 
     def __init__(self, path: Path, name_pattern: re.Pattern[str], max_bytes: int) -> None:
-        self.path, self._names, self._max_bytes = path, name_pattern, max_bytes
-        self._partial_pattern = re.compile(rf"\.{name_pattern.pattern}{re.escape(_PARTIAL)}")
+        self.path, self._pattern, self._max_bytes = path, name_pattern, max_bytes
+        self._partial_pattern = re.compile(rf"\.{name_pattern.pattern}{re.escape(_PARTIAL_SUFFIX)}")
         # A heap of the files at the last scan, and the time of the scan. Files that are not in the
         # heap were used later. A file is checked again before it is removed.
         self._oldest: list[StoredFile] = []
         self._scan_time = 0
 
-    def files(self) -> list[StoredFile]:
+    def list_files(self) -> list[StoredFile]:
         """Return all files, or an empty list if the folder cannot be read."""
         files = []
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
-                if self._names.fullmatch(entry.name) and (file := self._stat_file(entry.name)):
+                if self._pattern.fullmatch(entry.name) and (file := self._stat_file(entry.name)):
                     files.append(file)
         return files
 
     def _stat_file(self, name: str) -> StoredFile | None:
-        with suppress(OSError):  # another process removed it
+        with suppress(OSError):  # another process has removed the file
             info = (self.path / name).lstat()
             if not stat.S_ISDIR(info.st_mode):
                 return StoredFile(info.st_mtime_ns, info.st_size, name)
@@ -98,9 +98,9 @@ class PrefixFolder:
         _write_total(lock, total + size if has_room else total)
         if not has_room:
             return False
-        partial_path = self.path / f".{name}{_PARTIAL}"
+        partial_path = self.path / f".{name}{_PARTIAL_SUFFIX}"
         with suppress(OSError):
-            partial_path.unlink()  # left by a process that ended, because we hold the lock
+            partial_path.unlink()  # its process has ended, because this process holds the lock
         try:
             with partial_path.open("xb") as file:  # fails for a link
                 file.write(data)
@@ -113,9 +113,9 @@ class PrefixFolder:
         return True
 
     def _evict(self, lock: int, total: int, max_bytes: int, used_names: Collection[str]) -> int:
-        """Remove the least recently used files, except `used_names`, until `max_bytes` is met.
+        """Remove the least recently used files until all others have at most `max_bytes`.
 
-        `total` is the total size before the call. Return the total size after it.
+        Files in `used_names` stay. `total` is the size of all files in bytes. Return the new size.
         """
         is_scanned = False
         while total > max_bytes:
@@ -132,7 +132,7 @@ class PrefixFolder:
                     heapq.heappush(self._oldest, current)
             else:
                 (self.path / file.name).unlink(missing_ok=True)
-                total -= file.bytes
+                total -= file.num_bytes
         return total
 
     def _scan(self, lock: int) -> int:
@@ -141,8 +141,8 @@ class PrefixFolder:
             if self._partial_pattern.fullmatch(name):
                 with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
-        self._scan_time = time.time_ns() - _TICK
-        self._oldest = self.files()
+        self._scan_time = time.time_ns() - _TICK_NS
+        self._oldest = self.list_files()
         now = time.time_ns()
         for file in self._oldest:
             if file.last_use > now:  # the clock was set back, so new files would be evicted first
@@ -150,7 +150,7 @@ class PrefixFolder:
         heapq.heapify(self._oldest)
         # The total is invalid until the caller writes it, because the disk may still be full.
         os.ftruncate(lock, 0)
-        return sum(file.bytes for file in self._oldest)
+        return sum(file.num_bytes for file in self._oldest)
 
     @contextmanager
     def lock(self, timeout: float) -> Iterator[int | None]:
@@ -165,7 +165,7 @@ class PrefixFolder:
         """
         import fcntl  # not on Windows
 
-        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
+        handle = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
         is_locked, deadline = False, time.monotonic() + timeout
         try:
             while not is_locked:
@@ -179,13 +179,13 @@ class PrefixFolder:
             yield handle if is_locked else None
         finally:
             if is_locked:
-                # Unlock explicitly: a process that was forked in between also has the handle.
+                # Unlock explicitly, because a process that was forked meantime also has the handle.
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 
 def _read_total(lock: int) -> int | None:
-    """Return the number in the lock file, or None unless it has exactly 20 digits."""
+    """Return the total size in the lock file, or None unless the file has exactly 20 digits."""
     data = os.pread(lock, 21, 0)
     return int(data) if len(data) == 20 and data.isdigit() else None
 

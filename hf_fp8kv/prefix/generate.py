@@ -29,13 +29,13 @@ _NEUTRAL_ARGUMENTS = (
 )  # fmt: skip
 
 # Before 5.21, transformers assumes an empty cache for a prompt that is computed in chunks.
-CHUNKS_BEGIN_EMPTY = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
+CHUNKS_NEED_EMPTY_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
 
 
 class Prefill(ModelMethod):
     """A model's `_prefill`, which receives the whole prompt.
 
-    The arguments are `reuse_prefix`, as in `enable`, and the model's `PrefixStore` or None.
+    `arguments` holds `reuse_prefix`, as in `enable`, and the model's `PrefixStore` or None.
     """
 
     name = "_prefill"
@@ -62,9 +62,9 @@ class Prefill(ModelMethod):
             try:
                 outputs = compute_prompt()
             except ConfigError as error:
-                if not prompt.restored_pages:
+                if not prompt.num_restored:
                     raise
-                # The files are intact, but their numbers of heads or dtypes do not fit the model.
+                # The files are intact, but have numbers of heads or dtypes of a different model.
                 prompt.undo_restore(error)
                 model_kwargs.clear()
                 model_kwargs.update(old_kwargs)
@@ -73,7 +73,7 @@ class Prefill(ModelMethod):
                 # Embeddings or images follow the known tokens.
                 cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
                 cache.step_tokens = 0
-            # Wrappers of a model may add tokens to a prompt, so lengths are compared.
+            # A wrapper of the model may add tokens to the prompt, so lengths are compared.
             elif batch is not None and {*cache._paged.host_lengths()} <= {0, batch.length}:
                 cache.known_prefix, cache.tokens, cache.step_tokens = None, batch, 0
         except BaseException as error:
@@ -85,11 +85,11 @@ class Prefill(ModelMethod):
         self, prompt: StoredPrompt, cache: FP8PagedCache, batch: Tokens, config: Any
     ) -> None:
         """Keep the tokens that a cache shares with a prompt, and restore more if possible."""
-        needs_empty_cache = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
+        needs_empty_cache = CHUNKS_NEED_EMPTY_CACHE and config.prefill_chunk_size
         identity = self._identify(cache)
-        # This includes pages without an identity, if the model has dropout or unhashable weights.
-        is_different = identity != cache.identity and (cache.identity or cache.tokens is not None)
-        if needs_empty_cache or is_different:
+        # Tokens without an identity also count, after a call with dropout or unhashable weights.
+        is_outdated = identity != cache.identity and (cache.identity or cache.tokens is not None)
+        if needs_empty_cache or is_outdated:
             cache.reset()
         cache.reused_tokens += len(batch.ids) * _keep_shared_prefix(cache, batch)
         cache.identity, cache.tokens = identity, UNKNOWN
@@ -106,7 +106,7 @@ class Prefill(ModelMethod):
             return ""
         try:
             stores = cache._paged.stores
-            layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
+            layers = ((s.encoding.index, s.group.window, s.encoding.plan) for s in stores)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{store} is not used: {error}")
@@ -126,7 +126,7 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
     Raises:
         ConfigError: The cache never received token ids, and is not shorter than `batch`.
     """
-    lengths = {stored for stored in cache._paged.host_lengths() if stored}
+    lengths = {*cache._paged.host_lengths()} - {0}
     lengths |= {
         int(layer.get_seq_length())
         for layer in cache.stock_layers
@@ -177,7 +177,7 @@ def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseE
     rolled back, and all other errors may occur anywhere. In both cases the cache is emptied.
     """
     if cache.tokens is not UNKNOWN or batch is None:
-        return  # nothing has changed, or the next known prompt empties the cache
+        return  # nothing has changed, or the next prompt with token ids empties the cache
     lengths = set(cache._paged.host_lengths())
     if not isinstance(error, FP8KVError) or len(lengths) > 1 or cache.stock_layers:
         cache.reset()

@@ -52,7 +52,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
 
 
 def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
-    """Return a digest of how values are stored. `layers` has the index, window and plan of each."""
+    """Return a digest of the storage format. `layers` yields index, window and plan of a layer."""
     scales = options.scales
     return digest_of(
         options.page_size, options.backend, options.dynamic_scales,
@@ -62,14 +62,14 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
 
 
 class StoredPrompt:
-    """The full pages of a prompt, which are restored from a store and written to it.
+    """The full pages of a batch of prompts, which are restored from a store and written to it.
 
-    `restored_pages` is the number of pages of each row that were read from the store.
+    `num_restored` is the number of pages of each prompt that were read from the store.
     """
 
     def __init__(self, store: PrefixStore | None, cache: Any) -> None:
         self._store: Any = store
-        self._cache, self._keys, self._length, self.restored_pages = cache, list[list[str]](), 0, 0
+        self._cache, self._keys, self._length, self.num_restored = cache, list[list[str]](), 0, 0
 
     def find_keys(self, identity: str, batch: Tokens) -> None:
         """Compute the keys of the pages. Pages of tokens with unusual positions have no keys.
@@ -80,12 +80,12 @@ class StoredPrompt:
         ids, mask, positions = batch.expand(batch.length, torch.device("cpu"))
         expected, size = (mask.cumsum(1) - 1).clamp(min=0), self._cache.options.page_size
         if not bool(((positions != expected) & mask).any()):
-            rows = ids.masked_fill(~mask, -1)
-            self._keys = [chain_keys(identity, row, size) for row in rows]
+            prompts = ids.masked_fill(~mask, -1)
+            self._keys = [chain_keys(identity, prompt, size) for prompt in prompts]
         self._length = batch.length
 
     def restore(self) -> None:
-        """Restore, in an empty cache, the first pages that the store has for every row.
+        """Restore, in an empty cache, the first pages that the store has for every prompt.
 
         At least the last token is left to compute. Sizes and dtypes are read from the files,
         because they are not known before the first layer has run.
@@ -96,7 +96,7 @@ class StoredPrompt:
         if not keys or not max_pages or cache.host_length():
             return
         pages = self._read_pages(max_pages)
-        num_pages = sum(all(row[index] in pages for row in keys) for index in range(max_pages))
+        num_pages = sum(all(x[index] in pages for x in keys) for index in range(max_pages))
         if not num_pages:
             store.count(misses=len(keys))
             return
@@ -104,18 +104,18 @@ class StoredPrompt:
             cache.adopt(self._unpack_pages(num_pages, pages))
         except OutOfPagesError:
             return  # computing the tokens raises this error with a better message
-        self.restored_pages, num_tokens = num_pages, len(keys) * num_pages * size
+        self.num_restored, num_tokens = num_pages, len(keys) * num_pages * size
         cache.restored_tokens += num_tokens
         store.count(hits=len(keys), tokens_found=num_tokens)
-        for row in keys:
-            store.touch(row[:num_pages])
+        for prompt_keys in keys:
+            store.touch(prompt_keys[:num_pages])
 
     def undo_restore(self, error: Exception) -> None:
         """Undo `restore`, because the model cannot use these pages."""
-        cache, num_pages = self._cache, self.restored_pages
+        cache, num_pages = self._cache, self.num_restored
         cache.reset()
         cache.restored_tokens -= len(self._keys) * num_pages * cache.options.page_size
-        for key in dict.fromkeys(key for row in self._keys for key in row[:num_pages]):
+        for key in dict.fromkeys(key for keys in self._keys for key in keys[:num_pages]):
             self._store.refuse(key, error)
 
     @contextmanager
@@ -126,7 +126,7 @@ class StoredPrompt:
         every layer holds exactly the prompt, because wrappers of a model may add tokens to it.
         """
         store, cache = self._store, self._cache
-        if all(store.has(key) for row in self._keys for key in row):
+        if all(store.has(key) for keys in self._keys for key in keys):
             yield
             return
         # With `max_pages`, no additional pages are kept, so that a prompt fits as without a store.
@@ -140,15 +140,15 @@ class StoredPrompt:
             for group in windowed_groups:
                 group.record_past = False
         if {*cache._paged.host_lengths()} == {self._length}:
-            first = max(group.table.first_page for group in cache.groups.values())
-            for number, row in enumerate(self._keys):
-                store.write(row, partial(_copy_pages, cache.paged_layers, number), first)
-                store.touch(row)
+            first_page = max(group.table.first_page for group in cache.groups.values())
+            for index, keys in enumerate(self._keys):
+                store.write(keys, partial(_copy_pages, cache.paged_layers, index), first_page)
+                store.touch(keys)
         for group in windowed_groups:
             group.crop(0)
 
     def _read_pages(self, max_pages: int) -> dict[str, Page]:
-        """Return the first `max_pages` pages of each row by key, up to the first missing page.
+        """Return the first `max_pages` pages of each prompt by key, up to a missing page.
 
         Each page must have the facts and sizes that this cache would write, with the head sizes of
         the first page.
@@ -168,12 +168,12 @@ class StoredPrompt:
             if page.facts != facts or [*map(len, page.rows)] != sizes:
                 raise ValueError("a page that this model's cache would not write")
 
-        keys_to_read = dict.fromkeys(row[index] for index in range(max_pages) for row in self._keys)
+        keys_to_read = dict.fromkeys(x[index] for index in range(max_pages) for x in self._keys)
         pages.update(zip(keys_to_read, self._store.read(keys_to_read, check), strict=False))
         return pages
 
     def _unpack_pages(self, num_pages: int, pages: dict[str, Page]) -> PagedLayers:
-        """Return layers with the first `num_pages` pages of each row."""
+        """Return layers with the first `num_pages` pages of each prompt."""
         cache, keys, options = self._cache, self._keys, self._cache.options
         length, facts = num_pages * options.page_size, next(iter(pages.values())).facts
         indices = {key: index for index, key in enumerate(pages)}
@@ -183,14 +183,14 @@ class StoredPrompt:
         groups: list[Facts] = []
         for g, (window, group) in enumerate(cache.groups.items()):
             first = 0 if group.record_past else group.first_kept_token(length) // options.page_size
-            used, table = np.unique([row[first:num_pages] for row in keys], return_inverse=True)
+            used_keys, table = np.unique([x[first:num_pages] for x in keys], return_inverse=True)
             table = table.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{g}.table"] = torch.from_numpy(table)
             layers = []
             for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
                 layers.append({"index": i, "length": length, **facts[i]})
                 rows, layer_rows[i] = layer_rows[i], ()
-                tensors[f"layers.{i}.pages"] = torch.stack([rows[indices[key]] for key in used])
+                tensors[f"layers.{i}.pages"] = torch.stack([rows[indices[x]] for x in used_keys])
                 if (center := options.layer_scales(i, *facts[i]["shape"])[2]) is not None:
                     tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)
             groups.append({"window": window, "record_past": group.record_past, "layers": layers})
@@ -198,11 +198,11 @@ class StoredPrompt:
         return serialization.unpack(all_facts, tensors, options, [], cache.config)
 
 
-def _copy_pages(layers: list[Any], row: int, indices: list[int]) -> list[Page]:
-    """Return copies of the pages of one row of a cache, at these indices."""
-    rows = []
+def _copy_pages(layers: list[Any], sequence: int, indices: list[int]) -> list[Page]:
+    """Return copies of the pages of one sequence of a cache, at these indices."""
+    layer_rows = []
     for layer in layers:
-        numbers = layer.store.group.table.rows[row, np.array(indices)]
-        rows.append(layer.store.pool.memory.take(numbers).cpu())
+        page_numbers = layer.store.group.table.rows[sequence, np.array(indices)]
+        layer_rows.append(layer.store.pool.memory.take(page_numbers).cpu())
     facts = [serialization.describe_pool(layer.store.pool) for layer in layers]
-    return [Page([*layer_rows], facts) for layer_rows in zip(*rows, strict=True)]
+    return [Page([*rows], facts) for rows in zip(*layer_rows, strict=True)]

@@ -6,7 +6,7 @@ page or nothing. The folder is the index: a complete file becomes visible when i
 remains until it is removed.
 
 Files are read completely instead of mapped, so that the bytes that are checked are also used. If a
-file is truncated in between, reading raises an error, but a mapping would end the process.
+file is truncated in between, reading raises an error, whereas a mapping would end the process.
 """
 
 import errno
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 _NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
 _NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
-DEFAULT_BYTES = 16 << 30
+DEFAULT_MAX_BYTES = 16 << 30
 # Seconds to wait for other processes that write: at first, and after a wait has timed out.
 _LOCK_TIMEOUT, _SHORT_LOCK_TIMEOUT = 2.0, 0.1
-# Number of files to read at a time, and number of bytes that may be queued when a prompt is added.
+# Number of files to read at a time, and bytes in the queue above which a prompt waits to be added.
 NUM_READERS, _MAX_QUEUED_BYTES = min(os.cpu_count() or 1, 8), 1 << 30
 
 _T = TypeVar("_T")
@@ -90,11 +90,11 @@ class PrefixStore:
         ConfigError: The folder cannot be created, or `max_bytes` is below 1.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise ConfigError(
                 f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}. Leave it "
-                f"out for {DEFAULT_BYTES}"
+                f"out for {DEFAULT_MAX_BYTES}"
             )
         self.max_bytes = max_bytes
         try:
@@ -128,8 +128,8 @@ class PrefixStore:
     def usage(self) -> StoreUsage:
         """Return the contents of the folder, and statistics of this process, after `flush`."""
         self.flush()
-        files = self._folder.files()
-        return StoreUsage(len(files), sum(file.bytes for file in files), **self.counts())
+        files = self._folder.list_files()
+        return StoreUsage(len(files), sum(file.num_bytes for file in files), **self.counts())
 
     def counts(self) -> dict[str, int]:
         """Return the statistics of this process, as in `usage`, without reading the folder."""
@@ -166,14 +166,14 @@ class PrefixStore:
                 load = self._load_page
                 return [(key, _submit(pool, partial(load, key))) for key in islice(keys, count)]
 
-            pending = deque(submit_reads(1))  # only one, because often none is stored
+            pending = deque(submit_reads(1))  # only one page, because often no page is stored
             while pending:
                 key, future = pending.popleft()
                 try:
                     check(page := future.result())
                 except FileNotFoundError:
                     return
-                except Exception as error:  # a file may hold anything
+                except Exception as error:  # a file may have any contents
                     self.refuse(key, error)
                     return
                 pending += submit_reads(NUM_READERS - len(pending))
@@ -236,8 +236,7 @@ class PrefixStore:
             missing.append(index)
         if not missing or not self._can_write:
             return
-        rows = (row for page in list(self._queue.values()) for row in page.rows)
-        if sum(map(len, rows)) > _MAX_QUEUED_BYTES:
+        if sum(len(x) for page in [*self._queue.values()] for x in page.rows) > _MAX_QUEUED_BYTES:
             self.flush()
         try:
             pages = dict(zip((keys[index] for index in missing), make_pages(missing), strict=True))
@@ -254,20 +253,20 @@ class PrefixStore:
             for index, key in enumerate(keys):
                 self._folder.touch(self._file_path(key).name, last_use - index)
 
-        if self._queue:  # pages of the prompt may be among them
+        if self._queue:  # the queue may have pages of the prompt
             _submit(self._writer, set_times)
         else:
             set_times()
 
     def flush(self) -> None:
         """Wait until all pending pages are in the folder."""
-        _submit(self._writer, lambda: None).result()  # this job runs after all others
+        _submit(self._writer, lambda: None).result()  # this job runs after all queued jobs
 
     def _write_pages(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
         names = {self._file_path(key).name for key in keys}
         try:
             with self._folder.lock(self._lock_timeout) as lock:
-                # A process that holds the lock so long may be suspended, so wait less from now on.
+                # A process that holds the lock this long may be suspended, so wait less next time.
                 self._lock_timeout = _LOCK_TIMEOUT if lock is not None else _SHORT_LOCK_TIMEOUT
                 for key, page in pages.items():
                     if lock is None or not self._can_write:

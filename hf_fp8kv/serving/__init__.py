@@ -54,7 +54,7 @@ def enable(
     the engine splits its prompt, or on whether the prefix is in the cache. It equals the answer of
     `generate()` with `FP8PagedCache(..., prefill="stored")`.
 
-    Call it again to change the keywords for later managers. `disable` restores the model.
+    Call `enable` again to change the keywords for later managers. `disable` restores the model.
 
     Args:
         model: A model with `generate_batch`. It uses the attention "fp8_paged" while a manager
@@ -70,7 +70,7 @@ def enable(
         backend: As for `FP8PagedCache`.
         probe: Whether to run the model on seven tokens, packed as an engine packs them and each
             sequence alone, and compare the logits. Models that count positions themselves, or do
-            not pass the engine's cache to their attention, give nonsense even with stock caches.
+            not pass the engine's cache to their attention, are wrong even with stock caches.
         prefix_store: Store from which the engine reads pages that it lacks, and to which it writes
             its pages. Other processes may share the store. It requires a model without windows.
             All weights are read once to identify the model.
@@ -113,7 +113,7 @@ def enable(
         plan=plan, backend=backend, prefix_store=prefix_store,
         tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
-    make_cache_class(config)  # raises an error if this version of transformers does not fit
+    make_cache_class(config)  # raises an error if this version of transformers is not supported
     text_config = model.config.get_text_config()
     has_windows = any(layer_windows(text_config))
     for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
@@ -146,7 +146,7 @@ def enable(
 def manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
     """Return a manager whose engine stores FP8 pages: a ContinuousBatchingManager, not started.
 
-    `model.init_continuous_batching` of an enabled model returns the same. Do not call
+    `model.init_continuous_batching` of an enabled model does the same. Do not call
     `ContinuousBatchingManager(model, ...)` directly: it would use stock pages, so its first step
     raises a ConfigError.
 

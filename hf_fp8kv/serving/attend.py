@@ -8,7 +8,7 @@ from .config import LayerStorage
 from .layout import EnginePages
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
-_Slots = tuple[torch.Tensor, torch.Tensor]
+_Slots = tuple[torch.Tensor, torch.Tensor]  # page and slot of each token, both [n]
 
 
 class StoredLayer:
@@ -52,7 +52,7 @@ class StoredLayer:
         if out is None:
             out = query.new_empty((1, num_tokens, query.shape[1], self._layout.dim))
         if num_tokens > work.num_tokens:
-            # Attention skips padding. The model's next module must not read NaN there.
+            # Attention does not write results of padding, and the next module must not read NaN.
             out[:, work.num_tokens :] = 0
         if key is not None and value is not None:
             self._layout.check_shapes(key, value)
@@ -67,7 +67,7 @@ class StoredLayer:
         return out
 
     def _store_tokens(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
-        """Store each token as a sequence of one page, which already holds the slots before it."""
+        """Store each token as a sequence of one page, which already has the tokens before it."""
         num_written = len(work.slot_ends)
         if not num_written:
             return
@@ -92,7 +92,7 @@ class StoredLayer:
             queries = queries.unflatten(1, (batch_size, batch.num_queries)).transpose(0, 1)
         pages = self._center_pages(self.pages._replace(table=batch.table), spec)
         spec = spec._replace(causal=batch.causal)
-        plan = batch.plan(self._backend, self._layout.heads, queries.shape[1], spec.window)
+        plan = batch.work_plan(self._backend, self._layout.heads, queries.shape[1], spec.window)
         result = ops.attend(
             queries, pages, batch.lengths, 0, batch.stop, spec, plan=plan, backend=self._backend
         ).flatten(0, 1)  # [B * T, Hq, D]
@@ -107,9 +107,9 @@ class StoredLayer:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: RingChunk,
         spec: AttentionSpec, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Attend in scratch pages with old and new tokens in order. Copy the last tokens back."""
-        num_old, page_size = len(chunk.old_slots[0]), self._layout.slots
-        stop = num_old + chunk.tokens
+        """Attend in scratch pages with old and new tokens in order. Then copy kept tokens back."""
+        num_old, page_size = len(chunk.old_slots[0]), self._layout.page_size
+        stop = num_old + chunk.num_new
         num_pages = -(-stop // page_size)
         memory = query.new_zeros(num_pages * self._layout.bytes_per_page, dtype=torch.uint8)
         table = torch.arange(num_pages, dtype=torch.int32, device=query.device)[None]
@@ -118,13 +118,13 @@ class StoredLayer:
         position = torch.arange(stop, device=query.device)
         page, slot = position // page_size, position % page_size
         _copy_tokens(self.pages, chunk.old_slots, scratch, (page[:num_old], slot[:num_old]))
-        span = slice(chunk.first_token, chunk.first_token + chunk.tokens)
-        lengths = chunk.old_lengths + chunk.tokens
+        new = slice(chunk.first_token, chunk.first_token + chunk.num_new)
+        lengths = chunk.old_lengths + chunk.num_new
         ops.write(
-            self._center_pages(scratch), key[:, :, span], value[:, :, span], lengths, self._backend
+            self._center_pages(scratch), key[:, :, new], value[:, :, new], lengths, self._backend
         )
-        out[:, span] = ops.attend(
-            query[:, :, span], self._center_pages(scratch, spec), lengths, 0, stop,
+        out[:, new] = ops.attend(
+            query[:, :, new], self._center_pages(scratch, spec), lengths, 0, stop,
             spec._replace(window=chunk.window), backend=self._backend,
         )  # fmt: skip
         first_kept = stop - len(chunk.kept_slots[0])
@@ -144,9 +144,9 @@ class StoredLayer:
 
 
 def _copy_tokens(source: Pages, source_slots: _Slots, target: Pages, target_slots: _Slots) -> None:
-    """Copy stored tokens byte by byte. Slots are pages and slots of the tokens, both `[n]`."""
-    (page, slot), (to_page, to_slot) = source_slots, target_slots
-    target.k_codes[to_page, :, to_slot] = source.k_codes[page, :, slot]
-    target.v_codes[to_page, :, :, to_slot] = source.v_codes[page, :, :, slot]
+    """Copy the bytes of stored tokens from `source_slots` to `target_slots`."""
+    (page, slot), (new_page, new_slot) = source_slots, target_slots
+    target.k_codes[new_page, :, new_slot] = source.k_codes[page, :, slot]
+    target.v_codes[new_page, :, :, new_slot] = source.v_codes[page, :, :, slot]
     if source.token_scales is not None and target.token_scales is not None:
-        target.token_scales[to_page, :, to_slot] = source.token_scales[page, :, slot]
+        target.token_scales[new_page, :, new_slot] = source.token_scales[page, :, slot]

@@ -31,9 +31,9 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """The keywords of `enable`, parsed."""
+    """The parsed keywords of `enable`."""
 
-    options: CacheOptions  # the page size is not used, because the engine has a separate setting
+    options: CacheOptions  # except the page size, for which the engine has a separate setting
     prefix_store: PrefixStore | None = None
 
     @classmethod
@@ -55,8 +55,8 @@ class ServingConfig:
         """Return a digest of everything that stored pages depend on, except the tokens."""
         num_layers = model.config.get_text_config().num_hidden_layers
         layers = ((i, None, self.options.layer_plan(i)) for i in range(num_layers))
-        pages = replace(self.options, page_size=page_size)
-        return identify_model(model) + identify_options(pages, layers)
+        options = replace(self.options, page_size=page_size)
+        return identify_model(model) + identify_options(options, layers)
 
     def layer_storage(
         self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"

@@ -21,8 +21,8 @@ from .engines.common import EngineCache
 from .engines.sampling import NoiseLogitsWarper
 from .probe import layer_windows
 
-_METHOD = "init_continuous_batching"
-_CACHED_MANAGER = "_cached_continuous_batching_manager"
+_METHOD_NAME = "init_continuous_batching"
+_CACHED_MANAGER_NAME = "_cached_continuous_batching_manager"
 # Blocks of the longest request without workload hints: 8,192 tokens in pages of 256. Longer
 # requests run without a graph.
 _DEFAULT_MAX_BLOCKS = 32
@@ -65,16 +65,16 @@ class ManagerFactory:
     @classmethod
     def install(cls, model: Any, config: ServingConfig) -> None:
         """Make a model's managers store FP8 pages. Set its cached stock manager aside."""
-        vars(model)[_METHOD] = cls(model, config, vars(model).pop(_CACHED_MANAGER, None))
+        vars(model)[_METHOD_NAME] = cls(model, config, vars(model).pop(_CACHED_MANAGER_NAME, None))
 
     def remove(self, model: Any) -> None:
         """Undo `install`."""
-        del vars(model)[_METHOD]
+        del vars(model)[_METHOD_NAME]
         self._hook.remove()
-        if vars(model).get(_CACHED_MANAGER) in self.managers:
+        if vars(model).get(_CACHED_MANAGER_NAME) in self.managers:
             model.destroy_cached_continuous_batching_manager()
-        if self.stock_manager is not None and _CACHED_MANAGER not in vars(model):
-            vars(model)[_CACHED_MANAGER] = self.stock_manager
+        if self.stock_manager is not None and _CACHED_MANAGER_NAME not in vars(model):
+            vars(model)[_CACHED_MANAGER_NAME] = self.stock_manager
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ManagerFactory":
         model, hook = self._model(), deepcopy(self._hook, memo)
@@ -86,7 +86,7 @@ class ManagerFactory:
 
 def find_factory(model: Any) -> ManagerFactory | None:
     """Return the factory that `enable` set on a model, or None if the model is not enabled."""
-    factory = getattr(model, "__dict__", {}).get(_METHOD)
+    factory = getattr(model, "__dict__", {}).get(_METHOD_NAME)
     return factory if isinstance(factory, ManagerFactory) else None
 
 
@@ -115,7 +115,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     """A ContinuousBatchingManager whose engine stores FP8 pages and attends to the stored bytes."""
 
     def __init__(self, *, model: Any, **kwargs: Any) -> None:
-        self._factory: ManagerFactory = vars(model)[_METHOD]
+        self._factory: ManagerFactory = vars(model)[_METHOD_NAME]
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
         with engine_attention(model):
@@ -159,9 +159,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             )
         config.use_cuda_graph = (False, True)
         # Tables have room for the longest request, as for the engine's own attention functions.
-        tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-        blocks = -(-tokens // config.page_size) + 1 if tokens else _DEFAULT_MAX_BLOCKS
-        config.max_blocks_per_request = requested_config.max_blocks_per_request or blocks
+        max_tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+        max_blocks = -(-max_tokens // config.page_size) + 1 if max_tokens else _DEFAULT_MAX_BLOCKS
+        config.max_blocks_per_request = requested_config.max_blocks_per_request or max_blocks
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
         """Do nothing, because the engine's steps already run in `engine_attention`."""
@@ -209,16 +209,16 @@ def running_managers(model: Any) -> list[Any]:
 def engine_attention(model: Any) -> Iterator[None]:
     """Use the attention "fp8_paged" until the last active `with` block ends, in any thread."""
     with _lock:
-        count, original = _attention_users.get(model) or (0, get_implementations(model))
-        if not count:
+        num_users, original = _attention_users.get(model) or (0, get_implementations(model))
+        if not num_users:
             model.set_attn_implementation(ATTENTION)
-        _attention_users[model] = count + 1, original
+        _attention_users[model] = num_users + 1, original
     try:
         yield
     finally:
         with _lock:
-            count, original = _attention_users.pop(model)
-            if count > 1:
-                _attention_users[model] = count - 1, original
+            num_users, original = _attention_users.pop(model)
+            if num_users > 1:
+                _attention_users[model] = num_users - 1, original
             else:
                 set_implementations(model, original)

@@ -14,39 +14,39 @@ from ..ops.page_layout import page_layout
 
 def skip_pages(pages: Pages, num_skipped: int) -> Pages:
     """Return pages whose page `n` is page `n + num_skipped` of `pages`."""
-    count = len(pages.offsets) - num_skipped
-    return pages._replace(block=pages.block[num_skipped:], offsets=pages.offsets[:count])
+    num_kept = len(pages.offsets) - num_skipped
+    return pages._replace(block=pages.block[num_skipped:], offsets=pages.offsets[:num_kept])
 
 
 @dataclass(frozen=True)
 class EnginePages:
     """The layout of an engine's pages.
 
-    A page holds `slots` tokens of a layer, for all KV heads of this process. Layers may have
-    different 8-bit plans, because their pages have the same size.
+    A page holds `page_size` tokens of a layer, for all KV heads of this process. Layers may have
+    different 8-bit plans, because pages of all 8-bit plans have the same number of bytes.
     """
 
     heads: int  # Hkv
     dim: int  # D, of K and of V
-    slots: int  # tokens per page, S
+    page_size: int  # tokens per page, S
     plan: LayerPlan  # the plan of layer 0. The same sides (K, V) are "auto" in every layer
     dtype: torch.dtype  # the dtype of the model, in which "auto" sides are stored
     dynamic: bool  # whether at least one layer has a scale per token and head
 
     @classmethod
     def from_options(
-        cls, options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, slots: int,
+        cls, options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, page_size: int,
         dtype: torch.dtype,
     ) -> "EnginePages":  # fmt: skip
         """Return the layout for the options of a cache, and the sizes of a model and an engine.
 
         Raises:
-            ConfigError: The layers need pages of different sizes, or `slots` is not supported.
+            ConfigError: The layers need pages of different sizes, or `page_size` is not supported.
         """
-        if slots & (slots - 1) or not 8 <= slots <= 1024:
+        if page_size & (page_size - 1) or not 8 <= page_size <= 1024:
             raise ConfigError(
                 "the engine's page size: expected a power of two from 8 to 1024 tokens, got "
-                f"{slots}. Set ContinuousBatchingConfig(page_size=...), or block_size"
+                f"{page_size}. Set ContinuousBatchingConfig(page_size=...), or block_size"
             )
         plans = [options.layer_plan(index) for index in range(num_layers)]
         for index, plan in enumerate(plans):
@@ -56,13 +56,13 @@ class EnginePages:
                     f"engine's pages have one size, got {plans[0]} for layer 0 and {plan} for "
                     f"layer {index}. Store all layers in 8 bits"
                 )
-        return cls(num_heads, head_dim, slots, plans[0], dtype, options.dynamic_scales)
+        return cls(num_heads, head_dim, page_size, plans[0], dtype, options.dynamic_scales)
 
     @property
     def bytes_per_page(self) -> int:
         """Size of a page in bytes, including its dynamic scales."""
         return page_layout(
-            self.heads, self.slots, self.dim, self.dim, *self._dtypes, self._has_scales
+            self.heads, self.page_size, self.dim, self.dim, *self._dtypes, self._has_scales
         ).size
 
     @property
@@ -105,6 +105,6 @@ class EnginePages:
         table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
         k, v = (StoredSide(None, None, x.format, self.dim, x.rotated) for x in self.plan)
         return Pages(
-            k, v, block, table, locate_pages([block]), self.heads, self.slots, *self._dtypes,
+            k, v, block, table, locate_pages([block]), self.heads, self.page_size, *self._dtypes,
             self._has_scales,
         )  # fmt: skip

@@ -2,8 +2,8 @@
 
 An engine passes all tokens of a step to the model as one sequence, with positions that restart for
 each request, and a cache in the keyword arguments. A model that counts positions itself, or does
-not pass the keyword arguments to its attention, gives nonsense. So a few tokens are run packed and
-separately before the model is used.
+not pass the keyword arguments to its attention, computes wrong logits. So a few tokens are run
+packed and separately before the model is used.
 """
 
 from typing import Any
@@ -50,13 +50,13 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
-    """Raise ConfigError if packing two sequences of seven tokens in all changes their logits."""
+    """Raise ConfigError if packing two short sequences into one changes their logits."""
     name = type(model).__name__
     vocabulary = model.config.get_text_config().vocab_size
     ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
     try:
-        # Both use the same attention function, because the model's own may lack a feature (sdpa has
-        # no softcap).
+        # Both runs use the same attention function, because the model's own function may lack a
+        # feature (sdpa has no softcap).
         with torch.no_grad(), eval_mode(model), exact_states(), paged_attention(model):
             separate_logits = [
                 model(input_ids=sequence, use_cache=False).logits[0].float()
@@ -84,7 +84,7 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
 
 def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.Tensor:
     """Return the logits of all sequences, with the last token of each in a second step."""
-    rows: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    sequence_logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
     num_first = [length - 1 for length in LENGTHS]  # numbers of tokens in the first step
     for starts, counts in (([0] * len(LENGTHS), num_first), (num_first, [1] * len(LENGTHS))):
         spans = [slice(a, a + n) for a, n in zip(starts, counts, strict=True)]
@@ -96,9 +96,9 @@ def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.T
             position_ids=torch.cat([positions[span] for span in spans])[None],
             attention_mask=None, use_cache=False, cache=cache,
         ).logits[0].float()  # fmt: skip
-        for parts, part in zip(rows, logits.split(counts), strict=True):
+        for parts, part in zip(sequence_logits, logits.split(counts), strict=True):
             parts.append(part)
-    return torch.cat([part for parts in rows for part in parts])
+    return torch.cat([part for parts in sequence_logits for part in parts])
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

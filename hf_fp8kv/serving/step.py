@@ -41,10 +41,10 @@ class AttendBatch:
     causal: bool  # False for single queries, which attend to all stored tokens in any order
     _work_plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def plan(
+    def work_plan(
         self, backend: str, kv_heads: int, query_heads: int, window: int = 0
     ) -> torch.Tensor | None:
-        """Return the work plan for `kv_heads` KV heads, made once for all layers.
+        """Return the work plan for these heads, made once for all layers.
 
         The result is None for a backend without work plans.
         """
@@ -52,10 +52,10 @@ class AttendBatch:
         if key not in self._work_plans:
             device = self.lengths.device
             query_rows = query_heads // kv_heads * self.num_queries
-            rows = ops.plan_rows(backend, device, len(self.lengths), kv_heads, None, query_rows)
+            num_rows = ops.plan_rows(backend, device, len(self.lengths), kv_heads, None, query_rows)
             plan = None
-            if rows is not None:
-                plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
+            if num_rows is not None:
+                plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
                 ops.make_plan(plan, self.lengths, self.num_queries, window, 0, kv_heads, backend)
             self._work_plans[key] = plan
         return self._work_plans[key]
@@ -66,8 +66,8 @@ class RingChunk:
     """New tokens of a request that overwrite tokens of the ring to which they still attend."""
 
     window: int  # window of the layer, in tokens
-    first_token: int  # index of the first token in the step
-    tokens: int  # number of tokens, T
+    first_token: int  # index of the first new token in the step
+    num_new: int  # number of new tokens, T
     old_lengths: torch.Tensor  # [1], int32, n: the stored tokens that the first query attends to
     old_slots: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these tokens
     kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, pages and slots of the last m
@@ -88,7 +88,7 @@ class LayerWork:
 @dataclass(frozen=True)
 class _Request:
     num_stored: int  # tokens stored before the step
-    tokens: int  # new tokens
+    num_new: int  # new tokens
     first_token: int  # index of the first new token in the step
     pages: tuple[_Ints, ...]  # page numbers, for each kind of layers
 
@@ -108,22 +108,22 @@ class EngineStep:
         self._windows, self._page_size = windows, page_size
         self._requests: list[_Request] = []
         self._work: dict[tuple[int, torch.device], LayerWork] = {}
-        self.count = 0  # number of tokens of the step, N
+        self.num_tokens = 0  # number of tokens of the step, N
 
     def add(self, num_stored: int, num_new: int, pages: Sequence[Sequence[int]]) -> None:
         """Add a request of `num_new` tokens, and copy its page numbers for each kind of layers."""
         if not num_new:  # the engine accepts empty prompts, which attend to nothing
             return
         copies = tuple(np.array(numbers, np.int32) for numbers in pages)
-        self._requests.append(_Request(num_stored, num_new, self.count, copies))
-        self.count += num_new
+        self._requests.append(_Request(num_stored, num_new, self.num_tokens, copies))
+        self.num_tokens += num_new
 
     def work(self, kind: int, device: torch.device) -> LayerWork:
         """Return the operations of a layer of this kind, made once per step."""
         key = (kind, device)
         if key not in self._work:
             planner = _Planner(self._windows[kind], self._page_size, kind, device)
-            self._work[key] = planner.plan_layer(self._requests, self.count)
+            self._work[key] = planner.plan_layer(self._requests, self.num_tokens)
         return self._work[key]
 
 
@@ -152,28 +152,28 @@ class _Planner:
     def upload(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
         return upload(np.asarray(x, dtype), self.device)
 
-    def plan_layer(self, requests: Sequence[_Request], count: int) -> LayerWork:
+    def plan_layer(self, requests: Sequence[_Request], step_tokens: int) -> LayerWork:
         wrapping = [request for request in requests if self.wraps_ring(request)]
         appended = [request for request in requests if not self.wraps_ring(request)]
-        slots = [self.locate_slots(r, r.num_stored, r.num_stored + r.tokens) for r in appended]
+        slots = [self.locate_slots(r, r.num_stored, r.num_stored + r.num_new) for r in appended]
         page, slot = (np.concatenate(parts) for parts in zip((_EMPTY, _EMPTY), *slots, strict=True))
         written_tokens = None
         if wrapping:
-            spans = [np.arange(r.first_token, r.first_token + r.tokens) for r in appended]
+            spans = [np.arange(r.first_token, r.first_token + r.num_new) for r in appended]
             written_tokens = self.upload(np.concatenate([_EMPTY, *spans]), np.int64)
         return LayerWork(
             written_tokens,
             self.upload(page, np.int32)[:, None],
             self.upload(slot + 1, np.int32),
-            [self.plan_batch(group, count) for group in group_by_length(appended)],
+            [self.plan_batch(group, step_tokens) for group in group_by_length(appended)],
             [self.plan_chunk(request) for request in wrapping],
-            count,
+            step_tokens,
         )
 
     def wraps_ring(self, request: _Request) -> bool:
         """Return whether the new tokens overwrite tokens that the first of them attends to."""
-        end = request.num_stored + request.tokens
-        return self.window is not None and request.tokens > 1 and end > self.window
+        end = request.num_stored + request.num_new
+        return self.window is not None and request.num_new > 1 and end > self.window
 
     def locate_slots(self, request: _Request, start: int, stop: int) -> tuple[_Ints, _Ints]:
         """Return pages and slots of positions `start` to `stop - 1`."""
@@ -184,12 +184,12 @@ class _Planner:
         return page, (position % self.page_size).astype(np.int32)
 
     def plan_batch(self, group: list[_Request], step_tokens: int) -> AttendBatch:
-        ends = [request.num_stored + request.tokens for request in group]
+        ends = [request.num_stored + request.num_new for request in group]
         lengths = [end if self.window is None else min(end, self.window) for end in ends]
         page_counts = [-(-length // self.page_size) for length in lengths]
         table = np.full((len(group), max(page_counts)), -1, np.int32)
-        for row, request, count in zip(table, group, page_counts, strict=True):
-            row[:count] = request.pages[self.index][:count]
+        for row, request, num_pages in zip(table, group, page_counts, strict=True):
+            row[:num_pages] = request.pages[self.index][:num_pages]
         return make_batch(
             group, step_tokens, self.upload(table, np.int32), self.upload(lengths, np.int32),
             max(lengths),
@@ -197,7 +197,7 @@ class _Planner:
 
     def plan_chunk(self, request: _Request) -> RingChunk:
         assert self.window is not None
-        begin, end = request.num_stored, request.num_stored + request.tokens
+        begin, end = request.num_stored, request.num_stored + request.num_new
 
         def upload_slots(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
             page, slot = self.locate_slots(request, start, stop)
@@ -206,7 +206,7 @@ class _Planner:
         old = upload_slots(max(first_visible(begin, self.window), 0), begin)
         kept = upload_slots(max(first_visible(end - 1, self.window), begin), end)
         old_lengths = self.upload([len(old[0])], np.int32)
-        return RingChunk(self.window, request.first_token, request.tokens, old_lengths, old, kept)
+        return RingChunk(self.window, request.first_token, request.num_new, old_lengths, old, kept)
 
 
 _EMPTY = np.empty(0, np.int32)
@@ -217,33 +217,33 @@ def make_batch(
 ) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens.
 
-    Each request has `tokens` tokens of the step, from token `first_token` on. `table` is `[B, M]`,
+    Each request has `num_new` tokens of the step, from token `first_token` on. `table` is `[B, M]`,
     int32. `lengths` is `[B]`, int32, including this step's tokens. `stop` is at least the largest
     length.
     """
-    count = max(request.tokens for request in group)
+    num_queries = max(request.num_new for request in group)
     tokens = rows = targets = None
-    if count > 1 or len(group) < step_tokens:
+    if num_queries > 1 or len(group) < step_tokens:
         # Shorter requests are padded in front. Such a query is before the start of its sequence, or
         # repeats an existing query. Its result is not used.
-        offset = np.arange(count) - count
-        ends = np.array([request.first_token + request.tokens for request in group])[:, None]
-        padding = np.array([request.tokens for request in group])[:, None] + offset < 0
+        offset = np.arange(num_queries) - num_queries
+        ends = np.array([request.first_token + request.num_new for request in group])[:, None]
+        padding = np.array([request.num_new for request in group])[:, None] + offset < 0
         queries = np.where(padding, ends - 1, ends + offset).reshape(-1).astype(np.int64)
         tokens = targets = upload(queries, lengths.device)
         if padding.any():
             real_rows = np.flatnonzero(~padding).astype(np.int64)
             rows, targets = (upload(x, lengths.device) for x in (real_rows, queries[real_rows]))
-    return AttendBatch(tokens, rows, targets, count, table, lengths, stop, causal=count > 1)
+    return AttendBatch(tokens, rows, targets, num_queries, table, lengths, stop, num_queries > 1)
 
 
 def group_by_length(requests: Sequence[Any]) -> list[list[Any]]:
-    """Split requests into sets of about equal `tokens`. Requests with one token are a set."""
+    """Split requests into sets of about equal `num_new`. Requests with one new token are a set."""
     groups: list[list[Any]] = []
-    for request in sorted(requests, key=lambda r: -r.tokens):  # stable, so the order is kept
-        longest = groups[-1][0].tokens if groups else 0
-        is_similar = longest and request.tokens >= MIN_LENGTH_RATIO * longest
-        if is_similar and (request.tokens > 1) == (longest > 1) and len(groups[-1]) < MAX_BATCH:
+    for request in sorted(requests, key=lambda r: -r.num_new):  # stable, so the order is kept
+        longest = groups[-1][0].num_new if groups else 0
+        is_similar = longest and request.num_new >= MIN_LENGTH_RATIO * longest
+        if is_similar and (request.num_new > 1) == (longest > 1) and len(groups[-1]) < MAX_BATCH:
             groups[-1].append(request)
         else:
             groups.append([request])

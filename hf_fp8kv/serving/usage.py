@@ -1,4 +1,4 @@
-"""Usage of an engine's pages."""
+"""Statistics of an engine: the pages in use, the requests, and the reused prefixes."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .fp8_manager import find_factory
 
 @dataclass(frozen=True)
 class Usage:
-    """The current contents of an engine, in this process if tensor parallelism is used.
+    """The current contents and the statistics of an engine, of this process in tensor parallelism.
 
     Attributes:
         pages_total: Pages planned by the engine, each with `page_size` tokens of every layer.

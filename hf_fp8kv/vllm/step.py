@@ -15,10 +15,10 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class _Row:
-    """A request of a step, with `tokens` new tokens from the step's token `first_token` on."""
+    """A request of a step, with `num_new` new tokens from the step's token `first_token` on."""
 
     number: int
-    tokens: int
+    num_new: int
     first_token: int
 
 

@@ -49,7 +49,7 @@ def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]
 
 
 class OutOfMemory(TorchDispatchMode):
-    """Raises MemoryError at allocation `number`, counting those of at least `min_bytes` bytes."""
+    """Raises MemoryError at allocation `number` among allocations of at least `min_bytes` bytes."""
 
     def __init__(self, number: int, min_bytes: int) -> None:
         super().__init__()

@@ -49,13 +49,13 @@ def make_caches(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
 
 
 def test_growth_and_forks_copy_no_full_page(tmp_path):
-    """Blocks are not copied when a pool grows."""
+    """A pool grows by new blocks, and does not copy the old blocks."""
     caches = make_caches(dtype="fp8_e4m3", scales=0.02, prefill="stored")
     add_tokens(caches, 50 * PAGE, 0)
     actual, expected = (cache.memory_footprint() for cache in caches)
     for name in ("pages_bytes", "scales_bytes", "used_bytes", "tokens"):
         assert getattr(actual, name) == getattr(expected, name), name
-    totals = []
+    written_bytes = []
     for cache in caches:
         with BytesWritten() as counter:
             fork = cache.fork()
@@ -63,9 +63,9 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
                 for index in range(LAYERS):
                     k = torch.full((BATCH, HEADS, 1, DIM), step / 8)
                     fork.update(k, k, index)
-        totals.append(counter.total)
+        written_bytes.append(counter.total)
     used_bytes = caches[0].memory_footprint().used_bytes
-    assert max(totals) < used_bytes
+    assert max(written_bytes) < used_bytes
     assert_holds(caches)
     files = [cache.save(tmp_path / str(i)).read_bytes() for i, cache in enumerate(caches)]
     assert abs(len(files[0]) - len(files[1])) < 32, "only the names of the backends differ"

@@ -66,15 +66,15 @@ def read_content(cache: FP8PagedCache) -> torch.Tensor:
 EXACT = {"scales": 1.0, "page_size": 8}
 
 
-# Grid: The format decides the codes, and the number of tokens decides where a page ends.
+# The format determines the codes, and the number of tokens determines where a page ends.
 @pytest.mark.parametrize(
     ("dtype", "num_tokens"),
     [*((x, 9) for x in ("auto", *FORMATS)), *((None, x) for x in (1, 7, 8, 63))],
 )
 def test_written_tokens_are_read(dtype: str | None, num_tokens: int) -> None:
     cache = FP8PagedCache(make_config(), dtype=dtype, **EXACT)
-    parts = [add_tokens(cache, num_tokens), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
-    expected = torch.cat(parts, 2)
+    calls = [add_tokens(cache, num_tokens), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
+    expected = torch.cat(calls, 2)
     # All values are multiples of 1/2.
     rounded_k = {"fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round()}
     if dtype in rounded_k:
@@ -148,10 +148,10 @@ def test_forks_share_and_diverge() -> None:
     forks = [cache.fork() for _ in range(6)]
     for i, fork in enumerate(forks[:5]):
         add_tokens(fork, 1, 10 + i)
-    for num_tokens, pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
+    for num_tokens, num_pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
         with pytest.raises(OutOfPagesError, match="max_pages") as error:
             add_tokens(forks[5], num_tokens)
-        assert (error.value.needed, error.value.available) == (pages, 0)
+        assert (error.value.needed, error.value.available) == (num_pages, 0)
     for i, fork in enumerate(forks[:5]):
         assert_same(read_content(fork), torch.cat([k, make_tokens(1, seed=10 + i)], 2))
     for unchanged in (forks[5], cache):
@@ -204,7 +204,7 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
         cache.update(x, x, layer)
         stock_cache.update(x, x, layer)
     index = torch.tensor([2, 0, 0, 3])
-    footprint_before = cache.memory_footprint()
+    initial_footprint = cache.memory_footprint()
     bytes_written = []
     for call in (stock_cache.reorder_cache, lambda _: cache.fork(), cache.reorder_cache):
         with BytesWritten() as counter:
@@ -214,14 +214,14 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
     # A fork or a reorder copies the indices of pages of 64 tokens.
     assert max(bytes_written[1:]) <= 100 * 4 * 16384 // 64
     footprint = cache.memory_footprint()
-    assert footprint.pages_bytes <= footprint_before.pages_bytes
+    assert footprint.pages_bytes <= initial_footprint.pages_bytes
     # The pages of the dropped sequence are free.
-    assert footprint.used_bytes == footprint_before.used_bytes * 3 // 4
+    assert footprint.used_bytes == initial_footprint.used_bytes * 3 // 4
 
 
-@pytest.mark.parametrize(("keywords", "max_share"), [({}, 0.54), ({"scales": 1.0}, 0.52)])
+@pytest.mark.parametrize(("keywords", "max_ratio"), [({}, 0.54), ({"scales": 1.0}, 0.52)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_8k_tokens_need_half_the_memory(keywords: dict, max_share: float, dim: int) -> None:
+def test_8k_tokens_need_half_the_memory(keywords: dict, max_ratio: float, dim: int) -> None:
     cache = FP8PagedCache(make_config(head_dim=dim), **keywords)
     for layer in range(LAYERS):
         x = torch.randn(1, HEADS, 8192, dim, dtype=torch.bfloat16)
@@ -230,7 +230,7 @@ def test_8k_tokens_need_half_the_memory(keywords: dict, max_share: float, dim: i
             cache.update(x[:, :, :1], x[:, :, :1], layer)
     footprint = cache.memory_footprint()
     bf16_bytes = 8195 * LAYERS * HEADS * dim * 2 * 2
-    assert footprint.total_bytes <= max_share * bf16_bytes, footprint
+    assert footprint.total_bytes <= max_ratio * bf16_bytes, footprint
     assert footprint.used_bytes <= footprint.pages_bytes + footprint.scales_bytes
     assert footprint.tokens == 8195
 
@@ -300,7 +300,7 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 1
 
 
-# -- skip_layers, offload, other layers -------------------------------------------------
+# -- layers that are not paged -------------------------------------------------------------------
 
 
 def test_skipped_layers_are_not_paged() -> None:
@@ -314,7 +314,7 @@ def test_skipped_layers_are_not_paged() -> None:
     assert is_stock == [True, *[False] * (len(layer_types) - 2), True]
 
 
-# -- refused calls change nothing -----------------------------------------------------
+# -- refused calls change nothing ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_copies_of_empty_caches_accept_tokens(tmp_path: Path) -> None:
     assert sliding_cache.fork().layers[0].record_past
 
 
-# Grid: Numbers of kept tokens around a page size, in random order or the first tokens.
+# Numbers of kept tokens around multiples of the page size. The kept tokens are first or random.
 @pytest.mark.parametrize(
     ("num_kept", "is_shuffled"),
     [(1, True), (7, False), (8, True), (8, False), (9, True), (20, False), (21, True)],

@@ -69,13 +69,13 @@ def find_center(model: PreTrainedModel, row: torch.Tensor, start: int, stop: int
 def assert_centers(
     actual: torch.Tensor, model: PreTrainedModel, batch: dict[str, torch.Tensor], spans: str
 ) -> None:
-    """Assert that centers in the layers of `actual` are the same as for sequences cached alone."""
+    """Assert that centers `[layers, B, Hkv, D]` are the same as for sequences cached alone."""
     rows = zip(batch["input_ids"], SPANS[spans], strict=True)
     expected = torch.stack([find_center(model, row, *span) for row, span in rows], 1)
     torch.testing.assert_close(actual, expected[: len(actual)], rtol=1e-4, atol=1e-4)
 
 
-# Grid: Each model with each padding. Preallocation alternates, as it only stores the center.
+# Growing and preallocated caches alternate, because both compute centers with the same code.
 @pytest.mark.parametrize(
     ("name", "spans", "max_len"),
     [
@@ -113,7 +113,7 @@ def test_centers_without_a_config_are_not_averaged() -> None:
     assert_same(rope.average(read_all_centers(cache)), read_all_centers(configured_cache))
 
 
-# Grid: Each chunking, each model and each kind of cache occur twice.
+# Each model and each kind of cache occur twice.
 @pytest.mark.parametrize(
     ("name", "chunks", "max_len"),
     [
@@ -225,8 +225,8 @@ def test_a_mask_applies_to_one_call(max_len: int | None) -> None:
     cache = make_cache(model, max_len)
     model(**batch, past_key_values=cache)
     rope = RopeRotation.from_config(model.config)(0)
-    rows, heads, _, dim = cache.layers[0].keys.shape
-    k = torch.randn(rows, heads, WIDTH, dim, generator=torch.Generator().manual_seed(2))
+    num_rows, num_heads, _, dim = cache.layers[0].keys.shape
+    k = torch.randn(num_rows, num_heads, WIDTH, dim, generator=torch.Generator().manual_seed(2))
     for clear in (cache.reset, lambda: cache.crop(-WIDTH)):
         clear()
         cache.update(k, k, 0)
@@ -237,14 +237,14 @@ def test_a_mask_applies_to_one_cache() -> None:
     """A cache under a different attention function receives no mask, although it needs one."""
     batch, model = make_batch(SPANS["left"]), get_model()
     sdpa_model = get_model(attention="sdpa")
-    maskless, cache = make_cache(sdpa_model), make_cache(model)
-    sdpa_model(**batch, past_key_values=maskless)
-    centers = read_all_centers(maskless)
+    sdpa_cache, cache = make_cache(sdpa_model), make_cache(model)
+    sdpa_model(**batch, past_key_values=sdpa_cache)
+    centers = read_all_centers(sdpa_cache)
     model(**batch, past_key_values=cache)
     assert_centers(read_all_centers(cache), model, batch, "left")
     next_batch = {**batch, "attention_mask": torch.ones(4, 2 * WIDTH)}
-    sdpa_model(**next_batch, past_key_values=maskless)
-    assert_same(read_all_centers(maskless), centers)
+    sdpa_model(**next_batch, past_key_values=sdpa_cache)
+    assert_same(read_all_centers(sdpa_cache), centers)
 
 
 @for_each_size

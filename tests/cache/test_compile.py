@@ -40,7 +40,7 @@ def make_config(backend: Any = "aot_eager", mode: str | None = None) -> CompileC
     return config
 
 
-# Grid: The fast tier has one model. The last test compiles layers with a window.
+# The fast tier has one model here. The last test of this file compiles layers with a window.
 @pytest.mark.parametrize(
     ("name", "attention", "keywords"),
     [
@@ -69,9 +69,7 @@ def test_all_steps_use_one_graph(name: str, attention: str, keywords: dict[str, 
     assert_same(model.generate(**inputs, past_key_values=make_cache(), **options), expected)
     first_cache.reset()
     assert_same(model.generate(**inputs, past_key_values=first_cache, **options), expected)
-    assert counters["stats"]["unique_graphs"] == 1, (
-        "a second cache, or a reset one, was compiled again"
-    )
+    assert counters["stats"]["unique_graphs"] == 1, "a new or reset cache was compiled again"
     assert not counters["graph_break"]
 
 
@@ -180,7 +178,7 @@ def test_only_operations_that_read_values_are_cudagraph_unsafe() -> None:
     assert unsafe_tag not in torch.ops.hf_fp8kv.plan.default.tags
 
 
-# Grid: Layers with and without a window, static scales, and layers that share keys.
+# The cases have layers with and without a window, static scales, and layers that share keys.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
@@ -247,9 +245,9 @@ def test_a_compiled_step_fits_a_cuda_graph(
     # The step writes the pages and the lengths of every layer, and a plan for each window.
     writes: Counter[Any] = Counter()
     for layer, key in stored_keys.items():
-        parts = [key.block, key.lengths]
+        written = [key.block, key.lengths]
         window = cache.layers[layer].sliding_window
         first_layer = next(i for i in stored_keys if cache.layers[i].sliding_window == window)
-        parts += [key.plan] if layer == first_layer else []
-        writes.update((tuple(part.shape), part.dtype) for part in parts)
+        written += [key.plan] if layer == first_layer else []
+        writes.update((tuple(tensor.shape), tensor.dtype) for tensor in written)
     assert Counter(graph["inputs"][i] for i in graph["mutated"]) == writes

@@ -37,7 +37,7 @@ def test_compiled_first_calls_match_in_a_process() -> None:
     assert process.stdout.splitlines() == lines
 
 
-# In the fast tier, test_blocks.py compiles the attention with a growing cache.
+# In the fast tier, test_blocks.py compiles the attention over a growing cache.
 @pytest.mark.full
 def test_a_growing_cache_breaks_the_graph() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)

@@ -79,8 +79,8 @@ def test_keywords_choose_the_plan(
     assert (error < 0.2) == (is_centered or formats[0] == "auto")
 
 
-# Grid: Numbers of tokens around the 32 that a center averages. Each kind of cache has short and
-# long calls.
+# The numbers of tokens lie around the 32 tokens that a center averages. Each kind of cache has
+# short and long calls.
 @pytest.mark.parametrize(
     ("num_tokens", "max_len"),
     [(1, None), (31, 144), (32, None), (33, 144), (100, None), (100, 144)],
@@ -94,7 +94,7 @@ def test_the_center_is_the_mean_of_the_last_tokens(num_tokens: int, max_len: int
     layer: Any = cache.layers[0]
     actual = read_centers(cache)
     torch.testing.assert_close(actual, k[:, :, -32:].mean(2), rtol=1e-6, atol=1e-6)
-    # K is stored as the specification says, and V without a center.
+    # K is stored as the format's specification defines, and V without a center.
     fmt, center = FORMATS[E3M4], actual[:, :, None]
     expected_keys = torch.cat([k, next_k], 2) - center
     scale = search_scale(expected_keys, fmt).float()[..., None]
@@ -143,7 +143,7 @@ def test_a_channel_with_a_nonfinite_value_has_no_center(value: float) -> None:
     assert (read_keys(cache)[0] - k[0]).abs().max() < 0.2
 
 
-# Grid: Each model once, with padding or without, growing and preallocated.
+# The cases have padding or none, and growing or preallocated caches.
 @pytest.mark.parametrize(
     ("name", "max_len", "is_padded"),
     [("gqa", None, False), ("gqa", 64, True), ("sliding_and_full", None, True)],
@@ -156,7 +156,7 @@ def test_a_first_call_adds_few_operations(name: str, max_len: int | None, is_pad
     mask = torch.ones_like(ids)
     mask[0, :4] = 0 if is_padded else 1
     counts = []
-    for num_layers in (2, 1, 2):  # the first run creates factors that are reused
+    for num_layers in (2, 1, 2):  # the first run computes factors that later runs reuse
         for plan in ("fp8_e3m4", "fp8_e3m4 centered"):
             cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=max_len)
             removed_layers = model.model.layers[num_layers:]
@@ -172,7 +172,7 @@ def test_a_first_call_adds_few_operations(name: str, max_len: int | None, is_pad
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent")
 
 
-# Grid: Each model once, alternately growing and preallocated, since the same code reads both.
+# Growing and preallocated caches alternate over the models, because the same code reads both.
 @pytest.mark.parametrize(("name", "max_len"), [*zip(MODELS, [None, 64] * 4, strict=True)])
 @torch.no_grad()
 def test_pages_and_dense_keys_give_the_same_logits(name: str, max_len: int | None) -> None:
@@ -201,7 +201,7 @@ def lengthen_prompt(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
 
 
 def shift_keys(model: PreTrainedModel) -> None:
-    """Set the bias of the K projections to large random values, if the model has one."""
+    """Set the bias of the K projections, if the model has it, to large random values."""
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         if name.endswith("k_proj.bias"):

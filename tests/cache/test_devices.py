@@ -72,11 +72,11 @@ class StepRunner:
         outputs = []
         for layer, device in enumerate(self.devices):
             shapes = [(batch, heads, num_tokens, DIM) for heads in (HEADS, HEADS, 2 * HEADS)]
-            k, v, q = (torch.randn(s, generator=self.generator).to(device) for s in shapes)
+            k, v, query = (torch.randn(x, generator=self.generator).to(device) for x in shapes)
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
             assert list_devices(key) == {device}
-            outputs.append(attend(q, key, value, 0.25))
+            outputs.append(attend(query, key, value, 0.25))
             assert outputs[-1].device == key.dense().device == device
         return outputs
 
@@ -124,8 +124,8 @@ def test_pages_are_on_the_device_of_their_layer(options):
 def test_preallocated_pages_are_on_the_device_of_their_layer(options):
     cache, steps = make_cache(options, max_cache_len=24), StepRunner(DEVICES)
     cpu_cache, expected_steps = make_cache(options, max_cache_len=24), StepRunner((CPU,) * LAYERS)
-    for batch, tokens in ((2, 9), (2, 1)):
-        assert_same_on_cpu(steps(cache, batch, tokens), expected_steps(cpu_cache, batch, tokens))
+    for num_tokens in (9, 1):
+        assert_same_on_cpu(steps(cache, 2, num_tokens), expected_steps(cpu_cache, 2, num_tokens))
 
 
 @pytest.mark.parametrize("size", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
@@ -140,7 +140,7 @@ def test_a_cache_from_a_file_follows_the_model(options, size, tmp_path):
     assert_same_on_cpu(moved_steps(loaded, 2, 1), steps(cache, 2, 1))
 
 
-def test_a_cache_of_the_cpu_backend_refuses_another_device():
+def test_the_cpu_backend_refuses_tokens_on_a_different_device():
     options = {"page_size": 8, "backend": "cpu", "prefill": "stored"}
     cache = FP8PagedCache(make_cache({}).config, **options)
     tokens = torch.randn(1, HEADS, 3, DIM)
@@ -201,7 +201,7 @@ def load_with_disk_layer(checkpoint: Path, tmp_path: Path, attention: str) -> An
     return model.eval()
 
 
-# Grid: Each attention function once, and each kind of cache.
+# Each attention function occurs once, and each kind of cache at least once.
 @pytest.mark.parametrize(
     ("attention", "size"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
 )

@@ -74,8 +74,8 @@ def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Grid: Each model once with "fp8_paged", and two with standard attention. `prefill` alternates, as
-# it only determines what the first call reads. The full tier has all combinations.
+# The fast tier has each model once with "fp8_paged", and two models with standard attention. The
+# values of `axis` alternate over the models. The full tier has all combinations.
 def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
     fast_cases = [(name, values[i % 2], "fp8_paged") for i, name in enumerate(names)]
     fast_cases += [("gqa", values[1], "stock"), ("sliding_and_full", values[0], "stock")]
@@ -150,7 +150,7 @@ class TestStored:
         assert_same(generate(model, prompt, make_stored_cache(), assistant_model=draft), tokens)
 
 
-# Grid: Each model once, and each kind of scales once.
+# Each kind of scales and each kind of layers occurs at least once.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
@@ -216,9 +216,9 @@ def test_encoder_decoders_give_the_same_tokens(name: str, is_bare: bool) -> None
 def test_flex_attention_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flex attention is not compiled, because its CPU code cannot be built on all machines."""
     from torch.nn.attention.flex_attention import flex_attention
-    from transformers.integrations import flex_attention as module
+    from transformers.integrations import flex_attention as flex_file
 
-    monkeypatch.setattr(module, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    monkeypatch.setattr(flex_file, "WrappedFlexAttention", lambda training: lambda: flex_attention)
     model, inputs = tiny(name, attn_implementation="flex_attention")
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
@@ -246,7 +246,7 @@ def test_guidance_uses_a_separate_cache() -> None:
     assert_same(actual, expected)
 
 
-# Grid: All pairs of values occur at least once.
+# All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("name", "skipped", "length", "attention"),
     pairwise(["sliding", "sliding_and_full"], [(0,), (-1,)], [None, 41], ["stock", "fp8_paged"]),
@@ -278,7 +278,7 @@ def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
     model.train()
     stock_model.train()
     options = {"labels": inputs["input_ids"], "use_cache": False}
-    losses = [m(**inputs, **options).loss for m in (stock_model, model)]
+    losses = [x(**inputs, **options).loss for x in (stock_model, model)]
     assert torch.allclose(*losses, rtol=1e-5)
     losses[1].backward()
 
@@ -310,19 +310,19 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
     next_is_visible[0, :, :, 5] = False
     next_ids = ids[:, :3]
     for convert in (
-        lambda m: m,
-        lambda m: m[:, :].expand(-1, 4, -1, -1).clone(),
-        lambda m: m[:1] & m[1:],
-        lambda m: torch.zeros(m.shape).masked_fill(~m, torch.finfo(torch.float32).min),
+        lambda mask: mask,
+        lambda mask: mask.expand(-1, 4, -1, -1).clone(),
+        lambda mask: mask[:1] & mask[1:],
+        lambda mask: torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min),
     ):
         logits = []
-        for m, cache in (
+        for run, cache in (
             (stock_model, DynamicCache(config=stock_model.config)),
             (model, make_cache(model, dtype="auto", prefill="stored")),
         ):
             with torch.no_grad():
                 outputs = [
-                    m(input_ids=x, attention_mask=convert(mask), past_key_values=cache).logits
+                    run(input_ids=x, attention_mask=convert(mask), past_key_values=cache).logits
                     for x, mask in ((ids, is_visible), (next_ids, next_is_visible))
                 ]
             logits.append(torch.cat(outputs, 1))

@@ -190,7 +190,7 @@ def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
-    """Yield the index, the first visible token, and K and V `[B, H, N, D]` of each stored layer."""
+    """Yield the index, first visible token, K and V of each stored layer, both `[B, H, N, D]`."""
     page_size, plans, scales = (meta["options"][name] for name in ("page_size", "plan", "scales"))
     is_static = isinstance(scales, int | float) or any(x.endswith((".k", ".v")) for x in tensors)
     layers = [(g, group, x) for g, group in enumerate(meta["groups"]) for x in group["layers"]]
@@ -314,8 +314,8 @@ def valid_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     golden = sorted(FOLDER.glob("*.safetensors"))
     caches = {path.name: FP8PagedCache.load(path) for path in golden}
     caches["offloaded"] = FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)
+    config = DeepseekV32Config(num_hidden_layers=2)
     for name, options in (("indexed", {}), ("indexed and preallocated", {"max_cache_len": 32})):
-        config = DeepseekV32Config(num_hidden_layers=2)
         caches[name] = FP8PagedCache(config, page_size=8, **options)
     caches["large"] = FP8PagedCache(dtype="fp8_e4m3", page_size=8)
     caches["large"].update(*torch.ones(2, 1, 8, 1024, 128), 0)

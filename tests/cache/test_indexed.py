@@ -18,9 +18,9 @@ pytestmark = [
 ]
 
 # Types of models with an indexer. Each query attends to 8 of the 21 tokens of a prompt.
-TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
+MODEL_TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
 CACHE_OPTIONS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
-every_model = pytest.mark.parametrize("model", TYPES, indirect=True)
+for_each_model = pytest.mark.parametrize("model", MODEL_TYPES, indirect=True)
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def make_model(name):
 @pytest.fixture
 def model(request):
     """Return a model whose layers have separate indexers."""
-    name = getattr(request, "param", TYPES[0])
+    name = getattr(request, "param", MODEL_TYPES[0])
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
     return make_model(name)
@@ -64,7 +64,7 @@ def assert_same_continuation(model, cache, ids):
     torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=1e-4)
 
 
-@every_model
+@for_each_model
 def test_indexed_layers_are_paged(model, cache_options, ids):
     cache = fill_cache(model, ids, **cache_options)
     assert cache.paged_layers
@@ -100,7 +100,7 @@ def test_selection_applies_to_the_indexer(model, cache_options, ids, rows):
     assert_same_continuation(model, cache, ids[rows])
 
 
-@every_model
+@for_each_model
 def test_copies_contain_the_indexer(model, cache_options, ids, tmp_path):
     cache = fill_cache(model, ids, **cache_options)
     if hasattr(cache, "position_ids"):

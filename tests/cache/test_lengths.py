@@ -63,7 +63,7 @@ def make_states(layer: int, num_tokens: int, seed: int) -> torch.Tensor:
 
 
 def run_step(cache: Any, layers: list[int], num_tokens: int, seed: int) -> list[torch.Tensor]:
-    """Store random tokens in these layers, in this order, and return K of each call."""
+    """Store random tokens in these layers, in this order, and return dense K after each call."""
     keys = []
     for call, layer in enumerate(layers):
         x = make_states(layer, num_tokens, 10 * seed + call)
@@ -101,8 +101,8 @@ def test_lengths_are_correct_in_any_order(name: str, tmp_path: Path) -> None:
         cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)),
         FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
     )  # fmt: skip
-    pairs = [(copied, copy.deepcopy(stock_cache)) for copied in copies] + [(cache, stock_cache)]
-    for actual, expected in pairs:
+    compared = [(copied, copy.deepcopy(stock_cache)) for copied in copies] + [(cache, stock_cache)]
+    for actual, expected in compared:
         check_lengths(actual, expected)
         for x in (actual, expected):
             x.reorder_cache(torch.tensor([2, 0, 1]))

@@ -1,7 +1,7 @@
 """Tests of offloading: idle layers keep pages in host memory, tokens are equal, copies are few.
 
-On a CPU both tiers are ordinary memory, but the cache copies between them as it does on a GPU. New
-memory contains NaN here, so a page that was not copied back is noticed.
+On a CPU, both tiers are ordinary memory, but the cache copies between them as it does on a GPU. New
+memory contains NaN in these tests, so a page that was not copied back changes the tokens.
 """
 
 import copy
@@ -106,7 +106,7 @@ def count_copied_bytes(cache: FP8PagedCache) -> tuple[int, int]:
 # -- the same tokens -----------------------------------------------------------------------------
 
 
-# Grid: All pairs of values occur at least once.
+# All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("name", "calls", "storage", "offloading"),
     pairwise(
@@ -124,7 +124,7 @@ def test_offloading_does_not_change_the_tokens(
     if attention != "stock":
         model.set_attn_implementation(attention)
     keywords = {**GREEDY, **CALLS[calls]}
-    prompt = {k: v[1:] for k, v in inputs.items()} if calls == "drafts" else inputs
+    prompt = {n: x[1:] for n, x in inputs.items()} if calls == "drafts" else inputs
     resident_cache, cache = (
         FP8PagedCache(model.config, page_size=PAGE, dtype=dtype, **options)
         for options in ({}, offloading)
@@ -216,7 +216,7 @@ STORAGE: dict[str, dict[str, Any]] = {
 }
 
 
-# Grid: All pairs of values occur at least once.
+# All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("name", "storage", "num_pages", "backend"),
     pairwise(["llama", "mistral", "gemma3_text"], [*STORAGE], [0, None, 1, 7], ["auto", "triton"]),
@@ -423,20 +423,20 @@ def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetched: int)
     cache = FP8PagedCache(config, offloading=-(-layer_pages * num_resident // num_layers), **EXACT)
     for step, num_tokens in enumerate((129, 1, 1, 1)):
         add_tokens([cache], num_tokens, step)
-    bytes_before = count_copied_bytes(cache)
+    initial_bytes, _ = count_copied_bytes(cache)
     for step in range(4, 8):
         add_tokens([cache], 1, step)
     layer_bytes = sizes.used_bytes // num_layers
-    assert count_copied_bytes(cache)[0] - bytes_before[0] == num_fetched * num_layers * layer_bytes
+    assert count_copied_bytes(cache)[0] - initial_bytes == num_fetched * num_layers * layer_bytes
     if not num_fetched:
         assert count_copied_bytes(cache) == (0, 0)
         assert cache.memory_footprint().host_bytes == 0
 
 
 @pytest.mark.parametrize(
-    ("offloading", "two_fit"), [(OPTIONS[0], True), ({"offloading": 1}, False)]
+    ("offloading", "two_layers_fit"), [(OPTIONS[0], True), ({"offloading": 1}, False)]
 )
-def test_the_next_layer_is_fetched_early(offloading: dict[str, Any], two_fit: bool) -> None:
+def test_the_next_layer_is_fetched_early(offloading: dict[str, Any], two_layers_fit: bool) -> None:
     cache = FP8PagedCache(make_config(), **EXACT, **offloading)
     add_tokens([cache], 124)
     add_tokens([cache], 1, 1)
@@ -445,7 +445,7 @@ def test_the_next_layer_is_fetched_early(offloading: dict[str, Any], two_fit: bo
         sizes = [x.store.memory_footprint().get("pages") for x in cache.layers]
         next_layer = (layer.index + 1) % LAYERS
         assert [i for i, size in enumerate(sizes) if size] == sorted(
-            {layer.index, next_layer} if two_fit else {layer.index}
+            {layer.index, next_layer} if two_layers_fit else {layer.index}
         )
 
 
@@ -460,8 +460,8 @@ def test_sizes_of_both_tiers() -> None:
     assert sizes.pages_bytes == 2 * 16 * PAGE_BYTES
     assert sizes.host_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
     assert sizes.returned_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
-    parts = ("pages", "scales", "tables", "host", "other")
-    assert sizes.total_bytes == sum(getattr(sizes, f"{name}_bytes") for name in parts)
+    kinds = ("pages", "scales", "tables", "host", "other")
+    assert sizes.total_bytes == sum(getattr(sizes, f"{kind}_bytes") for kind in kinds)
 
 
 def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def make_states(
 
 
 def round_by_plan(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
-    """Return K or V, `[B, H, T, D]`, as a cache with this layer's plan reads them back."""
+    """Return K or V, `[B, H, T, D]`, as a cache with this layer's plan reads it back."""
     plan, scale = getattr(layer.plan, side), getattr(layer, side)
     fmt = FORMATS[plan.format]
     center = layer.k_center[:, None] if plan.centered else 0.0
@@ -117,12 +117,12 @@ def test_training_rounds_like_pages(is_dynamic: bool) -> None:
 
 def test_a_storage_plan_without_centers_matches_an_explicit_plan() -> None:
     model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
-    plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
-    plan = StoragePlan({i: LayerScales(None, None, plan=plan) for i, plan in plans.items()})
+    layer_plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
+    layers = {i: LayerScales(None, None, plan=plan) for i, plan in layer_plans.items()}
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
     caches = [
-        FP8PagedCache(model.config, page_size=8, prefill="stored", plan=value)
-        for value in (plan, plans)
+        FP8PagedCache(model.config, page_size=8, prefill="stored", plan=plan)
+        for plan in (StoragePlan(layers), layer_plans)
     ]
     tokens = [generate(model, prompt, cache) for cache in caches]
     assert torch.equal(*tokens)
@@ -131,13 +131,13 @@ def test_a_storage_plan_without_centers_matches_an_explicit_plan() -> None:
         assert_same(layer.values.dense(), explicit_layer.values.dense())
 
 
-def test_the_footprint_and_repr_name_the_plans() -> None:
+def test_the_footprint_and_repr_list_the_plans() -> None:
     cache = FP8PagedCache(make_config(), scales=planned_scales(), skip_layers=[1])
-    plans = {str(PLANS[0]): 1, str(PLANS[2]): 1}
-    assert cache.memory_footprint().layers_by_plan == plans
+    expected = {str(PLANS[0]): 1, str(PLANS[2]): 1}
+    assert cache.memory_footprint().layers_by_plan == expected
     assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
-    plans = FP8PagedCache(make_config(), dtype="fp8").memory_footprint().layers_by_plan
-    assert plans == {"K fp8_e4m3, V fp8_e4m3": 3}
+    actual = FP8PagedCache(make_config(), dtype="fp8").memory_footprint().layers_by_plan
+    assert actual == {"K fp8_e4m3, V fp8_e4m3": 3}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_footprint_and_repr_name_the_plans() -> None:
     ],
     ids=str,
 )
-def test_other_storage_options_are_refused_with_a_plan(options: dict, message: str) -> None:
+def test_storage_options_are_refused_with_planned_scales(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(make_config(), scales=planned_scales(), **options)
 
@@ -189,9 +189,9 @@ def test_contradictory_options_are_refused(options: dict[str, Any], message: str
 
 def test_invalid_plans_are_refused(tmp_path: Path) -> None:
     invalid_plans: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
-    for text in invalid_plans:
+    for plan in invalid_plans:
         with pytest.raises(ConfigError, match=r"Write it|expected one of|Choose an 8-bit"):
-            SidePlan.parse(text)
+            SidePlan.parse(plan)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")
     planned_scales().save_pretrained(tmp_path)
@@ -248,7 +248,7 @@ def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=str)
-def test_a_plan_for_different_layers_is_refused(options: dict[str, int]) -> None:
+def test_scales_and_plans_for_different_layers_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
         FP8PagedCache(make_config(), scales=planned_scales(2), **options)
     assert FP8PagedCache(make_config(), scales=planned_scales(2), skip_layers=[2], **options).plan

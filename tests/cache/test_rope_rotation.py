@@ -41,8 +41,8 @@ def rotate_keys(rope: RopeRotation, x: torch.Tensor, distance: int) -> torch.Ten
     cos, sin = (speeds.double() * distance).float().cos(), (speeds * distance).sin()
     part = x[..., start : start + 2 * num_pairs]
     axis = -1 if rope.interleaved else -2
-    a, b = part.unflatten(-1, (num_pairs, 2) if rope.interleaved else (2, num_pairs)).unbind(axis)
-    part = torch.stack([a * cos - b * sin, a * sin + b * cos], axis).flatten(-2)
+    x0, x1 = part.unflatten(-1, (num_pairs, 2) if rope.interleaved else (2, num_pairs)).unbind(axis)
+    part = torch.stack([x0 * cos - x1 * sin, x0 * sin + x1 * cos], axis).flatten(-2)
     return torch.cat([x[..., :start], part, x[..., start + 2 * num_pairs :]], -1)
 
 
@@ -115,7 +115,7 @@ def test_a_center_keeps_channels_that_hardly_rotate() -> None:
 
 
 def test_rotations_do_not_depend_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result for this model code is not cached. The code rotates channels 2i and 2i + 1."""
+    """The result for a new module is not cached yet. The module pairs channels 2i and 2i + 1."""
     module = ModuleType("modeling_probe")
     vars(module)["rotate_half"] = modeling_glm.rotate_half
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -28,16 +28,16 @@ EXACT = {"dtype": "auto", "page_size": PAGE}
 # Bytes of a page of K and V in float32, for 2 heads of size 4.
 PAGE_BYTES = PAGE * 2 * 2 * 4 * 4
 # Numbers of tokens of each call. More than a few tokens do not fit in pages next to the window.
-PLANS = {
+CALL_LENGTHS = {
     "long-first": [100, 1, 1],
     "chunks": [5, 60, 1, 30, 2, 1, 1],
     "edges": [20, 21, 19, 4, 1],
     "one-by-one": [1] * 30 + [40, 1, 1],
     "window-minus-one": [19, 1, 19, 24, 25, 1],
 }
-# Grid: Each plan once. `prefill` decides what a first call reads, so "long-first" has both values.
-plans = pytest.mark.parametrize(
-    ("plan", "prefill"),
+# `prefill` decides what the first call reads, so the case with a long first call has both values.
+for_each_case = pytest.mark.parametrize(
+    ("case", "prefill"),
     [
         ("long-first", "exact"), ("long-first", "stored"), ("chunks", "stored"),
         ("edges", "exact"), ("one-by-one", "stored"), ("window-minus-one", "exact"),
@@ -62,8 +62,8 @@ def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> list[lis
     x = torch.randn(BATCH, 2, num_tokens, 4, generator=torch.Generator().manual_seed(seed))
     outputs: list[list[torch.Tensor]] = []
     for cache in caches:
-        pairs = [cache.update(x + layer, layer - x, layer) for layer in range(LAYERS)]
-        outputs.append([densify(side) for pair in pairs for side in pair])
+        handles = [cache.update(x + layer, layer - x, layer) for layer in range(LAYERS)]
+        outputs.append([densify(handle) for pair in handles for handle in pair])
     return outputs
 
 
@@ -83,20 +83,20 @@ def assert_same_layers(
     for layer, expected_layer in ((actual.layers[i], expected.layers[i]) for i in layers):
         for side in ("keys", "values"):
             first_token = max(length - WINDOW + 1, 0) if layer.is_sliding else 0
-            cache_pair = [getattr(x, side) for x in (layer, expected_layer)]
-            parts = [x.dense()[:, :, first_token - x.start : length - x.start] for x in cache_pair]
-            assert_same(*parts, side)
+            handles = [getattr(x, side) for x in (layer, expected_layer)]
+            windows = [x.dense()[:, :, first_token - x.start : length - x.start] for x in handles]
+            assert_same(*windows, side)
 
 
-@plans
-def test_windows_match_transformers(plan: str, prefill: str, tmp_path: Path) -> None:
+@for_each_case
+def test_windows_match_transformers(case: str, prefill: str, tmp_path: Path) -> None:
     """Growing and preallocated caches return the keys and values of a DynamicCache."""
     ring_cache = make_cache(prefill=prefill, max_cache_len=MAX_LEN)
     growing_cache = make_cache(prefill=prefill)
     stock_cache, length = DynamicCache(config=make_config()), 0
-    for seed, tokens in enumerate(PLANS[plan]):
-        outputs = add_random_tokens([ring_cache, growing_cache, stock_cache], tokens, seed)
-        length += tokens
+    for seed, num_tokens in enumerate(CALL_LENGTHS[case]):
+        outputs = add_random_tokens([ring_cache, growing_cache, stock_cache], num_tokens, seed)
+        length += num_tokens
         for ring_output, growing_output, expected in zip(*outputs, strict=True):
             assert_same(growing_output, expected, f"call {seed}")
             first_token = length - expected.shape[2]
@@ -110,9 +110,9 @@ def test_windows_match_transformers(plan: str, prefill: str, tmp_path: Path) -> 
     ring_cache.save(tmp_path / "ring.safetensors")
     for copied in (ring_cache.fork(), FP8PagedCache.load(tmp_path / "ring.safetensors")):
         growing_copy = growing_cache.fork()
-        for tokens in (3, 50, 1):
+        for num_tokens in (3, 50, 1):
             assert_same_layers(copied, growing_copy)
-            add_random_tokens([copied, growing_copy], tokens, 99)
+            add_random_tokens([copied, growing_copy], num_tokens, 99)
         check_num_pages(copied)
         assert_same_layers(copied, growing_copy)
 
@@ -149,8 +149,8 @@ def test_addresses_of_a_ring_do_not_change() -> None:
     ring_cache = make_cache(max_cache_len=MAX_LEN)
     add_random_tokens([ring_cache], 1, 0)
     addresses = [tensor.data_ptr() for tensor in list_tensors(ring_cache)]
-    for seed, tokens in enumerate((30, 1, 70, 2)):
-        add_random_tokens([ring_cache], tokens, seed)
+    for seed, num_tokens in enumerate((30, 1, 70, 2)):
+        add_random_tokens([ring_cache], num_tokens, seed)
     ring_cache.reorder_cache(torch.tensor([0, 0]))
     ring_cache.crop(-1)
     ring_cache.reset()
@@ -161,12 +161,12 @@ def test_addresses_of_a_ring_do_not_change() -> None:
 @pytest.mark.parametrize("length", [30, 100, 101, 103])
 def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
     """A crop in one or more steps is refused if it needs a token that was overwritten."""
-    intact = max((length - 1) // PAGE - MAX_PAGES + 1, 0) * PAGE
-    max_crop = length - (intact + WINDOW - 1) if intact else length
+    first_intact = max((length - 1) // PAGE - MAX_PAGES + 1, 0) * PAGE
+    max_crop = length - (first_intact + WINDOW - 1) if first_intact else length
     cache = make_cache(max_cache_len=MAX_LEN)
     add_random_tokens([cache], length, 0)
-    if intact:
-        with pytest.raises(ConfigError, match=f"token {intact} on"):
+    if first_intact:
+        with pytest.raises(ConfigError, match=f"token {first_intact} on"):
             cache.crop(-max_crop - 1)
         assert cache.host_length() == length
     for _ in range(min(max_crop, 3)):
@@ -176,8 +176,8 @@ def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
     add_random_tokens([growing_cache], length, 0)
     growing_cache.crop(-min(max_crop, 3))
     assert_same_layers(cache, growing_cache)
-    if intact:
-        with pytest.raises(ConfigError, match=f"token {intact} on"):
+    if first_intact:
+        with pytest.raises(ConfigError, match=f"token {first_intact} on"):
             cache.fork().crop(-max_crop)
     cache.crop(-length)
     add_random_tokens([cache], 9, 1)
@@ -287,9 +287,9 @@ def test_a_reset_during_a_long_call_does_not_change_forks() -> None:
     x = torch.ones(BATCH, 2, 50, 4)
     cache.update(x, x, 0)
     cache.reset()
-    for tokens in (1, 60):
+    for num_tokens in (1, 60):
         assert_same_layers(fork, new_cache)
-        add_random_tokens([fork, new_cache], tokens, 1)
+        add_random_tokens([fork, new_cache], num_tokens, 1)
     assert_same_layers(fork, new_cache)
 
 
@@ -309,7 +309,7 @@ def test_a_first_call_without_memory_can_be_reset() -> None:
     assert number > 1
 
 
-# Grid: All pairs of values occur at least once.
+# All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("window", "max_len", "prefill"),
     pairwise([1, 2, PAGE - 1, PAGE, PAGE + 1, PAGE + 2], [None, MAX_LEN], ["exact", "stored"]),
@@ -319,23 +319,24 @@ def test_windows_of_about_a_page(window: int, max_len: int | None, prefill: str)
     cache = FP8PagedCache(make_config(window), max_cache_len=max_len, **keywords)
     full_cache = FP8PagedCache(make_config(MAX_LEN), **keywords)
     length = 0
-    for seed, tokens in enumerate((16, 1, 7, 24, 8, 1, 3, 9)):
-        outputs, expected = add_random_tokens([cache, full_cache], tokens, seed)
-        start, length = length, length + tokens
-        for layer, (actual, expected_side) in enumerate(zip(outputs, expected, strict=True)):
-            first = 0 if layer in (2, 3) else max(start - window + 1, 0)
+    for seed, num_tokens in enumerate((16, 1, 7, 24, 8, 1, 3, 9)):
+        outputs, full_outputs = add_random_tokens([cache, full_cache], num_tokens, seed)
+        start, length = length, length + num_tokens
+        for side, (actual, expected) in enumerate(zip(outputs, full_outputs, strict=True)):
+            has_window = side not in (2, 3)  # K and V of layer 1
+            first_token = max(start - window + 1, 0) if has_window else 0
             stop = length if max_len and actual.shape[2] == MAX_LEN else actual.shape[2]
-            begin = stop - (length - first)
-            assert_same(actual[:, :, begin:stop], expected_side[:, :, first:], f"call {seed}")
+            window_states = actual[:, :, stop - (length - first_token) : stop]
+            assert_same(window_states, expected[:, :, first_token:], f"call {seed}")
 
 
 @pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
 def test_long_calls_do_not_change_forks(writer: int) -> None:
-    cache_pair = [make_cache(), make_cache()]
-    add_random_tokens(cache_pair, 33, 0)
-    forks = [cache_pair[0], cache_pair[0].fork()]
-    add_random_tokens([forks[writer], cache_pair[1]], 50, 1)
-    assert_same_layers(forks[writer], cache_pair[1])
+    cache, expected = make_cache(), make_cache()
+    add_random_tokens([cache, expected], 33, 0)
+    forks = [cache, cache.fork()]
+    add_random_tokens([forks[writer], expected], 50, 1)
+    assert_same_layers(forks[writer], expected)
     new_cache = make_cache()
     add_random_tokens([new_cache], 33, 0)
     assert_same_layers(forks[1 - writer], new_cache)
@@ -347,8 +348,8 @@ def test_long_calls_do_not_change_forks(writer: int) -> None:
 def test_no_token_outside_the_window_is_read(max_len: int | None) -> None:
     """Tokens before the window may be NaN, whether their page is freed or not."""
     caches = [make_cache(dtype="fp8_e4m3", max_cache_len=max_len) for _ in range(2)]
-    for seed, tokens in enumerate([60, *[1] * 10, 9, 50, *[1] * 10]):
-        x = torch.randn(BATCH, 2, tokens, 4, generator=torch.Generator().manual_seed(seed))
+    for seed, num_tokens in enumerate([60, *[1] * 10, 9, 50, *[1] * 10]):
+        x = torch.randn(BATCH, 2, num_tokens, 4, generator=torch.Generator().manual_seed(seed))
         for cache in caches:
             for layer in range(LAYERS):
                 cache.update(x, x, layer)

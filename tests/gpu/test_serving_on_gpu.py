@@ -339,7 +339,7 @@ def run_layer(
             start = first + index * count
             step.add(past, tokens, [list(range(start, start + count))])
         query, key, value = (
-            torch.randn(1, heads, step.count, HEAD_DIM, generator=generator).to(
+            torch.randn(1, heads, step.num_tokens, HEAD_DIM, generator=generator).to(
                 device, engine_pages.dtype
             )
             for heads in (QUERY_HEADS, HEADS, HEADS)

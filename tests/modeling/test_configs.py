@@ -31,7 +31,7 @@ def test_each_layer_of_a_heterogeneous_config_has_its_heads() -> None:
 
 
 def test_attention_without_source_code_is_treated_as_mla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention without source code counts as MLA if transformers does not list its class."""
+    """The class of the attention is found in its module, although transformers does not list it."""
     namespace: dict[str, type] = {}
     exec(f"class Attention:\n    {EXPAND} = forward = lambda self: None\n", namespace)
     module = ModuleType("code_of_a_user.modeling_new")

@@ -1,7 +1,7 @@
 """Tests of models whose K and V compressed-tensors rounds: caches get the unrounded K and V.
 
-`original` is a model without a declared KV cache. `declared` has equal weights and declares one
-whose scales are much too small.
+`original` is a model without a declared KV cache. `declared` has equal weights, and declares a KV
+cache whose scales are much too small.
 """
 
 import gc
@@ -58,21 +58,22 @@ def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
 
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(actual) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
-def remove_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+def restore_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo the replacement of the wrapper's `forward`."""
     forward = exact_states_module._find_wrapper_class().forward
     wrapped = getattr(forward, "__wrapped__", forward)
     monkeypatch.setattr(exact_states_module._find_wrapper_class(), "forward", wrapped)
 
 
 def differ_clearly(logits: list[torch.Tensor], other_logits: list[torch.Tensor]) -> bool:
-    return all((a - b).abs().max() > 0.3 for a, b in zip(logits, other_logits, strict=True))
+    return all((x - y).abs().max() > 0.3 for x, y in zip(logits, other_logits, strict=True))
 
 
 @needs_rounding
-# Grid: Each attention function once, and quantized weights in one case.
+# Each attention function occurs once, and quantized weights occur in one case.
 @pytest.mark.parametrize(
     ("weights", "attention"),
     [("dense", "fp8_paged"), ("dense", "sdpa"), ("dense", "eager"), ("w8a8", "fp8_paged")],
@@ -86,7 +87,7 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     assert differ_clearly(rounded_logits, run_model(original, DynamicCache(config=original.config)))
     stored_options = {"page_size": 16, "prefill": "stored"}
     other_options = {"dtype": "auto", "scales": TOO_SMALL, "skip_layers": [1], "max_cache_len": 80}
-    for options in ({"page_size": 16}, stored_options, *({k: v} for k, v in other_options.items())):
+    for options in ({"page_size": 16}, stored_options, *({n: x} for n, x in other_options.items())):
         caches = [FP8PagedCache(model.config, **options) for model in (original, declared)]
         assert_same(run_model(original, caches[0]), run_model(declared, caches[1]))
     # The prefill is exact, so logits equal the original weights' logits without quantization.
@@ -108,19 +109,19 @@ def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatc
 
     run_model(declared, FP8PagedCache(declared.config))
     expected = run_all()
-    remove_condition(monkeypatch)
+    restore_forward(monkeypatch)
     assert_same(run_all(), expected)
 
 
 def test_a_cache_created_before_compressed_tensors_is_loaded(models, monkeypatch):
     original, declared = models
     expected = run_model(original, FP8PagedCache(original.config, dtype="fp8"))
-    remove_condition(monkeypatch)
+    restore_forward(monkeypatch)
     with monkeypatch.context() as patch:
         patch.delitem(exact_states_module.sys.modules, "compressed_tensors.modeling.kvcache")
         caches = [FP8PagedCache(config, dtype="fp8") for config in (None, declared.config)]
     for cache in caches:
-        remove_condition(monkeypatch)
+        restore_forward(monkeypatch)
         assert_same(run_model(declared, cache), expected)
 
 
@@ -242,36 +243,37 @@ def test_calibration_and_measurement_use_unrounded_k_and_v(models):
 
 @needs_rounding
 def test_serving_gives_the_answers_of_the_original_weights(models):
-    texts = prompts()[:4]
+    chosen_prompts = prompts()[:4]
     answers = []
     for model in models:
         serving.enable(model)
-        answers.append(generate_batch(model, texts))
+        answers.append(generate_batch(model, chosen_prompts))
         model.destroy_cached_continuous_batching_manager()
         serving.disable(model)
     assert answers[0] == answers[1]
-    rounded_tokens = models[1].generate(torch.tensor(texts[1:2]), max_new_tokens=24, pad_token_id=0)
-    assert rounded_tokens[0, len(texts[1]) :].tolist() != answers[1][1]
+    prompt = torch.tensor(chosen_prompts[1:2])
+    rounded_tokens = models[1].generate(prompt, max_new_tokens=24, pad_token_id=0)
+    assert rounded_tokens[0, prompt.shape[1] :].tolist() != answers[1][1]
 
 
 @needs_rounding
 def test_exact_states_do_not_affect_other_threads(models):
     declared = models[1]
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
-    results: list[list[torch.Tensor]] = []
+    thread_logits: list[torch.Tensor] = []
 
-    def add_result() -> None:
-        results.append(run_model(declared, DynamicCache(config=declared.config)))
+    def run_in_thread() -> None:
+        thread_logits.extend(run_model(declared, DynamicCache(config=declared.config)))
 
     with exact_states():
         with exact_states():
             pass
         exact_logits = run_model(declared, DynamicCache(config=declared.config))
         assert differ_clearly(exact_logits, rounded_logits)
-        thread = threading.Thread(target=add_result)
+        thread = threading.Thread(target=run_in_thread)
         thread.start()
         thread.join()
-    assert_same(results[0], rounded_logits)
+    assert_same(thread_logits, rounded_logits)
     with pytest.raises(KeyError), exact_states():
         raise KeyError
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)

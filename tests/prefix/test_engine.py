@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,44 +22,47 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 
-def make_text(num_tokens: int, seed: int = 0) -> list[int]:
+def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, 98, (num_tokens,), generator=generator).tolist()
 
 
-def answer_texts(
-    folder: Path | None,
-    texts: list[list[int]],
-    *,
-    seed: int = 0,
-    num_pages: int = 64,
-    num_new: int = 9,
-    **keywords: Any,
-) -> tuple[list[list[int]], Any, Any]:
-    """Return the answers of a new engine, and the final usage of the engine and of the store."""
+class Run(NamedTuple):
+    """The answers of an engine, and the usage of the engine and of the store at the end."""
+
+    answers: list[list[int]]
+    usage: Any
+    store_usage: Any
+
+
+def run_prompts(
+    folder: Path | None, prompts: list[list[int]], *, seed: int = 0, num_pages: int = 64,
+    num_new: int = 9, **keywords: Any,
+) -> Run:  # fmt: skip
+    """Run a new engine, with a store in `folder` unless it is None."""
     model, _ = tiny("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
     with open_manager(model, pages=num_pages) as manager:
-        # Each text is answered before the next, which can then reuse the pages.
-        outputs = [request_answer(manager, text, num_new) for text in texts]
+        # Each prompt is answered before the next, which can then reuse the pages.
+        answers = [request_answer(manager, prompt, num_new) for prompt in prompts]
         usage = serving.usage(manager)
     serving.disable(model)
-    return outputs, usage, None if store is None else store.usage()
+    return Run(answers, usage, None if store is None else store.usage())
 
 
 def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
-    prefix = make_text(5 * PAGE + 3)
-    texts = [prefix + make_text(7, seed=1), make_text(2 * PAGE, seed=9)]
-    expected, _, _ = answer_texts(None, texts)
-    actual, usage, store_usage = answer_texts(tmp_path, texts)
+    prefix = make_prompt(5 * PAGE + 3)
+    prompts = [prefix + make_prompt(7, seed=1), make_prompt(2 * PAGE, seed=9)]
+    expected, _, _ = run_prompts(None, prompts)
+    actual, usage, store_usage = run_prompts(tmp_path, prompts)
     assert actual == expected
     assert (usage.prefix_hits, store_usage.hits, store_usage.misses) == (0, 0, 2)
-    next_texts = [prefix + make_text(11, seed=4), texts[1], prefix[: 3 * PAGE]]
-    expected, _, _ = answer_texts(None, next_texts)
-    actual, usage, store_usage = answer_texts(tmp_path, next_texts)
+    next_prompts = [prefix + make_prompt(11, seed=4), prompts[1], prefix[: 3 * PAGE]]
+    expected, _, _ = run_prompts(None, next_prompts)
+    actual, usage, store_usage = run_prompts(tmp_path, next_prompts)
     assert actual == expected
-    # The second text finds all pages except the last in the store, the third finds pages in memory.
+    # The store has the second prompt except its last page, and memory has the pages of the third.
     assert (store_usage.hits, store_usage.tokens_found) == (2, 5 * PAGE + PAGE)
     assert (usage.prefix_hits, usage.prefix_tokens) == (3, 5 * PAGE + PAGE + 2 * PAGE)
     assert usage.store_tokens == store_usage.tokens_found
@@ -67,81 +70,81 @@ def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
 
 
 def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:
-    text = make_text(2 * PAGE - 4)
-    actual, _, _ = answer_texts(tmp_path, [text])
-    chat = text + actual[0] + make_text(PAGE, seed=3)
-    expected, _, _ = answer_texts(None, [chat])
-    actual, _, store_usage = answer_texts(tmp_path, [chat])
+    prompt = make_prompt(2 * PAGE - 4)
+    actual, _, _ = run_prompts(tmp_path, [prompt])
+    next_prompt = prompt + actual[0] + make_prompt(PAGE, seed=3)
+    expected, _, _ = run_prompts(None, [next_prompt])
+    actual, _, store_usage = run_prompts(tmp_path, [next_prompt])
     assert actual == expected
     assert store_usage.tokens_found == 2 * PAGE
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"dtype": "fp8"}, {"scales": 0.05}], ids=str)
 def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Path) -> None:
-    text = make_text(4 * PAGE)
-    answer_texts(tmp_path, [text])
-    expected, _, _ = answer_texts(None, [text], **options)
-    actual, _, store_usage = answer_texts(tmp_path, [text], **options)
+    prompt = make_prompt(4 * PAGE)
+    run_prompts(tmp_path, [prompt])
+    expected, _, _ = run_prompts(None, [prompt], **options)
+    actual, _, store_usage = run_prompts(tmp_path, [prompt], **options)
     assert actual == expected
     assert (store_usage.hits, store_usage.misses) == (0, 1)
 
 
-def test_few_blocks_hold_texts_one_after_another(tmp_path: Path) -> None:
-    """The blocks fit one text at a time, both when texts are stored and when they are found."""
-    texts = [make_text(9 * PAGE, seed=number) for number in range(3)]
-    expected, _, _ = answer_texts(None, texts)
+def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
+    """The blocks fit one prompt at a time, both when prompts are stored and when they are found."""
+    prompts = [make_prompt(9 * PAGE, seed=number) for number in range(3)]
+    expected, _, _ = run_prompts(None, prompts)
     for _ in range(3):
-        actual, usage, _ = answer_texts(tmp_path, texts, num_pages=12)
+        actual, usage, _ = run_prompts(tmp_path, prompts, num_pages=12)
         assert actual == expected
         assert usage.pages_used <= 12
-    for text in texts:
-        assert answer_texts(tmp_path, [text])[2].tokens_found == 8 * PAGE
+    for prompt in prompts:
+        assert run_prompts(tmp_path, [prompt]).store_usage.tokens_found == 8 * PAGE
 
 
 @contextmanager
 def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
-    """Yield a function that answers a text and waits until its blocks are freed, and the cache."""
+    """Yield the cache, and before it a function that answers a prompt and waits for its blocks."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model, prefix_store=store)
     with open_manager(model) as manager:
 
-        def generate(text: list[int]) -> list[int]:
-            answer = request_answer(manager, text, 9)
-            deadline = time.monotonic() + 30  # blocks of a request are freed after the answer
+        def generate(prompt: list[int]) -> list[int]:
+            answer = request_answer(manager, prompt, 9)
+            deadline = time.monotonic() + 30  # blocks of a request are freed after its answer
             while get_allocator(manager).block_table and time.monotonic() < deadline:
                 time.sleep(0.01)
             return answer
 
-        generate(make_text(3, seed=99))
+        generate(make_prompt(3, seed=99))
         yield generate, manager.batch_processor.cache
     serving.disable(model)
 
 
-def test_the_work_per_block_does_not_depend_on_the_text(
+def test_the_work_per_block_does_not_depend_on_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_up, touched, hashed_lengths = list[str](), list[str](), list[int]()
+    queried, touched, hashed_lengths = list[str](), list[str](), list[int]()  # two lists of keys
     has, touch, chain = PrefixStore.has, PrefixStore.touch, engine_module.chain_keys
-    monkeypatch.setattr(PrefixStore, "has", lambda self, x: looked_up.append(x) or has(self, x))
+    monkeypatch.setattr(PrefixStore, "has", lambda self, key: queried.append(key) or has(self, key))
     monkeypatch.setattr(PrefixStore, "touch", lambda self, x: touched.extend(x) or touch(self, x))
     monkeypatch.setattr(
         engine_module, "chain_keys",
         lambda name, ids, *args: hashed_lengths.append(len(ids)) or chain(name, ids, *args),
     )  # fmt: skip
-    outputs, _, _ = answer_texts(tmp_path, [make_text(10 * PAGE + 3)], num_new=14 * PAGE)
+    run = run_prompts(tmp_path, [make_prompt(10 * PAGE + 3)], num_new=14 * PAGE)
     num_blocks = 24
     assert len(list(tmp_path.glob("*.safetensors"))) == num_blocks
-    assert len(outputs[0]) == 14 * PAGE
+    assert len(run.answers[0]) == 14 * PAGE
     # Each token is hashed once, and the first missing block is hashed in addition.
     assert sum(hashed_lengths) <= (num_blocks + 1) * PAGE
     assert len(touched) == num_blocks, "each page is touched once per request"
-    # A block is looked up when it is new (twice if it is written), afterwards, and at the end.
-    assert len(looked_up) <= 4 * num_blocks
+    # A block is looked up when it is new (twice if it is written), with the next block, and last.
+    assert len(queried) <= 4 * num_blocks
 
 
-def test_a_frequent_prefix_outlives_later_texts(tmp_path: Path) -> None:
+def test_a_frequent_prefix_outlives_later_prompts(tmp_path: Path) -> None:
     """The engine finds the prefix in memory, so its files are not read, but they count as used."""
-    frequent, rare = make_text(4 * PAGE + 2), make_text(4 * PAGE + 2, seed=5)
+    frequent, rare = make_prompt(4 * PAGE + 2), make_prompt(4 * PAGE + 2, seed=5)
     store = PrefixStore(tmp_path)
     with run_engine(store) as (generate, _):
         generate(frequent)
@@ -154,24 +157,25 @@ def test_a_frequent_prefix_outlives_later_texts(tmp_path: Path) -> None:
         generate(frequent)
         store.flush()
         assert removed_file.exists(), "the page was not stored again"
-    assert not [*PrefixStore(tmp_path, max_bytes=5 * page_bytes).read(["x"], print)]
-    assert answer_texts(tmp_path, [frequent])[2].tokens_found == 4 * PAGE
-    assert answer_texts(tmp_path, [rare])[2].tokens_found < 4 * PAGE
+    # The first lookup of a store evicts the pages beyond its limit.
+    assert not [*PrefixStore(tmp_path, max_bytes=5 * page_bytes).read(["x"], lambda _: None)]
+    assert run_prompts(tmp_path, [frequent]).store_usage.tokens_found == 4 * PAGE
+    assert run_prompts(tmp_path, [rare]).store_usage.tokens_found < 4 * PAGE
 
 
 def test_a_request_looks_up_its_prefix_once(tmp_path: Path) -> None:
     with run_engine(PrefixStore(tmp_path)) as (generate, cache):
-        names: list[str] = []
+        request_ids: list[str] = []
         search = cache.search_prefix_match
-        cache.search_prefix_match = lambda name, ids: names.append(name) or search(name, ids)
-        generate(make_text(4 * PAGE))
-        assert len(names) == 1
+        cache.search_prefix_match = lambda name, ids: request_ids.append(name) or search(name, ids)
+        generate(make_prompt(4 * PAGE))
+        assert len(request_ids) == 1
 
 
 def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
     """The engine looks up the prefix of a request in each step, even if no block is free."""
-    text = make_text(6 * PAGE + 3)
-    answer_texts(tmp_path, [text])
+    prompt = make_prompt(6 * PAGE + 3)
+    run_prompts(tmp_path, [prompt])
     store = PrefixStore(tmp_path)
     with run_engine(store) as (_, cache):
         (allocator,) = cache.cache_allocators.values()
@@ -181,17 +185,17 @@ def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
         free_blocks = pool.get_free_blocks(allocator.index, pool.count_free_blocks(allocator.index))
         counts = store.counts()
         for _ in range(3):
-            assert cache.search_prefix_match("waits", text) == 0
+            assert cache.search_prefix_match("waits", prompt) == 0
         assert store.counts() == counts
         pool.free_blocks(allocator.index, free_blocks[:2])
-        assert cache.search_prefix_match("waits", text) == 2 * PAGE
+        assert cache.search_prefix_match("waits", prompt) == 2 * PAGE
         assert store.counts()["tokens_found"] == counts["tokens_found"] + 2 * PAGE
         pool.free_blocks(allocator.index, free_blocks[2:])
         cache.free_blocks("waits")
-        # A text that is not stored counts as one miss, even if it is looked up often.
+        # A prompt that is not stored counts as one miss, even if it is looked up often.
         for misses in (1, 2):
             for _ in range(3):
-                assert cache.search_prefix_match("other", make_text(6 * PAGE, seed=8)) == 0
+                assert cache.search_prefix_match("other", make_prompt(6 * PAGE, seed=8)) == 0
             assert store.counts()["misses"] == counts["misses"] + misses
             cache.free_blocks("other")  # a finished request is forgotten
 
@@ -199,9 +203,9 @@ def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
 def test_the_engine_waits_while_blocks_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, the engine computes on a separate stream."""
-    text = make_text(3 * PAGE + 3)
-    answer_texts(tmp_path, [text])
+    """On a GPU, blocks are filled on a different stream than the engine's steps."""
+    prompt = make_prompt(3 * PAGE + 3)
+    run_prompts(tmp_path, [prompt])
     with run_engine(PrefixStore(tmp_path)) as (_, cache):
         (allocator,) = cache.cache_allocators.values()
         num_used, num_filled = count_used_blocks(allocator), list[int]()
@@ -210,35 +214,35 @@ def test_the_engine_waits_while_blocks_are_filled(
             num_filled.append(count_used_blocks(allocator) - num_used)
 
         monkeypatch.setattr(engine_module, "synchronize", record_blocks)
-        assert cache.search_prefix_match("new", text) == 3 * PAGE
+        assert cache.search_prefix_match("new", prompt) == 3 * PAGE
         assert num_filled == [0, 3]
         cache.free_blocks("new")
 
 
 def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
-    """A block was evicted. A second request searches no prefix, as if it needed prompt logits."""
-    text = make_text(6 * PAGE + 3)
-    expected, _, _ = answer_texts(tmp_path, [text])
+    """A request finds an evicted block in the store, or recomputes it if it searches no prefix."""
+    prompt = make_prompt(6 * PAGE + 3)
+    expected, _, _ = run_prompts(tmp_path, [prompt])
     store = PrefixStore(tmp_path)
     with run_engine(store) as (generate, cache):
-        assert generate(text) == expected[0]
+        assert generate(prompt) == expected[0]
         (allocator,) = cache.cache_allocators.values()
         ledger, pool = allocator.ledger, allocator.pool
         assert store.usage().hits == 1
-        for is_searched in (True, False):
-            # Evict the third block of the text, as the engine does with old blocks.
-            blocks = [ledger.hash_to_block[x] for x in compute_hashes(text)]
+        for searches_prefix in (True, False):
+            # Evict the third block of the prompt, as the engine does with old blocks.
+            blocks = [ledger.hash_to_block[x] for x in compute_hashes(prompt)]
             del ledger.cached_blocks[blocks[2]]
             del ledger.hash_to_block[ledger.block_to_hash.pop(blocks[2])]
             pool.free_blocks(allocator.index, [blocks[2]])
-            if not is_searched:
+            if not searches_prefix:
                 cache.search_prefix_match = lambda *_: 0
             counts = (store.usage().hits, count_used_blocks(allocator))
-            assert generate(text) == expected[0]
-            assert store.usage().hits == counts[0] + is_searched
+            assert generate(prompt) == expected[0]
+            assert store.usage().hits == counts[0] + searches_prefix
             assert count_used_blocks(allocator) == counts[1] + 1 == len(ledger.cached_blocks)
             assert list(ledger.cached_blocks)[-6:][::-1] == [
-                ledger.hash_to_block[x] for x in compute_hashes(text)
+                ledger.hash_to_block[x] for x in compute_hashes(prompt)
             ]
 
 
@@ -247,19 +251,18 @@ def get_allocator(manager: Any) -> Any:
     return allocator
 
 
-def compute_hashes(text: list[int]) -> list[int]:
-    """Return the hashes that the engine computes for the full blocks of a text."""
+def compute_hashes(prompt: list[int]) -> list[int]:
+    """Return the hashes that the engine computes for the full blocks of a prompt."""
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
     hashes: list[int] = []
-    for start in range(0, len(text) - PAGE + 1, PAGE):
+    for start in range(0, len(prompt) - PAGE + 1, PAGE):
         last_hash = hashes[-1] if hashes else None
-        hashes.append(cache_allocator.compute_block_hash(last_hash, text[start : start + PAGE]))
+        hashes.append(cache_allocator.compute_block_hash(last_hash, prompt[start : start + PAGE]))
     return hashes
 
 
 def count_used_blocks(allocator: Any) -> int:
-    """Return the number of blocks in use."""
     pool, index = allocator.pool, allocator.index
     sectors = pool.num_sectors - pool.num_free_sectors
     return int(sectors * pool.blocks_per_sector[index] - pool.count_free_blocks(index))
@@ -295,25 +298,25 @@ INVALID_PAGES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
 
 
 @pytest.mark.parametrize(
-    "change",
+    "make_page",
     [*INVALID_PAGES[:3], *(pytest.param(x, marks=pytest.mark.full) for x in INVALID_PAGES[3:])],
     ids=range(len(INVALID_PAGES)),
 )
 def test_invalid_files_are_recomputed(
-    change: Callable[[torch.Tensor], Page | None], tmp_path: Path
+    make_page: Callable[[torch.Tensor], Page | None], tmp_path: Path
 ) -> None:
-    text = make_text(4 * PAGE)
-    expected, _, _ = answer_texts(tmp_path, [text])
+    prompt = make_prompt(4 * PAGE)
+    expected, _, _ = run_prompts(tmp_path, [prompt])
     for path in tmp_path.glob("*.safetensors"):
         (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
         assert page is not None
-        invalid_page = change(page.rows[0])
+        invalid_page = make_page(page.rows[0])
         content = pack(path.stem, invalid_page) if invalid_page else path.read_bytes()[:-1]
         path.write_bytes(content)
-    actual, _, store_usage = answer_texts(tmp_path, [text])
+    actual, _, store_usage = run_prompts(tmp_path, [prompt])
     assert actual == expected
     assert store_usage.files_refused == 1
-    assert answer_texts(tmp_path, [text])[2].hits == 1
+    assert run_prompts(tmp_path, [prompt]).store_usage.hits == 1
 
 
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
@@ -321,26 +324,26 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     question = "is this the same beginning for two servers, or is it another one for each of them?"
     messages = [{"role": "user", "content": question}]
     request_body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
-    texts, store_tokens = [], []
+    answers, store_tokens = [], []
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(hosting(model, "--prefix-store", str(folder))) for _ in range(2)
         ]
         for server in servers:
-            texts.append(text_in(server.answer("/v1/chat/completions", **request_body)))
+            answers.append(text_in(server.answer("/v1/chat/completions", **request_body)))
             store_tokens.append(server.metrics()["store_tokens_total"])
-    assert texts[0] == texts[1] == generate_answer(model, question, 8)
-    # "u:", the question, ";a:"
+    assert answers[0] == answers[1] == generate_answer(model, question, 8)
+    # The prompt is "u:", the question and ";a:". Its last token is always computed.
     assert store_tokens == [0, (len(question) + 5 - 1) // SERVED_PAGE * SERVED_PAGE]
 
 
-@pytest.mark.parametrize("enable", [enable, serving.enable])
+@pytest.mark.parametrize("function", [enable, serving.enable])
 def test_enable_loads_the_backend(
-    enable: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded_backends: list[str] = []
-    monkeypatch.setattr(sys.modules[enable.__module__], "load_backend", loaded_backends.append)
+    monkeypatch.setattr(sys.modules[function.__module__], "load_backend", loaded_backends.append)
     model, _ = tiny("gqa")
-    enable(model, prefix_store=PrefixStore(tmp_path), backend="torch")
-    enable(model, backend="torch")
+    function(model, prefix_store=PrefixStore(tmp_path), backend="torch")
+    function(model, backend="torch")
     assert loaded_backends == ["torch"]

@@ -16,11 +16,12 @@ from hf_fp8kv.prefix import folder as folder_module
 from hf_fp8kv.prefix.folder import PrefixFolder, StoredFile
 
 pytestmark = pytest.mark.text
-NAMES, BOUND = re.compile(r"page\d+"), 100
+NAME_PATTERN, MAX_BYTES = re.compile(r"page\d+"), 100
+LOCK_NAME = ".prefix_store.lock"
 
 
 def open_folder(path: Path) -> PrefixFolder:
-    return PrefixFolder(path, NAMES, BOUND)
+    return PrefixFolder(path, NAME_PATTERN, MAX_BYTES)
 
 
 def put_file(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, ...] = ()) -> bool:
@@ -36,9 +37,9 @@ def put_file(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, .
 def make_full_folder(path: Path) -> PrefixFolder:
     """Return a folder with pages 0 to 99 of one byte, all older than a tick of the folder."""
     folder = open_folder(path)
-    for number in range(BOUND):
+    for number in range(MAX_BYTES):
         put_file(folder, f"page{number}", 1)
-    time.sleep(2 * folder_module._TICK / 1e9)
+    time.sleep(2 * folder_module._TICK_NS / 1e9)
     return folder
 
 
@@ -48,7 +49,7 @@ def touch_file(folder: PrefixFolder, name: str) -> None:
 
 
 def sum_bytes(files: list[StoredFile]) -> int:
-    return sum(file.bytes for file in files)
+    return sum(file.num_bytes for file in files)
 
 
 @st.composite
@@ -61,12 +62,12 @@ def draw_steps(draw: st.DrawFn) -> tuple[str, int, int, int]:
 def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         # `touch_file` is as exact as the clock, so ticks are not needed.
-        patch.setattr(folder_module, "_TICK", 0)
+        patch.setattr(folder_module, "_TICK_NS", 0)
         path = Path(name)
         folders, is_exact = [open_folder(path), open_folder(path)], True
         for number, (action, folder_index, size, index) in enumerate(steps):
             folder = folders[folder_index]
-            files_before = sorted(folder.files())
+            files_before = sorted(folder.list_files())
             if action == "begin":
                 folders[folder_index] = open_folder(path)
                 folders[folder_index].apply_limit()
@@ -76,28 +77,27 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                 other_files = [file for file in files_before if file.name not in own_names]
                 kept_bytes = sum_bytes(files_before) - sum_bytes(other_files)
                 is_stored = put_file(folder, f"page{number}", size, own_names)
-                names_after = {file.name for file in folder.files()}
-                assert is_stored == (kept_bytes + size <= BOUND)
+                names_after = {file.name for file in folder.list_files()}
+                assert is_stored == (kept_bytes + size <= MAX_BYTES)
                 kept_files = [file for file in other_files if file.name in names_after]
-                removed_files = other_files[: len(other_files) - len(kept_files)]
-                assert kept_files == other_files[len(removed_files) :], (
-                    "the oldest files are removed"
-                )
+                num_removed = len(other_files) - len(kept_files)
+                assert kept_files == other_files[num_removed:], "the oldest files are removed"
                 assert {*own_names} <= names_after
-                if is_exact and removed_files:
-                    min_bytes = sum_bytes(files_before) + size - sum_bytes(removed_files[:-1])
-                    assert min_bytes > BOUND, "more files were removed than necessary"
+                if is_exact and num_removed:
+                    freed_bytes = sum_bytes(other_files[: num_removed - 1])
+                    total_bytes = sum_bytes(files_before) + size - freed_bytes
+                    assert total_bytes > MAX_BYTES, "the last file was removed without need"
                 if is_exact:
-                    counted_bytes = int((path / ".prefix_store.lock").read_text())
-                    assert counted_bytes == sum_bytes(folder.files())
+                    counted_bytes = int((path / LOCK_NAME).read_text())
+                    assert counted_bytes == sum_bytes(folder.list_files())
             elif files_before:
                 file = files_before[index % len(files_before)]
                 if action == "touch":
                     touch_file(folder, file.name)
-                else:  # a process removes a file without updating the count
+                else:  # a process removes a file without updating the total
                     (path / file.name).unlink()
                     is_exact = False
-            assert sum_bytes(folder.files()) <= BOUND
+            assert sum_bytes(folder.list_files()) <= MAX_BYTES
 
 
 def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(100, 180):
         assert put_file(folder, f"page{number}", 1)
     assert len(scans) == 1
-    assert sorted(file.name for file in folder.files()) == sorted(
+    assert sorted(file.name for file in folder.list_files()) == sorted(
         f"page{number}" for number in range(80, 180)
     )
 
@@ -132,26 +132,26 @@ def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
         with folder.lock(0.0) as lock:
             assert lock is not None
             assert folder.put(lock, f"page{number}", bytes(20), ())
-    names = {file.name for file in folder.files()}
+    names = {file.name for file in folder.list_files()}
     assert len(names) == 5
     assert names > {"page5", "page6", "page7", "page8"}
 
 
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
-def test_a_damaged_count_is_recomputed(data: bytes, tmp_path: Path) -> None:
+def test_a_damaged_total_is_recomputed(data: bytes, tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     for number in range(3):
         put_file(folder, f"page{number}", 30)
-    (tmp_path / ".prefix_store.lock").write_bytes(data)
+    (tmp_path / LOCK_NAME).write_bytes(data)
     assert put_file(folder, "page3", 30)
-    assert sorted(file.name for file in folder.files()) == ["page1", "page2", "page3"]
-    assert (tmp_path / ".prefix_store.lock").read_bytes() == b"%020d" % 90
+    assert sorted(file.name for file in folder.list_files()) == ["page1", "page2", "page3"]
+    assert (tmp_path / LOCK_NAME).read_bytes() == b"%020d" % 90
 
 
-def test_bytes_that_were_counted_and_not_written_are_corrected(
+def test_a_total_that_includes_unwritten_bytes_is_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is killed between counting and writing leaves such a count."""
+    """A process that is killed after it raises the total, before it writes, leaves such a total."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -163,27 +163,27 @@ def test_bytes_that_were_counted_and_not_written_are_corrected(
         for _ in range(4):
             with pytest.raises(OSError, match="No space"):
                 put_file(folder, "page1", 20)
-    assert int((tmp_path / ".prefix_store.lock").read_text()) == BOUND
+    assert int((tmp_path / LOCK_NAME).read_text()) == MAX_BYTES
     assert put_file(folder, "page1", 70)
-    assert sorted(file.name for file in folder.files()) == ["page0", "page1"]
-    assert int((tmp_path / ".prefix_store.lock").read_text()) == 90
+    assert sorted(file.name for file in folder.list_files()) == ["page0", "page1"]
+    assert int((tmp_path / LOCK_NAME).read_text()) == 90
 
 
-def test_a_smaller_bound_frees_space_on_a_full_disk(
+def test_a_smaller_limit_frees_space_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk does not even have space for the count."""
+    """The disk does not even have space for the total."""
     for number in range(3):
         put_file(open_folder(tmp_path), f"page{number}", 30)
-    (tmp_path / ".prefix_store.lock").unlink()
-    folder, pwrite = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
+    (tmp_path / LOCK_NAME).unlink()
+    folder, pwrite = PrefixFolder(tmp_path, NAME_PATTERN, 50), os.pwrite
 
     def write_if_it_fits(*args: Any) -> int:
-        if sum_bytes(folder.files()) > 50:
+        if sum_bytes(folder.list_files()) > 50:
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(*args)
 
     monkeypatch.setattr(os, "pwrite", write_if_it_fits)
     folder.apply_limit()
-    assert [file.name for file in folder.files()] == ["page2"]
-    assert int((tmp_path / ".prefix_store.lock").read_text()) == 30
+    assert [file.name for file in folder.list_files()] == ["page2"]
+    assert int((tmp_path / LOCK_NAME).read_text()) == 30

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipe
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
 from hf_fp8kv.cache.tokens import Tokens
-from hf_fp8kv.prefix.generate import CHUNKS_BEGIN_EMPTY
+from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.serve_process import save_chat_model
@@ -28,8 +28,8 @@ MODELS = [
     "gqa", "sliding_and_full", "kv_sharing", "latent", "hybrid",
     *(pytest.param(name, marks=pytest.mark.full) for name in ("mha", "sliding", "sparse")),
 ]  # fmt: skip
-# Models that cannot go back to an earlier token, because some layers have a window or a state.
-ENDS_WITH_STATE = ("sliding", "sliding_and_full", "kv_sharing", "hybrid")
+# Models that cannot remove tokens, because some layers have a window or a state.
+UNCROPPABLE_MODELS = ("sliding", "sliding_and_full", "kv_sharing", "hybrid")
 
 
 class Chat:
@@ -54,7 +54,7 @@ class Chat:
         return torch.randint(2, 98, (rows, num_tokens), generator=self.generator)
 
     def check_answer(self, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, int]:
-        """Compare an answer to a new cache's. Return it and the number of computed tokens."""
+        """Compare an answer with a new cache's. Return it and the number of computed tokens."""
         num_cached = self.cache.host_length()
         keywords = {**GREEDY, **keywords}
         self.call_lengths.clear()
@@ -68,19 +68,19 @@ class Chat:
 
 
 def count_kept_tokens(name: str, num_shared: int) -> int:
-    """Return the number of kept tokens of a prefix that a prompt shares with a longer text."""
-    return 0 if name in ENDS_WITH_STATE else num_shared
+    """Return the number of tokens that are kept of `num_shared` shared tokens at the beginning."""
+    return 0 if name in UNCROPPABLE_MODELS else num_shared
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
     chat = Chat(name)
-    text = chat.make_ids(21)
+    ids = chat.make_ids(21)
     for turn in range(4):
-        answer, num_computed = chat.check_answer(text)
+        answer, num_computed = chat.check_answer(ids)
         # The last token of an answer is not stored yet.
         assert num_computed == (21 if turn == 0 else 8), turn
-        text = torch.cat([answer, chat.make_ids(7)], 1)
+        ids = torch.cat([answer, chat.make_ids(7)], 1)
     assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
 
@@ -109,7 +109,7 @@ def test_a_different_text_continues_after_the_common_prefix(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sliding", "sliding_and_full"])
-def test_recording_windows_can_go_back(name: str) -> None:
+def test_windows_that_record_the_past_keep_the_common_prefix(name: str) -> None:
     chat = Chat(name)
     chat.cache.activate_past_recording()
     answer, _ = chat.check_answer(chat.make_ids(37))
@@ -118,7 +118,7 @@ def test_recording_windows_can_go_back(name: str) -> None:
     assert num_computed == answer.shape[1] - 20
 
 
-# Grid: Each kind of layers in one of the two caches.
+# Each kind of layers occurs in one of the two kinds of caches.
 @pytest.mark.parametrize(
     ("name", "max_cache_len"), [("gqa", None), ("sliding_and_full", 130), ("latent", 130)]
 )
@@ -128,9 +128,9 @@ def test_preallocated_caches_and_chunks_reuse_tokens(name: str, max_cache_len: i
     answer, num_computed = chat.check_answer(chat.make_ids(21), **options)
     assert num_computed == 21
     answer, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(12)], 1), **options)
-    assert num_computed == (42 if CHUNKS_BEGIN_EMPTY else 13)
+    assert num_computed == (42 if CHUNKS_NEED_EMPTY_CACHE else 13)
     _, num_computed = chat.check_answer(answer[:, :-12], **options)
-    num_kept = 0 if CHUNKS_BEGIN_EMPTY else count_kept_tokens(name, answer.shape[1] - 13)
+    num_kept = 0 if CHUNKS_NEED_EMPTY_CACHE else count_kept_tokens(name, answer.shape[1] - 13)
     assert num_computed == answer.shape[1] - 12 - num_kept
 
 
@@ -325,8 +325,8 @@ def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
     handle.remove()
 
 
-# Grid: Interrupts before the first layer and between layers, in prompts and steps, for two models.
-# Then, in steps, models with layers of transformers after or before a layer of this package.
+# Two models are interrupted before the first layer and between layers, in a prompt and in steps.
+# Then models with layers of transformers are interrupted in steps, after or before a paged layer.
 @pytest.mark.parametrize(
     ("name", "keywords", "call", "layer", "num_known"),
     [
@@ -348,16 +348,16 @@ def test_an_interrupted_chat_continues_correctly(
     _, num_computed = chat.check_answer(edited)
     assert num_computed == 32 - num_known
     _, num_computed = chat.check_answer(edited[:, :32])
-    assert num_computed == 1 or name in ENDS_WITH_STATE
+    assert num_computed == 1 or name in UNCROPPABLE_MODELS
 
 
 def test_rejected_drafts_are_not_part_of_the_cached_text() -> None:
     chat = Chat("gqa")
-    text = chat.make_ids(6).repeat(1, 5)
-    answer, _ = chat.check_answer(text)
+    ids = chat.make_ids(6).repeat(1, 5)
+    answer, _ = chat.check_answer(ids)
     chat.cache.reset()
     draft_answer = chat.model.generate(
-        text, past_key_values=chat.cache, prompt_lookup_num_tokens=4, **GREEDY
+        ids, past_key_values=chat.cache, prompt_lookup_num_tokens=4, **GREEDY
     )
     assert_same(draft_answer, answer)
     chat.check_answer(torch.cat([answer, chat.make_ids(5)], 1))
@@ -409,10 +409,10 @@ def test_a_chat_in_a_pipeline_reuses_tokens(tmp_path: Path) -> None:
 
 def test_texts_match_up_to_different_positions() -> None:
     ids, positions = torch.arange(24).view(2, 12), torch.arange(12)[None]
-    text = Tokens(ids, None, positions[:, :5])
+    tokens = Tokens(ids, None, positions[:, :5])
     assert Tokens(ids).match(Tokens(ids, None, positions)) == ([0, 1], 0), "one has no positions"
-    assert text.match(Tokens(ids, None, positions)) == ([0, 1], 12), "later positions follow"
-    assert text.match(Tokens(ids, None, positions + (positions > 8))) == ([0, 1], 9)
+    assert tokens.match(Tokens(ids, None, positions)) == ([0, 1], 12), "later positions follow"
+    assert tokens.match(Tokens(ids, None, positions + (positions > 8))) == ([0, 1], 9)
     mrope_positions = positions.expand(3, 2, 12)
-    text = Tokens(ids, None, mrope_positions[..., :5])
-    assert text.match(Tokens(ids, None, mrope_positions)) == ([0, 1], 12)
+    tokens = Tokens(ids, None, mrope_positions[..., :5])
+    assert tokens.match(Tokens(ids, None, mrope_positions)) == ([0, 1], 12)

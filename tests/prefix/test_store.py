@@ -229,8 +229,8 @@ def test_a_default_device_is_not_used(tmp_path: Path) -> None:
 
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
-    values = ((0.02 + 0.01 * i, 0.03 * factor, center) for i in range(2))
-    layers = [LayerScales(*(torch.full((2, 16), y) for y in x)) for x in values]
+    values_by_layer = ((0.02 + 0.01 * i, 0.03 * factor, center) for i in range(2))
+    layers = [LayerScales(*(torch.full((2, 16), x) for x in values)) for values in values_by_layer]
     return KVScales(dict(enumerate(layers)), "hf_fp8kv")
 
 
@@ -488,7 +488,7 @@ def _set_entry(name: str, *values: Any) -> Callable[[Any, Any], Any]:
 
 
 def _edit_tensor(change: Callable[[torch.Tensor], list[torch.Tensor]]) -> Callable[[Any, Any], Any]:
-    """Return a function that replaces the tensor of the last layer by the result of `change`."""
+    """Return a function that replaces the tensor of the last layer with the result of `change`."""
     return lambda rows, metadata: rows.extend(change(rows.pop())) or metadata
 
 
@@ -625,7 +625,7 @@ def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any
     return change
 
 
-# Grid: Each wrong size occurs with one storage option, because sizes are checked first.
+# Each wrong size occurs with one storage option, because sizes are checked first.
 @pytest.mark.parametrize(
     ("sizes", "keywords"),
     [
@@ -721,7 +721,7 @@ def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
     assert tiny_reader.store.usage().files == 0
 
 
-def test_a_smaller_bound_holds_from_the_first_lookup(tmp_path: Path) -> None:
+def test_a_smaller_limit_holds_from_the_first_lookup(tmp_path: Path) -> None:
     Reader(tmp_path).check_answer(make_ids(40))
     Reader(tmp_path).check_answer(make_ids(40, seed=1))
     page_bytes = list_files(tmp_path)[0].stat().st_size
@@ -730,13 +730,13 @@ def test_a_smaller_bound_holds_from_the_first_lookup(tmp_path: Path) -> None:
     assert Reader(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40, seed=1)) == 8
     assert count_bytes(tmp_path) <= 7 * page_bytes
     assert Reader(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40)) == 40 - 16
-    # A page that is larger than the bound replaces no page.
+    # A page that is larger than the limit replaces no page.
     reader = Reader(tmp_path, max_bytes=7 * page_bytes, page_size=128)
     reader.check_answer(make_ids(250, seed=3))
     assert reader.store.usage().files == 7
 
 
-def test_a_smaller_bound_does_not_wait_for_the_lock(
+def test_a_smaller_limit_does_not_wait_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Reader(tmp_path).check_answer(make_ids(40))
@@ -1137,14 +1137,14 @@ def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
             check_store(PrefixStore(tmp_path), options, config)
 
 
-def test_invalid_folders_and_bounds_are_refused(tmp_path: Path) -> None:
+def test_invalid_folders_and_limits_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", "a\0b", None, 3):
         with pytest.raises(ConfigError, match="a folder"):
             PrefixStore(path)  # type: ignore[arg-type]
-    for bound in (0, -1, 1.5, True, "1G"):
+    for max_bytes in (0, -1, 1.5, True, "1G"):
         with pytest.raises(ConfigError, match="max_bytes"):
-            PrefixStore(tmp_path, max_bytes=bound)  # type: ignore[arg-type]
+            PrefixStore(tmp_path, max_bytes=max_bytes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["ein Ordner, größer", "link"])

@@ -93,17 +93,17 @@ def read_choices(path: str, fields: dict, text: str) -> list[dict]:
     if (fields.get("stream_options") or {}).get("include_usage"):
         assert not chunks[-1].choices
         assert chunks.pop().usage.total_tokens
-    joined: dict[int, dict] = defaultdict(lambda: {"text": "", "content": "", "tool_calls": []})
+    choices: dict[int, dict] = defaultdict(lambda: {"text": "", "content": "", "tool_calls": []})
     for chunk in chunks:
-        for choice in chunk.choices:
-            merged = joined[choice.index]
-            merged["finish_reason"] = choice.finish_reason
+        for part in chunk.choices:
+            choice = choices[part.index]
+            choice["finish_reason"] = part.finish_reason
             if path == CHAT:
-                merged["content"] += choice.delta.content or ""
-                merged["tool_calls"] += [x.model_dump() for x in choice.delta.tool_calls or []]
+                choice["content"] += part.delta.content or ""
+                choice["tool_calls"] += [x.model_dump() for x in part.delta.tool_calls or []]
             else:
-                merged["text"] += choice.text
-    return [{**merged, "message": merged} for merged in joined.values()]
+                choice["text"] += part.text
+    return [{**choice, "message": choice} for choice in choices.values()]
 
 
 def check_choice(path: str, fields: dict, choice: dict) -> None:
@@ -155,12 +155,12 @@ def check_items(fields: dict, items: list[dict], *, is_truncated: bool) -> None:
 
 
 # Together, these clients send all fields that the tests of the server read.
-FAST = {"openai", "instructor", "lm-eval", "guidellm"}
+FAST_CLIENTS = {"openai", "instructor", "lm-eval", "guidellm"}
 
 
 @pytest.mark.parametrize(
     "client",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in REQUESTS],
+    [pytest.param(x, marks=() if x in FAST_CLIENTS else pytest.mark.full) for x in REQUESTS],
 )
 def test_clients_can_read_their_answers(server, client):
     for request in REQUESTS[client]:

@@ -48,13 +48,13 @@ class SeededSampling(LogitsProcessor):
 def make_prompts() -> list[str]:
     """Return prompts of 2 to 130 characters. Most share their beginning with a different prompt."""
     # This is the first seed for which all margins between tokens are wide (see `wide_margins`).
-    generator = random.Random(0)
+    rng = random.Random(0)
 
     def draw_text(max_length: int) -> str:
-        return "".join(generator.choices("abcdefghij klmnop", k=generator.randrange(2, max_length)))
+        return "".join(rng.choices("abcdefghij klmnop", k=rng.randrange(2, max_length)))
 
     prefixes = ["", *(draw_text(90) for _ in range(5))]
-    return [generator.choice(prefixes) + draw_text(40) for _ in range(NUM_REQUESTS)]
+    return [rng.choice(prefixes) + draw_text(40) for _ in range(NUM_REQUESTS)]
 
 
 PROMPTS = make_prompts()
@@ -91,11 +91,11 @@ def disconnect(server: Endpoint, index: int) -> None:
         time.sleep(index % 8 * 0.05)
 
 
-def generate_answers(folder: str, kind: str, count: int) -> list[str]:
+def generate_answers(folder: str, kind: str, num_requests: int) -> list[str]:
     """Return the answers of `generate()` with transformers' cache."""
     model = LlamaForCausalLM.from_pretrained(folder)
     answers = []
-    for index, prompt in enumerate(PROMPTS[:count]):
+    for index, prompt in enumerate(PROMPTS[:num_requests]):
         processors = {
             "greedy": [],
             "penalties": [
@@ -112,23 +112,23 @@ def generate_answers(folder: str, kind: str, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"),
+    ("kind", "num_requests"),
     [("seeds", 20), *(pytest.param(x, NUM_REQUESTS, marks=pytest.mark.full) for x in FIELDS)],
 )
-def test_concurrent_requests_match_single_requests(server, folder, kind, count):
-    single_answers = [complete(server, index, kind) for index in range(count)]
-    assert len(set(single_answers)) > (10 if kind == "structured" else 0.6 * count)
+def test_concurrent_requests_match_single_requests(server, folder, kind, num_requests):
+    single_answers = [complete(server, index, kind) for index in range(num_requests)]
+    assert len(set(single_answers)) > (10 if kind == "structured" else 0.6 * num_requests)
     metric = 'requests_total{status="499"}'
-    num_before = server.wait_until(requests_active=0).get(metric, 0)
-    num_disconnects = 4 * count // 5
-    with ThreadPoolExecutor(count + num_disconnects) as pool:
+    old_disconnects = server.wait_until(requests_active=0).get(metric, 0)
+    num_disconnects = 4 * num_requests // 5
+    with ThreadPoolExecutor(num_requests + num_disconnects) as pool:
         disconnecting = [pool.submit(disconnect, server, index) for index in range(num_disconnects)]
-        indices = random.Random(1).sample(range(count), count)
+        indices = random.Random(1).sample(range(num_requests), num_requests)
         answers = {index: pool.submit(complete, server, index, kind) for index in indices}
-        concurrent_answers = [answers[index].result() for index in range(count)]
+        concurrent_answers = [answers[index].result() for index in range(num_requests)]
         for future in disconnecting:
             future.result()
-    assert server.wait_until(requests_active=0)[metric] > num_before
+    assert server.wait_until(requests_active=0)[metric] > old_disconnects
     assert concurrent_answers == single_answers
     if kind != "structured":
-        assert concurrent_answers == generate_answers(folder, kind, count)
+        assert concurrent_answers == generate_answers(folder, kind, num_requests)

@@ -71,16 +71,16 @@ def get_choices(server: Endpoint, path: str = COMPLETIONS, **fields: object) -> 
     answer = server.answer(path, **fields)
     if not fields.get("stream"):
         return answer["choices"]
-    joined: dict[int, dict] = {}
+    choices: dict[int, dict] = {}
     for event in answer:
-        for choice in event["choices"]:
-            parts = joined.setdefault(choice["index"], {"text": "", "calls": [], "logprobs": []})
-            delta = choice.get("delta", {})
-            parts["text"] += choice.get("text") or delta.get("content") or ""
-            parts["calls"] += delta.get("tool_calls", [])
-            parts["logprobs"].append(choice.get("logprobs"))
-            parts["finish_reason"] = choice.get("finish_reason")
-    return [joined[index] for index in sorted(joined)]
+        for part in event["choices"]:
+            choice = choices.setdefault(part["index"], {"text": "", "calls": [], "logprobs": []})
+            delta = part.get("delta", {})
+            choice["text"] += part.get("text") or delta.get("content") or ""
+            choice["calls"] += delta.get("tool_calls", [])
+            choice["logprobs"].append(part.get("logprobs"))
+            choice["finish_reason"] = part.get("finish_reason")
+    return [choices[index] for index in sorted(choices)]
 
 
 @torch.inference_mode()
@@ -129,7 +129,7 @@ def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
     expected = compute_logprobs(model, tokens)
     for position, entry in enumerate(content, 2):
         torch.testing.assert_close(entry["logprob"], expected[position].max().item(), **TOLERANCE)
-        assert entry["top_logprobs"][0] == {k: entry[k] for k in ("token", "logprob", "bytes")}
+        assert entry["top_logprobs"][0] == {x: entry[x] for x in ("token", "logprob", "bytes")}
         assert bytes(entry["bytes"]).decode() == entry["token"]
         assert len(entry["top_logprobs"]) == 2
     first_entry, *prompt_entries = answer["prompt_logprobs"]
@@ -141,7 +141,7 @@ def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
         assert prompt_entry["rank"] == 1 + int((expected[position] > logprob).sum())
     (streamed,) = get_choices(server, CHAT, **fields, stream=True)
     parts = [part["content"] for part in streamed["logprobs"] if part]
-    assert [t["token"] for t in chain.from_iterable(parts)] == [t["token"] for t in content]
+    assert [x["token"] for x in chain.from_iterable(parts)] == [x["token"] for x in content]
     assert max(map(len, parts)) == 1
 
 
@@ -166,7 +166,7 @@ def test_a_prompt_without_an_answer_is_scored(server, model):
     streamed = get_choices(server, **fields, logprobs=1, stream=True)
     assert [choice["text"] for choice in streamed] == ["first", "second one"]
     assert {choice["finish_reason"] for choice in streamed} == {"length"}
-    prompt = "x" * CONTEXT  # the length of the model
+    prompt = "x" * CONTEXT  # fills the context of the model
     (scored,) = get_choices(server, **fields | {"prompt": prompt}, logprobs=0)
     assert (scored["text"], len(scored["logprobs"]["tokens"])) == (prompt, CONTEXT)
     assert server.ask(COMPLETIONS, {**fields, "prompt": prompt + "x"})[0] == 400
@@ -197,7 +197,7 @@ def test_a_restarted_request_gets_its_own_scores():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_several_answers_match_those_of_consecutive_seeds(server, path, stream):
+def test_several_answers_match_answers_of_consecutive_seeds(server, path, stream):
     fields = {"messages": QUESTION} if path == CHAT else {"prompt": PROMPT}
     fields |= {"max_tokens": 10, "temperature": 1.2, "stream": stream}
 
@@ -219,10 +219,9 @@ def test_the_prompt_of_several_answers_is_counted_and_computed_once(server):
     assert answer["usage"]["completion_tokens"] == 24
     assert answer["usage"]["total_tokens"] == len(prompt) + 2 + 24
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    before = server.metrics()
+    old_hits = server.metrics()["prefix_hits_total"]
     server.answer(COMPLETIONS, prompt="y" + prompt, n=3, max_tokens=4)
-    after = server.metrics()
-    assert after["prefix_hits_total"] - before["prefix_hits_total"] == 2
+    assert server.metrics()["prefix_hits_total"] - old_hits == 2
 
 
 def test_several_answers_of_a_stream_are_interleaved(server):
@@ -543,11 +542,11 @@ def test_token_rules_count_each_token_of_prompt_and_answer():
     assert change_scores(frequency_penalty=0.5) == [0, 0, 0, 0, -0.5, -1.0, 0, 0, 0, 0]
     assert change_scores(repetition_penalty=2.0) == [0, -2, -1.5, 0, -1.5, -2, 0, 0, 0, 0]
     assert change_scores(logit_bias={3: 1.5, 5: -1}) == [0, 0, 0, 1.5, 0, -1, 0, 0, 0, 0]
-    ninf = float("-inf")
+    blocked = float("-inf")
     assert change_scores(min_tokens=3) == [0] * 10
-    assert change_scores(min_tokens=4) == [0] * 9 + [ninf]
+    assert change_scores(min_tokens=4) == [0] * 9 + [blocked]
     bad_words = ((5, 7), (5, 5, 6), (4, 8), (2, 4, 5, 5, 3), (0,))
-    assert change_scores(bad_words=bad_words) == [ninf, 0, 0, 0, 0, 0, ninf, ninf, 0, 0]
+    assert change_scores(bad_words=bad_words) == [blocked, 0, 0, 0, 0, 0, blocked, blocked, 0, 0]
     sequence.cached_tensors.clear()
     rules = sampling.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5})
     for tokens in (answer, [*answer, 0]):  # unchanged tensors are cached from step to step
@@ -607,7 +606,7 @@ def test_undecodable_bytes_do_not_end_an_answer():
                 stream.step(bpe, token)
         except Exception:
             num_failures += 1
-    assert num_failures > 10  # the case does occur
+    assert num_failures > 10  # the stream of tokenizers fails for some of these tokens
 
 
 @pytest.mark.parametrize(("parser", "reasoning"), [(None, ""), (BracketParser(), "so it is")])

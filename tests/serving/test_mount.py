@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def make_application(folder):
-    """Return a function that creates an application. Check at the end that the engine has ended."""
+    """Yield a function that creates an application. Then check that the engine has ended."""
     old_threads = {thread for thread in threading.enumerate() if not thread.daemon}
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -100,11 +100,11 @@ def test_a_server_can_start_an_application_twice(make_application):
 
 @pytest.mark.parametrize("cors", [False, True])
 def test_cors_allows_other_origins_only_if_enabled(make_application, cors):
-    page_headers = {"origin": "https://page.example"}
+    origin_headers = {"origin": "https://page.example"}
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
     with TestClient(make_application(cors=cors, api_key="sesame")) as client:
-        unauthorized = client.get("/v1/models", headers=page_headers)
-        response = client.options(CHAT, headers=page_headers | preflight)
+        unauthorized = client.get("/v1/models", headers=origin_headers)
+        response = client.options(CHAT, headers=origin_headers | preflight)
     assert (unauthorized.status_code, response.status_code) == (401, 200 if cors else 401)
     for answer in (unauthorized, response):
         assert ("access-control-allow-origin" in answer.headers) is cors

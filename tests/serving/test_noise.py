@@ -30,7 +30,7 @@ def sample(
 
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:
-    """The other requests have different lengths, share steps, split prompts and evict pages."""
+    """The additional requests have different lengths, share steps, split prompts, evict pages."""
     prompt_ids, other_prompts = prompts(), prompts(seed=7)
     tokens = sample(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == len(prompt_ids)

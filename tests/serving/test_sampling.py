@@ -31,10 +31,10 @@ def make_noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
     return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
 
 
-def matches_distribution(read_counts: torch.Tensor, expected: torch.Tensor) -> bool:
+def matches_distribution(counts: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether chi-square is less than five standard deviations above its mean."""
-    degrees_of_freedom = read_counts.numel() - 1
-    statistic = ((read_counts - expected).square() / expected).sum().item()
+    degrees_of_freedom = counts.numel() - 1
+    statistic = ((counts - expected).square() / expected).sum().item()
     return statistic < degrees_of_freedom + 5 * (2 * degrees_of_freedom) ** 0.5
 
 
@@ -42,16 +42,16 @@ def matches_distribution(read_counts: torch.Tensor, expected: torch.Tensor) -> b
 def test_tokens_have_the_probabilities_of_the_logits(seed):
     probabilities = torch.randn(30, generator=torch.Generator().manual_seed(1)).softmax(0)
     noise = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 30)
-    read_counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
-    assert matches_distribution(read_counts, probabilities * len(noise))
+    counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
+    assert matches_distribution(counts, probabilities * len(noise))
 
 
 @pytest.mark.parametrize("seed", [None, 11])
 def test_noise_of_neighbors_is_independent(seed):
     """Adjacent positions of one seed, and adjacent seeds at one position, are independent."""
-    token = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
-    pairs = (16 * token[:-1] + token[1:]).bincount(minlength=256)
-    assert matches_distribution(pairs, torch.full((256,), (len(token) - 1) / 256))
+    tokens = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
+    pair_counts = (16 * tokens[:-1] + tokens[1:]).bincount(minlength=256)
+    assert matches_distribution(pair_counts, torch.full((256,), (len(tokens) - 1) / 256))
 
 
 def test_noise_depends_only_on_key_and_token():
@@ -93,8 +93,8 @@ def test_rows_without_temperature_have_no_noise():
     assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
 
 
-def test_rows_are_filtered_by_their_own_limits():
-    """At temperature 0 no noise is added. It does not affect top-k, top-p and min-p."""
+def test_each_row_is_filtered_by_its_limits():
+    """At temperature 0, no noise is added, and the row is still filtered."""
     probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
     scores = probabilities.log().repeat(7, 1) + torch.arange(7.0)[:, None]
     limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})

@@ -29,7 +29,7 @@ def make_decoding(name: str) -> SimpleNamespace:
 
 LONG, SHORT, MIDDLE, NEWEST = (
     make_prompt("long", 5000, 1.0), make_prompt("short", 20, 2.0), make_prompt("middle", 300, 3.0),
-    make_prompt("later", 4000, 4.0),
+    make_prompt("newest", 4000, 4.0),
 )  # fmt: skip
 
 
@@ -40,12 +40,12 @@ LONG, SHORT, MIDDLE, NEWEST = (
         ([LONG], 256, "long", {}),
         ([make_decoding("a"), LONG], 256, "a long", {}),
         ([LONG, SHORT], 256, "short long", {"short": 20}),
-        ([LONG, NEWEST], 256, "later long", {"later": 128}),
+        ([LONG, NEWEST], 256, "newest long", {"newest": 128}),
         # The shortest prompt comes first. A prompt that does not fit into the half gets the rest.
         ([make_decoding("a"), make_decoding("b"), LONG, NEWEST, MIDDLE, SHORT], 258,
-         "a b short middle long later", {"short": 20, "middle": 108}),
-        # The oldest request is the first by time, at any place in the list.
-        ([SHORT, NEWEST, LONG], 64, "short later long", {"short": 20, "later": 12}),
+         "a b short middle long newest", {"short": 20, "middle": 108}),
+        # The oldest request has the earliest time, at any place in the list.
+        ([SHORT, NEWEST, LONG], 64, "short newest long", {"short": 20, "newest": 12}),
         # The step has room for only one prompt token.
         ([make_decoding("a"), make_decoding("b"), LONG, SHORT], 3, "a b long short", {}),
     ],
@@ -111,12 +111,12 @@ def test_a_shortage_of_pages_restarts_the_newer_request():
 
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
-    """`first_tokens` has the step of 32 tokens in which each prompt gets its first token."""
+    """The test compares the steps, of 32 tokens each, in which prompts get their first token."""
     sizes = {"long": (400, 4), "short": (10, 5), "middle": (50, 6)}
     prompts = {name: make_token_ids(*size) for name, size in sizes.items()}
     model, manager = submit(prompts, 96, is_fair=is_fair)
     processor = manager.batch_processor
-    first_tokens: dict[str, int] = {}
+    first_steps: dict[str, int] = {}
     answers = {}
     step = 0
     while len(answers) < len(prompts):
@@ -126,15 +126,15 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
         processor.update_batch()
         for state in processor.scheduler.active_requests.values():
             if state.generated_tokens:
-                first_tokens.setdefault(state.request_id, step)
+                first_steps.setdefault(state.request_id, step)
         for name in prompts:
             if (answer := manager.get_result(name, timeout=0.001)) is not None:
                 answers[name] = answer.generated_tokens
         assert step < 100
     if is_fair:
-        assert first_tokens == {"short": 1, "middle": 4, "long": 15}
+        assert first_steps == {"short": 1, "middle": 4, "long": 15}
     else:
-        assert min(first_tokens.values()) == first_tokens["long"] == 13
+        assert min(first_steps.values()) == first_steps["long"] == 13
     for name, prompt in prompts.items():
         config = batching(pages=96)
         (out,) = model.generate_batch([prompt], greedy(max_new_tokens=2), config).values()

@@ -636,12 +636,12 @@ def test_other_content_types_are_rejected(server):
 
 def test_requests_with_the_same_id_are_not_mixed_up(server):
     with ThreadPoolExecutor(4) as pool:
-        headers_of_all = {"x-request-id": "same"}
-        questions = [chat(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
-        answers = list(pool.map(lambda q: server.ask(CHAT, q, headers=headers_of_all), questions))
-    for question, (status, text, headers) in zip(questions, answers, strict=True):
+        same_id = {"x-request-id": "same"}
+        requests = [chat(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
+        answers = list(pool.map(lambda body: server.ask(CHAT, body, headers=same_id), requests))
+    for request, (status, text, headers) in zip(requests, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
-        single_answer = json.loads(server.ask(CHAT, question)[1])
+        single_answer = json.loads(server.ask(CHAT, request)[1])
         assert json.loads(text)["choices"] == single_answer["choices"]
 
 
@@ -755,7 +755,7 @@ def test_unusable_files_are_explained(run, model, tmp_path):
         assert (code, message in " ".join(err.split())) == (1, True), err
 
 
-def test_custom_names_lengths_and_templates(model, tmp_path):
+def test_custom_names_lengths_and_templates_are_used(model, tmp_path):
     (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
     options = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
     with hosting(model, *options, "--max-model-len", "40") as server:
@@ -821,7 +821,7 @@ def test_a_failed_engine_ends_the_server(model, monkeypatch):
     "sends_twice", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
 def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, sends_twice, tmp_path):
-    # uvicorn prefers this parser if it is installed. It has no limit for headers.
+    # uvicorn prefers httptools if it is installed, but httptools does not limit headers.
     (tmp_path / "httptools.py").write_text("HttpRequestParser = None")
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     options = ("--grace", "100", "--metrics-interval", "0.1")

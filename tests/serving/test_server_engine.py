@@ -50,7 +50,7 @@ def test_the_engine_has_the_used_names(names):
 
 
 def test_no_other_private_names_are_used():
-    """A foreign private attribute begins with an underscore, and no class of the server has it."""
+    """A foreign private attribute begins with an underscore, and the server does not define it."""
     text = "\n".join(path.read_text() for path in SERVER.glob("*.py"))
     own_names = set(re.findall(r"\bself\.(_\w+)", text)) | set(re.findall(r"\bdef (_\w+)", text))
     used_names = {

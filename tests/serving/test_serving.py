@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,12 +73,11 @@ def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
 
-# Pairwise cover: each kind of scales runs with one model that differs from llama.
-def every_model(*fast: str) -> pytest.MarkDecorator:
-    """Return a parametrization of the fixture `model`. The models `fast` are in the fast tier."""
+def for_each_model(fast_name: str) -> pytest.MarkDecorator:
+    """Parametrize the fixture `model` with all models. Only `fast_name` is in the fast tier."""
     return pytest.mark.parametrize(
         "model",
-        [pytest.param(name, marks=() if name in fast else pytest.mark.full) for name in MODELS],
+        [pytest.param(x, marks=() if x == fast_name else pytest.mark.full) for x in MODELS],
         indirect=True,
     )
 
@@ -108,16 +108,16 @@ def check_tokens(model: Any, *, is_exact: bool | None = False, **options: Any) -
 class TestSameTokens:
     """Tokens match generate() with FP8PagedCache and the same scales, for eight prompts."""
 
-    @every_model("gpt_oss")
+    @for_each_model("gpt_oss")
     def test_static_scales_per_head(self, model: Any) -> None:
         check_tokens(model, scales=head_scales(model))
 
-    @every_model("gemma2")
+    @for_each_model("gemma2")
     def test_dynamic_scales(self, model: Any) -> None:
         # Rounding by dynamic scales does not change the tokens of every model.
         check_tokens(model, is_exact=None, dtype="fp8_e5m2")
 
-    @every_model("qwen3")
+    @for_each_model("qwen3")
     def test_unquantized(self, model: Any) -> None:
         check_tokens(model, is_exact=True, dtype="auto")
 
@@ -152,7 +152,7 @@ class TestSameTokens:
                 1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
         check_tokens(model, is_exact=None, plan=plan)
 
-    # Grid: the interpreter takes half a minute, and tests/ops compares its kernels with torch.
+    # The interpreter takes half a minute, and tests/ops compares its kernels with torch.
     @pytest.mark.parametrize(
         ("name", "backend"),
         [
@@ -195,7 +195,7 @@ class TestSameTokens:
     def test_steps_as_a_block_table(
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Steps run eagerly, but as in CUDA graphs: the host reads no tensors of a step."""
+        """Steps run eagerly, but as in CUDA graphs, the host reads no tensors of a step."""
         scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
         expected = enable(llama, prompts(), scales=scales, dtype=dtype)
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
@@ -215,10 +215,10 @@ class TestSameTokens:
         assert max(batch_sizes) > 1
 
     def test_paged_generate(self, llama: Any) -> None:
-        text = prompts()[5]
-        (expected,) = enable(llama, [text], scales=head_scales(llama))
+        prompt = prompts()[5]
+        (expected,) = enable(llama, [prompt], scales=head_scales(llama))
         output = llama.generate(
-            torch.tensor([text]),
+            torch.tensor([prompt]),
             cache_implementation="paged",
             generation_config=greedy(continuous_batching_config=batching()),
         )
@@ -228,14 +228,14 @@ class TestSameTokens:
 def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
     """Each layer follows its plan. A page is one row of a block and contains K, V and scales."""
     model, _ = tiny("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
-    text = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
     plan = planned_scales(is_dynamic=True)
     cache = FP8PagedCache(model.config, plan=plan, page_size=8, prefill="stored")
     with torch.no_grad():
-        model(text, past_key_values=cache)
+        model(ids, past_key_values=cache)
     serving.enable(model, plan=plan)
     with open_manager(model, page_size=8) as manager:
-        request_answer(manager, text[0].tolist(), 2)
+        request_answer(manager, ids[0].tolist(), 2)
         for index, layer in enumerate(cache.layers):
             blocks = manager.batch_processor.cache.layers[index].pages.block
             for page in layer.keys.block[layer.keys.table[0, :5].long()]:
@@ -268,7 +268,7 @@ class TestSharing:
             *(pytest.param(x, {}, marks=FULL) for x in ("llama", "mistral")),
         ],
     )
-    def test_forks(self, name: str, options: dict[str, Any]) -> None:
+    def test_forks_give_the_same_tokens(self, name: str, options: dict[str, Any]) -> None:
         model = make_model(name)
         prompt_ids = prompts()[:4]
         expected = enable(model, prompt_ids, **options or {"scales": head_scales(model)})
@@ -276,7 +276,7 @@ class TestSharing:
         assert tokens == [answer for answer in expected for _ in range(3)]
 
     @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
-    def test_eviction(self, name: str) -> None:
+    def test_few_pages_give_the_same_tokens(self, name: str) -> None:
         """The pages are enough for about two requests, so other requests wait or restart."""
         model = make_model(name)
         prompt_ids = prompts()
@@ -427,7 +427,7 @@ class TestManagers:
         serving.disable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
 
-    def test_usage(self, llama: Any) -> None:
+    def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
         assert serving.usage(llama) is None
         serving.enable(llama)
         assert serving.usage(llama) is None
@@ -478,8 +478,6 @@ class TestStock:
         loaded_model = pickle.loads(pickle.dumps(llama))
         assert type(loaded_model.init_continuous_batching(greedy(), batching())) is FP8Manager
         assert not serving.disable(loaded_model)._forward_pre_hooks
-        import weakref
-
         reference = weakref.ref(model_copy)
         del model_copy, manager
         gc.collect()
@@ -549,7 +547,7 @@ class TestErrors:
         ids=str,
     )
     def test_models_that_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
-        """Rounding, a missing softcap, or a window shorter than the probe's text is accepted.
+        """Rounding, a missing softcap, or a window shorter than the probe's tokens is accepted.
 
         Up to transformers 5.20, gemma2 runs sdpa by default, which has no softcap.
         """
@@ -617,8 +615,8 @@ class TestLimits:
                 for n in (max_tokens, max_tokens + 1)
             ]
             assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
-            text = [3] * (max_tokens - NEW_TOKENS + 1)  # the last token is never stored
-            assert len(generate_batch(model, [text], pages=6)[0]) == NEW_TOKENS
+            prompt = [3] * (max_tokens - NEW_TOKENS + 1)  # the last token is never stored
+            assert len(generate_batch(model, [prompt], pages=6)[0]) == NEW_TOKENS
         manager.batch_processor = None
 
 
@@ -672,10 +670,10 @@ class TestRunning:
 
     def test_padding_has_no_result(self) -> None:
         step = EngineStep([None], 8)
-        for page, tokens in enumerate((10, 8, 1)):
-            step.add(0, tokens, [[2 * page, 2 * page + 1]])
+        for index, num_tokens in enumerate((10, 8, 1)):
+            step.add(0, num_tokens, [[2 * index, 2 * index + 1]])
         work = step.work(0, torch.device("cpu"))
-        targets = [t for batch in work.batches for t in batch.target_tokens.tolist()]
+        targets = [x for batch in work.batches for x in batch.target_tokens.tolist()]
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
     def test_an_unused_row_has_a_valid_page_and_slot(self) -> None:
@@ -692,9 +690,8 @@ class TestRunning:
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
-        plans = [
-            int(x.plan("torch", 2, 4)[0, 0]) for x in step.work(0, torch.device("cpu")).batches
-        ]
+        batches = step.work(0, torch.device("cpu")).batches
+        plans = [int(batch.work_plan("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(plans) == [5, 8]
         assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
 

@@ -33,18 +33,17 @@ def _fresh_compiler() -> Any:
 
 
 class TestCompiled:
-    # Full: torch needs 12 s to trace the layers of one model.
-    @pytest.mark.full
+    @pytest.mark.full  # torch needs 12 s to trace the layers of one model
     @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
     def test_compiled_steps_give_the_same_tokens(self, name: str) -> None:
         """Attention is not compiled, so a new number of requests needs no new compilation."""
         model = tiny(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
         expected = enable(model, prompts(), scales=head_scales(model))
         config = CompileConfig(fullgraph=False, **TRACED)
-        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        initial_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
         assert tokens == expected
-        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - initial_graphs
         # The parts without attention are 11 graphs. Compiling attention for each step makes 55.
         assert 0 < num_graphs < 25
 

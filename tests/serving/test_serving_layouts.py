@@ -32,9 +32,9 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
-# Numbers of pages of 8 tokens. They are too few for all requests at once.
-NUM_PAGES = {"llama": 16, "gemma2": 24}
-TYPES = ["sliding_attention", "full_attention", "full_attention"]
+# Numbers of pages of 8 tokens, which are too few for all requests at once.
+PAGES_BY_MODEL = {"llama": 16, "gemma2": 24}
+LAYER_TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
 
 def make_cache(model: Any, **config: Any) -> Any:
@@ -44,16 +44,16 @@ def make_cache(model: Any, **config: Any) -> Any:
     return manager.batch_processor.cache
 
 
-def make_planned_cache(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, Any]:
+def make_cache_and_handler(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, Any]:
     """Return a bfloat16 model, its manager's cache, and the handler that planned the memory."""
+    handlers: list[Any] = []
 
-    class RecordedHandler(flat_tensor._MemoryHandler):
+    class RecordingHandler(flat_tensor._MemoryHandler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             handlers.append(self)
 
-    handlers: list[Any] = []
-    monkeypatch.setattr(flat_tensor, "_MemoryHandler", RecordedHandler)
+    monkeypatch.setattr(flat_tensor, "_MemoryHandler", RecordingHandler)
     model = tiny("llama")[0].to(torch.bfloat16)
     serving.enable(model)
     cache = make_cache(model, **config)
@@ -65,7 +65,7 @@ def make_config(**options: Any) -> ServingConfig:
     return ServingConfig.parse(dtype="fp8_e4m3", backend="torch", **options)
 
 
-class TestChoice:
+class TestEngineChoice:
     def test_the_engine_is_chosen_by_features(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transformers, "__version__", "99.0")
         assert issubclass(engines.make_cache_class(None), flat_tensor.Cache)
@@ -102,11 +102,14 @@ class TestChoice:
 class TestGroups:
     @pytest.mark.parametrize(
         "layer_types",
-        [TYPES * 2, *(pytest.param(x, marks=pytest.mark.full) for x in (TYPES, TYPES[:2] * 2))],
+        [
+            LAYER_TYPES * 2,
+            *(pytest.param(x, marks=pytest.mark.full) for x in (LAYER_TYPES, LAYER_TYPES[:2] * 2)),
+        ],
         ids=len,
     )
-    def test_layer_types_in_any_order(self, layer_types: list[str]) -> None:
-        """Test groups of one layer, groups of two layers, and two types with one group each."""
+    def test_layers_in_any_order_give_the_same_tokens(self, layer_types: list[str]) -> None:
+        """The cases have groups of two layers, groups of one layer, and one group of each type."""
         model = tiny(
             "gpt_oss", sliding_window=9, num_hidden_layers=len(layer_types), layer_types=layer_types
         )[0]
@@ -119,7 +122,7 @@ class TestGroups:
         assert generate_batch(model, prompt_ids, max_batch_tokens=16) == expected
 
 
-class TestBytes:
+class TestMemory:
     def test_planned_bytes_match_allocated_bytes(self) -> None:
         for options in ({}, {"key_dtype": "auto"}, {"dtype": "auto"}, {"scales": 0.1}):
             model = tiny("llama")[0].to(torch.bfloat16)
@@ -133,24 +136,24 @@ class TestBytes:
             memory = cache.layers[0].pages.block.untyped_storage()
             assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
 
-    def test_a_sector_takes_its_bytes_and_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The plan has no mask and no dense copy. Each token of a step adds its activations."""
-        model, cache, handler = make_planned_cache(monkeypatch)
+    def test_sectors_and_tokens_add_planned_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The planned memory has no mask and no dense copy. Tokens of a step have activations."""
+        model, cache, handler = make_cache_and_handler(monkeypatch)
         num_sectors, num_tokens = cache.num_sectors, cache.max_batch_tokens
-        costs = [
-            handler.compute_memory_footprint(num_tokens, num_sectors + extra) for extra in (0, 1)
-        ]
-        assert costs[1] - costs[0] == handler.bytes_per_sector + handler.tokens_per_sector * 8
-        token_cost = handler.compute_memory_footprint(num_tokens + 1, num_sectors) - costs[0]
-        # Two bytes each: hidden states, 4 query heads, 2 heads of K and V, and extra values.
-        extra_values = count_extra_values(model.config)
-        assert token_cost >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + extra_values)
-        assert extra_values > 3 * 4 * 16
+        compute_bytes = handler.compute_memory_footprint
+        planned_bytes = compute_bytes(num_tokens, num_sectors)
+        sector_bytes = compute_bytes(num_tokens, num_sectors + 1) - planned_bytes
+        assert sector_bytes == handler.bytes_per_sector + handler.tokens_per_sector * 8
+        token_bytes = compute_bytes(num_tokens + 1, num_sectors) - planned_bytes
+        # A token has hidden states, 4 query heads, 2 heads each of K and V, and extra values.
+        num_extra = count_extra_values(model.config)
+        assert token_bytes >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + num_extra)
+        assert num_extra > 3 * 4 * 16
 
     def test_a_rank_stores_its_heads_and_their_scales(self) -> None:
         model = tiny("llama")[0]
         scales = head_scales(model)
-        distributed = SimpleNamespace(
+        distributed_helper = SimpleNamespace(
             tp_size=2, tp_local_rank=1, tp_all_reduce_min=lambda x: x,
             are_kv_heads_tp_ed=lambda: True,
         )  # fmt: skip
@@ -159,7 +162,7 @@ class TestBytes:
         ranks = TensorParallel(1, 2)
         cache = engines.make_cache_class(make_config(scales=scales, tensor_parallel=ranks))(
             config=model.config, continuous_batching_config=config, device="cpu",
-            distributed_helper=distributed, dtype=torch.float32,
+            distributed_helper=distributed_helper, dtype=torch.float32,
         )  # fmt: skip
         assert cache.page_layout.heads == 1
         assert cache.layers[0].pages.k_codes.shape[1] == 1
@@ -169,7 +172,6 @@ class TestBytes:
 
 
 class TestOffloading:
-    # Grid: each model and each pair of formats occurs once.
     @pytest.mark.parametrize(
         ("name", "options"),
         [
@@ -191,7 +193,7 @@ class TestOffloading:
             model,
             prompt_ids,
             page_size=8,
-            pages=NUM_PAGES[name],
+            pages=PAGES_BY_MODEL[name],
             max_batch_tokens=64,
             cpu_offload_space=0.01,
         )

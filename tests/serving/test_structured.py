@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import decoders
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
@@ -44,7 +45,7 @@ PERSON = {
     "required": ["name", "age", "tags", "home"],
     "additionalProperties": False,
 }
-NAMED = {"name": "person", "schema": PERSON, "strict": True}
+NAMED_SCHEMA = {"name": "person", "schema": PERSON, "strict": True}
 NUMBERS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 5}
 
 
@@ -122,11 +123,12 @@ def test_an_answer_matches_its_json_schema(server, sampling):
         assert reason == "stop"
 
 
-def test_every_endpoint_has_its_own_field(server):
-    json_schema = {"type": "json_schema", "json_schema": NAMED}
+def test_each_endpoint_accepts_its_field(server):
+    json_schema = {"type": "json_schema", "json_schema": NAMED_SCHEMA}
+    text_format = {"type": "json_schema", **NAMED_SCHEMA}
     for path, fields in (
         (CHAT, CHAT_FIELDS | {"response_format": json_schema}),
-        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": {"type": "json_schema", **NAMED}}}),
+        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": text_format}}),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 250} | constrain(json=json.dumps(PERSON))),
     ):
         assert is_person(text_in(server.answer(path, **fields)))
@@ -207,8 +209,8 @@ def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_tok
         if not seed:
             assert complete(server, **fields)[1] == "length"
     fields = {"prompt": "x", "max_tokens": 9} | constrain(choice=["ready"])
-    for endpoint, tokens in ((server_with_end_token, len("ready") + 1), (server, len("ready"))):
-        assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == tokens
+    for endpoint, num_tokens in ((server_with_end_token, 1 + len("ready")), (server, len("ready"))):
+        assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == num_tokens
 
 
 # -- concurrent requests ---------------------------------------------------------------------------
@@ -422,13 +424,13 @@ def read_mask(blocked: np.ndarray) -> str:
 
 def test_rows_have_the_masks_of_their_requests(make_guide):
     """The last two rows belong to unfinished prompts, whose scores are not used."""
-    vocabulary = 95
-    sampler = Sampler([], vocabulary)
+    vocab_size = 95
+    sampler = Sampler([], vocab_size)
     sequences = [
         Sequence([1], 9), Sequence([1], 9, guide=make_guide("[a-c]x")), Sequence([1], 9),
         Sequence([1], 9, frozenset({5}), guide=make_guide("[d-f]?y")),
     ]  # fmt: skip
-    scores, arguments = torch.randn(6, vocabulary), torch.zeros(5, 6, dtype=torch.int32)
+    scores, arguments = torch.randn(6, vocab_size), torch.zeros(5, 6, dtype=torch.int32)
     sampler.fill_defaults(arguments)
     sampler.prepare_tensor_args(make_step(sequences, 3), arguments)
     masked_scores = sampler(torch.zeros(6), scores.clone(), arguments)
@@ -454,10 +456,10 @@ def test_an_end_token_is_allowed_only_if_the_grammar_may_end(make_guide):
 
 
 def test_a_text_that_no_end_token_can_end_is_complete(make_guide):
-    for ends, complete in (((), True), ((5,), False), ((10**6,), True)):
-        sequence = Sequence([1], 9, frozenset(ends), guide=make_guide("a"))
+    for end_tokens, is_complete in (((), True), ((5,), False), ((10**6,), True)):
+        sequence = Sequence([1], 9, frozenset(end_tokens), guide=make_guide("a"))
         engine.check_token(sequence, ord("a") - 32, 95)
-        assert engine._is_complete(sequence, 95) is complete
+        assert engine._is_complete(sequence, 95) is is_complete
     sequence = Sequence([1], 9, frozenset({5}), guide=make_guide("aa"))
     engine.check_token(sequence, 5, 95)  # the grammar ignores an end token
     with pytest.raises(APIError, match="doesn't satisfy the grammar") as error:
@@ -477,8 +479,6 @@ def test_a_fork_of_a_guide_advances_independently(make_guide):
 
 def test_a_tokenizer_without_bytes_is_rejected(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    from tokenizers import decoders
-
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     compiler = grammars.Grammars(tokenizer, 95, None)
     with pytest.raises(APIError, match=r"x: .*this model's tokenizer is not supported"):

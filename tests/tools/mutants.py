@@ -290,7 +290,7 @@ MUTANTS = (
     ),
     Mutant(
         "beams: the order is ignored", "cache/cache.py",
-        "self._paged.select(rows)", "self._paged.select(torch.arange(len(rows)))",
+        "self._paged.select(sequences)", "self._paged.select(torch.arange(len(sequences)))",
         "tests/cache/test_cache.py tests/cache/test_generate.py",
     ),
     Mutant(

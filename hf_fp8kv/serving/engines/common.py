@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.utils import (
 
 from ... import ops
 from ...errors import ConfigError
-from ...modeling.model_support import ATTENTION, ENGINE
+from ...modeling.model_support import ATTENTION, ENGINE_ATTRIBUTE
 from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
 from ..config import ServingConfig
@@ -21,7 +21,7 @@ from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, make_decode_work
 
 
 def kv_shape(config: Any) -> tuple[int, int]:
-    """Return KV heads and head size, as engines read a text config. Raises ConfigError."""
+    """Return KV heads and head size, as engines read them in a text config. Raises ConfigError."""
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             f"expected layers of one size, got a {type(config).__name__} with layers of several "
@@ -99,7 +99,7 @@ class EngineCache:
     def record(self, step: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
         """Record a request of the next step. `step` is the same object for all its requests."""
         if step is not self._step_id:
-            self._step_id, self._step = step, EngineStep(self.windows, self.page_layout.slots)
+            self._step_id, self._step = step, EngineStep(self.windows, self.page_layout.page_size)
         self._step.add(past, tokens, pages)
 
     # The host plans a step from its requests. The compiler would find nothing to compile, and make
@@ -142,7 +142,7 @@ class EngineCache:
             starts = kwargs["cu_seq_lens_k"]
             starts = list(starts.values())[kind] if isinstance(starts, dict) else starts
             lengths = (starts[1:] - starts[:-1]).int()
-            self._work_by_kind[kind] = make_decode_work(table, lengths, self.page_layout.slots)
+            self._work_by_kind[kind] = make_decode_work(table, lengths, self.page_layout.page_size)
         return self._work_by_kind[kind]
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
@@ -157,5 +157,5 @@ class EngineCache:
             )
         self.page_layout.check_shapes(key_states, value_states)
         # The keys carry the cache to layers that share them, because such layers get no cache.
-        setattr(key_states, ENGINE, self)
+        setattr(key_states, ENGINE_ATTRIBUTE, self)
         return key_states, value_states

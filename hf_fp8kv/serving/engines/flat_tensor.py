@@ -21,7 +21,7 @@ from .common import EngineCache, count_extra_values, kv_shape
 
 # The names in this module depend on the version of transformers.
 stock: Any = cache
-# One portion of all blocks is evicted at a time, and one portion stays free.
+# Number of portions of all blocks. One portion is evicted at a time, and one portion stays free.
 _NUM_PORTIONS = 32
 
 
@@ -64,7 +64,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Count and return the tokens of a prompt that are in the cache, like the engine."""
         if self._disk_blocks is not None:
-            self._disk_blocks.fetch(request_id, prompt_ids)
+            self._disk_blocks.load(request_id, prompt_ids)
         num_tokens = int(super().search_prefix_match(request_id, prompt_ids))
         self.prefix_hits += num_tokens > 0
         self.prefix_tokens += num_tokens
@@ -74,7 +74,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         """Register a request's full blocks, like the engine, and write them to the prefix store."""
         super().mark_complete_blocks(state, complete_blocks)
         if self._disk_blocks is not None and complete_blocks:
-            self._disk_blocks.write(state.request_id, state.initial_tokens + state.generated_tokens)
+            self._disk_blocks.save(state.request_id, state.initial_tokens + state.generated_tokens)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Free a request's blocks, like the engine, after the store has marked them as used.
@@ -84,7 +84,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         are canceled, the waiting requests would never start (transformers 5.18 to 5.24).
         """
         if self._disk_blocks is not None:
-            self._disk_blocks.write(request_id, [], is_last=True)
+            self._disk_blocks.save(request_id, [], is_last=True)
         super().free_blocks(request_id, *args, **kwargs)
         scheduler = self.scheduler()
         if scheduler is not None and not scheduler.active_requests.keys() - {request_id}:
@@ -154,7 +154,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return requests_fit and bool(self.compute_free_capacity() >= min_free)
 
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return bytes planned, bytes in use, bytes of a page of all layers, and tokens held.
+        """Return planned bytes, used bytes, bytes of a page of all layers, and tokens held.
 
         `lengths` has the number of stored tokens of each live request, by request id.
         """
@@ -163,7 +163,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         page_bytes = self.page_layout.bytes_per_page * self.config.num_hidden_layers
         allocators = self.cache_allocators
         allocator = allocators.get(stock.FULL_ATTENTION) or next(iter(allocators.values()))
-        page_size = self.page_layout.slots
+        page_size = self.page_layout.page_size
         # Tokens are counted by block, because requests share blocks. The lists are copied, because
         # the engine's thread may change the originals.
         block_tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), page_size)

@@ -1,7 +1,7 @@
 """Sampling with noise that depends only on the request, not on other requests of the step.
 
-The next token is the one with the largest sum of logit and noise. With Gumbel noise it is a sample
-of the softmax (Gumbel 1954). The noise is a function of a seed, the position and the token.
+The next token has the largest sum of logit and noise. With Gumbel noise, it is a sample of the
+softmax (Gumbel 1954). The noise is a function of a seed, the position and the token.
 """
 
 import functools
