@@ -118,7 +118,7 @@ def to_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# Grid: Backends vectorize over the values of a vector, so each format is paired with each size and
+# Backends vectorize over the values of a vector, so each format is paired with each size and
 # dtype, on each backend, with and without a center.
 WRITE_CASES = pairwise(
     FORMAT_NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "cpu"]

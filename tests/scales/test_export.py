@@ -624,7 +624,7 @@ def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model, caplo
     assert KVScales.from_pretrained(folder).digest == scales.digest
 
 
-# Grid: Each replaced format once, and each way to declare a cache.
+# Each replaced format once, and each way to declare a cache.
 @pytest.mark.parametrize(
     ("old", "new", "has_entries"),
     [
@@ -935,7 +935,7 @@ def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
     assert fake.deleted == ["kv_scales.safetensors"]
 
 
-# Grid: Each format once, and each kind of weights, or no weights, with one or two formats.
+# Each format once, and each kind of weights, or no weights, with one or two formats.
 @pytest.mark.parametrize(
     ("format", "weights"),
     [*zip(ROW_FORMATS, 2 * (("model.safetensors",), ("pytorch_model.bin",), ()), strict=False)],

@@ -41,7 +41,7 @@ def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# Grid: Each format replaces the same format, and scales move between all pairs of locations.
+# Each format replaces the same format, and scales move between all pairs of locations.
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -218,7 +218,7 @@ def test_names_of_other_modules_are_ignored(tmp_path):
 # -- rules of a checkpoint -------------------------------------------------------------------------
 
 
-# Grid: Each dtype and each shape once, because dtypes and shapes are independent.
+# Each dtype and each shape once, because dtypes and shapes are independent.
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.float64, ()), (F32, (1,)), (F16, (1, 1)), (BF16, (1, 1, 1))]
 )
