@@ -8,7 +8,7 @@ import torch
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
-from hf_fp8kv.scales.checkpoint.checkpoint import OWN_FILE
+from hf_fp8kv.scales.checkpoint.checkpoint import KV_FILE
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_scales import assert_same
 from tests.scales.test_weights_digest import read_header, rewrite_header
@@ -22,7 +22,7 @@ PLAIN = LayerPlan.parse("int8", "int8")
 def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
-    for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / OWN_FILE)):
+    for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / KV_FILE)):
         assert_same(loaded, scales)
         assert loaded.plan == scales.plan == dict(enumerate(PLANS))
         assert loaded.is_dynamic is is_dynamic
@@ -30,7 +30,7 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
         assert loaded.digest == scales.digest
     granularities = {layer.granularity for layer in scales.layers.values()}
     assert granularities == ({"token"} if is_dynamic else {"head"})
-    plan = read_header(tmp_path / OWN_FILE)["plan"]
+    plan = read_header(tmp_path / KV_FILE)["plan"]
     assert plan["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
     assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
 
@@ -50,7 +50,7 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
 )
 def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) -> None:
     planned_scales().save_pretrained(tmp_path)
-    path = tmp_path / OWN_FILE
+    path = tmp_path / KV_FILE
     rewrite_header(path, lambda header: header | change)
     with pytest.raises(ScaleError, match=message):
         KVScales.from_file(path)
@@ -58,7 +58,7 @@ def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) 
 
 def test_dynamic_files_with_a_missing_center_are_rejected(tmp_path: Path) -> None:
     planned_scales(is_dynamic=True).save_pretrained(tmp_path)
-    path = tmp_path / OWN_FILE
+    path = tmp_path / KV_FILE
     rewrite_header(path, dict, {})
     with pytest.raises(ScaleError, match="expected a center of K if and only if"):
         KVScales.from_file(path)

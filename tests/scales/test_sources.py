@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.scales.checkpoint import checkpoint as checkpoint_module
-from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE, TENSOR_NAMES
+from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE_PATTERN, TENSOR_NAMES
 from hf_fp8kv.scales.kv_scales import resolve
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
@@ -149,14 +149,14 @@ def test_golden_files_can_be_loaded_one_by_one():
 # -- tensor names ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", TENSOR_NAMES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", TENSOR_NAMES, ids=lambda entry: entry.template)
 def test_a_written_tensor_name_is_recognized(entry):
-    for side in ("k", "v") if "{side}" in entry.name else ("kv",):
-        name = f"model.layers.17.self_attn.{entry.name.format(side=side)}"
+    for side in ("k", "v") if "{side}" in entry.template else ("kv",):
+        name = f"model.layers.17.self_attn.{entry.template.format(side=side)}"
         match = entry.pattern.fullmatch(name)
         assert match is not None
         assert (match["layer"], match.groupdict().get("side", "kv")) == ("17", side)
-        assert LIKELY_SCALE.search(name), "the error of a checkpoint would not name it"
+        assert LIKELY_SCALE_PATTERN.search(name), "the error of a checkpoint would not name it"
 
 
 # `test_sources_formats` contains no dialect with these names.

@@ -204,8 +204,7 @@ def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
     is_fp8 = (num_bits, number_type) == (8, "float")
     name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, get('group_size'))})"
     description = (
-        f"{label}: {num_bits}-bit {number_type}{name}, "
-        f"strategy {strategy or 'tensor'}, "
+        f"{label}: {num_bits}-bit {number_type}{name}, strategy {strategy or 'tensor'}, "
         f"{'symmetric' if is_symmetric else 'asymmetric'}, {'dynamic' if is_dynamic else 'static'}"
     )
     if not is_fp8 or not is_symmetric or strategy not in (None, "tensor", "attn_head"):
