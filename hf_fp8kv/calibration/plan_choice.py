@@ -155,7 +155,7 @@ def _read_states(
 def _plan_layer(
     index: int, all_states: Sequence[_LayerStates], may_transform_k: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
-    """Return the cheapest plan of a layer, after its center of K on the CPU, None if unused."""
+    """Return the center of K on the CPU, or None if it is not used, and the plan of least cost."""
     plans = [_FALLBACK, *_ROTATED_PLANS]
     centered_plans = [replace(plan, centered=True) for plan in plans]
     k_plans = (plans if latent else [*centered_plans, *plans]) if may_transform_k else [_FALLBACK]

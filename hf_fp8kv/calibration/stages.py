@@ -127,6 +127,6 @@ def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def sample_far(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
-    """Return `NUM_FAR_POSITIONS` batches, which have about as few tokens as `windows` in total."""
+    """Return windows at far positions, cut to the total length of `windows` unless it is short."""
     length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // NUM_FAR_POSITIONS)
     return positions.place([w[:length] for w in sample_windows(windows)], NUM_FAR_POSITIONS)

@@ -39,7 +39,7 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
 
     Each window is read once from each position in `starts`.
     """
-    pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    states: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for window, start in itertools.product(windows, starts):
         cache = DynamicCache(config=model.config)
         positions = torch.arange(start, start + len(window))[None]
@@ -47,10 +47,10 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
             model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
             pair = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
-            pairs.setdefault(index, []).append(pair)
+            states.setdefault(index, []).append(pair)
     return {
-        i: (torch.cat([k for k, _ in parts]).float(), torch.cat([v for _, v in parts]).float())
-        for i, parts in pairs.items()
+        i: (torch.cat([k for k, _ in pairs]).float(), torch.cat([v for _, v in pairs]).float())
+        for i, pairs in states.items()
     }
 
 

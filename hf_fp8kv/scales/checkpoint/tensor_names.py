@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .configs import Declaration
 
 # A tensor belongs to the language model if every part of its path is listed here. The layers of
-# image and audio encoders have the same numbers. They do not use the cache, nor do draft heads.
+# image and audio encoders have the same numbers. Encoders and draft heads do not use the cache.
 LAYER_REGEX = (
     r"(?:(?:(?:model|language_model|llm|thinker|transformer|decoder|text_model|gpt_neox|backbone)\.)*"
     r"(?:layers|h)|(?:model\.)?transformer\.blocks)\.(?P<layer>[0-9]{1,9})\."
@@ -101,7 +101,7 @@ def match_tensors(
     for name in names:
         for entry in TENSOR_NAMES if ATTENTION_PATTERN.match(name) else ():
             fmt = declaration.dialect if declaration.dialect in entry.formats else entry.formats[0]
-            # An INT8 cache has the same names. They are refused later, with the reason.
+            # An INT8 cache has the same names. Those are refused later, with the reason.
             is_ambiguous = entry.needs_declaration and declaration.kind == "none"
             if fmt and not is_ambiguous and (match := entry.pattern.fullmatch(name)):
                 side, layer = match.groupdict().get("side", "kv"), int(match["layer"])
