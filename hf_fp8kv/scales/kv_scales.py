@@ -278,7 +278,7 @@ class KVScales(ScaleData):
                 f"{format_list(self.layers)}. Use this model's scales, or {SKIP_ADVICE}"
             )
         layer, key = self.layers[index], (num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
-        scales_by_size = _EXPANDED.setdefault(layer, {})
+        scales_by_size = _expanded_scales.setdefault(layer, {})
         if key in scales_by_size:
             return scales_by_size[key]
 
@@ -302,7 +302,7 @@ class KVScales(ScaleData):
         return scales_by_size[key]
 
 
-_EXPANDED: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
+_expanded_scales = WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]]()
 
 
 def _select_heads(num_all: int, num_heads: int, tp_rank: int, tp_size: int, label: str) -> slice:

@@ -35,7 +35,7 @@ from .request import Request
 
 logger = logging.getLogger(__name__)
 
-_RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")
+_RANK_FILE_PATTERN = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
 
 def read_file(path: Path, request: Request) -> ScaleData:
@@ -93,8 +93,8 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     checkpoint = read_configs(folder)
     indexed_files = find_indexed_tensors(folder)
     shards = [] if indexed_files else folder.list_files(".safetensors")
-    rank_files = {int(match[1]): name for name in shards if (match := _RANK_FILE.fullmatch(name))}
-    # Files of a repository are not listed, so its config must declare TensorRT-LLM's format.
+    rank_files = {int(m[1]): name for name in shards if (m := _RANK_FILE_PATTERN.fullmatch(name))}
+    # The files of a repository are not listed, so its config must declare TensorRT-LLM's format.
     while not indexed_files and not shards and checkpoint.declaration.dialect == "trtllm":
         name = f"rank{len(rank_files)}.safetensors"
         if folder.list_tensors(name) is None:

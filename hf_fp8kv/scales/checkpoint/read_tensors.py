@@ -238,7 +238,7 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
 
 def _make_missing_error(checkpoint: Checkpoint) -> ScaleError:
     names = ", ".join(name.template.replace("{side}", "{k,v}") for name in TENSOR_NAMES)
-    likely_names = format_list(filter(LIKELY_SCALE_PATTERN.search, checkpoint.tensor_files))
+    likely_names = format_list(n for n in checkpoint.tensor_files if LIKELY_SCALE_PATTERN.search(n))
     got = f"got only {likely_names}, which no format has" if likely_names else "got none"
     pickles = [n for suffix in PICKLE_SUFFIXES for n in checkpoint.folder.list_files(suffix)]
     if pickles:
