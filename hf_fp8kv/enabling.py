@@ -56,11 +56,11 @@ def enable(
     With `training="stored"`, calls without a cache, in train and eval mode, read K and V rounded
     exactly as these caches and `serving` store them with the same keywords. This is for trainers
     that recompute the probabilities of generated text. Gradients pass through the rounding
-    unchanged. `prefill` must then be "stored", which becomes the default.
+    unchanged.
 
     With `deterministic=True`, the pages and logits of a token have the same bits for any batch, and
     for any split of the sequence into calls. Such calls take longer. docs/limits.md lists the
-    requirements. `prefill` must then be "stored", which becomes the default.
+    requirements. Both options need `prefill="stored"`, which becomes the default.
 
     Args:
         model: A model with `generate`, or PEFT's wrapper of one.
@@ -147,7 +147,7 @@ def _find_base_model(model: Any) -> Any:
 
 
 class _PrepareCache(ModelMethod):
-    """A model's cache preparation, which creates an FP8 cache. The argument is the cache keywords.
+    """The preparation of a model's cache, which creates an FP8 cache from keywords, its argument.
 
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
@@ -198,7 +198,7 @@ class _PrepareCache(ModelMethod):
 
 
 def _get_prefix_cache(cache: Any) -> Any:
-    """Return the cache that receives prefixes: of an encoder-decoder, the self-attention cache."""
+    """Return the cache for prefixes: `cache`, or the self-attention cache of an encoder-decoder."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
@@ -208,9 +208,9 @@ def _fill_window(layer: Any) -> list[torch.Tensor]:
     Earlier positions are not visible to any query. They get the mean, so that centers do not
     change.
     """
-    states, tokens = [], layer.get_seq_length()
+    states, num_tokens = [], layer.get_seq_length()
     for dense in (layer.keys, layer.values):
-        padding = dense.mean(2, keepdim=True).expand(-1, -1, tokens - dense.shape[2], -1)
+        padding = dense.mean(2, keepdim=True).expand(-1, -1, num_tokens - dense.shape[2], -1)
         states.append(torch.cat([padding, dense], 2))
     return states
 

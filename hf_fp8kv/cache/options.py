@@ -25,7 +25,7 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import StoragePlan, resolve
-from ..scales.layer_scales import KEEP_OUT, check_ranks
+from ..scales.layer_scales import SKIP_ADVICE, check_ranks
 from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
@@ -218,9 +218,9 @@ class CacheOptions:
             name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
             return ScaleError(
                 f"{name} ({self.scales.origin}): expected {expected}. Use the {name} of this "
-                f"model, or {KEEP_OUT}"
+                f"model, or {SKIP_ADVICE}"
             )
-        return ConfigError(f"plan: expected {expected}. {advice}, or {KEEP_OUT}")
+        return ConfigError(f"plan: expected {expected}. {advice}, or {SKIP_ADVICE}")
 
     def check_layers(self, paged_layers: Collection[int], num_layers: int) -> None:
         """Check that scales have all `paged_layers`, and that a plan only has layers of the model.

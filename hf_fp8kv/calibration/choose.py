@@ -1,7 +1,7 @@
 """Choose how each layer is stored: the scales of least cost, and the plan of least cost.
 
-A scale must be at least `amax / 448`, so that nothing saturates. The best scale within the octave
-above is searched. Candidates are compared by their costs for queries of a text:
+A scale must be at least `amax / 448`, so that nothing saturates. The best scale is searched for in
+the octave above that. Candidates are compared by their costs for queries of a text:
 
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
@@ -30,7 +30,7 @@ from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, make_batches, merge_tensors
 from .queries import Queries
-from .rope import FAR_COUNT, FarPositions, Partners
+from .rope import NUM_FAR_POSITIONS, FarPositions, Partners
 from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
 
 # Maximum relative cost of a larger scale, and number of octaves that are tried.
@@ -41,9 +41,9 @@ _HEADROOM_TOKENS = 128
 # Term that is added to the weight of a channel, as a share of the largest weight of the head.
 _MIN_WEIGHT = 1e-6
 # The pairs of format and rotation that a measured plan may have.
-_FORMATS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
+_TRIED_FORMATS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
 # Maximum cost of a preferred candidate, relative to the first candidate.
-_MAX_COST = 0.95
+_MAX_COST_RATIO = 0.95
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Candidate:
         value.
         """
         x, queries = self.transform(x, queries)
-        unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
-        error = rounding_error(x, unit, self.fmt)
+        format_scale = (scale * self.fmt.scale_from_e4m3).to(x.device)
+        error = rounding_error(x, format_scale, self.fmt)
         return error.square() if queries is None else queries.cost(self.side, error, "head")
 
 
@@ -141,13 +141,13 @@ def _list_plans(
 ) -> dict[str, list[SidePlan]]:
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
-    fallback, pairs = SidePlan(options.fmt.name), _FORMATS if options.plan == "measured" else ()
-    uncentered_plans = [SidePlan(*pair) for pair in pairs]
-    k = [fallback, *(plan for plan in uncentered_plans if not (may_rotate and plan.rotated))]
+    fallback = SidePlan(options.fmt.name)
+    plans = [SidePlan(*pair) for pair in _TRIED_FORMATS] if options.plan == "measured" else []
+    k = [fallback, *(plan for plan in plans if not (may_rotate and plan.rotated))]
     if options.center and not may_rotate:
-        k += [SidePlan(*pair, True) for pair in pairs or [(fallback.format, False)]]
+        k += [replace(plan, centered=True) for plan in plans or [fallback]]
     is_latent = options.latent and options.plan is not None
-    return {"k": k, "v": [SidePlan(AUTO)] if is_latent else [fallback, *uncentered_plans]}
+    return {"k": k, "v": [SidePlan(AUTO)] if is_latent else [fallback, *plans]}
 
 
 def find_centers(
@@ -172,9 +172,9 @@ def find_centers(
     weighted_mean = (weighted_sum + min_weight * plain_mean) / (weights + min_weight)
     centers = [torch.where(weights + min_weight > 0, weighted_mean, plain_mean)]
     if far_sums is not None:
-        # The far windows represent `FAR_COUNT` positions, and the text one more.
-        far_sum = FAR_COUNT * (far_sums["k_sum"] / far_sums["count"]).to(text_mean)
-        centers.append((text_mean + far_sum) / (1 + FAR_COUNT))
+        # The far windows represent `NUM_FAR_POSITIONS` positions, and the text one more.
+        far_sum = NUM_FAR_POSITIONS * (far_sums["k_sum"] / far_sums["count"]).to(text_mean)
+        centers.append((text_mean + far_sum) / (1 + NUM_FAR_POSITIONS))
     return [center.float() for center in centers], merge_tensors(ranges, sample)
 
 
@@ -202,8 +202,8 @@ def make_candidate(
     max_amax = amax.max()
     amax = torch.where(amax > 0, amax, torch.where(max_amax > 0, max_amax, 1.0))
     candidate = Candidate(side, plan, center, amax, far_amax, granularity)
-    largest_code = candidate.fmt.max
-    return replace(candidate, min_scale=amax / largest_code, far_scale=far_amax / largest_code)
+    max_value = candidate.fmt.max
+    return replace(candidate, min_scale=amax / max_value, far_scale=far_amax / max_value)
 
 
 # The axes of `[Hkv, D]` that share a scale.
@@ -211,10 +211,10 @@ _AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "ch
 
 
 def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
-    """Return the costs of all scales on K or V of a text, `x` `[N, Hkv, D]`. Costs are additive.
+    """Return the costs of all scales for K or V of a text, `x` `[N, Hkv, D]`. Costs are additive.
 
     The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU. Row 0 has the costs of the
-    scales of an octave, or zeros without queries. Row `1 + n` has the squared errors under scales
+    scales of an octave, or zeros without queries. Row `1 + n` has the squared errors with scales
     that are larger by `n` octaves.
     """
     x, queries = candidate.transform(x, queries)
@@ -238,9 +238,9 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
 
 
 def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
-    """Return the scale of least cost, in the unit of E4M3, or the smallest without queries."""
+    """Return the scale of least cost, or the smallest without queries, in the unit of E4M3."""
     cost, errors = costs[0], costs[1:]
-    step = cost.argmin(0, keepdim=True)  # the first if several are equal
+    step = cost.argmin(0, keepdim=True)  # the first of several equal costs
     errors = errors.gather(1, step[None].expand(len(errors), *step.shape))[:, 0]
     scale = candidate.min_scale * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
         step[0].float() / SEARCH_STEPS
@@ -268,10 +268,10 @@ def make_scales(
             for number, candidate in enumerate(candidates[index][side])
         }
 
-    sums = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), cost)
+    costs = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), cost)
     return {
         index: {
-            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(choices)]
+            side: [(c, pick_scale(c, costs[index][f"{side}{n}"])) for n, c in enumerate(choices)]
             for side, choices in sides.items()
         }
         for index, sides in candidates.items()
@@ -302,24 +302,24 @@ def choose_scales(
         stages.append(fold_layers(job, name, batches if has_choice else [], partial(cost, sides)))
     first_scales, best_scales = dict[int, LayerScales](), dict[int, LayerScales]()
     for index, layer in candidates.items():
-        sums = [stage[index] for stage in stages if index in stage]
-        costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
-        picks = [pick_candidate([*zip(*costs, strict=True)], _MAX_COST) for costs in costs_by_side]
-        for scales, (k, v) in ((first_scales, (0, 0)), (best_scales, picks)):
-            scales[index] = join_kv(job.options, source, layer["k"][k], layer["v"][v])
+        stage_costs = [stage[index] for stage in stages if index in stage]
+        side_costs = ([x[side].tolist() for x in stage_costs if side in x] for side in "kv")
+        picks = [pick_candidate([*zip(*x, strict=True)], _MAX_COST_RATIO) for x in side_costs]
+        for scales, (k_pick, v_pick) in ((first_scales, (0, 0)), (best_scales, picks)):
+            scales[index] = join_kv(job.options, source, layer["k"][k_pick], layer["v"][v_pick])
     return first_scales, best_scales
 
 
-def pick_candidate(costs: Sequence[Sequence[float]], max_cost: float) -> int:
+def pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     """Return the index of the candidate of least cost. It is 0 if no candidate is good.
 
     `costs` is `[candidates][parts]`. A part is a head, or near or far positions. In each part the
-    cost of a good candidate is at most `max_cost` times the cost of the first candidate.
+    cost of a good candidate is at most `max_ratio` times the cost of the first candidate.
     """
     good_candidates = [
         number
         for number, parts in enumerate(costs)
-        if all(cost <= max_cost * fallback for cost, fallback in zip(parts, costs[0], strict=True))
+        if all(cost <= max_ratio * fallback for cost, fallback in zip(parts, costs[0], strict=True))
     ]
     return min(good_candidates, key=lambda number: sum(costs[number]), default=0)
 

@@ -37,7 +37,7 @@ class Scores:
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":
         """Concatenate the scores of several parts of texts."""
-        return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
+        return cls(*map(torch.cat, zip(*((x.kl, x.top1_match, x.nll) for x in parts), strict=True)))
 
 
 def compare_caches(
@@ -50,21 +50,21 @@ def compare_caches(
     first_position: int | None = None,
     on_call: Callable[[int], object] | None = None,
 ) -> dict[str, Scores]:
-    """Score a text under several caches against `DynamicCache`.
+    """Return the scores of each cache by name, relative to `DynamicCache`, named `UNQUANTIZED`.
 
     Each chunk is scored under all caches before the next chunk, so only its logits are in memory.
 
     Args:
         model: The model, with the attention implementation to measure. The encoder of an
             encoder-decoder reads the whole text.
-        ids: Text, `[B, N]`, int64, on the model's device. N is greater than `prefill`.
-        caches: Functions that make an empty cache (for the decoder's self-attention), by name. The
-            scores have the same names, and `UNQUANTIZED` for `DynamicCache`.
+        ids: Token ids of the texts, `[B, N]`, int64, on the model's device. N exceeds `prefill`.
+        caches: Functions that make an empty cache (for the decoder's self-attention), by name.
         prefill: Number of tokens that are read in one call on an empty cache, and not scored.
-        chunk: Number of tokens that each later call scores. It reads all stored tokens.
+        chunk: Number of tokens that each later call reads and scores.
         first_position: Position of the first token, for models that take `position_ids`. None means
             the model's first position.
-        on_call: Function that is called with the number of tokens after each call of the model.
+        on_call: Function that is called after each call of the model, with its number of tokens.
+
 
     Raises:
         ConfigError: `ids` has no token to score, or the model does not return logits of each token.
@@ -79,7 +79,8 @@ def compare_caches(
     if model.config.is_encoder_decoder:
         with torch.no_grad():
             inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids)
-        all_caches = {n: EncoderDecoderCache(c, DynamicCache()) for n, c in all_caches.items()}
+        for name, cache in all_caches.items():
+            all_caches[name] = EncoderDecoderCache(cache, DynamicCache())
     scores: dict[str, list[Scores]] = {name: [] for name in all_caches}
     shifted_ids = ids.roll(-1, dims=1)
     start = 0
@@ -106,10 +107,10 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return the logits of a call, `[B, T, vocabulary]`, or at least of its last token.
+    """Return the logits of the tokens `ids`, `[B, T, vocabulary]`.
 
-    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. With `scored`, a model that
-    does not return logits of each token raises ConfigError.
+    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `scored`, T may be
+    the last token only. With `scored`, a model that omits logits of tokens raises ConfigError.
     """
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = with_cache(model, cache) | ({} if scored else last_logit_kwargs(model))
@@ -127,33 +128,32 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, next_ids: torch
     """Return the scores of one chunk.
 
     The divergence is computed from the differences of logits after subtracting their mean. In
-    float32 the difference of two log-probabilities would lose the digits of a small divergence.
+    float32 the difference of two log-probabilities would cancel most digits of a small divergence.
 
     Args:
-        expected: Logits under the unquantized cache, `[B, T, vocabulary]`.
-        logits: Logits under the cache, of the same shape.
+        expected: Logits with the unquantized cache, `[B, T, vocabulary]`.
+        logits: Logits with the cache, in the same shape.
         next_ids: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
     # Temporary tensors of a few tokens stay in a CPU's caches, which cuts the time to a third.
-    slices = map(_compare_logits, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
-    kl, top1_match, logsumexp = (torch.cat(parts, 1) for parts in zip(*slices, strict=True))
-    count = next_ids.shape[1]
-    next_logits = logits[:, :count].gather(-1, next_ids[..., None].to(logits.device))[..., 0]
-    nll = logsumexp[:, :count] - next_logits
+    results = map(_compare_logits, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
+    kl, top1_match, logsumexp = (torch.cat(slices, 1) for slices in zip(*results, strict=True))
+    num_next = next_ids.shape[1]
+    next_logits = logits[:, :num_next].gather(-1, next_ids[..., None].to(logits.device))[..., 0]
+    nll = logsumexp[:, :num_next] - next_logits
     return Scores(*(x.flatten().double().cpu() for x in (kl, top1_match, nll)))
 
 
 def _compare_logits(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the divergences, whether the argmax is equal, and the logsumexp of `logits`."""
-    expected, logits = (
-        x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
-    )
+    """Return the divergence, equality of the argmax, and logsumexp of `logits`, each `[B, T]`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    expected, logits = expected.to(dtype), logits.to(dtype)
     p = expected.softmax(-1)
-    # A token whose expected logit is -inf adds nothing here. `cached_p` has its probability.
-    change = torch.where(p > 0, logits - expected, 0.0)
-    mean = (p * change).sum(-1, keepdim=True)
+    # A token with an expected logit of -inf adds nothing here. `cached_p` adds its probability.
+    logit_diff = torch.where(p > 0, logits - expected, 0.0)
+    mean = (p * logit_diff).sum(-1, keepdim=True)
     cached_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
-    kl = torch.where(p > 0, p * (change - mean).expm1(), cached_p).sum(-1).log1p().clamp(min=0)
+    kl = torch.where(p > 0, p * (logit_diff - mean).expm1(), cached_p).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
     return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1)
 

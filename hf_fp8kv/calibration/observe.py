@@ -27,8 +27,8 @@ class Batch:
     """Windows of text, padded on the right to the longest, for one call of the model.
 
     `ids` is `[B, T]`, int64, on the CPU. `valid`, `[B, T]`, bool, is False for padding. It is None
-    without padding. `tokens` is the number of tokens except padding. `start` is the position of the
-    first token, for models that take `position_ids`. None means the default of the model.
+    without padding. `num_tokens` does not include padding. `start` is the position of the first
+    token, for models that take `position_ids`. None means the default of the model.
     """
 
     def __init__(self, windows: tuple[torch.Tensor, ...], start: int | None = None) -> None:
@@ -36,7 +36,7 @@ class Batch:
         lengths = torch.tensor([len(window) for window in windows], device="cpu")
         valid = torch.arange(self.ids.shape[1], device="cpu") < lengths[:, None]
         self.valid = None if valid.all() else valid
-        self.tokens = int(lengths.sum())
+        self.num_tokens = int(lengths.sum())
         self.start = start
 
 
@@ -145,11 +145,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def measure_range(
     k: torch.Tensor, v: torch.Tensor, k_partner: torch.Tensor | None, v_partner: torch.Tensor | None
 ) -> TensorDict:
-    """Return the range of K and V of one layer, each `[N, Hkv, D]`. `Partners` has the partners.
+    """Return the range of K and V of a layer, each `[N, Hkv, D]`. Partners are as in `Partners`.
 
     `k_max`, `k_min`, `v_max` and `v_min` are `[Hkv, D]`, float32. So are `k_pair` and `v_pair`, the
-    largest norm of each channel and the channel that it is rotated with. `k_sum` is the sum of K,
-    float64, and `count` the number of tokens, int64.
+    largest norm of each channel and its partner. `k_sum` is the sum of K, float64, and `count` the
+    number of tokens, int64.
     """
     k, v = k.float(), v.float()
     ranges = {"count": torch.tensor(k.shape[0], device="cpu")}
@@ -165,7 +165,7 @@ def measure_range(
     return ranges
 
 
-# How a tensor is merged, by the last word of its name. All other tensors are added.
+# Functions that merge two tensors, by the last word of their name. All other tensors are added.
 _MERGES = {"min": torch.minimum, "max": torch.maximum, "pair": torch.maximum}
 
 

@@ -2,9 +2,6 @@
 
 The model reads the same tokens at several positions, and the costs at all positions are added.
 docs/architecture.md has the reasons ("A plan is chosen once for a model").
-
-In a layer, at most 60 torch operations compare all candidates for all positions and windows of one
-length. Each model call adds 11 operations for K, V and queries, and each weight 6 for its digest.
 """
 
 import functools
@@ -38,15 +35,15 @@ from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens of a window, and its first positions, limited to the positions of the model.
-_WINDOW_TOKENS, _FIRST_POSITIONS = 128, (0, 1024, 4096, 16384)
+_WINDOW_TOKENS = 128  # maximum number of tokens of a window
+_FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the model has them
 # Maximum cost of a format in each head, relative to the fallback. Costs are computed with the
-# smallest scales. A cache searches K's scales of least error. These reduce E3M4's cost by a quarter
-# for Gaussian values, and by two thirds if two channels are 50 times larger.
-_MAX_COST = 0.5
+# smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
+# of E3M4 by a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
+_MAX_COST_RATIO = 0.5
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
-_MODEL_PLAN = "_hf_fp8kv_plan"
+_PLAN_ATTRIBUTE = "_hf_fp8kv_plan"  # name of the model's attribute that holds its plan
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
 _LayerStates = tuple[Tensor, Tensor, Queries | None]
@@ -58,8 +55,8 @@ def choose_plan(
 ) -> StoragePlan:  # fmt: skip
     """Choose the storage plan of a model: the format, rotation and center of each layer.
 
-    The model reads several hundred tokens, or several thousand of `texts`. The plan is for this
-    model in any cache, engine or process. The same weights give the same plan on the same machine.
+    The model reads several hundred random tokens, or several thousand of `texts`. The plan is for
+    this model in any cache, engine or process. The same weights give the same plan on one machine.
 
     Args:
         model: A language model in one process, on any device or devices.
@@ -82,23 +79,23 @@ def choose_plan(
             text_column=text_column, chat_template=chat_template,
         )  # fmt: skip
         windows = sample_windows(corpus.windows)
-    tokens = sum(map(len, windows))
-    if texts is not None and tokens < _WINDOW_TOKENS:
+    num_tokens = sum(map(len, windows))
+    if texts is not None and num_tokens < _WINDOW_TOKENS:
         logger.warning(
-            "texts: the plan is chosen on %d tokens, fewer than the %d random tokens that are read "
-            "without texts. Pass more texts, or None", tokens, _WINDOW_TOKENS,
+            "texts: the plan is chosen on %d tokens, fewer than the %d random tokens that are used "
+            "without texts. Pass more texts, or None", num_tokens, _WINDOW_TOKENS,
         )  # fmt: skip
     with eval_mode(model):
         states_by_call, num_positions = _read_states(model, layers, windows)
     latent = caches_latents(model.config.get_text_config(decoder=True))
-    may_change_k = num_positions > 1 or not has_rope(model)
-    source = f"chosen on {tokens} {'random tokens' if texts is None else 'tokens of text'}"
+    may_transform_k = num_positions > 1 or not has_rope(model)
+    source = f"chosen on {num_tokens} {'random tokens' if texts is None else 'tokens of text'}"
     layer_scales = {}
     for index in sorted(layers):
         center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if latent else _FALLBACK)
         all_states = [states.pop(index) for states in states_by_call if index in states]
         if all_states and all(queries is not None for *_, queries in all_states):
-            center, plan = _plan_layer(index, all_states, may_change_k=may_change_k, latent=latent)
+            center, plan = _plan_layer(index, all_states, may_transform_k, latent)
         layer_scales[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
         layer_scales, model_type=model.config.model_type, origin=source,
@@ -107,9 +104,9 @@ def choose_plan(
 
 
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
-    """Return the arguments `dtype` and `plan` of a cache of this model.
+    """Return the `dtype` and `plan` to pass to a cache of this model.
 
-    dtype="adaptive" chooses the plan on random tokens. The model keeps it until its weights
+    dtype="adaptive" chooses the plan on random tokens. The model keeps this plan until its weights
     change. A plan in a file is read.
 
     Raises:
@@ -121,9 +118,9 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
         raise ConfigError(
             f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Pass one of them"
         )
-    model_plan: StoragePlan | None = vars(model).get(_MODEL_PLAN)
+    model_plan: StoragePlan | None = vars(model).get(_PLAN_ATTRIBUTE)
     if model_plan is None or model_plan.made_for(model) is False:
-        model_plan = vars(model)[_MODEL_PLAN] = choose_plan(model)
+        model_plan = vars(model)[_PLAN_ATTRIBUTE] = choose_plan(model)
     return None, model_plan
 
 
@@ -136,38 +133,39 @@ def _read_states(
         max_start = find_max_positions(model) - max(map(len, windows))
         positions += [position for position in _FIRST_POSITIONS[1:] if position <= max_start]
     states_by_call: list[dict[int, _LayerStates]] = []
+
+    def add_states(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> None:
+        states_by_call[-1][index] = k, v, queries
+
     for window in windows:
         for start in positions:
-            states_by_layer: dict[int, _LayerStates] = {}
+            states_by_call.append({})
             try:
-                observe_queries(
-                    model, Batch((window,), start), layers,
-                    lambda index, *states, target=states_by_layer: target.update({index: states}),
-                )  # fmt: skip
+                observe_queries(model, Batch((window,), start), layers, add_states)
             except ConfigError as error:
                 if start is None:
                     raise
                 logger.warning("positions from %d are not tried: %s", start, error)
                 positions = positions[: positions.index(start)]
+                states_by_call.pop()
                 break
-            states_by_call.append(states_by_layer)
     return states_by_call, len(positions)
 
 
 def _plan_layer(
-    index: int, all_states: Sequence[_LayerStates], *, may_change_k: bool, latent: bool
+    index: int, all_states: Sequence[_LayerStates], may_transform_k: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
-    """Return K's center on the CPU, or None without a center, and a layer's plan of least cost."""
+    """Return the center of K on the CPU, or None if it is not used, and the plan of least cost."""
     plans = [_FALLBACK, *_ROTATED_PLANS]
     centered_plans = [replace(plan, centered=True) for plan in plans]
-    k_plans = ([*plans] if latent else [*centered_plans, *plans]) if may_change_k else [_FALLBACK]
+    k_plans = (plans if latent else [*centered_plans, *plans]) if may_transform_k else [_FALLBACK]
     v_plans = [] if latent else plans
     num_k_plans = len(k_plans)
     formats = tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     center = torch.cat([k for k, *_ in all_states]).mean(0, dtype=torch.float32)
     costs = []
-    for _, equal_states in groupby(all_states, lambda states: len(states[0])):
-        k, v, queries = zip(*equal_states, strict=True)
+    for _, group in groupby(all_states, lambda states: len(states[0])):
+        k, v, queries = zip(*group, strict=True)
         keys = _transform_states(torch.stack(k).float(), center, k_plans)
         values = keys[:0] if latent else _transform_states(torch.stack(v).float(), None, v_plans)
         if keys.shape[1:] == values.shape[1:]:
@@ -182,16 +180,17 @@ def _plan_layer(
         sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
         side_costs = sample.cost("k", k_errors, "head"), sample.cost("v", v_errors, "head")
         costs.append(torch.cat(side_costs).sum((1, 3)))
-    sums = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
-    if not all(map(math.isfinite, chain(*sums))):
+    total_costs = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
+    if not all(map(math.isfinite, chain(*total_costs))):
         raise nan_error(index, "K and V")
-    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[num_k_plans:], _MAX_COST)]
-    plan = LayerPlan(k_plans[pick_candidate(sums[:num_k_plans], _MAX_COST)], v_plan)
-    return (center.cpu() if plan.k.centered else None), plan
+    k_costs, v_costs = total_costs[:num_k_plans], total_costs[num_k_plans:]
+    k_plan = k_plans[pick_candidate(k_costs, _MAX_COST_RATIO)]
+    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
+    return (center.cpu() if k_plan.centered else None), LayerPlan(k_plan, v_plan)
 
 
 def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
-    """Return the values of K or V, `x`, that each plan scales: `[plans, R, N, Hkv, D]`."""
+    """Return the values that each plan scales, `[plans, R, N, Hkv, D]`. `x` is K or V."""
     if len(plans) == 1:
         return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])

@@ -33,7 +33,7 @@ class Queries:
 
         MLA expands the cached latents, so its queries do not fit. `q` is `[Hq, Q, Dk]` and `k` is
         `[N, Hkv, Dk]`. `positions`, `[Q]`, are the indices of the queries among the keys. A query
-        attends to `window` tokens, including its own. None means all previous tokens.
+        attends to `window` tokens, the last of which is its own. None means all previous tokens.
         """
         num_heads, dim = k.shape[1:]
         if q.shape[0] % num_heads or q.shape[2] != dim:

@@ -48,9 +48,9 @@ def measure_statistics(
     `ranges` are the ranges on the calibration texts of each layer that stored something.
     """
     fmt = job.options.fmt
-    tokens = sum(batch.tokens for batch in batches)
+    num_tokens = sum(batch.num_tokens for batch in batches)
     formats = list(dict.fromkeys((*DISTINCT, fmt)))
-    stride = max(1, -(-tokens // _ERROR_TOKENS))
+    stride = max(1, -(-num_tokens // _ERROR_TOKENS))
     tokens_read = Counter[int]()  # by layer, so that the sample continues across windows
 
     def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
@@ -84,8 +84,9 @@ def _count_kv(
 ) -> torch.Tensor:  # fmt: skip
     """Return a row of counts, float64, for K or V of a layer, `x` `[N, Hkv, D]`, float32.
 
-    The row ends with the squared error in each format, under static scales, if any, and under
-    dynamic scales. `fmt` is the format of a layer without a plan.
+    The row has the numbers of all, saturated, nonzero and vanished values, and the sum of squares.
+    The squared errors in each format follow, with static scales, if any, and with dynamic scales.
+    `fmt` is the format of a layer without a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
     center, choose_scale = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
@@ -172,8 +173,8 @@ def make_report(
     windows: Sequence[torch.Tensor],
     scored_windows: Sequence[torch.Tensor],
     positions: FarPositions,
-    texts: int = 0,
-    tokens: int = 0,
+    num_texts: int = 0,
+    num_tokens: int = 0,
 ) -> CalibrationReport:
     """Measure scales on `windows`, and predictions on `scored_windows` and at far positions."""
     model, options = job.model, job.options
@@ -186,8 +187,8 @@ def make_report(
         dtype=options.fmt.name if scales.plan is None else "plan",
         granularity=scales.granularity,
         margin=options.margin,
-        texts=texts,
-        tokens=tokens,
+        texts=num_texts,
+        tokens=num_tokens,
         held_out_tokens=sum(map(len, windows)),
         seconds=time.monotonic() - job.start_time,
         date=utc_now(),

@@ -29,13 +29,14 @@ _POSITION_FIELDS = (
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
 # Pairs are measured at positions 0 and n / 2. n is the model's number of positions, up to this.
-_MEASURED_POSITIONS = 2048
+_MAX_POSITIONS = 2048
 _DEFAULT_POSITION_FACTOR = 8  # default of `max_position`, as a multiple of `max_length`
-FAR_COUNT = 8  # number of far positions
+NUM_FAR_POSITIONS = 8
 # Far positions as fractions of the last position. Multiples of the golden ratio are spread
 # evenly without a period, so no pair rotates by the same angle between all adjacent positions.
 _GOLDEN = (5**0.5 - 1) / 2
-_FRACTIONS = [n * _GOLDEN % 1 / (FAR_COUNT * _GOLDEN % 1) for n in range(FAR_COUNT, 0, -1)]
+_MULTIPLES = [n * _GOLDEN % 1 for n in range(NUM_FAR_POSITIONS, 0, -1)]
+_FRACTIONS = [multiple / _MULTIPLES[0] for multiple in _MULTIPLES]
 _PAIR_TOKENS = 128  # number of tokens on which pairs are measured
 # Minimum relative change (RMS) of the squares of a rotated channel. 16-bit rounding through many
 # layers changes the squares by about 1 %.
@@ -49,15 +50,16 @@ class FarPositions:
     """Positions after the windows, at which centers and scales are tested."""
 
     last_position: int  # the farthest position
-    skip_reason: str = ""  # why the model cannot be run there, or ""
+    skip_reason: str = ""  # why the model cannot be run there, or "" if it can
 
-    def place(self, windows: Sequence[torch.Tensor], count: int = 0) -> list[Batch]:
+    def place(self, windows: Sequence[torch.Tensor], num_batches: int = 0) -> list[Batch]:
         """Return windows at far positions, the farthest first. Omit windows that are too long.
 
-        With a `count`, windows are repeated at different positions until there are `count` batches.
+        With `num_batches`, windows are repeated at different positions to give this number.
         """
         windows = [w for w in windows if len(w) < self.last_position and not self.skip_reason]
-        placed = islice(zip(cycle(windows), cycle(_FRACTIONS), strict=False), count or len(windows))
+        pairs = zip(cycle(windows), cycle(_FRACTIONS), strict=False)
+        placed = islice(pairs, num_batches or len(windows))
         return [Batch((w,), max(1, round(x * (self.last_position - len(w))))) for w, x in placed]
 
 
@@ -120,7 +122,7 @@ def measure_partners(
     unknown_partners = dict.fromkeys(layers, Partners())
     if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
         return unknown_partners
-    num_positions = min(find_max_positions(model), _MEASURED_POSITIONS)
+    num_positions = min(find_max_positions(model), _MAX_POSITIONS)
     ids = window[: min(_PAIR_TOKENS, max(num_positions // 4, 2))]
 
     def record_states(position: int) -> dict[int, list[torch.Tensor]]:
@@ -173,15 +175,14 @@ def _complete_pattern(partners: torch.Tensor) -> torch.Tensor:
     distances = (partners - channels)[partners > channels]
     if not len(distances):
         return partners
-    step = int(distances.mode().values)
-    start = int(channels[partners != channels].min())
-    size = len(partners)
+    step, size = int(distances.mode().values), len(partners)
+    is_measured = partners != channels
+    start = int(channels[is_measured].min())
     if step == 1:  # neighbors, up to the last channel
         lower = torch.arange(start, size - 1, 2, device=partners.device)
     else:  # two halves of a block of 2 * step channels
         lower = torch.arange(start, min(start + step, size - step), device=partners.device)
     pattern = channels.clone()
     pattern[lower], pattern[lower + step] = lower + step, lower
-    is_measured = partners != channels
     # Measured pairs that do not fit the pattern get no further pairs.
     return pattern if torch.equal(pattern[is_measured], partners[is_measured]) else partners

@@ -116,13 +116,13 @@ def calibrate(
             for index, layer_ranges in ranges.items()
         }  # fmt: skip
         scaled_candidates = choose.make_scales(job, windows, candidates)
-        source, digest = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
+        source, digest = f"calibrated on {corpus.num_tokens} tokens", digest_decoder(model)
         fallback, best_scales = (
             KVScales(x, model_type=model.config.model_type, origin=source, weights_digest=digest)
             for x in choose.choose_scales(job, windows, positions, scaled_candidates, source)
         )
-        scales, note = scoring.check_plans(job, windows, fallback, best_scales, positions)
-        unseen, counts = corpus.held_out, (corpus.texts, corpus.tokens)
+        scales, note = scoring.select_scales(job, windows, fallback, best_scales, positions)
+        unseen, counts = corpus.held_out, (corpus.num_texts, corpus.num_tokens)
         report = make_report(job, scales, ranges, note, unseen, unseen, positions, *counts)
     return replace(scales, report=report)
 

@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 MIN_TOKENS = 4
 # Number of tokens that are scored to decide whether centers and plans help.
 _TRIAL_TOKENS = 1024
-# Minimum KL of static scales that gives a warning, relative to dynamic scales.
+# Minimum KL of static scales that causes a warning, relative to dynamic scales.
 _WARNING_RATIO = 1.5
-# Maximum number of tokens and of logits in a call that is scored.
+# Maximum numbers of tokens and of logits in a call that is scored.
 _MAX_CHUNK = 128
 _MAX_LOGITS = 2**23
 
 
-def check_plans(
+def select_scales(
     job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, best_scales: KVScales,
     positions: FarPositions,
 ) -> tuple[KVScales, str]:  # fmt: skip
-    """Return the chosen scales if they help, otherwise the fallback, and the reason as text.
+    """Return the best scales if they help, otherwise the fallback, and the reason as text.
 
     Centers and plans must improve the model's predictions in the windows and at far positions.
     """
@@ -83,8 +83,8 @@ def check_plans(
         gain = scores["without"].kl - scores["with"].kl
         kl_texts = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in caches]
         findings.append(f"KL {', '.join(kl_texts)}, on {len(gain)} tokens {location}")
-        deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
-        if not gain.mean().item() > 2 * deviation:
+        standard_error = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
+        if not gain.mean().item() > 2 * standard_error:
             return fallback, f"{refusal} the gain is uncertain: {'; '.join(findings)}.{note}"
     return best_scales, f"{change}: {'; '.join(findings)}.{note}"
 
@@ -106,10 +106,10 @@ def scales_kwargs(scales: KVScales | float | None) -> dict[str, Any]:
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
-def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Return the first windows that together have at least `tokens` tokens, or all windows."""
-    tokens_before = accumulate(map(len, windows), initial=0)
-    return [window for window, n in zip(windows, tokens_before, strict=False) if n < tokens]
+def first_windows(windows: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+    """Return the first windows that together have at least `num_tokens` tokens, or all windows."""
+    num_before = accumulate(map(len, windows), initial=0)
+    return [window for window, n in zip(windows, num_before, strict=False) if n < num_tokens]
 
 
 def score_caches(
@@ -118,16 +118,16 @@ def score_caches(
     """Score the second half of each window under each cache, after a prefill of the first half."""
     vocab_size = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
     chunk = max(8, min(_MAX_CHUNK, _MAX_LOGITS // vocab_size))
-    job.start_stage(stage, sum(batch.tokens for batch in batches) * (len(caches) + 1))
+    job.start_stage(stage, sum(batch.num_tokens for batch in batches) * (len(caches) + 1))
     scores = []
     for batch in batches:
         ids = batch.ids.to(input_device(job.model))
         try:
             with paged_attention(job.model):
-                window_scores = compare_caches(
+                scores.append(compare_caches(
                     job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
                     first_position=batch.start, on_call=job.bar.update,
-                )  # fmt: skip
+                ))  # fmt: skip
         except FP8KVError:
             raise
         except MODEL_ERRORS as error:
@@ -135,7 +135,6 @@ def score_caches(
                 "model: expected a model that reads several tokens with a filled cache, got "
                 f"{type(job.model).__name__}: {type(error).__name__}: {error}"
             ) from error
-        scores.append(window_scores)
     return {cache: Scores.concat(window[cache] for window in scores) for cache in scores[0]}
 
 

@@ -15,11 +15,11 @@ from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
 from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, nan_error, observe
 from .queries import Queries, observe_queries
-from .rope import FAR_COUNT, FarPositions, Partners
+from .rope import NUM_FAR_POSITIONS, FarPositions, Partners
 
-# Maximum number of windows on which scales are compared.
-SAMPLE_WINDOWS = 8
-# Minimum number of tokens to read of a window at a far position.
+# Maximum number of windows on which candidates are compared.
+MAX_SAMPLE_WINDOWS = 8
+# Minimum number of tokens that are read of a window at a far position.
 _MIN_FAR_TOKENS = 16
 
 
@@ -50,10 +50,10 @@ class Job:
     bar: "tqdm[Any]"
     start_time: float = field(default_factory=time.monotonic)
 
-    def start_stage(self, stage: str, tokens: int) -> None:
-        """Restart the progress bar for a stage of `tokens` tokens."""
+    def start_stage(self, stage: str, num_tokens: int) -> None:
+        """Restart the progress bar for a stage of `num_tokens` tokens."""
         self.bar.set_description(stage, refresh=False)
-        self.bar.reset(tokens)
+        self.bar.reset(num_tokens)
 
 
 def fold_layers(
@@ -70,10 +70,10 @@ def fold_layers(
         tensors = measure(index, *states)
         totals[index] = merge_tensors(totals[index], tensors) if index in totals else tensors
 
-    job.start_stage(stage, sum(batch.tokens for batch in batches))
+    job.start_stage(stage, sum(batch.num_tokens for batch in batches))
     for batch in batches:
         observer(job.model, batch, job.layers, on_layer)
-        job.bar.update(batch.tokens)
+        job.bar.update(batch.num_tokens)
     return dict(sorted(totals.items()))
 
 
@@ -111,7 +111,7 @@ def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
     """Return sums of K `[N, Hkv, Dk]` for `find_centers`, each `[Hkv, Dk]`, float64 on the CPU.
 
     In `weighted_sum`, each value is weighted by the expected cost of its squared error, if errors
-    are independent. `weight_sum` is the sum of the weights. Without queries all weights are equal.
+    are independent. `weight_sum` is the sum of the weights. Without queries all weights are 1.
     """
     weights = torch.ones_like(k, dtype=torch.float32)
     if queries is not None:
@@ -122,11 +122,11 @@ def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
 
 
 def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return at most `SAMPLE_WINDOWS` windows, evenly spaced in a list sorted by length."""
-    return list(windows[:: max(1, len(windows) // SAMPLE_WINDOWS)][:SAMPLE_WINDOWS])
+    """Return at most `MAX_SAMPLE_WINDOWS` windows, evenly spaced in a list sorted by length."""
+    return list(windows[:: max(1, len(windows) // MAX_SAMPLE_WINDOWS)][:MAX_SAMPLE_WINDOWS])
 
 
 def sample_far(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
-    """Return windows at far positions, in total at most as long as `windows` unless it is short."""
-    length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // FAR_COUNT)
-    return positions.place([w[:length] for w in sample_windows(windows)], FAR_COUNT)
+    """Return windows at far positions, cut to the total length of `windows` unless it is short."""
+    length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // NUM_FAR_POSITIONS)
+    return positions.place([w[:length] for w in sample_windows(windows)], NUM_FAR_POSITIONS)

@@ -41,10 +41,10 @@ class Corpus:
 
     windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
     held_out: tuple[torch.Tensor, ...]  # for the quality report, without copies in `windows`
-    texts: int  # number of texts that are not blank
+    num_texts: int  # number of texts that are not blank
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """The number of tokens in the windows."""
         return sum(map(len, self.windows))
 
@@ -68,10 +68,10 @@ def read_model_corpus(
             logger.info("no tokenizer in %s: %s", name, error)
     max_length = min(max_length, find_max_positions(model))
     corpus = read_corpus(texts, tokenizer, max_length=max_length, **options)
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     max_id = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
-    if vocabulary is not None and max_id >= vocabulary:
-        rule = f"token ids below {vocabulary}, the vocabulary of the model"
+    if vocab_size is not None and max_id >= vocab_size:
+        rule = f"token ids below {vocab_size}, the vocabulary of the model"
         raise _make_error("texts", rule, max_id, "Use the tokenizer of the model")
     return corpus
 
@@ -121,12 +121,11 @@ def read_corpus(
         got = f"{num_short} of one token" if num_short else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
         raise _make_error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
-    contents = _choose_held_out(windows_by_text, held_out)
-    sorted_windows = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _to_bytes(w)))
-    parts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for window in sorted_windows:
-        parts[_to_bytes(window) in contents].append(window)
-    return Corpus(tuple(parts[False]), tuple(parts[True]), len(windows_by_text))
+    held_out_contents = _choose_held_out(windows_by_text, held_out)
+    windows = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _to_bytes(w)))
+    held_out_windows = [w for w in windows if _to_bytes(w) in held_out_contents]
+    windows = [w for w in windows if _to_bytes(w) not in held_out_contents]
+    return Corpus(tuple(windows), tuple(held_out_windows), len(windows_by_text))
 
 
 class _Encoder:
@@ -137,8 +136,8 @@ class _Encoder:
 
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             hint = "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
-            kind = type(tokenizer).__name__
-            raise _make_error("tokenizer", "a tokenizer of transformers", kind, hint)
+            got = type(tokenizer).__name__
+            raise _make_error("tokenizer", "a tokenizer of transformers", got, hint)
         if chat_template not in (None, True, False):
             hint = "Set the text of a template as tokenizer.chat_template"
             raise _make_error("chat_template", "None, True or False", chat_template, hint)
@@ -173,7 +172,7 @@ class _Encoder:
         return torch.tensor(ids, dtype=torch.int32, device="cpu")
 
     def tokenize(self, label: str, texts: list[str], *, special: bool) -> list[list[int]]:
-        """Return the token ids of each text, with special tokens or without."""
+        """Return the token ids of each text, with special tokens if `special`."""
         try:
             # Not verbose: a text may be longer than the model's context.
             ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
@@ -205,7 +204,7 @@ class _Encoder:
     def _check_ids(self, label: str, item: Any) -> torch.Tensor:
         try:
             ids = np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
-        except (TypeError, ValueError):  # lists of several lengths, bfloat16
+        except (TypeError, ValueError):  # lists of different lengths, or bfloat16
             ids = np.empty(0)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             rule = "a text, a list of messages, or token ids as integers [N]"
@@ -223,7 +222,7 @@ def _make_error(name: str, rule: str, got: object, hint: str) -> ConfigError:
 
 
 def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of a name for error messages and an item."""
+    """Yield the name of each item, for error messages, and the item."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             hint = "Pass a path, a list of str, or one split of a dataset"
@@ -256,7 +255,7 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
 
 
 def _read_lines(path: Path, max_characters: int = -1) -> Iterator[str]:
-    """Yield lines, in several parts if they have more than `max_characters` characters."""
+    """Yield the lines of a file. A line of more than `max_characters` is yielded in parts."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             yield from iter(lambda: file.readline(max_characters), "")
@@ -281,14 +280,14 @@ def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[
         ids = iter(encoder.tokenize(str(path), texts, special=False) if texts else ())
         for part in batch:
             # A blank line counts as one token, so that a long run of blank lines is cut.
-            tokens = 1 if part.isspace() else max(len(next(ids)), 1)
-            while buffer and buffer_tokens + tokens > max_tokens:
+            num_tokens = 1 if part.isspace() else max(len(next(ids)), 1)
+            while buffer and buffer_tokens + num_tokens > max_tokens:
                 num_parts = _find_end(buffer, buffer_tokens)
                 yield _join_parts(buffer[:num_parts])
                 buffer = buffer[num_parts:]
                 buffer_tokens = sum(n for _, n in buffer)
-            buffer.append((part, tokens))
-            buffer_tokens += tokens
+            buffer.append((part, num_tokens))
+            buffer_tokens += num_tokens
     yield _join_parts(buffer)
 
 
@@ -311,10 +310,10 @@ def _cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
 
 def _find_end(parts: Sequence[tuple[str, int]], num_tokens: int) -> int:
     """Return the number of parts up to the last end of a paragraph or line in the second half."""
-    totals = accumulate(tokens for _, tokens in parts)
-    counts = [n for n, total in enumerate(totals, 1) if 2 * total >= num_tokens]
+    totals = accumulate(n for _, n in parts)
+    possible_ends = [end for end, total in enumerate(totals, 1) if 2 * total >= num_tokens]
     for is_end in (str.isspace, lambda part: part.endswith("\n")):
-        if ends := [n for n in counts if is_end(parts[n - 1][0])]:
+        if ends := [end for end in possible_ends if is_end(parts[end - 1][0])]:
             return ends[-1]
     return len(parts)
 
@@ -329,7 +328,7 @@ def _to_bytes(window: torch.Tensor) -> bytes:
 
 
 def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], target: int) -> set[bytes]:
-    """Return the contents of the windows to hold out. All copies of a window are in one part.
+    """Return the contents of the windows to hold out. All copies of a window are held out or none.
 
     The windows have about `target` tokens, at most twice that number, and at most a quarter of all
     tokens. Texts are ordered by their longest window and then by a hash. In this order, each text
@@ -347,17 +346,17 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], target: 
     quarter_tokens = sum(token_counts.values()) // 4
     limit = min(2 * target, quarter_tokens)
     held_out: set[bytes] = set()
-    held_out_tokens = 0
+    num_held_out = 0
     for group in sorted(filter(None, groups), key=_rank_windows):
         group_fits = sum(token_counts[c] for c in group) <= limit
         for unit in [group] if group_fits else sorted(({c} for c in group), key=_rank_windows):
-            tokens = sum(token_counts[c] for c in unit)
-            if held_out_tokens < target and held_out_tokens + tokens <= limit:
+            num_tokens = sum(token_counts[c] for c in unit)
+            if num_held_out < target and num_held_out + num_tokens <= limit:
                 held_out |= unit
-                held_out_tokens += tokens
-    # The first window of at most a quarter of all tokens, or else the smallest window.
-    ranked = sorted(token_counts, key=lambda c: _rank_windows([c]))
-    return held_out or {min(ranked, key=lambda c: max(token_counts[c], quarter_tokens))}
+                num_held_out += num_tokens
+    # If nothing fits: the first window of at most a quarter of all tokens, or the smallest window.
+    ranked_contents = sorted(token_counts, key=lambda c: _rank_windows([c]))
+    return held_out or {min(ranked_contents, key=lambda c: max(token_counts[c], quarter_tokens))}
 
 
 def _rank_windows(contents: Iterable[bytes]) -> tuple[int, bytes]:

@@ -9,7 +9,7 @@ import typer
 from .. import calibration
 from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, Granularity, KVScales
-from ..scales.checkpoint.checkpoint import JSON_FILE, SCALES_FILE
+from ..scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
 from ..scales.report import REPORT_FILE
 from ..scales.save import open_base
 from . import arguments
@@ -108,7 +108,7 @@ def calibrate(
         # Check before the calibration, which takes minutes, that the scales can be written. The
         # folder may not have other scales, although some formats can share a folder.
         file_names = SCALE_FORMATS[out_format].make_files(KVScales.uniform(1))
-        checked_names = {JSON_FILE, REPORT_FILE, SCALES_FILE, *file_names}
+        checked_names = {JSON_FILE, REPORT_FILE, SCALES_SHARD, *file_names}
         open_base(folder, SCALE_FORMATS[out_format], checked_names, None, overwrite=overwrite)
         if checkpoint is not None:
             copy_folder = folder / COPY

@@ -87,7 +87,7 @@ FORMATS: dict[str, Format] = {
     )
 }  # fmt: skip
 
-# One format for each number of mantissa bits. FNUZ has the same errors as E4M3.
+# One format for each number of mantissa bits. FNUZ is left out, as it has the errors of E4M3.
 DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]
 
 # Default formats with dynamic and with static scales. Checkpoints have static scales for E4M3.

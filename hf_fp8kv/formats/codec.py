@@ -17,10 +17,10 @@ import torch
 from . import MIN_SCALE, Format
 
 # Number of scales that `search_scale` tries within an octave, from the smallest scale without
-# saturation. 32 scales would improve little.
+# saturation. With 32 scales, the errors would hardly be smaller.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
-# Number of vectors that `search_scale` searches at a time, in 16 times the memory of the vectors.
+# Number of vectors for which `search_scale` searches at a time. It needs 16 times their memory.
 SEARCH_CHUNK = 64
 
 
@@ -96,9 +96,9 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale of each vector with the least rounding error.
 
     The candidates are the `SEARCH_STEPS` scales `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each
-    rounded up to bfloat16. The candidate with the smallest sum of squared errors is chosen, or the
-    first of several. The search is only used for K, because the errors of V hardly matter.
-    docs/architecture.md states the gain.
+    rounded up to bfloat16. The first candidate with the smallest sum of squared errors is chosen.
+    The search is only used for K, because the errors of V hardly matter. docs/architecture.md
+    states the gain.
 
     Errors are summed as integers, in units of `1 / fmt.error_unit` and rounded half up, so that
     every backend chooses the same scale. A backend must not fuse the product with the following sum
@@ -132,7 +132,7 @@ def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor
 
     Args:
         x: Values, `[len(formats), ..., D]`, float32, with the format on the first axis.
-        formats: The formats, which are computed together in few operations.
+        formats: The formats of the values. Few operations compute all formats together.
     """
     shape = (-1,) + (1,) * (x.ndim - 1)
     max_values, binade, offset = (t.view(shape) for t in _format_tensors(formats, x.device))
@@ -171,8 +171,8 @@ def _search_chunk(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     scaled = x[:, None] * scales.reciprocal()[..., None]
     error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
     # Scales are relative to the smallest, because the square of a tiny scale would be zero.
-    relative = scales * min_scale.reciprocal()[:, None]
-    cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
+    ratio = scales * min_scale.reciprocal()[:, None]
+    cost = (error * error).sum(-1, dtype=torch.int32).float() * (ratio * ratio)
     # If a scale is NaN, all costs are NaN, and any choice is correct.
     index = cost.argmin(-1, keepdim=True)
     # Gather integers, because torch's gather may change the bits of NaN.

@@ -32,10 +32,10 @@ def make_card(
     scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, old_card: bytes,
     model: str, base_model: str | None,
 ) -> bytes:  # fmt: skip
-    """Return the card of scales. Text and metadata of the old card are kept.
+    """Return the model card of scales, as bytes. The text and metadata of the old card are kept.
 
     Args:
-        losses: Sentences about losses in the format.
+        losses: Sentences about what the format loses.
         name: Name of the repository or folder.
         old_card: The existing card, or no bytes. It may have bytes that are not UTF-8.
         model: Repository or folder of the model, for the example.

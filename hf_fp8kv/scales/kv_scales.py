@@ -1,7 +1,6 @@
 """KVScales: static scales of a model's keys and values, one pair for each layer, and their files.
 
-`LayerScales` defines the direction and the unit. A missing scale is a `ScaleError`, and never
-means 1.0.
+`LayerScales` defines direction and unit. A missing scale is a `ScaleError`, and never means 1.0.
 """
 
 import logging
@@ -24,7 +23,7 @@ from .card import CARD_FILE, make_card
 from .checkpoint.checkpoint import HubOptions, translate_hub_errors
 from .checkpoint.configs import text_config
 from .formats.base import reduce_scales, to_json
-from .layer_scales import KEEP_OUT, LayerScales, ScaleData, check_constant, check_ranks, scalar
+from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_constant, check_ranks, scalar
 from .load import read_checkpoint, read_file
 from .request import Request
 
@@ -58,8 +57,8 @@ class KVScales(ScaleData):
     def made_for(self, model: torch.nn.Module) -> bool | None:
         """Return whether the model has the weights for which the scales were made.
 
-        A training step changes the weights. None means unknown: the file of the scales has no
-        digest, or the weights of the model are not completely in this process.
+        A training step changes the weights. None means unknown, because the scales have no digest,
+        or the weights of the model are not completely in this process.
         """
         digest = self.weights_digest and digest_decoder(model)
         return digest == self.weights_digest if digest else None
@@ -276,10 +275,10 @@ class KVScales(ScaleData):
         if index not in self.layers:
             raise ScaleError(
                 f"scales ({self.origin}): expected layer {index}, got layers "
-                f"{format_list(self.layers)}. Use this model's scales, or {KEEP_OUT}"
+                f"{format_list(self.layers)}. Use this model's scales, or {SKIP_ADVICE}"
             )
         layer, key = self.layers[index], (num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
-        scales_by_size = _EXPANDED.setdefault(layer, {})
+        scales_by_size = _expanded_scales.setdefault(layer, {})
         if key in scales_by_size:
             return scales_by_size[key]
 
@@ -303,7 +302,7 @@ class KVScales(ScaleData):
         return scales_by_size[key]
 
 
-_EXPANDED: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
+_expanded_scales = WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]]()
 
 
 def _select_heads(num_all: int, num_heads: int, tp_rank: int, tp_size: int, label: str) -> slice:

@@ -21,8 +21,8 @@ from .report import CalibrationReport
 Granularity = Literal["tensor", "head", "channel"]
 # For scales from MIN_SCALE to this one, the reciprocal and 448 times the scale are finite in fp32.
 _MAX_SCALE = 1 / MIN_SCALE
-# Remedy in errors about a layer that is missing from a plan or from scales.
-KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
+# Advice in errors about a layer that is missing from a plan or from scales.
+SKIP_ADVICE = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -94,7 +94,7 @@ class LayerScales:
             each token and head.
         v: Scale of V, as `k`, with Dv.
         k_center: Center that is subtracted from K before scaling, `[Hkv, Dk]`, float32, or None.
-        source: Source of the scales: a file and the names of its tensors.
+        source: Origin of the scales, such as a file and the names of its tensors.
         plan: Storage plan of the layer. None means any format without rotation.
 
     Raises:

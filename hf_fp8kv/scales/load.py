@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Unpack
 
 from ..errors import ScaleError
-from ..utils.files import CACHE_FORMAT, PICKLES, read_header, read_json, read_weight_map
+from ..utils.files import CACHE_FORMAT, PICKLE_SUFFIXES, read_header, read_json, read_weight_map
 from ..utils.text import format_list
 from .checkpoint.checkpoint import (
     JSON_FILE,
-    OWN_FILE,
-    OWN_FOLDER,
-    SCALES_FILE,
+    KV_FILE,
+    KV_FOLDER,
+    SCALES_SHARD,
     Checkpoint,
     Folder,
     HubFolder,
@@ -28,14 +28,14 @@ from .checkpoint.checkpoint import (
 from .checkpoint.configs import TGI_ENTRY, as_mapping
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
-from .formats.files import METADATA, parse_json, read_own_file
+from .formats.files import METADATA_KEY, parse_json, read_kv_scales
 from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request
 
 logger = logging.getLogger(__name__)
 
-_RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")
+_RANK_FILE_PATTERN = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
 
 def read_file(path: Path, request: Request) -> ScaleData:
@@ -55,8 +55,8 @@ def read_file(path: Path, request: Request) -> ScaleData:
         files = read_weight_map(path)
     else:
         tensor_names, metadata = read_header(path)
-        if METADATA in metadata:
-            return read_own_file(path)
+        if METADATA_KEY in metadata:
+            return read_kv_scales(path)
         if metadata.get("format") == CACHE_FORMAT:
             raise ScaleError(
                 f"{path}: expected scales, got a cache of FP8PagedCache.save. FP8PagedCache.load "
@@ -64,7 +64,8 @@ def read_file(path: Path, request: Request) -> ScaleData:
             )
         files = dict.fromkeys(tensor_names, path.name)
     # The config next to a checkpoint's file or index defines the scales.
-    return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
+    checkpoint = replace(read_configs(LocalFolder(path.parent)), tensor_files=files)
+    return read_tensors(checkpoint, request)
 
 
 def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOptions]) -> ScaleData:
@@ -72,8 +73,8 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
     hub = HubFolder(name, **hub_options)
     if name and os.path.isdir(name):
         return read_folder(LocalFolder(Path(name) / (hub.subfolder or "")), request)
-    files = (".json", ".safetensors", *PICKLES)
-    if name and (os.path.isfile(name) or Path(name).suffix.lower() in files):
+    suffixes = (".json", ".safetensors", *PICKLE_SUFFIXES)
+    if name and (os.path.isfile(name) or Path(name).suffix.lower() in suffixes):
         return read_file(Path(name), request)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?", name):
         raise ScaleError(
@@ -83,17 +84,17 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
 
 
 def read_folder(folder: Folder, request: Request) -> ScaleData:
-    """Return the scales of a folder, from a file of hf_fp8kv, from tensors, or from JSON."""
-    for prefix in (f"{OWN_FOLDER}/", ""):
-        path = folder.find_file(prefix + OWN_FILE)
+    """Return the scales of a folder, from `KV_FILE`, else from tensors, else from `JSON_FILE`."""
+    for prefix in (f"{KV_FOLDER}/", ""):
+        path = folder.find_file(prefix + KV_FILE)
         if path is not None:
             folder.find_file(prefix + REPORT_FILE)  # fetches the report next to the scales
             return read_file(path, request)
     checkpoint = read_configs(folder)
     indexed_files = find_indexed_tensors(folder)
     shards = [] if indexed_files else folder.list_files(".safetensors")
-    rank_files = {int(match[1]): name for name in shards if (match := _RANK_FILE.fullmatch(name))}
-    # Files of a repository are not listed, so its config must declare TensorRT-LLM's format.
+    rank_files = {int(m[1]): name for name in shards if (m := _RANK_FILE_PATTERN.fullmatch(name))}
+    # The files of a repository are not listed, so its config must declare TensorRT-LLM's format.
     while not indexed_files and not shards and checkpoint.declaration.dialect == "trtllm":
         name = f"rank{len(rank_files)}.safetensors"
         if folder.list_tensors(name) is None:
@@ -104,8 +105,8 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     files = indexed_files or find_shard_tensors(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # The index of a copy for TGI does not have the scales, even with quantized weights.
-        files |= dict.fromkeys(folder.list_tensors(SCALES_FILE) or (), SCALES_FILE)
-    checkpoint = replace(checkpoint, files=files)
+        files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
+    checkpoint = replace(checkpoint, tensor_files=files)
     if match_tensors(files, checkpoint.declaration)[0]:
         if request.strict and folder.find_file("config.json") is None:
             raise ScaleError(
@@ -119,7 +120,7 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
 
 
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
-    """Return the scales of one rank, or the largest scales of all ranks for one process."""
+    """Return the scales of one rank, or for one process the largest scales of all ranks."""
     if sorted(files) != list(range(len(files))):
         raise ScaleError(
             f"{checkpoint.origin}: expected the ranks 0 to {len(files) - 1}, got "
@@ -138,6 +139,6 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
 
     def read_rank(rank: int) -> ScaleData:
         tensors = dict.fromkeys(checkpoint.folder.list_tensors(files[rank]) or (), files[rank])
-        return read_tensors(replace(checkpoint, files=tensors), request)
+        return read_tensors(replace(checkpoint, tensor_files=tensors), request)
 
     return request.merge_ranks(checkpoint.origin, len(files), read_rank)

@@ -21,8 +21,7 @@ DYNAMIC = "dynamic "
 class SideStatistics:
     """Statistics of K or V of one layer. Shares and errors are measured on held-out text."""
 
-    # The largest magnitude of each KV head in the calibrated or measured text.
-    amax: tuple[float, ...]
+    amax: tuple[float, ...]  # largest magnitude of each KV head in the calibrated or measured text
     saturated: float  # share of values that are too large to round to the largest code
     underflow: float  # share of values other than 0 that become 0
     # Relative RMS error by format under these scales, and with `DYNAMIC` under dynamic scales.
@@ -71,9 +70,8 @@ class CalibrationReport:
     centers: str  # a sentence about the centers that were tested and chosen
     layers: dict[int, LayerStatistics]
     quality: tuple[QualityRow, ...]
-    # Quality at far positions, up to `max_position`.
-    far_quality: tuple[QualityRow, ...] = ()
-    max_position: int | None = None  # None if far positions were not measured
+    far_quality: tuple[QualityRow, ...] = ()  # quality at far positions, up to `max_position`
+    max_position: int | None = None  # None means that far positions were not measured
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values. Raise ScaleError if `from_dict` would refuse it."""

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """The rank and the strictness of a caller, which are arguments of `KVScales.from_file`."""
+    """The rank and the strictness of a caller, from the arguments of `KVScales.from_file`."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -26,24 +26,24 @@ class Request:
         check_ranks(self.tp_rank, self.tp_size)
 
     def merge_ranks(
-        self, origin: object, count: int, read_rank: Callable[[int], ScaleData]
+        self, origin: object, num_ranks: int, read_rank: Callable[[int], ScaleData]
     ) -> ScaleData:
         """Return the scales of the caller's rank, or the largest scale of each layer of all ranks.
 
-        The file has `count` ranks. The scales of a single rank apply to each part of the model.
+        The file has `num_ranks` ranks. The scales of a single rank apply to each part of the model.
         """
-        if self.tp_size == count:
+        if self.tp_size == num_ranks:
             return read_rank(self.tp_rank)
-        if self.tp_size > 1 and count > 1 and self.strict:
+        if self.tp_size > 1 and num_ranks > 1 and self.strict:
             raise ScaleError(
-                f"{origin}: expected the scales of {self.tp_size} ranks, got {count}. Pass "
+                f"{origin}: expected the scales of {self.tp_size} ranks, got {num_ranks}. Pass "
                 "strict=False (--lenient) to use the largest scales of all ranks"
             )
-        rank_scales = [read_rank(rank) for rank in range(count)]
+        rank_scales = [read_rank(rank) for rank in range(num_ranks)]
         layers, ranks_differ = dict(rank_scales[0].layers), False
-        for index, layer_scales in layers.items() if count > 1 else ():
+        for index, layer_scales in layers.items() if num_ranks > 1 else ():
             pairs = [x.layers[index].static for x in rank_scales if index in x.layers]
-            if len(pairs) < count or any(scale.ndim for pair in pairs for scale in pair):
+            if len(pairs) < num_ranks or any(scale.ndim for pair in pairs for scale in pair):
                 raise ScaleError(
                     f"{origin}: expected one number for K and for V of layer {index} from every "
                     "rank, got less or more. Read one rank with tp_rank and tp_size"
@@ -53,7 +53,7 @@ class Request:
             layers[index] = replace(layer_scales, k=k, v=v)
         if ranks_differ:
             message = "%s: the scales of its %d ranks differ. The largest of each layer is used"
-            logger.warning(message, origin, count)
+            logger.warning(message, origin, num_ranks)
         return replace(rank_scales[0], layers=layers)
 
     def select_layers(
@@ -66,8 +66,7 @@ class Request:
     ) -> dict[int, LayerScales]:
         """Return the layers of the model, without layers past its end, such as a draft head's.
 
-        Without a config, all layers up to the last are expected. With `exact`, further layers
-        are an error.
+        Without a config, all layers up to the last are expected. `exact` refuses further layers.
         """
         cache_layers = layers_with_cache(origin, config) if config else range(max(layers) + 1)
         expected = sorted(layers) if cache_layers is None else cache_layers

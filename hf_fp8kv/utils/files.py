@@ -13,10 +13,10 @@ from safetensors import safe_open
 from ..errors import FP8KVError, OutOfPagesError, ScaleError
 from .text import format_value
 
-# Suffixes of files that are never opened, because reading them can run code.
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
-# Suffixes of files that hold the weights of a model.
-WEIGHTS = (".safetensors", ".gguf", *PICKLES)
+# Suffixes of files that are never read, because reading them can run code.
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
+# Suffixes of the files that hold the weights of a model.
+WEIGHT_SUFFIXES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
 # The format in the metadata of a file of `FP8PagedCache.save`.
 CACHE_FORMAT = "hf_fp8kv.cache"
 _MAX_JSON_BYTES = 256 << 20

@@ -4,11 +4,11 @@ import logging
 
 import torch
 
-_WARNED: set[str] = set()
+_logged_messages: set[str] = set()
 
 
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Log a warning, unless this process has logged it before or torch is compiling."""
-    if not torch.compiler.is_compiling() and message not in _WARNED:
-        _WARNED.add(message)
+    if not torch.compiler.is_compiling() and message not in _logged_messages:
+        _logged_messages.add(message)
         logger.warning(message)

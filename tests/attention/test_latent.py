@@ -446,7 +446,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     step = torch.tensor([[5], [9]])
 
     def read_warning(**options: Any) -> str:
-        monkeypatch.setattr(warn_once, "_WARNED", set())
+        monkeypatch.setattr(warn_once, "_logged_messages", set())
         caplog.clear()
         cache = make_cache(model, **options)
         with torch.no_grad():

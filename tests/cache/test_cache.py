@@ -292,7 +292,7 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
         "quant_method": "compressed-tensors", "config_groups": {},
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"},
     }  # fmt: skip
-    warn_once._WARNED.clear()
+    warn_once._logged_messages.clear()
     for _ in range(2):
         FP8PagedCache(declared_config)
     assert sum("declares static KV scales" in r.message for r in caplog.records) == 1

@@ -18,11 +18,11 @@ from tests.helpers.tiny_models import VOCAB, tiny, type_names
 
 pytestmark = pytest.mark.text
 
-QUIET = {"max_length": 24, "held_out": 60, "progress": False}
+OPTIONS = {"max_length": 24, "held_out": 60, "progress": False}
 # The comparison of predictions takes most of the time of a calibration. Tests that need none
 # hold out little text or no text.
-HELD_OUT_24 = QUIET | {"held_out": 24}
-HELD_OUT_0 = QUIET | {"held_out": 0}
+HELD_OUT_24 = OPTIONS | {"held_out": 24}
+HELD_OUT_0 = OPTIONS | {"held_out": 0}
 
 
 def make_texts(num_texts: int = 16, seed: int = 0) -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
 
     Each window is read once from each position in `starts`.
     """
-    pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    states: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for window, start in itertools.product(windows, starts):
         cache = DynamicCache(config=model.config)
         positions = torch.arange(start, start + len(window))[None]
@@ -47,10 +47,10 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
             model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
             pair = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
-            pairs.setdefault(index, []).append(pair)
+            states.setdefault(index, []).append(pair)
     return {
-        i: (torch.cat([k for k, _ in parts]).float(), torch.cat([v for _, v in parts]).float())
-        for i, parts in pairs.items()
+        i: (torch.cat([k for k, _ in pairs]).float(), torch.cat([v for _, v in pairs]).float())
+        for i, pairs in states.items()
     }
 
 
@@ -61,13 +61,13 @@ def llama():
 
 @pytest.fixture(scope="module")
 def llama_scales(llama):
-    return calibrate(llama, make_texts(), **QUIET)
+    return calibrate(llama, make_texts(), **OPTIONS)
 
 
 # -- scales ----------------------------------------------------------------------------------------
 
 
-# Grid: Each granularity, format and margin occurs at least once.
+# Each granularity, format and margin occurs at least once.
 @pytest.mark.parametrize(
     ("granularity", "dtype", "margin"),
     [("tensor", "fp8_e4m3", 1.0), ("head", "fp8_e3m4", 2.0), ("channel", "fp8_e4m3", 1.5)],
@@ -126,7 +126,7 @@ def test_a_head_of_zeros_gets_the_scale_of_its_neighbors():
 
 
 def test_centers_are_chosen_only_if_k_is_biased(biased_model, llama_scales):
-    options = QUIET | {"held_out": 100}
+    options = OPTIONS | {"held_out": 100}
     centered, uncentered = (
         calibrate(biased_model, make_texts(24), center=x, **options) for x in (True, False)
     )
@@ -292,7 +292,7 @@ ARCHITECTURES = {
 }
 
 
-# Grid: Each architecture once, and two granularities with and without far positions.
+# Each architecture once, and two granularities with and without far positions.
 @pytest.mark.parametrize(
     "name",
     [
@@ -325,7 +325,7 @@ def test_layers_without_keys_and_values_are_rejected():
     if not caches_latents(model.config.get_text_config(decoder=True)):
         pytest.skip("in this version of transformers, the model has keys and values")
     with pytest.raises(ConfigError, match="layer 1: expected keys and values, got latents without"):
-        calibrate(model, make_texts(), **QUIET)
+        calibrate(model, make_texts(), **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_nan_is_an_error_that_names_the_layer():
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
     with pytest.raises(ConfigError, match="layer 1: expected finite V, got NaN"):
-        calibrate(model, make_texts(), **QUIET)
+        calibrate(model, make_texts(), **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_nan_is_an_error_that_names_the_layer():
 )
 def test_invalid_arguments_are_rejected(llama, changes, message):
     with pytest.raises(ConfigError, match=message):
-        calibrate(**{"model": llama, "texts": make_texts()} | QUIET | changes)
+        calibrate(**{"model": llama, "texts": make_texts()} | OPTIONS | changes)
 
 
 def test_a_sub_config_without_an_attention_implementation_is_accepted():
@@ -430,10 +430,10 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
 
 def test_unsupported_models_are_rejected():
     with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
-        calibrate(tiny("seq2seq/whisper")[0], make_texts(), **QUIET)
+        calibrate(tiny("seq2seq/whisper")[0], make_texts(), **OPTIONS)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB, "state_size": 4}
     with pytest.raises(ConfigError, match="expected the config of a model that can use this"):
-        calibrate(MambaForCausalLM(MambaConfig(**sizes)), make_texts(), **QUIET)
+        calibrate(MambaForCausalLM(MambaConfig(**sizes)), make_texts(), **OPTIONS)
 
 
 def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):

@@ -10,7 +10,8 @@ import torch
 from tqdm import tqdm
 
 from hf_fp8kv import KVScales
-from hf_fp8kv.calibration import choose, queries, scoring, stages
+from hf_fp8kv.calibration import choose, scoring, stages
+from hf_fp8kv.calibration import queries as queries_module
 from hf_fp8kv.calibration.choose import Candidate, find_centers, measure_costs, pick_scale
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.observe import Batch, make_batches, measure_range, observe, paged_layers
@@ -40,15 +41,15 @@ def compute_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tens
     w, e = queries.weights.double(), error.double().transpose(0, 1)[:, None]
     mean = (w[..., None] * e).sum(-2)
     if side == "v":
-        per_channel = mean.square()
-        per_head = per_channel.sum(-1, keepdim=True)
+        channel_costs = mean.square()
+        head_costs = channel_costs.sum(-1, keepdim=True)
     else:
         q = queries.q.double()
         score_error = (q[..., None, :] * e).sum(-1)
         mean_error = (w * score_error).sum(-1, keepdim=True)
-        per_head = (w * (score_error - mean_error) ** 2).sum(-1, keepdim=True)
-        per_channel = q**2 * (w[..., None] * (e - mean[..., None, :]) ** 2).sum(-2)
-    return torch.cat([per_head, per_channel], -1).sum(1)
+        head_costs = (w * (score_error - mean_error) ** 2).sum(-1, keepdim=True)
+        channel_costs = q**2 * (w[..., None] * (e - mean[..., None, :]) ** 2).sum(-2)
+    return torch.cat([head_costs, channel_costs], -1).sum(1)
 
 
 # -- queries ---------------------------------------------------------------------------------------
@@ -106,18 +107,19 @@ SCALES = {
     "head": torch.tensor([[0.007], [0.011]]),
     "channel": torch.linspace(0.006, 0.012, HEADS * DIM).view(HEADS, DIM),
 }
-SUMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
+SUMMED_DIMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
 
 
-def make_candidate(side, first, reach=None, *, center=None, granularity="head", fmt=E4M3):
+def make_candidate(side, min_scale, far_scale=None, *, center=None, granularity="head", fmt=E4M3):
     plan = SidePlan(fmt.name, centered=center is not None)
-    return Candidate(side, plan, center, first, first if reach is None else reach, granularity)
+    far_scale = min_scale if far_scale is None else far_scale
+    return Candidate(side, plan, center, min_scale, far_scale, granularity)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
 def test_the_cost_of_a_scale_is_the_cost_of_its_rounding_errors(states, side, granularity):
-    """Costs of all scales of an octave are compared, per head or channel by the granularity."""
+    """All scales of an octave are tried. The granularity selects costs per head or per channel."""
     q, k = states
     queries = Queries.from_states(q, k, POSITIONS, 1.0, None)
     center = torch.randn(HEADS, DIM) if side == "k" and granularity != "tensor" else None
@@ -128,20 +130,20 @@ def test_the_cost_of_a_scale_is_the_cost_of_its_rounding_errors(states, side, gr
     for step in range(SEARCH_STEPS):
         scale = SCALES[granularity] * 2 ** (step / SEARCH_STEPS)
         error = quantize(x, scale, E3M4) - x
-        costs_by_channel = compute_cost(side, queries, error)
+        definition = compute_cost(side, queries, error)
         # The cost of a candidate is the sum over its heads.
-        totals = costs_by_channel[:, 0].sum(), error.double().square().sum()
+        totals = definition[:, 0].sum(), error.double().square().sum()
         for weights, cost in zip((queries, None), totals, strict=True):
             actual = candidate.measure(k, weights, scale / E3M4.scale_from_e4m3).sum().double()
             torch.testing.assert_close(actual, cost, rtol=1e-3, atol=1e-9)
-        expected = costs_by_channel[:, 1:] if granularity == "channel" else costs_by_channel[:, :1]
+        expected = definition[:, 1:] if granularity == "channel" else definition[:, :1]
         if granularity == "tensor":
             expected = expected.sum(0, keepdim=True)
         torch.testing.assert_close(costs[0, step], expected, rtol=1e-3, atol=1e-9)
         for octave in range(4):
             larger_scale = scale * 2**octave
             square = (quantize(x, larger_scale, E3M4) - x).double().square()
-            expected = square.sum(SUMS[granularity], keepdim=True)[0]
+            expected = square.sum(SUMMED_DIMS[granularity], keepdim=True)[0]
             torch.testing.assert_close(costs[1 + octave, step], expected)
     assert costs.dtype == torch.float64
 
@@ -156,9 +158,14 @@ def test_higher_octaves_are_tried_on_tokens_of_the_whole_text():
 # -- choice of a scale -----------------------------------------------------------------------------
 
 
-def choose_scale(first, reach, cost, octave_costs, *, granularity="head", fmt=E4M3) -> torch.Tensor:
-    """Return the chosen scales, in units of the format."""
-    candidate = make_candidate("v", first, reach, granularity=granularity, fmt=fmt)
+# Costs of the first octave and of the three higher octaves, relative to the first.
+RISING_COSTS = torch.tensor([1.0, 2.0, 2.0, 2.0]).double()
+FLAT_COSTS = torch.ones(4).double()
+
+
+def pick_test_scale(min_scale, far_scale, cost, octave_costs, *, granularity="head", fmt=E4M3):
+    """Return the picked scales of a candidate, in units of the format."""
+    candidate = make_candidate("v", min_scale, far_scale, granularity=granularity, fmt=fmt)
     return pick_scale(candidate, torch.cat([cost[None], octave_costs])) * fmt.scale_from_e4m3
 
 
@@ -171,63 +178,57 @@ def make_costs(*steps: int) -> torch.Tensor:
     return cost
 
 
-COSTLY_OCTAVES = torch.tensor([1.0, 2.0, 2.0, 2.0]).double()
-
-
-def expand_octaves(*heads: torch.Tensor) -> torch.Tensor:
+def expand_octaves(*head_costs: torch.Tensor) -> torch.Tensor:
     """Expand costs per octave, `[4]`, of H heads to `[4, 16, H, 1]`, equal for all steps."""
-    return torch.stack(heads, 1)[:, None, :, None].expand(-1, SEARCH_STEPS, -1, -1).clone()
+    return torch.stack(head_costs, 1)[:, None, :, None].expand(-1, SEARCH_STEPS, -1, -1).clone()
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E3M4], ids=lambda fmt: fmt.name)
 def test_the_scale_of_minimum_cost_is_chosen(fmt):
     scales = torch.tensor([[0.5], [3.0]])
-    octaves = expand_octaves(COSTLY_OCTAVES, COSTLY_OCTAVES)
-    scale = choose_scale(scales, scales, make_costs(5, 12), octaves, fmt=fmt)
+    octaves = expand_octaves(RISING_COSTS, RISING_COSTS)
+    scale = pick_test_scale(scales, scales, make_costs(5, 12), octaves, fmt=fmt)
     expected = scales * torch.tensor([[2 ** (5 / 16)], [2 ** (12 / 16)]])
     torch.testing.assert_close(scale, expected)
     # If all costs are zero, as without queries, the smallest scale is chosen.
     no_cost = torch.zeros(SEARCH_STEPS, 2, 1).double()
-    assert choose_scale(scales, scales, no_cost, octaves).equal(scales)
+    assert pick_test_scale(scales, scales, no_cost, octaves).equal(scales)
     # One scale for a whole layer is a scalar.
-    options = make_costs(7), expand_octaves(COSTLY_OCTAVES)
-    scale = choose_scale(scales[:1], scales[:1], *options, granularity="tensor")
+    options = make_costs(7), expand_octaves(RISING_COSTS)
+    scale = pick_test_scale(scales[:1], scales[:1], *options, granularity="tensor")
     torch.testing.assert_close(scale, torch.tensor(0.5 * 2 ** (7 / 16)))
 
 
-FREE_OCTAVES = torch.ones(4).double()
-
-
 @pytest.mark.parametrize(
-    ("reach", "octave_costs", "num_octaves"),
+    ("far_scale", "octave_costs", "num_octaves"),
     [
-        (100.0, FREE_OCTAVES, 3),
-        (1.0, FREE_OCTAVES, 0),
-        (1.5, FREE_OCTAVES, 1),
-        (2.0, FREE_OCTAVES, 1),
-        (3.0, FREE_OCTAVES, 2),
-        (100.0, COSTLY_OCTAVES, 0),
+        (100.0, FLAT_COSTS, 3),
+        (1.0, FLAT_COSTS, 0),
+        (1.5, FLAT_COSTS, 1),
+        (2.0, FLAT_COSTS, 1),
+        (3.0, FLAT_COSTS, 2),
+        (100.0, RISING_COSTS, 0),
         (100.0, torch.tensor([1.0, 1.01, 1.5, 1.5]), 1),
         (100.0, torch.tensor([1.0, 1.5, 1.01, 1.01]), 0),
         (100.0, torch.tensor([1.0, 1.01, 1.5, 1.01]), 1),
         (100.0, torch.tensor([1.0, 1.015, 1.015, 1.1]), 2),
     ],
 )
-def test_a_scale_grows_up_to_its_reach_without_a_cost(reach, octave_costs, num_octaves):
-    """A scale grows only as far as `reach` needs, and not beyond an octave with a cost."""
-    scale = choose_scale(
-        torch.ones(2, 1), torch.tensor([[reach], [1.0]]), make_costs(0, 0),
-        expand_octaves(octave_costs.double(), FREE_OCTAVES),
+def test_a_scale_grows_to_the_far_scale_if_it_costs_nothing(far_scale, octave_costs, num_octaves):
+    """A scale grows only until it covers `far_scale`, and never past an octave that adds a cost."""
+    scale = pick_test_scale(
+        torch.ones(2, 1), torch.tensor([[far_scale], [1.0]]), make_costs(0, 0),
+        expand_octaves(octave_costs.double(), FLAT_COSTS),
     )  # fmt: skip
     assert scale.flatten().tolist() == [2.0**num_octaves, 1.0]
 
 
 def test_higher_octaves_have_the_costs_of_the_chosen_step():
-    octave_costs = expand_octaves(COSTLY_OCTAVES)
+    octave_costs = expand_octaves(RISING_COSTS)
     octave_costs[:, 5] = 1.0
     ones = torch.ones(1, 1)
-    assert choose_scale(ones, 100 * ones, make_costs(5), octave_costs) > 8
-    assert choose_scale(ones, 100 * ones, make_costs(6), octave_costs) < 2
+    assert pick_test_scale(ones, 100 * ones, make_costs(5), octave_costs) > 8
+    assert pick_test_scale(ones, 100 * ones, make_costs(6), octave_costs) < 2
 
 
 def test_scales_do_not_grow_if_small_values_would_become_subnormal():
@@ -236,12 +237,12 @@ def test_scales_do_not_grow_if_small_values_would_become_subnormal():
     x[0, 0, 0] = 1.0
     octaves = {}
     for fmt in (E4M3, E3M4):
-        first = (x.abs().amax() / fmt.max).view(1, 1)
-        candidate = make_candidate("k", first, 100 * first, fmt=fmt)
+        min_scale = (x.abs().amax() / fmt.max).view(1, 1)
+        candidate = make_candidate("k", min_scale, 100 * min_scale, fmt=fmt)
         costs = measure_costs(candidate, x, None)
         assert (costs[0] == 0).all()
         scale = pick_scale(candidate, costs)
-        octaves[fmt.name] = (scale * fmt.scale_from_e4m3 / first).item()
+        octaves[fmt.name] = (scale * fmt.scale_from_e4m3 / min_scale).item()
     assert octaves == {"fp8_e4m3": pytest.approx(8.0), "fp8_e3m4": pytest.approx(1.0)}
 
 
@@ -249,7 +250,7 @@ def test_scales_do_not_grow_if_small_values_would_become_subnormal():
 
 
 @pytest.fixture
-def ranges() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def states_and_partner() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a biased K, a V with a different head size, and the paired channels of K."""
     k = torch.randn(20, HEADS, DIM) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + 5.0
     return k, torch.randn(20, HEADS, 6), torch.tensor([2, 1, 0, 3])
@@ -263,8 +264,7 @@ def compute_pair_norms(k: torch.Tensor) -> torch.Tensor:
     return norms.amax(0)
 
 
-def list_candidates(ranges, partner, options, *near_and_far) -> dict[str, list[Candidate]]:
-    near_range, far_range = (*near_and_far, None, None)[:2]
+def list_candidates(ranges, partner, options, near_range=None, far_range=None):
     return choose.list_candidates(
         0, ranges, Partners(partner), options, near_range, far_range, may_rotate=False
     )
@@ -281,8 +281,8 @@ def find_candidates(k, v, partner, granularity, *, margin=1.0, center=True, fmt=
 @pytest.mark.parametrize("fmt", [E4M3, E3M4], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("margin", [1.0, 1.5])
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
-def test_candidates_cover_the_observed_range_and_reach(ranges, granularity, margin, fmt):
-    k, v, partner = ranges
+def test_candidates_cover_near_and_far_values(states_and_partner, granularity, margin, fmt):
+    k, v, partner = states_and_partner
     candidates = find_candidates(k, v, partner, granularity, margin=margin, fmt=fmt)
     dims = {"tensor": (0, 1), "head": (1,), "channel": ()}[granularity]
     mean = k.double().mean(0).float()
@@ -292,24 +292,24 @@ def test_candidates_cover_the_observed_range_and_reach(ranges, granularity, marg
         "k_centered": ((k - mean).abs().amax(0), compute_pair_norms(k) + mean.abs(), mean),
     }
     assert candidates.keys() == expected.keys()
-    for name, (amax, reach, center) in expected.items():
-        first = reach if granularity == "channel" else amax
+    for name, (near_amax, far_amax, center) in expected.items():
+        amax = far_amax if granularity == "channel" else near_amax
         if dims:
-            first, reach = (x.amax(dims, keepdim=True) for x in (first, reach))
+            amax, far_amax = (x.amax(dims, keepdim=True) for x in (amax, far_amax))
         candidate = candidates[name]
-        torch.testing.assert_close(candidate.min_scale * fmt.max, first * margin)
-        torch.testing.assert_close(candidate.far_scale * fmt.max, reach * margin)
+        torch.testing.assert_close(candidate.min_scale * fmt.max, amax * margin)
+        torch.testing.assert_close(candidate.far_scale * fmt.max, far_amax * margin)
         assert (candidate.center is None) == (center is None)
         if center is not None:
             torch.testing.assert_close(candidate.center, center)
 
 
-def test_a_center_is_tried_only_if_requested(ranges):
-    assert find_candidates(*ranges, "head", center=False).keys() == {"k", "v"}
+def test_a_center_is_tried_only_if_requested(states_and_partner):
+    assert find_candidates(*states_and_partner, "head", center=False).keys() == {"k", "v"}
 
 
-def test_keys_have_no_scale_per_channel_if_pairs_are_unknown(ranges):
-    k, v, _ = ranges
+def test_keys_have_no_scale_per_channel_if_pairs_are_unknown(states_and_partner):
+    k, v, _ = states_and_partner
     candidates = find_candidates(k, v, None, "channel")
     assert candidates["k"].min_scale.shape == candidates["k_centered"].min_scale.shape == (HEADS, 1)
     assert candidates["v"].min_scale.shape == v.shape[1:]
@@ -318,8 +318,8 @@ def test_keys_have_no_scale_per_channel_if_pairs_are_unknown(ranges):
 # -- choice on a model -----------------------------------------------------------------------------
 
 
-def pass_queries(job, batch, on_layer):
-    observe_queries(job.model, batch, job.layers, on_layer)
+def call_with_queries(model, batch, on_layer):
+    observe_queries(model, batch, paged_layers(model), on_layer)
 
 
 def make_job(model, *, center=False) -> Job:
@@ -328,7 +328,7 @@ def make_job(model, *, center=False) -> Job:
 
 
 @pytest.fixture(scope="module")
-def sliding():
+def sliding_model():
     """Return a model in which all layers attend to 8 tokens."""
     return tiny("mistral")[0]
 
@@ -339,12 +339,12 @@ def make_random_windows(*lengths: int) -> list[torch.Tensor]:
 
 
 def observe_kv(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    observe(model, Batch((window,)), paged_layers(model), lambda i, k, v: pairs.update({i: (k, v)}))
-    return pairs
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    observe(model, Batch((window,)), paged_layers(model), lambda i, *kv: states.update({i: kv}))
+    return states
 
 
-# Grid: Full attention and windows, an unusual scaling, and fewer or more tokens than queries.
+# Full attention and windows, an unusual scaling, and fewer or more tokens than queries.
 @pytest.mark.parametrize(
     ("name", "config", "num_tokens", "window"),
     [
@@ -355,11 +355,11 @@ def observe_kv(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, tor
     ],
 )
 def test_queries_match_the_attention_of_the_model(name, config, num_tokens, window):
-    """Queries are in the last three quarters. The weights are rows of the model's attention."""
+    """Queries are from the last three quarters. Their weights are rows of the model's attention."""
     model, (ids,) = tiny(name, **config)[0], make_random_windows(num_tokens)
     calls: list[Queries] = []
     batch = Batch((ids,))
-    pass_queries(make_job(model), batch, lambda i, k, v, queries: calls.append(queries))
+    call_with_queries(model, batch, lambda i, k, v, queries: calls.append(queries))
     eager = tiny(name, attn_implementation="eager", **config)[0]
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -375,10 +375,10 @@ def test_queries_match_the_attention_of_the_model(name, config, num_tokens, wind
     assert max(num_attended) == window
 
 
-def test_a_batch_of_several_texts_has_no_queries(sliding):
+def test_a_batch_of_several_texts_has_no_queries(sliding_model):
     calls: list[Queries | None] = []
     batch = Batch(tuple(make_random_windows(12, 9)))
-    pass_queries(make_job(sliding), batch, lambda i, k, v, queries: calls.append(queries))
+    call_with_queries(sliding_model, batch, lambda i, k, v, queries: calls.append(queries))
     assert calls == [None, None]
 
 
@@ -393,12 +393,12 @@ def choose_scales(model, windows) -> tuple[dict[int, LayerScales], dict[int, cho
 
 
 @pytest.mark.parametrize("num_windows", [3, 20])
-def test_costs_are_summed_over_all_sampled_windows(sliding, num_windows):
+def test_costs_are_summed_over_all_sampled_windows(sliding_model, num_windows):
     windows = make_random_windows(*range(20, 20 + num_windows))
-    chosen_scales, candidates = choose_scales(sliding, windows)
-    assert stages.SAMPLE_WINDOWS == 8  # as docs/calibrate.md says
+    chosen_scales, candidates = choose_scales(sliding_model, windows)
+    assert stages.MAX_SAMPLE_WINDOWS == 8  # as docs/calibrate.md says
     batches = make_batches(stages.sample_windows(windows), 1)
-    lengths = {batch.tokens for batch in batches}
+    lengths = {batch.num_tokens for batch in batches}
     assert len(lengths) == len(batches) == min(num_windows, 8)
     # The sample covers the whole list, not only the first eight windows.
     assert max(lengths) - min(lengths) >= min(num_windows - 1, 14)
@@ -411,7 +411,7 @@ def test_costs_are_summed_over_all_sampled_windows(sliding, num_windows):
             sums[index][side] = sums[index].get(side, 0) + cost
 
     for batch in batches:
-        pass_queries(make_job(sliding), batch, add_costs)
+        call_with_queries(sliding_model, batch, add_costs)
     for index, layer in chosen_scales.items():
         assert layer.plan is None
         for side in "kv":
@@ -419,11 +419,12 @@ def test_costs_are_summed_over_all_sampled_windows(sliding, num_windows):
             assert getattr(layer, side).equal(expected)
 
 
-def test_attention_without_queries_gets_the_smallest_scales(sliding, monkeypatch):
-    monkeypatch.setattr(queries, "watched_attention", lambda *_: queries.nullcontext())
+def test_attention_without_queries_gets_the_smallest_scales(sliding_model, monkeypatch):
+    no_queries = queries_module.nullcontext()
+    monkeypatch.setattr(queries_module, "watched_attention", lambda *_: no_queries)
     windows = make_random_windows(20, 24)
-    chosen_scales, _ = choose_scales(sliding, windows)
-    states = [observe_kv(sliding, window) for window in windows]
+    chosen_scales, _ = choose_scales(sliding_model, windows)
+    states = [observe_kv(sliding_model, window) for window in windows]
     for index in chosen_scales:
         amax = torch.cat([x[index][1] for x in states]).abs().amax((0, 2))
         torch.testing.assert_close(chosen_scales[index].v, amax[:, None] / 448)
@@ -433,14 +434,14 @@ def test_attention_without_queries_gets_the_smallest_scales(sliding, monkeypatch
 
 
 @pytest.fixture(scope="module")
-def llama():
+def llama_model():
     return tiny("llama")[0]
 
 
 @pytest.mark.parametrize(
     ("gains", "is_accepted"),
     [
-        # Comments give the mean of the gains, and two standard errors.
+        # The comments give the mean of the gains, and twice the standard error.
         ([0.2, 0.2, 0.2, 0.2], True),
         ([-0.2, -0.2, -0.2, -0.2], False),
         ([0.0, 0.0, 0.0, 0.0], False),
@@ -451,7 +452,7 @@ def llama():
         ([0.3], False),
     ],
 )
-def test_a_center_needs_a_significant_gain(llama, monkeypatch, gains, is_accepted):
+def test_a_center_needs_a_significant_gain(llama_model, monkeypatch, gains, is_accepted):
     ones, kl = torch.ones(len(gains)), torch.tensor(gains).double()
 
     def score(job, name, batches, caches):
@@ -464,18 +465,18 @@ def test_a_center_needs_a_significant_gain(llama, monkeypatch, gains, is_accepte
     layer_scales = LayerScales(ones[:1, None], ones[:1, None])
     centered_layer = LayerScales(layer_scales.k, layer_scales.v, torch.ones(1, 16))
     plain, centered = (KVScales({0: layer_scales, 1: x}) for x in (layer_scales, centered_layer))
-    job = make_job(llama, center=True)
+    job = make_job(llama_model, center=True)
     windows = make_random_windows(24, 24)
-    chosen_scales, reason = scoring.check_plans(job, windows, plain, centered, FarPositions(24))
+    chosen_scales, reason = scoring.select_scales(job, windows, plain, centered, FarPositions(24))
     assert chosen_scales is (centered if is_accepted else plain)
     assert reason.startswith(
         "Centers in 1 of 2 layers: KL" if is_accepted else "No centers: the gain is uncertain"
     )
 
 
-def make_sums(weight: list[float], weighted: list[float]) -> dict[str, torch.Tensor]:
-    names = ("weight_sum", "weighted_sum")
-    return {n: torch.tensor([x]).double() for n, x in zip(names, (weight, weighted), strict=True)}
+def make_sums(weights: list[float], weighted_sums: list[float]) -> dict[str, torch.Tensor]:
+    sums = {"weight_sum": weights, "weighted_sum": weighted_sums}
+    return {name: torch.tensor([values]).double() for name, values in sums.items()}
 
 
 def test_the_center_is_the_weighted_mean_of_the_sample_and_its_scale_covers_it():
@@ -529,10 +530,10 @@ def test_the_weight_of_a_value_of_k_is_the_cost_of_its_error(states):
     torch.testing.assert_close(unweighted_sums["weighted_sum"], k.sum(0).double())
 
 
-def test_a_sample_is_weighted_by_the_queries_of_the_model(llama):
-    job, windows = make_job(llama, center=True), make_random_windows(24, 24, 24)
+def test_a_sample_is_weighted_by_the_queries_of_the_model(llama_model):
+    job, windows = make_job(llama_model, center=True), make_random_windows(24, 24, 24)
     batches = make_batches(stages.sample_windows(windows), 1)
-    partners = measure_partners(llama, windows[0], job.layers)
+    partners = measure_partners(llama_model, windows[0], job.layers)
     sample = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
     weighted_sums: dict[int, list[torch.Tensor]] = {index: [] for index in sample}
 
@@ -540,8 +541,8 @@ def test_a_sample_is_weighted_by_the_queries_of_the_model(llama):
         weighted_sums[index].append(weigh_keys(k, queries)["weighted_sum"])
 
     for batch in batches:
-        pass_queries(job, batch, add_sum)
-    states = [observe_kv(llama, window) for window in windows]
+        call_with_queries(llama_model, batch, add_sum)
+    states = [observe_kv(llama_model, window) for window in windows]
     for index, sums in sample.items():
         k = torch.cat([x[index][0] for x in states])
         assert sums["count"] == len(k) == 72
@@ -553,7 +554,7 @@ def test_a_sample_is_weighted_by_the_queries_of_the_model(llama):
 
 
 def test_partners_must_choose_each_other():
-    """Channel 1 changes opposite to channel 0, but more exactly opposite to channel 2."""
+    """Channel 1 changes oppositely to channel 0, but more exactly oppositely to channel 2."""
     change = torch.randn(4096, dtype=torch.float64)
     noise = torch.randn(2, 4096, dtype=torch.float64)
     changes = [-change + 0.5 * noise[0], change, -change, noise[1]]

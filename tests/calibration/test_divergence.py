@@ -20,21 +20,21 @@ from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text
 
-TEXTS = ("objects", "execmodel", "import", "customization")
-PREFILL, SCORED = 128, 64
+TOPICS = ("objects", "execmodel", "import", "customization")
+NUM_PREFILL, NUM_SCORED = 128, 64
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.full)])
 def measured_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]]:
-    """Return a model's name, and the result of each cache. The tiny model ranks caches alike."""
+    """Return a model's name, and the row of each cache. Both models rank the caches alike."""
     if request.param == "tiny":
         model, _ = tiny("llama")
-        ids = torch.randint(3, VOCAB, (len(TEXTS), PREFILL + SCORED))
+        ids = torch.randint(3, VOCAB, (len(TOPICS), NUM_PREFILL + NUM_SCORED))
     else:
         model, tokenizer = request.getfixturevalue("real_model")
-        topics = pydoc_data.topics.topics
-        ids_of_texts = [tokenizer(topics[name], return_tensors="pt").input_ids for name in TEXTS]
-        ids = torch.cat([row[:, : PREFILL + SCORED] for row in ids_of_texts])
+        texts = [pydoc_data.topics.topics[name] for name in TOPICS]
+        ids_of_texts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+        ids = torch.cat([row[:, : NUM_PREFILL + NUM_SCORED] for row in ids_of_texts])
 
     options: dict[str, Any] = {name: {"dtype": f"fp8_{name}"} for name in ("e4m3", "e3m4", "e5m2")}
     options["K auto, V e4m3"] = {"dtype": "fp8_e4m3", "key_dtype": "auto"}
@@ -42,7 +42,7 @@ def measured_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, Qualit
     if hasattr(cache_utils, "Fp8QuantizedLayer"):
         caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
     with paged_attention(model):
-        scores = compare_caches(model, ids, caches, prefill=PREFILL)
+        scores = compare_caches(model, ids, caches, prefill=NUM_PREFILL)
     return request.param, {name: score.summarize() for name, score in scores.items()}
 
 
@@ -52,7 +52,7 @@ MAX_KL = {"e4m3": 3e-3, "e3m4": 8e-4, "e5m2": 1.5e-2, "K auto, V e4m3": 5e-4}
 def test_a_mantissa_bit_more_is_better_and_a_bit_less_is_worse(measured_rows: Any) -> None:
     model, rows = measured_rows
     for name, bound in MAX_KL.items():
-        assert rows[name].tokens == len(TEXTS) * SCORED
+        assert rows[name].tokens == len(TOPICS) * NUM_SCORED
         assert 0 < rows[name].kl <= bound, (name, rows[name])
     assert rows["e3m4"].kl < rows["e4m3"].kl / 2
     assert rows["e4m3"].kl < rows["e5m2"].kl / 2
@@ -74,7 +74,7 @@ def test_divergence_is_lower_than_in_transformers(measured_rows: Any) -> None:
 # -- scores of a tiny model ------------------------------------------------------------------------
 
 
-def get_log_probs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> Any:
+def compute_log_probs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> Any:
     """Return log-probabilities after each token that follows the prefill, `[B, N - prefill, V]`."""
     logits = []
     with torch.no_grad():
@@ -92,9 +92,9 @@ def test_scores_match_the_log_probabilities(chunk: int) -> None:
         model, ids, {"fp8": lambda: FP8PagedCache(model.config, scales=0.25)},
         prefill=prefill, chunk=chunk,
     )  # fmt: skip
-    expected = get_log_probs(model, ids, DynamicCache(config=model.config), prefill, chunk)
+    expected = compute_log_probs(model, ids, DynamicCache(config=model.config), prefill, chunk)
     cache = FP8PagedCache(model.config, scales=0.25)
-    quantized = get_log_probs(model, ids, cache, prefill, chunk)
+    quantized = compute_log_probs(model, ids, cache, prefill, chunk)
     for name, log_probs in ((UNQUANTIZED, expected), ("fp8", quantized)):
         quality = scores[name].summarize()
         kl = (expected.exp() * (expected - log_probs)).sum(-1)

@@ -11,11 +11,11 @@ pytestmark = pytest.mark.text
 
 
 def pair_halves(size: int, num_channels: int | None = None, start: int = 0) -> list[int]:
-    num_channels = num_channels or size
-    partner = list(range(size))
-    for i in range(start, start + num_channels // 2):
-        partner[i], partner[i + num_channels // 2] = i + num_channels // 2, i
-    return partner
+    num_pairs = (num_channels or size) // 2
+    partners = list(range(size))
+    for i in range(start, start + num_pairs):
+        partners[i], partners[i + num_pairs] = i + num_pairs, i
+    return partners
 
 
 def pair_neighbors(size: int) -> list[int]:
@@ -39,7 +39,7 @@ def test_partners_match_the_code_of_the_model(name, config, expected, dtype):
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
     partners = measure_partners(model, window, paged_layers(model))
     assert [partners[i].k.tolist() for i in sorted(partners)] == expected
-    assert all(f.v.tolist() == list(range(len(f.v))) for f in partners.values())
+    assert all(layer.v.tolist() == list(range(len(layer.v))) for layer in partners.values())
 
 
 def test_a_latent_model_has_its_rotated_part_in_v():
@@ -54,13 +54,13 @@ def test_a_latent_model_has_its_rotated_part_in_v():
 def test_partners_of_a_model_without_rope_are_unknown():
     model = tiny("bloom")[0]
     partners = measure_partners(model, torch.arange(3, 60), paged_layers(model))
-    assert {(f.k, f.v) for f in partners.values()} == {(None, None)}
+    assert {(layer.k, layer.v) for layer in partners.values()} == {(None, None)}
 
 
-def rotate_pairs(x: torch.Tensor, position: int, theta: float, partner: list[int]) -> torch.Tensor:
+def rotate_pairs(x: torch.Tensor, position: int, theta: float, partners: list[int]) -> torch.Tensor:
     """Apply RoPE to pairs of channels. Each pair rotates more slowly than the previous pair."""
     out = x.clone()
-    pairs = [(i, j) for i, j in enumerate(partner) if i < j]
+    pairs = [(i, j) for i, j in enumerate(partners) if i < j]
     for index, (i, j) in enumerate(pairs):
         angle = torch.tensor(position * theta ** (-index / len(pairs)), dtype=torch.float64)
         out[..., i] = x[..., i] * angle.cos() - x[..., j] * angle.sin()
@@ -74,27 +74,27 @@ PARTNERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("partner", PARTNERS.values(), ids=PARTNERS)
-# Grid: Each pattern has two combinations, because noise and theta are independent.
+@pytest.mark.parametrize("partners", PARTNERS.values(), ids=PARTNERS)
+# Each pattern has two combinations, because noise and theta are independent.
 @pytest.mark.parametrize(("noise", "theta"), [(0.0, 1e6), (0.01, 1e4)], ids=["exact", "rounded"])
-def test_partners_are_found_despite_slow_rotation_and_rounding(partner, noise, theta):
+def test_partners_are_found_despite_slow_rotation_and_rounding(partners, noise, theta):
     """Pairs may rotate too slowly to be detected, and values may be rounded to 16 bits."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(128, 2, 64, generator=generator, dtype=torch.float64)
     x *= torch.logspace(-1, 1, 64)[torch.randperm(64, generator=generator)]
     x[..., 5] += 30.0  # a channel with a bias
-    rotated = rotate_pairs(x, 2000, theta, partner)
+    rotated = rotate_pairs(x, 2000, theta, partners)
     rotated *= 1 + noise * torch.randn(rotated.shape, generator=generator, dtype=torch.float64)
-    assert match_channels(x, rotated).tolist() == partner
+    assert match_channels(x, rotated).tolist() == partners
 
 
-# Grid: Patterns that no model has, and channels that change independently.
+# Patterns that no model has, and channels that change independently.
 @pytest.mark.parametrize(
-    "partner",
+    "partners",
     [[3, 2, 1, 0, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [1, 0, 2, 3, 4, 6, 5, 7], None],
     ids=["inside", "mirrored", "gap", "none"],
 )
-def test_unusual_patterns_are_found(partner):
+def test_unusual_patterns_are_found(partners):
     x, other_x = torch.randn(2, 512, 1, 8, dtype=torch.float64)
-    changed_x = rotate_pairs(x, 1, 1.0, partner) if partner else other_x
-    assert match_channels(x, changed_x).tolist() == (partner or list(range(8)))
+    changed_x = rotate_pairs(x, 1, 1.0, partners) if partners else other_x
+    assert match_channels(x, changed_x).tolist() == (partners or list(range(8)))

@@ -32,7 +32,7 @@ from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.scales import LayerScales
 from tests.cache.test_plans import round_by_plan
-from tests.calibration.test_calibrate import HELD_OUT_0, HELD_OUT_24, QUIET, make_texts, observe_kv
+from tests.calibration.test_calibrate import HELD_OUT_0, HELD_OUT_24, make_texts, observe_kv
 from tests.calibration.test_texts import make_tokenizer
 from tests.helpers.tiny_models import VOCAB, tiny, type_names
 
@@ -41,7 +41,7 @@ EXPLICIT_PLAN = {
     0: LayerPlan.parse("int8 rotated centered", "fp8_e3m4 rotated"),
     1: LayerPlan.parse("fp8_e2m5", "auto"),
 }
-HELD_OUT_50 = QUIET | {"held_out": 50}
+HELD_OUT_50 = HELD_OUT_24 | {"held_out": 50}
 # Enough positions for `choose_plan` to try far positions.
 LONG_CONTEXT = {"max_position_embeddings": 8192}
 
@@ -65,7 +65,7 @@ def measured_scales(biased_model: Any) -> KVScales:
     return calibrate(biased_model, make_texts(12), plan="measured", **HELD_OUT_50)
 
 
-def list_kl(scales: KVScales, cache: str) -> list[float]:
+def get_kl_values(scales: KVScales, cache: str) -> list[float]:
     rows = (*scales.report.quality, *scales.report.far_quality)
     return [row.kl for row in rows if row.cache == cache]
 
@@ -76,10 +76,10 @@ def test_a_measured_plan_is_closer_at_all_positions(measured_scales: KVScales) -
     for plan in measured_scales.plan.values():
         assert plan.k.centered
         assert plan.v.rotated
-    max_ratio = {"static, the plan": 0.3, "dynamic, the plan": 0.1}
-    for name, ratio in max_ratio.items():
-        plan_kl, e4m3_kl = (list_kl(measured_scales, x) for x in (name, "dynamic fp8_e4m3"))
-        assert all(x < ratio * y for x, y in zip(plan_kl, e4m3_kl, strict=True)), name
+    e4m3_kl = get_kl_values(measured_scales, "dynamic fp8_e4m3")
+    for name, max_ratio in (("static, the plan", 0.3), ("dynamic, the plan", 0.1)):
+        plan_kl = get_kl_values(measured_scales, name)
+        assert all(x < max_ratio * y for x, y in zip(plan_kl, e4m3_kl, strict=True)), name
 
 
 @pytest.mark.parametrize("name", ["measured", "explicit"])
@@ -220,7 +220,7 @@ def test_planned_scales_can_be_measured(biased_model, measured_scales, tmp_path:
 )
 def test_invalid_plans_are_rejected(biased_model: Any, keywords: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        calibrate(biased_model, make_texts(8), **QUIET, **keywords)
+        calibrate(biased_model, make_texts(8), **HELD_OUT_24, **keywords)
 
 
 # -- plan of a model without texts -----------------------------------------------------------------
@@ -237,7 +237,7 @@ def chosen_plan(llama: Any) -> StoragePlan:
 
 
 def compare_plans(model: Any, plan: StoragePlan, num_tokens: int = 300) -> tuple[float, float]:
-    """Return the KL, in nats, of the default and of a plan on tokens that chose neither."""
+    """Return the KL, in nats, of the default and of a plan, on tokens that chose neither."""
     ids = torch.randint(3, VOCAB, (2, num_tokens), generator=torch.Generator().manual_seed(9))
     caches = {
         name: lambda options=options: FP8PagedCache(model.config, **options)
@@ -310,7 +310,7 @@ FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rota
 
 
 @pytest.mark.parametrize(
-    ("name", "k", "v"),
+    ("name", "k_plans", "v_plans"),
     [
         ("mha", {FALLBACK}, None),  # the model has 256 positions, so far positions cannot be tried
         ("sliding_and_full", {FALLBACK}, None),
@@ -327,7 +327,7 @@ FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rota
         ),
     ],
 )
-def test_every_model_type_gets_a_plan(name: str, k: Any, v: Any) -> None:
+def test_every_model_type_gets_a_plan(name: str, k_plans: Any, v_plans: Any) -> None:
     """A model for which no plan can be tried gets the fallback format."""
     try:
         model, inputs = tiny(name)
@@ -337,7 +337,7 @@ def test_every_model_type_gets_a_plan(name: str, k: Any, v: Any) -> None:
     plan = choose_plan(model)
     cache = FP8PagedCache(model.config, plan=plan)
     assert set(plan.plan) == {layer.index for layer in cache.paged_layers}
-    for side, expected in (("k", k), ("v", v)):
+    for side, expected in (("k", k_plans), ("v", v_plans)):
         plans = {str(getattr(layer, side)) for layer in plan.plan.values()}
         assert expected is None or plans <= expected
     if not model.config.is_encoder_decoder:
@@ -364,20 +364,20 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
 
     monkeypatch.setattr(plan_choice, "observe_queries", observe)
     monkeypatch.setattr(plan_choice, "accepts", lambda *_: accepts_positions)
-    for texts_or_none in (None, make_texts()):
-        plan = choose_plan(llama, texts_or_none)
+    for texts in (None, make_texts()):
+        plan = choose_plan(llama, texts)
         assert {str(layer.k) for layer in plan.plan.values()} == {FALLBACK}
         assert all(layer.v.rotated for layer in plan.plan.values())
 
 
 def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
-    tokenizer, text = make_tokenizer(), ["a b c d " * 40, "d c b a " * 30]
-    plan = choose_plan(llama, text, tokenizer=tokenizer)
-    ids = [tokenizer(line).input_ids for line in text]
+    tokenizer, texts = make_tokenizer(), ["a b c d " * 40, "d c b a " * 30]
+    plan = choose_plan(llama, texts, tokenizer=tokenizer)
+    ids = [tokenizer(text).input_ids for text in texts]
     assert plan.digest == choose_plan(llama, ids).digest
     assert plan.origin == "chosen on 280 tokens of text"
     assert choose_plan(llama, make_texts()).digest != plan.digest
-    rows = [{"body": line} for line in text]
+    rows = [{"body": text} for text in texts]
     column_plan = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
     assert column_plan.digest == plan.digest
 

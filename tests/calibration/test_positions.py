@@ -6,7 +6,7 @@ import torch
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate, measure
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.rope import FarPositions, find_max_positions, has_rope, resolve_limit
-from tests.calibration.test_calibrate import QUIET, YARN
+from tests.calibration.test_calibrate import OPTIONS, YARN
 from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text
@@ -19,13 +19,13 @@ def make_texts() -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def rotating_model():
-    """Return a model whose K has a bias that is constant within a window, and rotates beyond it.
+    """Return a model whose K has a bias that is nearly constant in a window, and rotates beyond it.
 
     Rotations take 200 to 400 positions, except that the first pair rotates 1 radian per position.
     """
     model = tiny("qwen2", num_hidden_layers=2)[0]
-    inverse = torch.tensor([1.0] + [2 * torch.pi / n for n in (200, 230, 260, 300, 330, 360, 400)])
-    model.model.rotary_emb.inv_freq.copy_(inverse)
+    periods = (200, 230, 260, 300, 330, 360, 400)
+    model.model.rotary_emb.inv_freq.copy_(torch.tensor([1.0, *(2 * torch.pi / n for n in periods)]))
     with torch.no_grad():
         for layer in model.model.layers:
             bias = torch.full((2, 16), 30.0)
@@ -37,12 +37,12 @@ def rotating_model():
 @pytest.fixture(scope="module")
 def near_scales(rotating_model):
     """Return scales calibrated only on the windows. The center is the mean of the windows."""
-    return calibrate(rotating_model, make_texts(), max_position=24, **QUIET)
+    return calibrate(rotating_model, make_texts(), max_position=24, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def uncentered_scales(rotating_model):
-    return calibrate(rotating_model, make_texts(), center=False, **QUIET)
+    return calibrate(rotating_model, make_texts(), center=False, **OPTIONS)
 
 
 def measure_kl(model, scales, first_position: int | None) -> float:
@@ -57,7 +57,7 @@ def measure_kl(model, scales, first_position: int | None) -> float:
 def test_centers_that_help_only_in_windows_are_rejected(
     rotating_model, near_scales, uncentered_scales
 ):
-    scales = calibrate(rotating_model, make_texts(), **QUIET)
+    scales = calibrate(rotating_model, make_texts(), **OPTIONS)
     assert scales.report.max_position == 192
     assert near_scales.centered
     assert near_scales.report.max_position is None
@@ -97,7 +97,7 @@ def test_failing_positions_are_skipped(rotating_model, monkeypatch, caplog):
         return rope_forward(x, position_ids)
 
     monkeypatch.setattr(rotating_model.model.rotary_emb, "forward", forward)
-    scales = calibrate(rotating_model, make_texts(), **QUIET)
+    scales = calibrate(rotating_model, make_texts(), **OPTIONS)
     assert not scales.centered
     assert scales.report.centers.startswith("No centers: ")
     assert "RoPE rotates K with the position, and " in scales.report.centers
@@ -110,20 +110,20 @@ def test_failing_positions_are_skipped(rotating_model, monkeypatch, caplog):
 def test_windows_are_spread_over_all_positions():
     windows = [torch.arange(n) for n in (24, 20, 10)]
     batches = FarPositions(200).place(windows, 8)
-    assert [batch.tokens for batch in batches] == [24, 20, 10] * 2 + [24, 20]
+    assert [batch.num_tokens for batch in batches] == [24, 20, 10] * 2 + [24, 20]
     starts = [batch.start for batch in batches]
     assert starts[0] == 176  # the last token is at position 199
     assert all(
-        0 < start <= 200 - batch.tokens for start, batch in zip(starts, batches, strict=True)
+        0 < start <= 200 - batch.num_tokens for start, batch in zip(starts, batches, strict=True)
     )
     # The starts cover the range, at irregular distances.
-    fractions = sorted(s / (200 - b.tokens) for s, b in zip(starts, batches, strict=True))
+    fractions = sorted(s / (200 - b.num_tokens) for s, b in zip(starts, batches, strict=True))
     gaps = [b - a for a, b in zip([0.0, *fractions], fractions, strict=False)]
     assert max(gaps) < 0.2
     assert min(gaps) > 0.05
     assert len({round(gap, 2) for gap in gaps}) > 1
     assert [batch.start for batch in FarPositions(200).place(windows)] == starts[:3]
-    assert [batch.tokens for batch in FarPositions(24).place(windows)] == [20, 10]
+    assert [batch.num_tokens for batch in FarPositions(24).place(windows)] == [20, 10]
     assert FarPositions(10).place(windows, 8) == []
     assert FarPositions(200, "cannot").place(windows, 8) == []
 
@@ -134,7 +134,7 @@ def test_far_positions_are_limited_by_the_model():
     assert resolve_limit(model, 24, 256) == 256
     assert resolve_limit(model, 24, 10) == 10
     with pytest.raises(ConfigError, match=r"max_position: expected at most 256.*got 257"):
-        calibrate(model, make_texts(), max_position=257, **QUIET)
+        calibrate(model, make_texts(), max_position=257, **OPTIONS)
     with pytest.raises(ConfigError, match="max_position: expected a whole number"):
         measure(model, KVScales.uniform(2), make_texts(), max_position=0)
     assert resolve_limit(tiny("bloom")[0], 24, 10**6) == 10**6  # bloom has no maximum position

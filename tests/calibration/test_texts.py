@@ -106,7 +106,7 @@ def test_each_type_of_item_is_tokenized(item, expected):
     for texts in ([item], (item,), iter([item]), FakeDataset(item)):
         corpus = read_texts(texts)
         assert list_window_ids(corpus) == [expected]
-        assert (corpus.texts, corpus.tokens) == (1, len(expected))
+        assert (corpus.num_texts, corpus.num_tokens) == (1, len(expected))
         assert corpus.windows[0].dtype == torch.int32
         assert corpus.held_out == ()
 
@@ -144,7 +144,7 @@ def test_special_tokens_occur_once_per_text():
 
 def test_blank_texts_are_skipped():
     corpus = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
-    assert (list_window_ids(corpus), corpus.texts) == ([[A, B]], 1)
+    assert (list_window_ids(corpus), corpus.num_texts) == ([[A, B]], 1)
 
 
 def test_long_texts_cause_no_tokenizer_warning(tmp_path):
@@ -178,7 +178,7 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
     for texts in (path, str(path)):
         corpus = read_texts(texts)
         assert list_window_ids(corpus) == LINE_IDS
-        assert corpus.texts == 5
+        assert corpus.num_texts == 5
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.TXT"])
@@ -193,7 +193,7 @@ def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
     assert list_window_ids(corpus) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
     ]  # fmt: skip
-    assert corpus.texts == 3
+    assert corpus.num_texts == 3
 
 
 LONG_WORDS = " ".join(["b" * 15] * 12)
@@ -203,7 +203,7 @@ LONG_WORDS = " ".join(["b" * 15] * 12)
     ("text", "expected"),
     [
         ("a a a a a a\n\nb b\nb b b", ["a a a a a a", "b b\nb b b"]),
-        # A split after a paragraph that ends in the first half would leave a short chunk.
+        # A split after a paragraph that ends in the first half would leave a short text.
         ("a\n\nb b b\nb b b\nc c c", ["a\n\nb b b\nb b b", "c c c"]),
         (f"a a a a a a\n{LONG_WORDS[:79]}", ["a a a a a a", LONG_WORDS[:79]]),
         (LONG_WORDS, [LONG_WORDS[:159], LONG_WORDS[160:]]),
@@ -227,7 +227,7 @@ def test_all_letters_of_a_text_file_are_read(tmp_path_factory, text, max_length)
     expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
     assert letter_counts <= expected
     # A window of one token is dropped.
-    assert (expected - letter_counts).total() <= corpus.texts
+    assert (expected - letter_counts).total() <= corpus.num_texts
 
 
 def read_with_peak(*arguments, **options) -> tuple[Corpus, int]:
@@ -258,7 +258,7 @@ def test_a_huge_file_is_streamed(tmp_path, text):
     writer.join(60)
     assert num_written < 1 << 20, "expected to read only the needed tokens and a buffer"
     assert peak < 16 << 20
-    assert 999 <= corpus.tokens <= 1000
+    assert 999 <= corpus.num_tokens <= 1000
 
 
 def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
@@ -272,7 +272,7 @@ def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
 def test_blank_lines_use_no_memory(tmp_path):
     (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
     corpus, peak = read_with_peak(path)
-    assert (list_window_ids(corpus), corpus.texts) == ([[A, B]], 1)
+    assert (list_window_ids(corpus), corpus.num_texts) == ([[A, B]], 1)
     assert peak < 4 << 20
 
 
@@ -288,7 +288,7 @@ def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
     (path := tmp_path / "x.txt").write_text("a b c d\n" * 500_000)
     corpus = read_texts(path, max_tokens=1000, max_length=128)
     assert 2000 <= sum(text_lengths) < 100_000
-    assert 999 <= corpus.tokens <= 1000
+    assert 999 <= corpus.num_tokens <= 1000
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_no_token_is_lost_or_added(corpus, max_length, held_out):
     windows, held_out_windows = to_tuples(result.windows), to_tuples(result.held_out)
     expected = Counter(window for text in corpus for window in split_windows(text, max_length))
     assert Counter(windows + held_out_windows) == expected
-    assert result.tokens == sum(map(len, windows))
+    assert result.num_tokens == sum(map(len, windows))
     assert not set(windows) & set(held_out_windows)
     assert windows
     assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
@@ -438,7 +438,7 @@ def test_no_token_is_lost_or_added(corpus, max_length, held_out):
             map(len, window_list), reverse=True
         )
     num_held_out = sum(map(len, held_out_windows))
-    total = result.tokens + num_held_out
+    total = result.num_tokens + num_held_out
     if num_held_out > min(2 * held_out, total // 4):
         # Then a single window and its copies are held out.
         assert len(set(held_out_windows)) <= 1
@@ -455,14 +455,15 @@ def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_o
         assert to_tuples(expected.windows) == to_tuples(actual.windows)
         assert to_tuples(expected.held_out) == to_tuples(actual.held_out)
         if max_tokens != total:
-            assert (expected.texts, expected.tokens) == (actual.texts, actual.tokens)
+            assert expected.num_texts == actual.num_texts
+            assert expected.num_tokens == actual.num_tokens
 
 
 @given(CORPORA, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
     result = read_texts(corpus, max_length=max_length, max_tokens=max_tokens)
     total = sum(len(window) for text in corpus for window in split_windows(text, max_length))
-    assert result.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
+    assert result.num_tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
     assert min(map(len, result.windows)) >= 2
     # The last window is shortened.
     result = read_texts(["a b c", "b c d a"], max_tokens=5)
@@ -478,7 +479,7 @@ def test_an_infinite_generator_is_read_only_as_far_as_needed():
             yield [n % 20, n % 7, 3]
 
     corpus = read_texts(generate(), max_tokens=300, held_out=30)
-    assert corpus.tokens + sum(map(len, corpus.held_out)) == 300
+    assert corpus.num_tokens + sum(map(len, corpus.held_out)) == 300
     assert len(items) == 100
 
 
@@ -556,5 +557,5 @@ def test_texts_are_tokenized_and_split_with_a_trained_tokenizer(demo_model_path,
     (path := tmp_path / "x.txt").write_text(text * 500)
     corpus = read_texts(path, tokenizer, max_length=256, held_out=1024)
     lengths = [len(window) for window in (*corpus.windows, *corpus.held_out)]
-    assert len(lengths) == corpus.texts  # no text is split into windows
+    assert len(lengths) == corpus.num_texts  # no text is split into windows
     assert sum(lengths) / len(lengths) > 0.85 * 256

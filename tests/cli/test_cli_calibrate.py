@@ -18,7 +18,7 @@ class FakeCalibrate:
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
         self.error: BaseException | None = None
-        self.scales = random_scales("head", layers=2)
+        self.scales = random_scales("head", num_layers=2)
 
     def __call__(self, model: object, texts: object, **options: object) -> KVScales:
         self.calls.append({"model": model, "texts": texts, **options})
@@ -124,7 +124,7 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model, t
 
 def test_overwrite_replaces_the_scales_in_a_copy(run, calibration, model, tmp_path):
     old_folder = tmp_path / "old"
-    random_scales("tensor", layers=2).save_pretrained(
+    random_scales("tensor", num_layers=2).save_pretrained(
         old_folder, format="compressed-tensors", checkpoint=model
     )
     options = ("--checkpoint", old_folder, "--format", "compressed-tensors")

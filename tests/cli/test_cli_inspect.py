@@ -127,7 +127,7 @@ def test_warnings_and_remarks_are_shown(run, tmp_path):
 
 
 def test_a_measurement_is_shown(run, tmp_path, model, measure_calls):
-    scales = random_scales("head", layers=2)
+    scales = random_scales("head", num_layers=2)
     scales.save_pretrained(tmp_path)
     (text := tmp_path / "text.txt").write_text("the capital of London")
     args = ["inspect", tmp_path, "--model", model, "--device", "cpu", "--model-dtype", "bfloat16"]

@@ -39,16 +39,16 @@ class Spec:
     has_negative_zero: bool = True
 
 
-ONLY_0X80 = {"nan": frozenset({0x80}), "positive_nan": 0x80, "negative_nan": 0x80}
+NAN_IS_0X80 = {"nan": frozenset({0x80}), "positive_nan": 0x80, "negative_nan": 0x80}
 E5M2_NAN = frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})
 SPECS = {
     "fp8_e4m3": Spec(3, 7, 448.0, frozenset({0x7F, 0xFF})),
-    "fp8_e4m3fnuz": Spec(3, 8, 240.0, **ONLY_0X80, has_negative_zero=False),
+    "fp8_e4m3fnuz": Spec(3, 8, 240.0, **NAN_IS_0X80, has_negative_zero=False),
     "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN, frozenset({0x7C, 0xFC})),
-    "fp8_e3m4": Spec(4, 3, 31.0, **ONLY_0X80, has_negative_zero=False),
-    "fp8_e2m5": Spec(5, 1, 7.875, **ONLY_0X80, has_negative_zero=False),
+    "fp8_e3m4": Spec(4, 3, 31.0, **NAN_IS_0X80, has_negative_zero=False),
+    "fp8_e2m5": Spec(5, 1, 7.875, **NAN_IS_0X80, has_negative_zero=False),
     # Without exponent bits, all steps are 1.
-    "int8": Spec(7, -6, 127.0, **ONLY_0X80, has_negative_zero=False),
+    "int8": Spec(7, -6, 127.0, **NAN_IS_0X80, has_negative_zero=False),
 }
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
@@ -180,12 +180,12 @@ def make_inputs(kind: str, spec: Spec) -> torch.Tensor:
     return make_float32_grid() if kind == "float32-grid" else make_float32_ties(spec)
 
 
-KINDS = ["every-bfloat16", "every-float16", "float32-grid", "float32-ties"]
-each_kind = pytest.mark.parametrize("kind", KINDS)
+INPUT_KINDS = ["every-bfloat16", "every-float16", "float32-grid", "float32-ties"]
+each_kind = pytest.mark.parametrize("kind", INPUT_KINDS)
 
 
 @functools.cache
-def expect_codes(kind: str, spec: Spec) -> torch.Tensor:
+def compute_expected_codes(kind: str, spec: Spec) -> torch.Tensor:
     """Return the expected codes of the inputs of a kind."""
     values, is_negative = as_float64(make_inputs(kind, spec))
     return round_to_codes(values, spec, is_negative)
@@ -238,7 +238,7 @@ def test_every_code_decodes_to_its_definition(fmt, device):
 def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     spec = SPECS[fmt.name]
     x = make_inputs(kind, spec)
-    assert_codes(x, encode(x.to(device), fmt), expect_codes(kind, spec), spec)
+    assert_codes(x, encode(x.to(device), fmt), compute_expected_codes(kind, spec), spec)
 
 
 def test_codes_do_not_depend_on_shapes_and_strides():
@@ -309,7 +309,7 @@ def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, de
 
 
 # Digests of 2026-11-22. If a digest changes, saved caches and scales change their meaning.
-GOLDEN = {
+GOLDEN_DIGESTS = {
     "fp8_e4m3": "53f788649983ea3c",
     "fp8_e4m3fnuz": "e575762e9ff01098",
     "fp8_e5m2": "eaaf27140bab45bb",
@@ -332,7 +332,7 @@ def test_codes_values_and_scales_match_earlier_versions(name):
         search_scale(vectors, fmt),
     ]
     digest = hashlib.sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in results))
-    assert digest.hexdigest()[:16] == GOLDEN[name]
+    assert digest.hexdigest()[:16] == GOLDEN_DIGESTS[name]
 
 
 # -- scales for a different format -----------------------------------------------------------------
@@ -376,14 +376,14 @@ def flushed_subnormals() -> Iterator[None]:
 
 @each_format
 def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
-    codes = [encode(make_inputs(kind, SPECS[fmt.name]), fmt) for kind in KINDS]
+    codes = [encode(make_inputs(kind, SPECS[fmt.name]), fmt) for kind in INPUT_KINDS]
     x = make_float32_grid()[:, None]
     values, scales = decode(ALL_CODES, fmt), dynamic_scale(x, fmt)
     torch.set_flush_denormal(False)
     code_table.cache_clear()
-    for kind, actual in zip(KINDS, codes, strict=True):
+    for kind, actual in zip(INPUT_KINDS, codes, strict=True):
         spec = SPECS[fmt.name]
-        assert_codes(make_inputs(kind, spec), actual, expect_codes(kind, spec), spec)
+        assert_codes(make_inputs(kind, spec), actual, compute_expected_codes(kind, spec), spec)
     assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
     assert torch.equal(scales.view(torch.int16), dynamic_scale(x, fmt).view(torch.int16))
 
@@ -415,7 +415,7 @@ def test_the_default_dtype_has_no_effect():
 # -- names -----------------------------------------------------------------------------------------
 
 
-NAMES = {
+CANONICAL_NAMES = {
     "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3",
     "fp8_e4m3fnuz": "fp8_e4m3fnuz", "fp8_e5m2": "fp8_e5m2", "fp8_e3m4": "fp8_e3m4", "auto": "auto",
     "model": "auto", "fp8_e2m5": "fp8_e2m5", "int8": "int8", torch.int8: "int8",
@@ -424,7 +424,7 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "canonical"), NAMES.items(), ids=str)
+@pytest.mark.parametrize(("name", "canonical"), CANONICAL_NAMES.items(), ids=str)
 def test_spellings_of_a_storage_dtype_have_one_canonical_name(name, canonical):
     assert parse_dtype(name) == canonical
 
@@ -437,7 +437,7 @@ def test_spellings_of_a_storage_dtype_have_one_canonical_name(name, canonical):
 def test_an_error_for_an_unknown_name_lists_the_known_names(name):
     with pytest.raises(
         ConfigError, match=r"key_dtype: expected one of 'model', 'fp8'.*got"
-    ) as info:
+    ) as error:
         parse_dtype(name, "key_dtype")
-    assert repr(name) in str(info.value)
-    assert all(repr(fmt_name) in str(info.value) for fmt_name in FORMATS)
+    assert repr(name) in str(error.value)
+    assert all(repr(fmt_name) in str(error.value) for fmt_name in FORMATS)

@@ -176,7 +176,7 @@ def test_enabled_models_give_the_results_of_the_original_weights(models):
 
 @needs_rounding
 def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch):
-    monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
+    monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
     original, declared = models
     run_model(original, FP8PagedCache(original.config))
     run_model(declared, DynamicCache(config=declared.config))
@@ -196,7 +196,7 @@ def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch)
 def test_a_warning_notes_rounded_outputs_of_projections(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
+    monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
     folder = save_projections(dense_folders[0], tmp_path / "old")
     model, original = load(folder), load(dense_folders[0])
     note = rounding_note(model)
@@ -208,7 +208,7 @@ def test_a_warning_notes_rounded_outputs_of_projections(
         lambda: serving.enable(model, probe=False),
         lambda: measure(model, TOO_SMALL, texts, progress=False),
     ):
-        monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
+        monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
         caplog.clear()
         call()
         assert Counter(caplog.messages)[note] == 1

@@ -781,7 +781,7 @@ GPUS = {
     ("expected", "name"), [(backend, name) for backend, names in GPUS.items() for name in names]
 )
 def test_each_gpu_gets_its_backend(expected, name, monkeypatch, caplog):
-    monkeypatch.setattr(warn_once, "_WARNED", set())
+    monkeypatch.setattr(warn_once, "_logged_messages", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device = torch.device(name if name in ("mps", "xpu") else "cuda")
     with assuming(Target.parse(name if device.type == "cuda" else "sm_90")):

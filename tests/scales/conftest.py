@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
+def model_folder(tmp_path_factory) -> Path:
     """Return the folder of a tiny Llama, with one weight file and the usual other files."""
     folder = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(

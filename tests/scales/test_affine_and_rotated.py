@@ -15,7 +15,7 @@ from hf_fp8kv.scales import KVScales
 from tests.helpers.declared import LAYERS, save_plain
 from tests.scales.test_sources import SCHEME, scale_error
 
-ROTATED = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
+ROTATED_PLAN = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
 
 IDS = torch.arange(3, 51)[None]
 
@@ -39,7 +39,7 @@ def write_checkpoint(
     quantization_config: dict[str, object],
     tensors: dict[str, torch.Tensor],
 ) -> Path:
-    """Copy a checkpoint. Add a quantization config to it, and tensors to its layers."""
+    """Write a copy of a checkpoint with a quantization config, and with `tensors` in its layers."""
     folder.mkdir()
     config = json.loads((plain_folder / "config.json").read_text())
     config["quantization_config"] = quantization_config
@@ -53,8 +53,8 @@ def write_checkpoint(
 def save_affine(plain_folder: Path, folder: Path, shift: float) -> Path:
     """Save a checkpoint in FP8_AFFINE. Biases are means, and scales fit the centered values."""
     tensors: dict[str, torch.Tensor] = {}
-    for index, pair in enumerate(run_model(plain_folder)[1]):
-        for side, x in zip("kv", pair, strict=True):
+    for index, states in enumerate(run_model(plain_folder)[1]):
+        for side, x in zip("kv", states, strict=True):
             bias = x.mean(2, keepdim=True) + shift
             prefix = f"{index}.self_attn.{side}_proj.{side}"
             tensors[f"{prefix}_bias"] = bias.bfloat16()
@@ -70,8 +70,8 @@ def save_affine(plain_folder: Path, folder: Path, shift: float) -> Path:
 def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_path, shift):
     folder = save_affine(plain_folder, tmp_path / "affine", shift)
     scales, tensors = KVScales.from_pretrained(folder), load_file(folder / "model.safetensors")
-    logits, pairs = run_model(plain_folder)
-    for index, (k, v) in enumerate(pairs):
+    logits, layer_states = run_model(plain_folder)
+    for index, (k, v) in enumerate(layer_states):
         prefix, layer = f"model.layers.{index}.self_attn", scales.layers[index]
         assert torch.equal(layer.k_center, tensors[f"{prefix}.k_proj.k_bias"][0, :, 0].float())
         assert torch.equal(layer.k, tensors[f"{prefix}.k_proj.k_scale"])
@@ -113,15 +113,15 @@ def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
 
 def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
     scales = KVScales.from_pretrained(save_rotated(plain_folder, tmp_path / "rotated"))
-    assert scales.plan == dict.fromkeys(range(LAYERS), ROTATED)
-    logits, pairs = run_model(plain_folder)
-    for layer, (k, _) in zip(scales.layers.values(), pairs, strict=True):
+    assert scales.plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
+    logits, layer_states = run_model(plain_folder)
+    for layer, (k, _) in zip(scales.layers.values(), layer_states, strict=True):
         assert layer.k.item() == pytest.approx(rotate(k).abs().max().item() / 448)
     model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, scales=scales)
     with torch.no_grad():
         output = model(IDS, past_key_values=cache).logits
-    assert cache.plan[0] == ROTATED
+    assert cache.plan[0] == ROTATED_PLAN
     assert (output - logits).norm() < 0.05 * logits.norm()
     # Scales for rotated K cannot be saved for a server.
     with scale_error("rotated values in layers 0, 1"):
@@ -130,8 +130,8 @@ def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
 
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_the_rotation_matches_compressed_tensors(dim):
-    utils = pytest.importorskip("compressed_tensors.transform.utils.hadamard")
-    matrix = utils.deterministic_hadamard_matrix(dim, torch.float64, torch.device("cpu"))
+    hadamard = pytest.importorskip("compressed_tensors.transform.utils.hadamard")
+    matrix = hadamard.deterministic_hadamard_matrix(dim, torch.float64, torch.device("cpu"))
     x = torch.randn(5, dim)
     torch.testing.assert_close(rotate(x), (x.double() @ matrix / dim**0.5).float())
 
@@ -142,7 +142,7 @@ def test_compressed_tensors_accepts_the_config_of_these_tests():
     assert config.config_groups["R3"].apply[1].location == "k_cache"
 
 
-K_CACHE = {"targets": ["LlamaAttention"], "location": "k_cache"}
+K_CACHE_LOCATION = {"targets": ["LlamaAttention"], "location": "k_cache"}
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ K_CACHE = {"targets": ["LlamaAttention"], "location": "k_cache"}
         {"randomize": True},
         {"head_dim": 8},
         {"head_dim": None},
-        {"apply": [K_CACHE | {"ignore": ["model.layers.0.self_attn"]}]},
-        {"apply": [K_CACHE | {"targets": r"re:.*layers\.0\.self_attn$"}]},
-        {"apply": [K_CACHE | {"targets": ["model.layers.0.self_attn", "Linear"]}]},
-        {"apply": [K_CACHE | {"targets": []}]},
+        {"apply": [K_CACHE_LOCATION | {"ignore": ["model.layers.0.self_attn"]}]},
+        {"apply": [K_CACHE_LOCATION | {"targets": r"re:.*layers\.0\.self_attn$"}]},
+        {"apply": [K_CACHE_LOCATION | {"targets": ["model.layers.0.self_attn", "Linear"]}]},
+        {"apply": [K_CACHE_LOCATION | {"targets": []}]},
     ],
     ids=str,
 )
@@ -173,14 +173,14 @@ def test_other_rotations_of_k_are_rejected(plain_folder, tmp_path, changes):
 )
 def test_targets_of_a_rotation_may_be_paths_patterns_and_classes(plain_folder, tmp_path, targets):
     folder = save_rotated(
-        plain_folder, tmp_path / "rotated", apply=[K_CACHE | {"targets": targets}]
+        plain_folder, tmp_path / "rotated", apply=[K_CACHE_LOCATION | {"targets": targets}]
     )
-    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED)
+    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
 
 
 def test_an_invalid_pattern_is_a_scale_error(plain_folder, tmp_path):
     folder = save_rotated(
-        plain_folder, tmp_path / "rotated", apply=[K_CACHE | {"targets": ["re:("]}]
+        plain_folder, tmp_path / "rotated", apply=[K_CACHE_LOCATION | {"targets": ["re:("]}]
     )
     with scale_error("expected targets of a rotation, got", folder):
         KVScales.from_pretrained(folder)
@@ -191,7 +191,7 @@ def test_k_is_rotated_even_if_the_config_declares_no_cache(plain_folder, tmp_pat
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["kv_cache_scheme"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED)
+    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
 
 
 def test_scales_of_unrotated_k_are_not_written_for_rotated_k(plain_folder, tmp_path):

@@ -27,18 +27,18 @@ Text with Grüße.
 """
 
 
-def write_card(model: Path, target: Path, old_card: str | None, scales: KVScales, **options) -> str:
+def save_card(folder: Path, target: Path, old_card: str | None, scales: KVScales, **options) -> str:
     """Save scales with a copy of a model whose card is `old_card`, and return the new card."""
-    source = Path(shutil.copytree(model, target.parent / f"{target.name}-source"))
+    source = Path(shutil.copytree(folder, target.parent / f"{target.name}-source"))
     if old_card is not None:
         (source / "README.md").write_bytes(old_card.encode("utf-8", "surrogateescape"))
     scales.save_pretrained(target, checkpoint=source, **options)
     return (target / "README.md").read_bytes().decode("utf-8", "surrogateescape")
 
 
-def test_a_card_describes_the_scales(model, tmp_path):
+def test_a_card_describes_the_scales(model_folder, tmp_path):
     options = {"format": "compressed-tensors", "base_model": "org/base"}
-    text = write_card(model, tmp_path / "copy", None, random_scales("tensor"), **options)
+    text = save_card(model_folder, tmp_path / "copy", None, random_scales("tensor"), **options)
     card = ModelCard(text)
     assert card.data.base_model == "org/base"
     assert card.data.tags == ["fp8", "kv-cache", "compressed-tensors"]
@@ -48,19 +48,19 @@ def test_a_card_describes_the_scales(model, tmp_path):
     assert "sglang.launch_server --model-path copy " in card.text
 
 
-def test_servers_that_cannot_load_the_scales_are_omitted(model, tmp_path):
-    head_scales = random_scales("head")
-    card = write_card(model, tmp_path / "copy", None, head_scales, format="compressed-tensors")
+def test_servers_that_cannot_load_the_scales_are_omitted(model_folder, tmp_path):
+    scales = random_scales("head")
+    card = save_card(model_folder, tmp_path / "copy", None, scales, format="compressed-tensors")
     assert "vllm serve" in card
     assert "sglang" not in card
     with pytest.raises(server_rules.LoadError, match="only 8-bit floats per tensor"):
         server_rules.read_as_sglang(tmp_path / "copy")
 
 
-def test_an_existing_card_is_extended_and_its_section_is_replaced(model, tmp_path):
+def test_an_existing_card_is_extended_and_its_section_is_replaced(model_folder, tmp_path):
     scales, new_scales = random_scales("tensor"), random_scales("head")
-    extended_card = write_card(model, tmp_path / "1", OLD_CARD, scales, format="autofp8")
-    replaced_card = write_card(model, tmp_path / "2", extended_card + "\nMore.\n", new_scales)
+    extended_card = save_card(model_folder, tmp_path / "1", OLD_CARD, scales, format="autofp8")
+    replaced_card = save_card(model_folder, tmp_path / "2", extended_card + "\nMore.\n", new_scales)
     for text in (extended_card, replaced_card):
         card = ModelCard(text)
         assert card.data.license == "mit"
@@ -71,7 +71,7 @@ def test_an_existing_card_is_extended_and_its_section_is_replaced(model, tmp_pat
     assert "per head" in replaced_card
     assert "per tensor" not in replaced_card
     assert replaced_card.endswith("\n\nMore.\n")
-    repeated_card = write_card(model, tmp_path / "3", replaced_card, random_scales("head"))
+    repeated_card = save_card(model_folder, tmp_path / "3", replaced_card, random_scales("head"))
     assert repeated_card.replace('"3"', '"2"').replace("serve 3 ", "serve 2 ") == replaced_card
 
 
@@ -86,32 +86,32 @@ def test_an_existing_card_is_extended_and_its_section_is_replaced(model, tmp_pat
         "text <!-- hf_fp8kv: KV cache --> without its end\n",
     ],
 )
-def test_a_damaged_card_is_preserved(model, tmp_path, old_card):
-    card = write_card(model, tmp_path / "copy", old_card, random_scales("tensor"))
+def test_a_damaged_card_is_preserved(model_folder, tmp_path, old_card):
+    card = save_card(model_folder, tmp_path / "copy", old_card, random_scales("tensor"))
     assert old_card.rstrip() in card
     assert "## FP8 KV cache" in card
 
 
 @pytest.mark.parametrize("text", ["license: mit", "license: mit\nbase_model: org/mine"])
-def test_a_card_with_only_metadata_keeps_it(model, tmp_path, text):
+def test_a_card_with_only_metadata_keeps_it(model_folder, tmp_path, text):
     old_card = f"---\n{text}\n---"
-    card = write_card(
-        model, tmp_path / "copy", old_card, random_scales("tensor"), base_model="org/other"
+    card = save_card(
+        model_folder, tmp_path / "copy", old_card, random_scales("tensor"), base_model="org/other"
     )  # fmt: skip
     assert card.count("license: mit") == card.count("base_model:") == 1
     assert ModelCard(card).data.base_model == ("org/mine" if "mine" in text else "org/other")
 
 
-def test_measurements_are_shown_only_for_the_measured_scales(model, tmp_path):
+def test_measurements_are_shown_only_for_the_measured_scales(model_folder, tmp_path):
     layers = {i: LayerScales(torch.full((2, 1), 0.5), torch.tensor(0.25)) for i in range(3)}
     layers[1] = LayerScales(torch.tensor([[0.5], [0.75]]), torch.tensor(0.25))
     scales = KVScales(layers, model_type="llama")
     scales = replace(scales, report=make_report(scales_digest=scales.digest))
-    full_card = write_card(model, tmp_path / "exact", None, scales)
+    full_card = save_card(model_folder, tmp_path / "exact", None, scales)
     assert "calibrated on 5000 tokens of 2 texts" in full_card
     assert "static fp8_e4m3: 3.00e-03 nats, same top token 96.2%" in full_card
     assert "unquantized:" not in full_card
-    reduced_card = write_card(model, tmp_path / "reduced", None, scales, format="autofp8")
+    reduced_card = save_card(model_folder, tmp_path / "reduced", None, scales, format="autofp8")
     assert "calibrated on 5000 tokens" in reduced_card
     assert "nats" not in reduced_card
     assert "the largest scale of each layer is written" in reduced_card

@@ -27,7 +27,7 @@ from tests.helpers.server_rules import LoadError
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import corrupt_config, list_sides, list_values, scale_error
 
-ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
+TENSOR_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
 READERS = {
     "autofp8": server_rules.read_as_sglang,
     "compressed-tensors": server_rules.read_as_sglang,
@@ -36,23 +36,24 @@ READERS = {
     "tgi": server_rules.read_as_tgi,
 }
 LAYERS, HEADS, DIM = 3, 2, 4
+KV_PATH = "kv_scales/kv_scales.safetensors"
 
 
-def random_scales(kind: str, seed: int = 0, layers: int = LAYERS, heads: int = HEADS) -> KVScales:
+def random_scales(kind: str, seed: int = 0, num_layers: int = LAYERS) -> KVScales:
     """Return random scales of a kind. All values are different."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shapes: int) -> torch.Tensor:
-        return torch.rand(shapes, generator=generator) / 8 + 2**-10
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) / 8 + 2**-10
 
-    shapes = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "row": (1, DIM)}
+    shapes = {"tensor": (), "head": (HEADS, 1), "channel": (HEADS, DIM), "row": (1, DIM)}
     k_shape = shapes[kind.removeprefix("centered-")]
     is_centered = kind.startswith("centered")
     layer_scales = {
         i: LayerScales(
-            draw(*k_shape), draw(*k_shape), (draw(heads, DIM) - 0.06) * 400 if is_centered else None
+            draw(*k_shape), draw(*k_shape), (draw(HEADS, DIM) - 0.06) * 400 if is_centered else None
         )
-        for i in range(layers)
+        for i in range(num_layers)
     }
     return KVScales(layer_scales, model_type="llama")
 
@@ -94,9 +95,9 @@ def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
 
 
 @pytest.fixture
-def folder(model, tmp_path) -> Path:
-    """Return the path of a copy of the checkpoint."""
-    return Path(shutil.copytree(model, tmp_path / "folder"))
+def folder(model_folder, tmp_path) -> Path:
+    """Return the folder of a copy of the checkpoint."""
+    return Path(shutil.copytree(model_folder, tmp_path / "folder"))
 
 
 # -- scales without weights ------------------------------------------------------------------------
@@ -135,14 +136,14 @@ def test_any_pair_of_scales_is_loaded_bitwise(tmp_path_factory, values, format):
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
        format=st.sampled_from(tuple(SCALE_FORMATS)))  # fmt: skip
 def test_reduced_scales_cause_no_saturation(tmp_path_factory, seed, kind, format):
-    scales = random_scales(kind, seed, layers=1)
+    scales = random_scales(kind, seed, num_layers=1)
     folder = tmp_path_factory.mktemp("reduced")
     scales.save_pretrained(folder, format=format)
     if format == "hf_fp8kv":
         return
-    size = {"num_kv_heads": HEADS, "k_head_dim": DIM, "v_head_dim": DIM}
-    layer = scales.for_layer(0, **size)
-    reduced = KVScales.from_pretrained(folder).for_layer(0, **size)
+    sizes = {"num_kv_heads": HEADS, "k_head_dim": DIM, "v_head_dim": DIM}
+    layer = scales.for_layer(0, **sizes)
+    reduced = KVScales.from_pretrained(folder).for_layer(0, **sizes)
     center = torch.zeros(HEADS, DIM) if layer.k_center is None else layer.k_center
     for sign in (-1, 1):
         assert bool(((center + sign * 448 * layer.k).abs() <= 448 * reduced.k * (1 + 1e-6)).all())
@@ -175,9 +176,9 @@ def test_warnings_describe_the_loss(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("kind", "is_copy"), [("tensor", False), ("centered-head", True)])
-def test_each_rank_of_the_json_has_the_largest_scale_of_the_layer(tmp_path, model, kind, is_copy):
+def test_each_rank_of_the_json_has_the_largest_scale(tmp_path, model_folder, kind, is_copy):
     scales, folder = random_scales(kind), tmp_path / "out"
-    checkpoint = model if is_copy else None
+    checkpoint = model_folder if is_copy else None
     scales.save_pretrained(folder, format="vllm-json", tp_size=3, checkpoint=checkpoint)
     for rank in range(3):
         loaded = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=3)
@@ -239,7 +240,7 @@ def test_existing_files_are_replaced_only_with_overwrite(tmp_path, format):
     assert set(read_content(tmp_path)) == set(old_content)
 
 
-@pytest.mark.parametrize("format", ROW_FORMATS)
+@pytest.mark.parametrize("format", TENSOR_FORMATS)
 def test_the_files_of_a_checkpoint_are_never_replaced(folder, format):
     old_content = read_content(folder)
     with scale_error(r"without weights|without config\.json"):
@@ -279,10 +280,10 @@ def read_content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def sharded_model(model, tmp_path_factory) -> Path:
-    """Return the path of a checkpoint in several files with an index."""
+def sharded_folder(model_folder, tmp_path_factory) -> Path:
+    """Return the folder of a checkpoint in several files with an index."""
     folder = tmp_path_factory.mktemp("shards")
-    AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder, max_shard_size="1KB")
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(folder, max_shard_size="1KB")
     assert (folder / "model.safetensors.index.json").exists()
     return folder
 
@@ -304,7 +305,7 @@ def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-@pytest.mark.parametrize("source", ["model", "sharded_model"])
+@pytest.mark.parametrize("source", ["model_folder", "sharded_folder"])
 def test_a_copy_has_the_same_weights_and_can_be_loaded(tmp_path, request, source, format):
     """transformers, vLLM, SGLang and TGI can load the copy, which is one file or has an index."""
     source = request.getfixturevalue(source)
@@ -344,8 +345,8 @@ def assert_loads_the_same(source: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["modelopt", "hf_fp8kv"])
-def test_a_cache_of_the_copy_stores_the_same_bytes(tmp_path, model, format):
-    copy = add_scales(model, tmp_path / "copy", format)
+def test_a_cache_of_the_copy_stores_the_same_bytes(tmp_path, model_folder, format):
+    copy = add_scales(model_folder, tmp_path / "copy", format)
     loaded = AutoModelForCausalLM.from_pretrained(copy, attn_implementation="fp8_paged")
     tokens = torch.arange(12).view(1, -1)
     caches = [
@@ -357,16 +358,16 @@ def test_a_cache_of_the_copy_stores_the_same_bytes(tmp_path, model, format):
     for cache in caches:
         for part in (tokens[:, :8], tokens[:, 8:]):
             with torch.no_grad():
-                out = loaded(part, past_key_values=cache)
-        logits.append(out.logits)
+                output = loaded(part, past_key_values=cache)
+        logits.append(output.logits)
     assert torch.equal(logits[0], logits[1])
     assert not torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize("kind", ["tensor", "head"])
-def test_compressed_tensors_reads_the_written_config(tmp_path, model, kind):
+def test_compressed_tensors_reads_the_written_config(tmp_path, model_folder, kind):
     config = pytest.importorskip("compressed_tensors.quantization")
-    copy = add_scales(model, tmp_path / "copy", "compressed-tensors", kind)
+    copy = add_scales(model_folder, tmp_path / "copy", "compressed-tensors", kind)
     block = json.loads((copy / "config.json").read_text())["quantization_config"]
     loaded = config.QuantizationConfig.model_validate(block)
     scheme = loaded.kv_cache_scheme
@@ -375,8 +376,8 @@ def test_compressed_tensors_reads_the_written_config(tmp_path, model, kind):
     assert not scheme.dynamic
 
 
-def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path, model):
-    copy = add_scales(model, tmp_path / "copy", "quark")
+def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path, model_folder):
+    copy = add_scales(model_folder, tmp_path / "copy", "quark")
     config = json.loads((copy / "config.json").read_text())["quantization_config"]
     tools = Path(__file__).parents[1] / "data" / "tools"
     path = tools / "quark-0.13" / "llama-fp8-kv-postrope" / "config.json"
@@ -389,11 +390,11 @@ def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path
 
 
 @pytest.mark.parametrize("format", ["autofp8", "vllm-json"])
-def test_linked_weights_are_the_same_file(tmp_path, model, format):
-    copy = add_scales(model, tmp_path / "copy", format, weights="link")
+def test_linked_weights_are_the_same_file(tmp_path, model_folder, format):
+    copy = add_scales(model_folder, tmp_path / "copy", format, weights="link")
     name = next(p.name for p in copy.glob("model*.safetensors") if "scales" not in p.name)
-    assert (copy / name).samefile(model / "model.safetensors")
-    assert not (copy / "tokenizer.json").samefile(model / "tokenizer.json")
+    assert (copy / name).samefile(model_folder / "model.safetensors")
+    assert not (copy / "tokenizer.json").samefile(model_folder / "tokenizer.json")
     assert list_values(KVScales.from_pretrained(copy), "v")
 
 
@@ -443,8 +444,8 @@ BAD_SOURCES = {
 # -- folders of models -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ROW_FORMATS)
-@pytest.mark.parametrize("source", ["model", "sharded_model"])
+@pytest.mark.parametrize("format", TENSOR_FORMATS)
+@pytest.mark.parametrize("source", ["model_folder", "sharded_folder"])
 def test_scales_are_added_to_a_model(tmp_path, request, source, format):
     source = request.getfixturevalue(source)
     folder = Path(shutil.copytree(source, tmp_path / "folder"))
@@ -471,7 +472,7 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.full), 5])
-def test_an_interrupted_save_leaves_a_loadable_model(tmp_path, model, folder, monkeypatch, index):
+def test_an_interrupt_leaves_a_loadable_model(tmp_path, model_folder, folder, monkeypatch, index):
     old_content = read_content(folder)
     replace, calls = Path.replace, []
 
@@ -487,13 +488,13 @@ def test_an_interrupted_save_leaves_a_loadable_model(tmp_path, model, folder, mo
     with pytest.raises(KeyboardInterrupt):
         scales.save_pretrained(folder, format="modelopt", overwrite=True)
     assert (folder / "config.json").read_bytes() == old_content["config.json"]
-    assert_loads_the_same(model, folder)
+    assert_loads_the_same(model_folder, folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
     monkeypatch.undo()
     scales.save_pretrained(folder, format="modelopt", overwrite=True)
     assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
     assert not (folder / "model.safetensors").exists()
-    assert_loads_the_same(model, folder)
+    assert_loads_the_same(model_folder, folder)
 
 
 QUANTIZED_CONFIGS = {
@@ -545,7 +546,7 @@ def test_scales_for_tgi_are_read_next_to_quantized_weights(tmp_path, folder, wei
         assert {**dict.fromkeys(weights), **config} == weights
 
 
-def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model, folder):
+def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model_folder, folder):
     other_files = {
         ".hidden.safetensors": b"mine", "pytorch_model.bin": b"weights", "sub/more.pth": b"more",
         "folder.safetensors/part": b"part",
@@ -557,7 +558,7 @@ def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model, folder):
     random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
     new_content = read_content(folder)
     assert {name: new_content[name] for name in other_files} == other_files
-    assert_loads_the_same(model, folder)
+    assert_loads_the_same(model_folder, folder)
     # Here, the added scales would replace one of two weight files.
     save_file({"a": torch.ones(1)}, ambiguous_folder / "model-00001-of-00001.safetensors")
     old_content = read_content(ambiguous_folder)
@@ -566,9 +567,9 @@ def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model, folder):
     assert read_content(ambiguous_folder) == old_content
 
 
-@pytest.mark.parametrize("format", ROW_FORMATS)
-def test_a_config_without_weights_keeps_its_entries(tmp_path, model, format):
-    shutil.copy(model / "config.json", tmp_path)
+@pytest.mark.parametrize("format", TENSOR_FORMATS)
+def test_a_config_without_weights_keeps_its_entries(tmp_path, model_folder, format):
+    shutil.copy(model_folder / "config.json", tmp_path)
     entries = json.loads((tmp_path / "config.json").read_text())
     for seed in (0, 1):
         scales = random_scales("tensor", seed)
@@ -578,7 +579,7 @@ def test_a_config_without_weights_keeps_its_entries(tmp_path, model, format):
     assert {name: new_entries[name] for name in entries} == entries
 
 
-def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model, folder):
+def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model_folder, folder):
     old_content = read_content(folder)
     scales, new_scales = random_scales("centered-head", 1), random_scales("channel", 2)
     paths = scales.save_pretrained(folder)
@@ -588,7 +589,7 @@ def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model, folder):
     new_scales.save_pretrained(folder, overwrite=True)
     assert KVScales.from_pretrained(folder).digest == new_scales.digest
     new_content = read_content(folder)
-    assert {*new_content} - {*old_content} == {"kv_scales/kv_scales.safetensors"}
+    assert {*new_content} - {*old_content} == {KV_PATH}
     assert {name: new_content[name] for name in old_content} == old_content
     for overwrite, format in ((True, "autofp8"), (False, "tgi")):
         with pytest.raises(ScaleError, match="read before all others"):
@@ -596,7 +597,7 @@ def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model, folder):
         assert read_content(folder) == new_content
     with pytest.raises(ScaleError, match="read before all others"):
         scales.save_pretrained(folder, format="autofp8", overwrite=True)
-    assert_loads_the_same(model, folder)
+    assert_loads_the_same(model_folder, folder)
 
 
 def test_old_scale_files_are_not_copied(tmp_path, folder):
@@ -610,21 +611,21 @@ def test_old_scale_files_are_not_copied(tmp_path, folder):
     assert [path.name for path in (copy / "kv_scales").iterdir()] == ["notes.txt"]
 
 
-def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model, caplog):
-    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model_folder, caplog):
+    folder = Path(shutil.copytree(model_folder, tmp_path / "folder"))
     for path in random_scales("head", 1).save_pretrained(tmp_path / "separate"):
         shutil.copy(path, folder)
     (folder / "kv_calibration.json").write_text("{}")
     scales = random_scales("head", 2)
     scales.save_pretrained(folder, overwrite=True)
-    assert {*read_content(folder)} - {*read_content(model)} == {"kv_scales/kv_scales.safetensors"}
+    assert {*read_content(folder)} - {*read_content(model_folder)} == {KV_PATH}
     (folder / "kv_scales" / "kv_calibration.json").write_text("{}")
     scales.save_pretrained(folder, overwrite=True)
     assert not caplog.text
     assert KVScales.from_pretrained(folder).digest == scales.digest
 
 
-# Grid: Each replaced format once, and each way to declare a cache.
+# Each replaced format once, and each way to declare a cache.
 @pytest.mark.parametrize(
     ("old", "new", "has_entries"),
     [
@@ -634,11 +635,11 @@ def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model, caplo
         ("tgi", "modelopt", True),
     ],
 )
-def test_scales_without_weights_can_change_format(tmp_path, model, old, new, has_entries):
+def test_scales_without_weights_can_change_format(tmp_path, model_folder, old, new, has_entries):
     folder = tmp_path / "folder"
     if has_entries:  # the folder has the config of a model without weights
         folder.mkdir()
-        shutil.copy(add_scales(model, tmp_path / "copy", old) / "config.json", folder)
+        shutil.copy(add_scales(model_folder, tmp_path / "copy", old) / "config.json", folder)
     else:
         random_scales("tensor", 1).save_pretrained(folder, format=old)
     scales = random_scales("tensor", 2)
@@ -646,8 +647,8 @@ def test_scales_without_weights_can_change_format(tmp_path, model, old, new, has
     assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
 
 
-def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, sharded_model):
-    folder = Path(shutil.copytree(sharded_model, tmp_path / "folder"))
+def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, sharded_folder):
+    folder = Path(shutil.copytree(sharded_folder, tmp_path / "folder"))
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"]["extra.weight"] = "model-kv-scales.safetensors"
@@ -660,9 +661,9 @@ def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, sharded_mo
     assert read_content(folder) == old_content
 
 
-def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model):
+def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model_folder):
     """The folder has links, as in a Hub cache. Broken or circular links and pipes are skipped."""
-    folder, blobs = Path(shutil.copytree(model, tmp_path / "folder")), tmp_path / "blobs"
+    folder, blobs = Path(shutil.copytree(model_folder, tmp_path / "folder")), tmp_path / "blobs"
     blobs.mkdir()
     for index, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
         blob = path.rename(blobs / str(index))
@@ -772,33 +773,33 @@ BAD_SHARDS = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SHARDS.values(), ids=BAD_SHARDS)
-def test_an_incomplete_checkpoint_is_not_copied(tmp_path, sharded_model, spoil, message):
-    source = Path(shutil.copytree(sharded_model, tmp_path / "source"))
+def test_an_incomplete_checkpoint_is_not_copied(tmp_path, sharded_folder, spoil, message):
+    source = Path(shutil.copytree(sharded_folder, tmp_path / "source"))
     spoil(next(path for path in source.iterdir() if path.name.startswith(SHARD)))
     with scale_error(message, SHARD):
         add_scales(source, tmp_path / "copy", "tgi")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_copy_never_replaces_anything(tmp_path, model):
+def test_a_copy_never_replaces_anything(tmp_path, model_folder):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
-    for target in (tmp_path / "mine", tmp_path / "mine" / "file", model):
+    for target in (tmp_path / "mine", tmp_path / "mine" / "file", model_folder):
         with pytest.raises(ScaleError, match=r"new or empty|expected a folder, got a file"):
-            add_scales(model, target, "tgi", overwrite=True)
+            add_scales(model_folder, target, "tgi", overwrite=True)
     assert read_content(tmp_path) == {"mine/file": b"mine"}
     (tmp_path / "empty").mkdir()
-    assert add_scales(model, tmp_path / "empty", "tgi")
+    assert add_scales(model_folder, tmp_path / "empty", "tgi")
 
 
 @pytest.mark.parametrize("target", [".", "new/.."])
-def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch, target):
+def test_a_copy_does_not_replace_the_working_folder(tmp_path, model_folder, monkeypatch, target):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with scale_error("or the working folder", target):
-        add_scales(model, target, "tgi")
+        add_scales(model_folder, target, "tgi")
     assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
-    assert add_scales(model, Path("../here/copy"), "tgi").is_dir()
+    assert add_scales(model_folder, Path("../here/copy"), "tgi").is_dir()
 
 
 COPY_OPTIONS = {
@@ -808,26 +809,26 @@ COPY_OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "message"), COPY_OPTIONS.values(), ids=COPY_OPTIONS)
-def test_invalid_options_of_a_copy_are_rejected(tmp_path, model, options, message):
+def test_invalid_options_of_a_copy_are_rejected(tmp_path, model_folder, options, message):
     with scale_error(message):
         random_scales("tensor").save_pretrained(
-            tmp_path / "copy", **{"checkpoint": model} | options
+            tmp_path / "copy", **{"checkpoint": model_folder} | options
         )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), MemoryError(), OSError("stopped")])
-def test_an_interrupted_copy_leaves_no_files(tmp_path, model, monkeypatch, index, failure):
-    old_content = read_content(model)
+def test_an_interrupted_copy_leaves_no_files(tmp_path, model_folder, monkeypatch, index, failure):
+    old_content = read_content(model_folder)
     fail_write(monkeypatch, index, failure)
     with pytest.raises((type(failure), ScaleError)):
-        add_scales(model, tmp_path / "copy", "autofp8")
+        add_scales(model_folder, tmp_path / "copy", "autofp8")
     assert not list(tmp_path.iterdir())
-    assert read_content(model) == old_content
+    assert read_content(model_folder) == old_content
 
 
-def test_no_partial_folder_exists_at_any_write(tmp_path, model, monkeypatch):
+def test_no_partial_folder_exists_at_any_write(tmp_path, model_folder, monkeypatch):
     """A killed process cannot clean up, so the old files must be complete at each write."""
     copy, folder = tmp_path / "copy", tmp_path / "separate"
     random_scales("tensor").save_pretrained(folder, format="autofp8")
@@ -843,7 +844,7 @@ def test_no_partial_folder_exists_at_any_write(tmp_path, model, monkeypatch):
     for files in contents:
         assert {n: c for n, c in files.items() if not n.endswith(".part")} == old_content
     assert len(contents) == len(old_content)
-    add_scales(model, copy, "autofp8")
+    add_scales(model_folder, copy, "autofp8")
     assert len(contents) >= len(old_content) + len(read_content(copy))
 
 
@@ -896,7 +897,7 @@ class FakeApi:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path_factory):
-    """Return a function that replaces the Hub's client by a fake that lists the given files."""
+    """Return a function that replaces the Hub's client with a fake that lists the given files."""
 
     def install(*files: str, **options: str) -> FakeApi:
         fake = FakeApi(*files, **options)
@@ -931,14 +932,14 @@ def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
         random_scales("tensor").push_to_hub("org/model")
     assert not fake.uploaded
     random_scales("tensor").push_to_hub("org/model", overwrite=True)
-    assert set(fake.uploaded) == {"README.md", "kv_scales/kv_scales.safetensors"}
+    assert set(fake.uploaded) == {"README.md", KV_PATH}
     assert fake.deleted == ["kv_scales.safetensors"]
 
 
-# Grid: Each format once, and each kind of weights, or no weights, with one or two formats.
+# Each format once, and each kind of weights, or no weights, with one or two formats.
 @pytest.mark.parametrize(
     ("format", "weights"),
-    [*zip(ROW_FORMATS, 2 * (("model.safetensors",), ("pytorch_model.bin",), ()), strict=False)],
+    [*zip(TENSOR_FORMATS, 2 * (("model.safetensors",), ("pytorch_model.bin",), ()), strict=False)],
 )
 def test_the_config_of_a_repository_is_never_replaced(hub, format, weights):
     fake = hub("config.json", *weights)
@@ -966,19 +967,19 @@ def test_an_unreachable_hub_is_a_scale_error(hub, failing):
 # -- rules of servers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("is_copy", "size"), [(False, 1), (True, 2)], ids=["separate", "copy"])
-def test_servers_read_the_larger_scale_from_the_json(tmp_path, model, size, is_copy):
-    scales = random_scales("tensor")
+@pytest.mark.parametrize(("is_copy", "tp_size"), [(False, 1), (True, 2)], ids=["separate", "copy"])
+def test_servers_read_the_larger_scale_from_the_json(tmp_path, model_folder, tp_size, is_copy):
+    scales, checkpoint = random_scales("tensor"), model_folder if is_copy else None
     scales.save_pretrained(
-        tmp_path / "out", format="vllm-json", tp_size=size, checkpoint=model if is_copy else None
+        tmp_path / "out", format="vllm-json", tp_size=tp_size, checkpoint=checkpoint
     )
     path = tmp_path / "out" / "kv_cache_scales.json"
-    for rank in range(size):
+    for rank in range(tp_size):
         factors = server_rules.read_scaling_factors(
-            path, layers=LAYERS, model_type="llama", rank=rank, size=size
+            path, layers=LAYERS, model_type="llama", rank=rank, size=tp_size
         )
         assert list(factors.values()) == [
             max(s.k.item(), s.v.item()) for s in scales.layers.values()
         ]
     with pytest.raises(LoadError):
-        server_rules.read_scaling_factors(path, layers=LAYERS + 1, model_type="llama", size=size)
+        server_rules.read_scaling_factors(path, layers=LAYERS + 1, model_type="llama", size=tp_size)

@@ -8,21 +8,21 @@ import torch
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
-from hf_fp8kv.scales.checkpoint.checkpoint import OWN_FILE
+from hf_fp8kv.scales.checkpoint.checkpoint import KV_FILE
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_scales import assert_same
-from tests.scales.test_weights_digest import read_header, rewrite_header
+from tests.scales.test_weights_digest import edit_metadata, read_metadata
 
 ONE = torch.tensor(1.0)
-CENTERED = LayerPlan.parse("int8 rotated centered", "int8")
-PLAIN = LayerPlan.parse("int8", "int8")
+CENTERED_PLAN = LayerPlan.parse("int8 rotated centered", "int8")
+PLAIN_PLAN = LayerPlan.parse("int8", "int8")
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
-    for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / OWN_FILE)):
+    for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / KV_FILE)):
         assert_same(loaded, scales)
         assert loaded.plan == scales.plan == dict(enumerate(PLANS))
         assert loaded.is_dynamic is is_dynamic
@@ -30,7 +30,7 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
         assert loaded.digest == scales.digest
     granularities = {layer.granularity for layer in scales.layers.values()}
     assert granularities == ({"token"} if is_dynamic else {"head"})
-    plan = read_header(tmp_path / OWN_FILE)["plan"]
+    plan = read_metadata(tmp_path / KV_FILE)["plan"]
     assert plan["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
     assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
 
@@ -50,16 +50,16 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
 )
 def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) -> None:
     planned_scales().save_pretrained(tmp_path)
-    path = tmp_path / OWN_FILE
-    rewrite_header(path, lambda header: header | change)
+    path = tmp_path / KV_FILE
+    edit_metadata(path, lambda header: header | change)
     with pytest.raises(ScaleError, match=message):
         KVScales.from_file(path)
 
 
 def test_dynamic_files_with_a_missing_center_are_rejected(tmp_path: Path) -> None:
     planned_scales(is_dynamic=True).save_pretrained(tmp_path)
-    path = tmp_path / OWN_FILE
-    rewrite_header(path, dict, {})
+    path = tmp_path / KV_FILE
+    edit_metadata(path, dict, {})
     with pytest.raises(ScaleError, match="expected a center of K if and only if"):
         KVScales.from_file(path)
 
@@ -68,10 +68,10 @@ def test_dynamic_files_with_a_missing_center_are_rejected(tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         ((None, None), "K scale"),
-        ((None, ONE, None, "", PLAIN), "K scale"),
-        ((ONE, None, None, "", PLAIN), "V scale"),
-        ((ONE, ONE, None, "", CENTERED), "a center of K if"),
-        ((ONE, ONE, torch.ones(2, 4), "", PLAIN), "a center of K if"),
+        ((None, ONE, None, "", PLAIN_PLAN), "K scale"),
+        ((ONE, None, None, "", PLAIN_PLAN), "V scale"),
+        ((ONE, ONE, None, "", CENTERED_PLAN), "a center of K if"),
+        ((ONE, ONE, torch.ones(2, 4), "", PLAIN_PLAN), "a center of K if"),
         ((ONE, ONE, None, "", LayerPlan.parse("int8", "int8 centered")), "a center of K if"),
         ((ONE, ONE, None, "", "int8"), "expected a LayerPlan"),
     ],
@@ -86,8 +86,8 @@ def test_mismatched_scales_and_plans_are_rejected(arguments: tuple, message: str
 @pytest.mark.parametrize(
     "layers",
     [
-        [LayerScales(ONE, ONE), LayerScales(ONE, ONE, plan=PLAIN)],
-        [LayerScales(ONE, ONE, plan=PLAIN), LayerScales(None, None, plan=PLAIN)],
+        [LayerScales(ONE, ONE), LayerScales(ONE, ONE, plan=PLAIN_PLAN)],
+        [LayerScales(ONE, ONE, plan=PLAIN_PLAN), LayerScales(None, None, plan=PLAIN_PLAN)],
     ],
     ids=["plan", "scales"],
 )
@@ -100,14 +100,14 @@ def test_all_layers_or_none_have_a_plan_and_static_scales(layers: list[LayerScal
 def test_scales_of_rotated_values_are_not_saved_for_servers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated values in layers 0, 1, 2.*Save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)
-    dynamic_scales = KVScales({0: LayerScales(None, None, plan=PLAIN)})
+    dynamic_scales = KVScales({0: LayerScales(None, None, plan=PLAIN_PLAN)})
     with pytest.raises(ScaleError, match=r"each token.*Save as 'hf_fp8kv'"):
         dynamic_scales.save_pretrained(tmp_path, format=format)
     assert not list(tmp_path.iterdir())
 
 
 def test_scales_of_unrotated_values_are_saved_for_servers(tmp_path: Path, caplog) -> None:
-    scales = KVScales({0: LayerScales(2 * ONE, 3 * ONE, plan=PLAIN)}, model_type="llama")
+    scales = KVScales({0: LayerScales(2 * ONE, 3 * ONE, plan=PLAIN_PLAN)}, model_type="llama")
     scales.save_pretrained(tmp_path, format="tgi")
     assert "the formats of the plan are left out" in caplog.text
     loaded = KVScales.from_pretrained(tmp_path)
@@ -115,7 +115,7 @@ def test_scales_of_unrotated_values_are_saved_for_servers(tmp_path: Path, caplog
 
 
 def test_a_plan_changes_the_digest_and_is_split_with_the_scales() -> None:
-    plain_scales = KVScales({0: LayerScales(ONE, ONE, plan=PLAIN)})
+    plain_scales = KVScales({0: LayerScales(ONE, ONE, plan=PLAIN_PLAN)})
     rotated_plan = LayerPlan.parse("int8 rotated", "int8")
     rotated_scales = KVScales({0: LayerScales(ONE, ONE, plan=rotated_plan)})
     scales = KVScales({0: LayerScales(ONE, ONE)})

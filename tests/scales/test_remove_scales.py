@@ -22,7 +22,7 @@ from tests.scales.test_sources import scale_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NEW_SCALES = random_scales("head", seed=5, layers=LAYERS)
+NEW_SCALES = random_scales("head", seed=5, num_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# Grid: Each format replaces the same format, and scales move between all pairs of locations.
+# Each format replaces the same format, and scales move between all pairs of locations.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -78,7 +78,7 @@ def test_existing_scales_are_replaced(tmp_path, plain_folder, source, target):
 
 @pytest.mark.parametrize("weights", ["copy", "link"])
 def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder, weights):
-    """LLM Compressor writes scales into the files of the weights, which have the old config."""
+    """LLM Compressor writes scales into the files of the weights."""
     old = tmp_path / "old"
     declare(plain_folder, old)
     tensors = load_all_tensors(old)
@@ -201,18 +201,18 @@ def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
         "group_1": {"targets": ["re:.*k_proj"], "output_activations": outputs},
         "group_2": {"targets": ["re:.*v_proj"], "weights": weights, "output_activations": outputs},
     }
-    block = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (old / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
+    old_block = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (old / "config.json").write_text(json.dumps(config | {"quantization_config": old_block}))
     assert KVScales.from_pretrained(old).layers[0].k == 0.25
     for target in ("compressed-tensors", "hf_fp8kv"):
         new = tmp_path / target
         NEW_SCALES.save_pretrained(new, format=target, checkpoint=old, overwrite=True)
         assert_same(KVScales.from_pretrained(new), NEW_SCALES)
         assert not [name for name in load_all_tensors(new) if "output_scale" in name]
-        config_entry = json.loads((new / "config.json").read_text())["quantization_config"]
+        block = json.loads((new / "config.json").read_text())["quantization_config"]
         group = {"targets": ["re:.*v_proj"], "weights": weights}
-        assert config_entry["config_groups"] == {"group_0": groups["group_0"], "group_2": group}
-        assert ("kv_cache_scheme" in config_entry) == (target == "compressed-tensors")
+        assert block["config_groups"] == {"group_0": groups["group_0"], "group_2": group}
+        assert ("kv_cache_scheme" in block) == (target == "compressed-tensors")
 
 
 def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain_folder):

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.scales.checkpoint import checkpoint as checkpoint_module
-from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE, TENSOR_NAMES
+from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE_PATTERN, TENSOR_NAMES
 from hf_fp8kv.scales.kv_scales import resolve
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
@@ -89,15 +89,15 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
 # -- golden files ----------------------------------------------------------------------------------
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HALVED = tuple(s / 2 for s in LARGER_KV)
-GOLDEN = {
+HALVED_KV = tuple(s / 2 for s in LARGER_KV)
+FOLDERS = {
     "vllm": ("vllm-json", K, K, F32),
     "vllm-rank0": ("vllm-json", V, V, F32),
     "vllm-two-ranks": ("vllm-json", LARGER_KV, LARGER_KV, F32),
     "tgi": ("tgi", K, V, F32),
     "tgi-kv": ("tgi", LARGER_KV, LARGER_KV, F32),
     "tgi-kv-written": ("tgi", LARGER_KV, LARGER_KV, F32),
-    "tgi-kv-fnuz": ("tgi", HALVED, HALVED, F32),
+    "tgi-kv-fnuz": ("tgi", HALVED_KV, HALVED_KV, F32),
     "autofp8": ("autofp8", K, V, F32),
     "autofp8-kv": ("autofp8", LARGER_KV, LARGER_KV, F32),
     "compressed-tensors": ("compressed-tensors", K, V, BF16),
@@ -108,9 +108,9 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_golden_checkpoint_is_read(name):
-    format, k, v, dtype = GOLDEN[name]
+    format, k, v, dtype = FOLDERS[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
     assert list(scales.layers) == [0, 1, 2]
@@ -131,7 +131,7 @@ def test_scales_per_head_are_read_from_shards():
 
 def test_every_golden_folder_is_tested():
     folders = {path.name for path in DATA.iterdir() if path.is_dir()}
-    assert folders - {"__pycache__"} == {*GOLDEN, "compressed-tensors-heads"}
+    assert folders - {"__pycache__"} == {*FOLDERS, "compressed-tensors-heads"}
 
 
 def test_golden_files_can_be_loaded_one_by_one():
@@ -149,14 +149,14 @@ def test_golden_files_can_be_loaded_one_by_one():
 # -- tensor names ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", TENSOR_NAMES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", TENSOR_NAMES, ids=lambda entry: entry.template)
 def test_a_written_tensor_name_is_recognized(entry):
-    for side in ("k", "v") if "{side}" in entry.name else ("kv",):
-        name = f"model.layers.17.self_attn.{entry.name.format(side=side)}"
+    for side in ("k", "v") if "{side}" in entry.template else ("kv",):
+        name = f"model.layers.17.self_attn.{entry.template.format(side=side)}"
         match = entry.pattern.fullmatch(name)
         assert match is not None
         assert (match["layer"], match.groupdict().get("side", "kv")) == ("17", side)
-        assert LIKELY_SCALE.search(name), "the error of a checkpoint would not name it"
+        assert LIKELY_SCALE_PATTERN.search(name), "the error of a checkpoint would not name it"
 
 
 # `test_sources_formats` contains no dialect with these names.
@@ -218,7 +218,7 @@ def test_names_of_other_modules_are_ignored(tmp_path):
 # -- rules of a checkpoint -------------------------------------------------------------------------
 
 
-# Grid: Each dtype and each shape once, because dtypes and shapes are independent.
+# Each dtype and each shape once, because dtypes and shapes are independent.
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.float64, ()), (F32, (1,)), (F16, (1, 1)), (BF16, (1, 1, 1))]
 )
@@ -283,7 +283,7 @@ def test_consolidated_files_are_ignored_next_to_ordinary_files(tmp_path):
     assert list_values(KVScales.from_pretrained(folder), "k") == [s * 8 for s in round_values(K)]
 
 
-NO_CACHE = {
+UNCACHED_LAYERS = {
     "layer-types": (
         1, {"layer_types": ["full_attention", "linear_attention", "sliding_attention"]}
     ),
@@ -292,7 +292,7 @@ NO_CACHE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("layer", "config"), NO_CACHE.values(), ids=NO_CACHE)
+@pytest.mark.parametrize(("layer", "config"), UNCACHED_LAYERS.values(), ids=UNCACHED_LAYERS)
 def test_layers_without_a_separate_cache_need_no_scales(tmp_path, layer, config):
     folder = copy_golden("autofp8", tmp_path)
     set_scales(folder, [layer], None)

@@ -17,17 +17,17 @@ from safetensors.torch import save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales, declared_kv_scales
-from tests.scales.test_sources import DATA, GOLDEN, SCHEME, list_sides, list_values, scale_error
+from tests.scales.test_sources import DATA, FOLDERS, SCHEME, list_sides, list_values, scale_error
 
 K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)
-BOTH = tuple(max(pair) for pair in zip(K, V, strict=True))
+LARGER_KV = tuple(max(pair) for pair in zip(K, V, strict=True))
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_key_value_heads": 2}
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": SCHEME, "output_activations": None}}
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": GROUPS}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
 ALGO = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
-STATIC = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
-OUTPUT = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+AUTOFP8 = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+FP8_SPEC = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
 TENSORRT = {
     "architecture": "LlamaForCausalLM",
     "num_hidden_layers": 3,
@@ -38,8 +38,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def fill(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
-    """Return scales of all layers, one each for K and V if `name` has "{side}", else for both."""
-    side_scales = {"k": K, "v": V} if "{side}" in name else {"kv": BOTH}
+    """Return scales of all layers: of K and of V if `name` has "{side}", else of both together."""
+    side_scales = {"k": K, "v": V} if "{side}" in name else {"kv": LARGER_KV}
     return {
         f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
         for side, scales in side_scales.items()
@@ -55,7 +55,7 @@ def quantize_outputs(*targets: str, **changes: object) -> dict[str, object]:
 
 def quark(*layers: str, **changes: object) -> dict[str, object]:
     """Return a quantization config of Quark with output scales for these layers."""
-    entry = {"weight": None, "output_tensors": OUTPUT | changes}
+    entry = {"weight": None, "output_tensors": FP8_SPEC | changes}
     return {
         "quant_method": "quark",
         "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "min_kv_scale": 0.0},
@@ -82,14 +82,14 @@ def write_folder(
     return folder
 
 
-def quantized(**block: object) -> dict[str, object]:
+def llama_with(**block: object) -> dict[str, object]:
     """Return the config of a Llama with this quantization config."""
     return LLAMA | {"quantization_config": block}
 
 
 ATTENTION = "self_attn.{side}_scale"
 PROJECTION = "self_attn.{side}_proj.{side}_scale"
-OUTPUTS = "self_attn.{side}_proj.output_scale"
+OUTPUT = "self_attn.{side}_proj.output_scale"
 TOWERS = {
     **fill("self_attn.{side}_scale", prefix="vision_tower.layers"),
     **fill("self_attn.{side}_scale", prefix="model.vision_tower.encoder.layers"),
@@ -100,7 +100,7 @@ TOWERS = {name: tensor * 64 for name, tensor in TOWERS.items()}
 VALID_FOLDERS = {
     "compressed-tensors-with-null-strategy": (
         "compressed-tensors",
-        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
+        llama_with(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
         fill(ATTENTION, (1,)),
     ),
     "compression-config": (
@@ -111,18 +111,18 @@ VALID_FOLDERS = {
     "compression-config-with-output-scales": (
         "compressed-tensors",
         LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
-        fill(OUTPUTS, (1,)),
+        fill(OUTPUT, (1,)),
     ),
     "output-activations": (
         "compressed-tensors",
-        quantized(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj")),
-        fill(OUTPUTS, (1,)),
+        llama_with(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj")),
+        fill(OUTPUT, (1,)),
     ),
     "text-config": (
         "compressed-tensors",
         {
             "model_type": "llava",
-            "text_config": quantized(**COMPRESSED, kv_cache_scheme=SCHEME),
+            "text_config": llama_with(**COMPRESSED, kv_cache_scheme=SCHEME),
             "vision_config": {"num_hidden_layers": 24, "num_attention_heads": 16},
         },
         {**fill(ATTENTION, (1,), "model.language_model.layers"), **TOWERS},
@@ -131,7 +131,7 @@ VALID_FOLDERS = {
         "autofp8",
         {
             "model_type": "qwen2_5_omni",
-            "thinker_config": {"text_config": quantized(**STATIC)},
+            "thinker_config": {"text_config": llama_with(**AUTOFP8)},
             "talker_config": {"num_hidden_layers": 24},
         },
         {
@@ -142,7 +142,7 @@ VALID_FOLDERS = {
     ),
     "hy3": (
         "autofp8",
-        quantized(**STATIC),
+        llama_with(**AUTOFP8),
         {
             **fill("self_attn.{side}_cache.scale", (1,)),
             **{f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
@@ -150,21 +150,21 @@ VALID_FOLDERS = {
     ),
     "hifp8": (
         "autofp8",
-        quantized(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
+        llama_with(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
         fill(ATTENTION),
     ),
     "modelopt": (
         "modelopt",
-        quantized(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
+        llama_with(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
         fill(PROJECTION),
     ),
-    "modelopt-word": ("modelopt", quantized(**MODELOPT, kv_cache_scheme="FP8"), fill(PROJECTION)),
+    "modelopt-word": ("modelopt", llama_with(**MODELOPT, kv_cache_scheme="FP8"), fill(PROJECTION)),
     "modelopt-of-angelslim": (
         "modelopt",
-        quantized(**MODELOPT, kv_cache_scheme="static"),
+        llama_with(**MODELOPT, kv_cache_scheme="static"),
         fill(PROJECTION),
     ),
-    "modelopt-two-configs": ("modelopt", quantized(**MODELOPT), fill(PROJECTION), ALGO),
+    "modelopt-two-configs": ("modelopt", llama_with(**MODELOPT), fill(PROJECTION), ALGO),
     "modelopt-megatron": ("modelopt", LLAMA, fill(ATTENTION), ALGO),
     "modelopt-stacked-qkv": ("modelopt", LLAMA, fill("self_attn.qkv_proj.{side}_scale"), ALGO),
     "modelopt-stacked-twice": ("modelopt", LLAMA, fill("self_attn.qkqkv_proj.{side}_scale"), ALGO),
@@ -177,7 +177,7 @@ VALID_FOLDERS = {
     **{
         f"quark-fused-{module}": (
             "quark",
-            quantized(**quark(f"*{module}") | {"export": {"kv_cache_group": [f"*{module}"]}}),
+            llama_with(**quark(f"*{module}") | {"export": {"kv_cache_group": [f"*{module}"]}}),
             fill(f"{attention}.{module}.output_scale", (), prefix),
         )
         for prefix, attention, module in (
@@ -187,14 +187,14 @@ VALID_FOLDERS = {
             ("transformer.h", "attn", "c_attn"),
         )
     },
-    "quark": ("quark", quantized(**quark()), fill(OUTPUTS)),
+    "quark": ("quark", llama_with(**quark()), fill(OUTPUT)),
     "quark-entries-by-layer": (
         "quark",
-        quantized(
+        llama_with(
             **quark(*(f"model.layers.{i}.self_attn.{s}_proj" for i in range(3) for s in "kv"))
         ),
         {
-            **fill(OUTPUTS),
+            **fill(OUTPUT),
             "model.layers.0.self_attn.q_proj.output_scale": torch.ones(()),
             "model.layers.0.self_attn.prob_output_scale": torch.ones(()),
         },
@@ -221,7 +221,7 @@ def test_every_dialect_is_read(tmp_path, caplog, name):
     assert scales.format == format
     names = [n for part in tensors.values() for n in (part if isinstance(part, dict) else ())]
     is_shared = not any("k_" in n or "k." in n for n in names or tensors)
-    assert list_sides(scales) == [list(BOTH if is_shared else side) for side in (K, V)]
+    assert list_sides(scales) == [list(LARGER_KV if is_shared else side) for side in (K, V)]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert scales.model_type == config.get("model_type")
     # Scales for FNUZ formats are halved.
@@ -236,7 +236,7 @@ def test_every_dialect_is_read(tmp_path, caplog, name):
 @pytest.mark.parametrize("entry", [{"kv_cache_post_rope": False}, {}], ids=["false", "missing"])
 def test_scales_from_before_rope_cause_a_warning(tmp_path, caplog, entry):
     block = {n: v for n, v in quark().items() if n != "kv_cache_post_rope"} | entry
-    scales = KVScales.from_pretrained(write_folder(tmp_path, quantized(**block), fill(OUTPUTS)))
+    scales = KVScales.from_pretrained(write_folder(tmp_path, llama_with(**block), fill(OUTPUT)))
     assert list_values(scales, "k") == list(K)
     [record] = caplog.records
     assert "Quark measured the scales of K before RoPE" in record.message
@@ -254,7 +254,7 @@ def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
 )
 def test_scales_of_activations_cause_no_warning(tmp_path, caplog, name):
     tensors = PAIR | {f"model.layers.0.{name}": torch.ones(4)}
-    KVScales.from_pretrained(write_folder(tmp_path, COMPRESSED_OK, tensors))
+    KVScales.from_pretrained(write_folder(tmp_path, PER_TENSOR, tensors))
     assert not caplog.records
 
 
@@ -274,17 +274,17 @@ def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
     folder = write_folder(tmp_path / "two", TENSORRT, make_ranks(1.0, 4.0))
     for rank, factor in enumerate((1, 4)):
         scales = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=2)
-        assert list_values(scales, "v") == [factor * s for s in BOTH]
+        assert list_values(scales, "v") == [factor * s for s in LARGER_KV]
         assert f"rank{rank}.safetensors" in scales.layers[0].source
     assert not caplog.records
     folder = write_folder(tmp_path / "three", TENSORRT, make_ranks(1.0, 4.0, 2.0))
-    assert list_values(KVScales.from_pretrained(folder), "k") == [4 * s for s in BOTH]
+    assert list_values(KVScales.from_pretrained(folder), "k") == [4 * s for s in LARGER_KV]
     assert "the scales of its 3 ranks differ" in caplog.text
 
 
 def test_an_ordinary_checkpoint_is_read_before_rank_files(tmp_path):
     write_folder(tmp_path, TENSORRT, make_ranks(8.0, 8.0))
-    folder = write_folder(tmp_path, quantized(**STATIC), fill(ATTENTION))
+    folder = write_folder(tmp_path, llama_with(**AUTOFP8), fill(ATTENTION))
     assert KVScales.from_pretrained(folder).format == "autofp8"
 
 
@@ -299,11 +299,11 @@ def drop_tensors(tensors: Tensors, *names: str) -> Tensors:
 
 
 HEADS = (2, 1, 1)
-PER_HEAD = quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
+PER_HEAD = llama_with(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
 PAIR = fill(ATTENTION, (1,))
 WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
-COMPRESSED_OK = quantized(**COMPRESSED, kv_cache_scheme=SCHEME)
-TRT = fill(FACTOR, (1,), "transformer.layers")
+PER_TENSOR = llama_with(**COMPRESSED, kv_cache_scheme=SCHEME)
+RANK = fill(FACTOR, (1,), "transformer.layers")
 INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     "heads-of-a-different-model": (
         PER_HEAD, fill(ATTENTION, (3, 1, 1)), r"heads in config.json .*got \[3, 1, 1\]"
@@ -317,7 +317,7 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     ),
     **{
         name: (
-            quantized(
+            llama_with(
                 **COMPRESSED, kv_cache_scheme=SCHEME | {"num_bits": 4, "group_size": size}
             ),
             WEIGHT,
@@ -326,95 +326,95 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         for name, size in (("nvfp4", 16), ("mxfp4", 32))
     },
     "quark-mxfp4": (
-        quantized(**quark(dtype="fp4", qscheme="per_group", group_size=32)), WEIGHT, "MXFP4"
+        llama_with(**quark(dtype="fp4", qscheme="per_group", group_size=32)), WEIGHT, "MXFP4"
     ),
     "a-dynamic-word-of-vllm": (
-        quantized(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"), WEIGHT, "needs none"
+        llama_with(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"), WEIGHT, "needs none"
     ),
     **{
         f"layers-of-{type(count).__name__}": (
-            COMPRESSED_OK | {"num_hidden_layers": count},
+            PER_TENSOR | {"num_hidden_layers": count},
             PAIR,
             "num_hidden_layers: expected an integer, got ",
         )
         for count in ("three", 3.0, True, [3])
     },
-    "scheme-a-list": (quantized(**COMPRESSED, kv_cache_scheme=[SCHEME]), PAIR, "got .*num_b"),
+    "scheme-a-list": (llama_with(**COMPRESSED, kv_cache_scheme=[SCHEME]), PAIR, "got .*num_b"),
     "int8-deep-inside": (
-        {"thinker_config": {"text_config": quantized(**MODELOPT, kv_cache_quant_algo="INT8")}},
+        {"thinker_config": {"text_config": llama_with(**MODELOPT, kv_cache_quant_algo="INT8")}},
         PAIR,
         "thinker_config.text_config.*'INT8'",
     ),
     "int8-next-to-fp8": (
-        COMPRESSED_OK | {"text_config": {"kv_cache_dtype": "int8"}}, PAIR, "'int8'"
+        PER_TENSOR | {"text_config": {"kv_cache_dtype": "int8"}}, PAIR, "'int8'"
     ),
-    "int8-tensors": (COMPRESSED_OK, {n: (t * 8).char() for n, t in PAIR.items()}, "got torch.int8"),
+    "int8-tensors": (PER_TENSOR, {n: (t * 8).char() for n, t in PAIR.items()}, "got torch.int8"),
     "zero-point-of-the-projection": (
-        quantized(**quark()),
-        fill(OUTPUTS) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
+        llama_with(**quark()),
+        fill(OUTPUT) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
         "output_zero_point: expected a zero point of 0",
     ),
     "zero-point-nan": (
-        COMPRESSED_OK,
+        PER_TENSOR,
         PAIR | {LAYER_1 + "k_zero_point": torch.full((1,), float("nan"))},
         "expected a zero point of 0",
     ),
-    "global-scale": (COMPRESSED_OK, PAIR | {LAYER_1 + "v_global_scale": torch.ones(1)}, "NVFP4"),
+    "global-scale": (PER_TENSOR, PAIR | {LAYER_1 + "v_global_scale": torch.ones(1)}, "NVFP4"),
     "offset-of-ascend": (
-        COMPRESSED_OK, PAIR | {LAYER_1 + "v_proj.kv_cache_offset": torch.ones(4)}, "INT8"
+        PER_TENSOR, PAIR | {LAYER_1 + "v_proj.kv_cache_offset": torch.ones(4)}, "INT8"
     ),
     "only-scales-of-ascend": (
         LLAMA,
         {f"model.layers.{i}.self_attn.k_proj.kv_cache_scale": torch.ones(4) for i in range(3)},
         "which no format has",
     ),
-    "output-scales-undeclared": (LLAMA, fill(OUTPUTS), "which no format has"),
+    "output-scales-undeclared": (LLAMA, fill(OUTPUT), "which no format has"),
     "output-scales-of-weights-only": (
-        quantized(**COMPRESSED), fill(OUTPUTS, (1,)), "which no format has"
+        llama_with(**COMPRESSED), fill(OUTPUT, (1,)), "which no format has"
     ),
     "output-scales-of-all-layers": (
-        quantized(**COMPRESSED | quantize_outputs("Linear")), fill(OUTPUTS), "which no format has"
+        llama_with(**COMPRESSED | quantize_outputs("Linear")), fill(OUTPUT), "which no format has"
     ),
     "output-activations-int8": (
-        quantized(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj", type="int")),
-        fill(OUTPUTS, (1,)),
+        llama_with(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj", type="int")),
+        fill(OUTPUT, (1,)),
         r"group_1.output_activations \(kv_cache\): 8-bit int",
     ),
     "output-activations-dynamic": (
-        quantized(**COMPRESSED | quantize_outputs("re:.*k_proj", dynamic=True)),
-        fill(OUTPUTS, (1,)),
+        llama_with(**COMPRESSED | quantize_outputs("re:.*k_proj", dynamic=True)),
+        fill(OUTPUT, (1,)),
         "dynamic, which needs none",
     ),
-    "output-scales-per-channel": (quantized(**quark()), fill(OUTPUTS, (8,)), r"got \[8\]"),
-    "quark-int8": (quantized(**quark(dtype="int8")), fill(OUTPUTS), "dtype 'int8'"),
+    "output-scales-per-channel": (llama_with(**quark()), fill(OUTPUT, (8,)), r"got \[8\]"),
+    "quark-int8": (llama_with(**quark(dtype="int8")), fill(OUTPUT), "dtype 'int8'"),
     "quark-per-channel": (
-        quantized(**quark(qscheme="per_channel")), fill(OUTPUTS), "qscheme 'per_channel'"
+        llama_with(**quark(qscheme="per_channel")), fill(OUTPUT), "qscheme 'per_channel'"
     ),
-    "quark-asymmetric": (quantized(**quark(symmetric=False)), fill(OUTPUTS), "asymmetric"),
+    "quark-asymmetric": (llama_with(**quark(symmetric=False)), fill(OUTPUT), "asymmetric"),
     "quark-dynamic": (
-        quantized(**quark(is_dynamic=True)), fill(OUTPUTS), "which needs none"
+        llama_with(**quark(is_dynamic=True)), fill(OUTPUT), "which needs none"
     ),
     "quark-without-its-layers": (
-        quantized(**quark("*q_proj")), fill(OUTPUTS), r"\*k_proj with dtype None"
+        llama_with(**quark("*q_proj")), fill(OUTPUT), r"\*k_proj with dtype None"
     ),
     "quark-one-layer-of-int8": (
-        quantized(
+        llama_with(
             **quark() | {"layer_quant_config": {
-                "*k_proj": {"output_tensors": OUTPUT},
-                "model.layers.1.self_attn.k_proj": {"output_tensors": OUTPUT | {"dtype": "int8"}},
-                "*v_proj": {"output_tensors": OUTPUT},
+                "*k_proj": {"output_tensors": FP8_SPEC},
+                "model.layers.1.self_attn.k_proj": {"output_tensors": FP8_SPEC | {"dtype": "int8"}},
+                "*v_proj": {"output_tensors": FP8_SPEC},
             }}
         ),
-        fill(OUTPUTS),
+        fill(OUTPUT),
         "dtype 'int8'",
     ),
     "quark-without-a-cache": (
-        quantized(**quark() | {"export": {"kv_cache_group": []}}), fill(OUTPUTS), "no format has"
+        llama_with(**quark() | {"export": {"kv_cache_group": []}}), fill(OUTPUT), "no format has"
     ),
     "modelopt-int8": (LLAMA, fill(PROJECTION), "hf_quant_config.json.*'INT8'",
                       {"quantization": {"kv_cache_quant_algo": "INT8"}}),
     "modelopt-two-configs-that-differ": (
-        quantized(**MODELOPT, kv_cache_scheme="NVFP4"), fill(PROJECTION), "'NVFP4'", ALGO
+        llama_with(**MODELOPT, kv_cache_scheme="NVFP4"), fill(PROJECTION), "'NVFP4'", ALGO
     ),
     "modelopt-k-under-v": (
         LLAMA,
@@ -430,41 +430,41 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         ALGO,
     ),
     "autofp8-with-a-dynamic-cache": (
-        quantized(**STATIC | {"kv_cache_scheme": "dynamic"}), fill(ATTENTION), "dynamic"
+        llama_with(**AUTOFP8 | {"kv_cache_scheme": "dynamic"}), fill(ATTENTION), "dynamic"
     ),
     "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, fill(ATTENTION), "e5m2"),
     "fp4": (LLAMA | {"kv_cache_dtype": "fp8_e4m3_x2"}, fill(ATTENTION), "e4m3_x2"),
     "kv-scale-per-head": (
-        quantized(**STATIC), fill("self_attn.kv_scale", (4, 1, 1)), "heads in config.json"
+        llama_with(**AUTOFP8), fill("self_attn.kv_scale", (4, 1, 1)), "heads in config.json"
     ),
-    "only-towers": (COMPRESSED_OK, TOWERS, "which no format has"),
+    "only-towers": (PER_TENSOR, TOWERS, "which no format has"),
     "only-layers-past-the-last": (
-        COMPRESSED_OK,
+        PER_TENSOR,
         {f"model.layers.{i}.self_attn.{s}_scale": torch.ones(1) for i in (3, 4) for s in "kv"},
         "expected scales for 3 layers, got 0",
     ),
     "layers-not-a-number": (
-        COMPRESSED_OK,
+        PER_TENSOR,
         {f"model.layers.{n}.self_attn.{s}_scale": torch.ones(1) for n in ("a", "-1", "1e1")
          for s in "kv"},
         "which no format has",
     ),
     "layers-with-a-huge-index": (
-        COMPRESSED_OK,
+        PER_TENSOR,
         {f"model.layers.{'9' * 4000}.self_attn.k_scale": torch.ones(1)},
         "which no format has",
     ),
     "trtllm-int8": (
-        TENSORRT | {"quantization": {"kv_cache_quant_algo": "INT8"}}, {"rank0": TRT}, "'INT8'"
+        TENSORRT | {"quantization": {"kv_cache_quant_algo": "INT8"}}, {"rank0": RANK}, "'INT8'"
     ),
     "trtllm-without-an-algo": (
         TENSORRT | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
-        {"rank0": TRT},
+        {"rank0": RANK},
         "which no format has",
     ),
-    "trtllm-without-a-config": (None, {"rank0": TRT}, "which no format has"),
+    "trtllm-without-a-config": (None, {"rank0": RANK}, "which no format has"),
     "trtllm-rank-missing": (
-        TENSORRT, {"rank0": TRT, "rank2": TRT}, "expected the ranks 0 to 1, got 0, 2"
+        TENSORRT, {"rank0": RANK, "rank2": RANK}, "expected the ranks 0 to 1, got 0, 2"
     ),
     "trtllm-fewer-ranks-than-declared": (
         TENSORRT | {"mapping": {"tp_size": 4}}, make_ranks(1.0, 1.0), "got tp_size = 4"
@@ -477,24 +477,24 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     ),
     "trtllm-rank-with-less": (
         TENSORRT | {"num_hidden_layers": 2},
-        {"rank0": drop_tensors(TRT, *list(TRT)[2:]), "rank1": drop_tensors(TRT, *list(TRT)[:1])},
+        {f"rank{i}": drop_tensors(RANK, *x) for i, x in enumerate(([*RANK][2:], [*RANK][:1]))},
         "without layers 0",
     ),
     "trtllm-rank-without-scales": (
-        TENSORRT, {"rank0": TRT, "rank1": {"a.weight": torch.ones(1)}}, "got none"
+        TENSORRT, {"rank0": RANK, "rank1": {"a.weight": torch.ones(1)}}, "got none"
     ),
     "trtllm-per-head": (
         TENSORRT,
-        {f"rank{r}": {n: t.expand(2).reshape(2, 1, 1).clone() for n, t in TRT.items()}
+        {f"rank{r}": {n: t.expand(2).reshape(2, 1, 1).clone() for n, t in RANK.items()}
          for r in range(2)},
         "expected one number for K and for V",
     ),
     "trtllm-a-vector": (
-        TENSORRT, {"rank0": {n: t.expand(3).clone() for n, t in TRT.items()}}, r"got \[3\]"
+        TENSORRT, {"rank0": {n: t.expand(3).clone() for n, t in RANK.items()}}, r"got \[3\]"
     ),
     "trtllm-reciprocals": (
         TENSORRT,
-        {"rank0": {n.replace("scaling", "rcp_scaling"): t for n, t in TRT.items()}},
+        {"rank0": {n.replace("scaling", "rcp_scaling"): t for n, t in RANK.items()}},
         "got none|which no format has",
     ),
 }  # fmt: skip
@@ -549,7 +549,7 @@ def test_a_config_with_junk_is_rejected_or_read_correctly(tmp_path_factory, name
             assert torch.equal(layer.v, expected.layers[index].v)
 
 
-@given(name=st.sampled_from(sorted(GOLDEN)), data=st.data())
+@given(name=st.sampled_from(sorted(FOLDERS)), data=st.data())
 def test_a_file_with_changed_bytes_is_rejected_or_valid(tmp_path_factory, name, data):
     folder = tmp_path_factory.mktemp("bytes")
     for path in (DATA / name).iterdir():

@@ -15,25 +15,25 @@ from hf_fp8kv.scales import KVScales
 from tests.scales.test_sources import scale_error
 
 DATA = Path(__file__).parents[1] / "data" / "tools"
-ATTENTION = "self_attn.{}_scale"
-PROJECTION = "self_attn.{0}_proj.{0}_scale"
-OUTPUT = "self_attn.{}_proj.output_scale"
+ATTENTION_NAME = "self_attn.{}_scale"
+PROJECTION_NAME = "self_attn.{0}_proj.{0}_scale"
+OUTPUT_NAME = "self_attn.{}_proj.output_scale"
 BEFORE_ROPE = "Quark measured the scales of K before RoPE"
-ONES = "every KV scale is exactly 1.0"
+ALL_ONES = "every KV scale is exactly 1.0"
 
-# The format of each folder, the name of its tensors in a layer, and the warning.
+# The format of each folder, the name of its tensors in a layer, and the start of the warning.
 AUTO_ROUND = {
-    "llama-attn-llmc": ("compressed-tensors", ATTENTION, None),
-    "llama-fp8-ar": ("autofp8", ATTENTION, None),
-    "llama-w4-ar": ("autofp8", ATTENTION, None),
-    "llama-fp8-llmc": ("compressed-tensors", ATTENTION, None),
+    "llama-attn-llmc": ("compressed-tensors", ATTENTION_NAME, None),
+    "llama-fp8-ar": ("autofp8", ATTENTION_NAME, None),
+    "llama-w4-ar": ("autofp8", ATTENTION_NAME, None),
+    "llama-fp8-llmc": ("compressed-tensors", ATTENTION_NAME, None),
 }
 LLM_COMPRESSOR = dict.fromkeys(
     (
         "llama-fp8-kv", "llama-kv", "llama-kv-heads", "llama-kv-r3", "llama-w4a16-kv", "phi3-kv",
         "qwen3-kv",
     ),
-    ("compressed-tensors", ATTENTION, None),
+    ("compressed-tensors", ATTENTION_NAME, None),
 )  # fmt: skip
 MODELOPT = {
     **dict.fromkeys(
@@ -42,11 +42,11 @@ MODELOPT = {
             "llama-kv-asis", "llava-fp8-kv", "phi3-fp8-kv", "qwen2-fp8-kv", "qwen2-nvfp4-kv",
             "qwen25vl-fp8-kv", "qwen3-int8-kv", "qwen3moe-fp8-kv", "qwen3vl-fp8-kv", "smol-kv",
         ),
-        ("modelopt", PROJECTION, None),
+        ("modelopt", PROJECTION_NAME, None),
     ),
-    "llama-fp8-affine": ("modelopt", PROJECTION, None),
-    "llama-trtllm": ("trtllm", "attention.{}_cache_scaling_factor", ONES),
-    "llama-trtllm-tp2": ("trtllm", "attention.{}_cache_scaling_factor", ONES),
+    "llama-fp8-affine": ("modelopt", PROJECTION_NAME, None),
+    "llama-trtllm": ("trtllm", "attention.{}_cache_scaling_factor", ALL_ONES),
+    "llama-trtllm-tp2": ("trtllm", "attention.{}_cache_scaling_factor", ALL_ONES),
 }  # fmt: skip
 QUARK = {
     **dict.fromkeys(
@@ -54,15 +54,15 @@ QUARK = {
             "llama-fp8-attn", "llama-fp8-kv-quark", "llama-int4-kv", "llama-mxfp4-kv",
             "llama-minscale", "qwen3-fp8-kv", "qwen3moe-fp8-kv", "smol-fp8-kv",
         ),
-        ("quark", OUTPUT, BEFORE_ROPE),
+        ("quark", OUTPUT_NAME, BEFORE_ROPE),
     ),
     "phi3-fp8-kv": ("quark", "self_attn.qkv_proj.output_scale", BEFORE_ROPE),
-    "llama-fp8-kv-postrope": ("quark", OUTPUT, None),
-    "llama-fp8-kv": ("autofp8", ATTENTION, None),
-    "qwen2-fp8-kv": ("autofp8", ATTENTION, None),
-    "llama-fp8-kv-postrope-fp8mode": ("autofp8", OUTPUT, None),
+    "llama-fp8-kv-postrope": ("quark", OUTPUT_NAME, None),
+    "llama-fp8-kv": ("autofp8", ATTENTION_NAME, None),
+    "qwen2-fp8-kv": ("autofp8", ATTENTION_NAME, None),
+    "llama-fp8-kv-postrope-fp8mode": ("autofp8", OUTPUT_NAME, None),
 }  # fmt: skip
-READABLE = {
+READABLE_FOLDERS = {
     f"{tool}/{name}": row
     for tool, rows in (
         ("auto-round-0.15.1", AUTO_ROUND), ("llm-compressor-0.14.0.1", LLM_COMPRESSOR),
@@ -70,7 +70,7 @@ READABLE = {
     )
     for name, row in rows.items()
 }  # fmt: skip
-REJECTED = {
+REJECTED_FOLDERS = {
     "auto-round-0.15.1/llama-w4-ar-zeros": "K scale .*got 0.0",
     "llm-compressor-0.14.0.1/llama-kv-dynamic": "dynamic, which needs none",
     "llm-compressor-0.14.0.1/llama-kv-int4": r"4-bit int \(INT4\)",
@@ -99,9 +99,9 @@ def read_tool_scales(folder: Path, suffix: str, side: str) -> dict[int, torch.Te
     return values
 
 
-@pytest.mark.parametrize("name", READABLE)
+@pytest.mark.parametrize("name", READABLE_FOLDERS)
 def test_the_values_of_the_tool_are_read(caplog, name):
-    format, suffix, warning = READABLE[name]
+    format, suffix, warning = READABLE_FOLDERS[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
     assert (scales.plan is not None) == name.endswith("-r3")  # the scales are for rotated K
@@ -119,23 +119,23 @@ def test_the_values_of_the_tool_are_read(caplog, name):
         } == {i: value.tolist() for i, value in sorted(expected.items())}
     warnings = {record.getMessage().split(": ", 1)[1] for record in caplog.records}
     assert (warning is None) == (not warnings)
-    assert all(text.startswith((BEFORE_ROPE, ONES)) for text in warnings)
+    assert all(text.startswith((BEFORE_ROPE, ALL_ONES)) for text in warnings)
     assert warning is None or any(text.startswith(warning) for text in warnings)
 
 
-@pytest.mark.parametrize("name", REJECTED)
+@pytest.mark.parametrize("name", REJECTED_FOLDERS)
 def test_folders_without_usable_scales_are_rejected(name):
-    with scale_error(REJECTED[name]):
+    with scale_error(REJECTED_FOLDERS[name]):
         KVScales.from_pretrained(DATA / name)
 
 
 def make_table() -> str:
     """Return the table of docs/scales.md."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for name in (*READABLE, *REJECTED):
+    for name in (*READABLE_FOLDERS, *REJECTED_FOLDERS):
         tool, layout = name.split("/")
         rows.setdefault(
-            (tool, f"`{READABLE[name][0]}`" if name in READABLE else "refused"), []
+            (tool, f"`{READABLE_FOLDERS[name][0]}`" if name in READABLE_FOLDERS else "refused"), []
         ).append(layout)
     lines = [
         f"| {tool} | {', '.join(sorted(x))} | {kind} |" for (tool, kind), x in sorted(rows.items())
@@ -149,5 +149,5 @@ def test_the_docs_contain_the_table():
 
 def test_every_folder_is_in_a_table():
     folders = {str(path.parent.relative_to(DATA)) for path in DATA.glob("*/*/config.json")}
-    assert folders == {*READABLE, *REJECTED}
+    assert folders == {*READABLE_FOLDERS, *REJECTED_FOLDERS}
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 300_000

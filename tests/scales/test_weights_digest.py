@@ -134,21 +134,21 @@ def test_the_digest_is_displayed(model_scales: KVScales) -> None:
 @pytest.mark.parametrize("digest", [["a"], {"0": "a"}, 1, "abc", "ax"])
 def test_a_damaged_digest_is_rejected(model_scales: KVScales, tmp_path: Path, digest: Any) -> None:
     path = model_scales.save_pretrained(tmp_path)[-1]
-    rewrite_header(path, lambda header: header | {"weights_digest": digest})
+    edit_metadata(path, lambda header: header | {"weights_digest": digest})
     with pytest.raises(ScaleError, match="expected a file of scales as save_pretrained writes it"):
         KVScales.from_file(path)
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata of a file of scales."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["hf_fp8kv"])
 
 
-def rewrite_header(path: Path, change: Callable[[dict], dict], tensors: dict | None = None) -> None:
-    """Change the metadata of a file of scales, and replace its tensors if `tensors` is set."""
+def edit_metadata(path: Path, change: Callable[[dict], dict], tensors: dict | None = None) -> None:
+    """Change the metadata of a file of scales, and replace its tensors unless `tensors` is None."""
     tensors = load_file(path) if tensors is None else tensors
-    save_file(tensors, path, {"hf_fp8kv": json.dumps(change(read_header(path)))})
+    save_file(tensors, path, {"hf_fp8kv": json.dumps(change(read_metadata(path)))})
 
 
 CHECKS: dict[str, Callable[[Any, Any], Any]] = {
@@ -183,7 +183,7 @@ def test_scales_without_a_digest_do_not_warn(
     path = model_scales.save_pretrained(tmp_path)[-1]
     # Earlier versions wrote a fingerprint.
     old_entries = {"weights_digest": None, "fingerprint": {"0": "ab"}}
-    rewrite_header(path, lambda header: header | old_entries)
+    edit_metadata(path, lambda header: header | old_entries)
     loaded = KVScales.from_file(path)
     assert loaded.weights_digest is None
     assert loaded.made_for(make_model()) is None

@@ -38,8 +38,8 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
         for name in demo_model._FILES:
             (folder / name).write_text("new")
 
-    (tmp_path / demo_model.GGUF).touch()
-    monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF)
+    (tmp_path / demo_model.GGUF_FILE).touch()
+    monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF_FILE)
     monkeypatch.setattr(demo_model, "convert", convert)
     return folders
 

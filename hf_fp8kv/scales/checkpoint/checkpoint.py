@@ -18,19 +18,19 @@ from huggingface_hub.errors import (
 from ...errors import ScaleError
 from ...utils.files import read_header, read_json, read_weight_map
 from .configs import HF_QUANT_CONFIG, Config, Declaration, find_declaration
-from .tensor_names import LIKELY_SCALE
+from .tensor_names import LIKELY_SCALE_PATTERN
 
 INDEX_FILE = "model.safetensors.index.json"
-# A checkpoint with a second file needs an index. The first file is then renamed, because readers
-# ignore an index next to a file with the name `ONLY_FILE`.
-ONLY_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
-# The files of formats with separate scales, in the order in which they are read.
-OWN_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
-# Folder of `OWN_FILE` next to weights. Servers load every safetensors file next to weights as
-# further weights, but not files in a folder.
-OWN_FOLDER = "kv_scales"
-# The file of formats whose scales are tensors of the checkpoint.
-SCALES_FILE = "model-kv-scales.safetensors"
+# A checkpoint with a second file needs an index. The first file is then renamed to `FIRST_FILE`,
+# because readers ignore an index next to a file with the name `SINGLE_FILE`.
+SINGLE_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
+# Files with scales alone, in the order in which they are read.
+KV_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
+# Folder of `KV_FILE` in a folder with weights. Servers load every safetensors file next to weights
+# as further weights, but no file in a subfolder.
+KV_FOLDER = "kv_scales"
+# File of the formats whose scales are tensors of the checkpoint.
+SCALES_SHARD = "model-kv-scales.safetensors"
 # The base class of HfHubHTTPError is the base error of the Hub client's HTTP library.
 _HUB_ERRORS: tuple[type[Exception], ...]
 _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsingError)
@@ -38,12 +38,14 @@ _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsin
 
 @dataclass(frozen=True)
 class LocalFolder:
+    """The files of a checkpoint in a local folder."""
+
     root: Path
     target: Path | None = None  # future folder of the files, for messages
 
     @property
     def origin(self) -> str:
-        """Name of the folder for messages."""
+        """Name of the folder, for messages."""
         return str(self.target or self.root)
 
     def find_file(self, name: str) -> Path | None:
@@ -57,7 +59,7 @@ class LocalFolder:
         return None if path is None else read_header(path)[0]
 
     def list_files(self, suffix: str) -> list[str]:
-        """Return the names of files with this suffix. A repository lists none."""
+        """Return the names of the files with this suffix. `HubFolder` returns none."""
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))
 
 
@@ -74,7 +76,7 @@ class HubOptions(TypedDict, total=False):
 
 @contextmanager
 def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
-    """Convert all errors of the Hub's client to ScaleError. `verb` is "read" or "written"."""
+    """Raise ScaleError for any error of the Hub's client. `verb` is "read" or "written"."""
     try:
         yield
     except _HUB_ERRORS as error:
@@ -88,7 +90,7 @@ def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
 
 @dataclass
 class HubFolder:
-    """A repository of the Hub. Only small files and files with scales are fetched."""
+    """As `LocalFolder`, for a repository of the Hub. Fetches only small files and scales."""
 
     repo: str
     revision: str | None = None
@@ -99,7 +101,7 @@ class HubFolder:
     subfolder: str | None = None
     # Set when a request has failed. Only cached files are read then, although more may exist.
     failure: str = field(default="", init=False)
-    paths: dict[str, Path | None] = field(default_factory=dict, init=False)
+    _paths: dict[str, Path | None] = field(default_factory=dict, init=False)
 
     @property
     def offline(self) -> bool:
@@ -110,27 +112,27 @@ class HubFolder:
         return f"{self.repo} ({self.failure})" if self.failure else self.repo
 
     def find_file(self, name: str) -> Path | None:
-        if name not in self.paths:
-            self.paths[name] = None
+        if name not in self._paths:
+            self._paths[name] = None
             with self._ignore_missing():
                 path = hf_hub_download(
                     self.repo, name, subfolder=self.subfolder, revision=self.revision,
                     token=self.token, cache_dir=self.cache_dir, local_files_only=self.offline,
                     force_download=self.force_download and not self.offline,
                 )  # fmt: skip
-                self.paths[name] = Path(path)
-        return self.paths[name]
+                self._paths[name] = Path(path)
+        return self._paths[name]
 
     def list_tensors(self, name: str) -> list[str] | None:
-        file = f"{self.subfolder}/{name}" if self.subfolder else name
+        path_in_repo = f"{self.subfolder}/{name}" if self.subfolder else name
         with self._ignore_missing():
-            cached = try_to_load_from_cache(self.repo, file, self.cache_dir, self.revision)
+            cached = try_to_load_from_cache(self.repo, path_in_repo, self.cache_dir, self.revision)
             if isinstance(cached, str) and not self.force_download:
                 return read_header(Path(cached))[0]
             if not self.offline:
                 # This request fetches some kilobytes instead of the complete file.
                 metadata = HfApi().parse_safetensors_file_metadata(
-                    self.repo, file, revision=self.revision, token=self.token
+                    self.repo, path_in_repo, revision=self.revision, token=self.token
                 )
                 return list(metadata.tensors)
         return None
@@ -140,7 +142,7 @@ class HubFolder:
 
     @contextmanager
     def _ignore_missing(self) -> Iterator[None]:
-        """Ignore a file that does not exist, or is not cached if the Hub cannot be reached."""
+        """Ignore that a file does not exist, or is not cached while the Hub is unreachable."""
         with translate_hub_errors(self.repo, "read"):
             try:
                 yield
@@ -159,9 +161,9 @@ class Checkpoint:
     """The configs of a checkpoint, and the file of each tensor."""
 
     folder: Folder
-    config: Config  # its config.json, empty without one
-    modelopt: Config | None  # its hf_quant_config.json
-    files: Mapping[str, str]  # the file of each tensor
+    config: Config  # content of config.json, empty if it does not exist
+    modelopt_config: Config | None  # content of hf_quant_config.json
+    tensor_files: Mapping[str, str]  # tensor name -> file name
     removed_tensors: Collection[str] = ()  # tensors in its files that are not part of it
 
     @property
@@ -170,11 +172,11 @@ class Checkpoint:
 
     @cached_property
     def declaration(self) -> Declaration:
-        return find_declaration(self.config, self.modelopt)
+        return find_declaration(self.config, self.modelopt_config)
 
 
 def read_configs(folder: Folder) -> Checkpoint:
-    """Return a checkpoint with its configs, and without tensors."""
+    """Return a checkpoint with its configs, but without its tensors."""
     path, modelopt_path = folder.find_file("config.json"), folder.find_file(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
     modelopt = None if modelopt_path is None else read_json(modelopt_path, unique=False)
@@ -182,13 +184,13 @@ def read_configs(folder: Folder) -> Checkpoint:
 
 
 def find_indexed_tensors(folder: Folder) -> dict[str, str]:
-    """Return the file of each tensor, from `ONLY_FILE` or an index, or {} if neither exists.
+    """Return the file of each tensor, from `SINGLE_FILE` or an index, or {} if neither exists.
 
-    transformers also prefers these to `find_shard_tensors`.
+    transformers also prefers both to other files, which `find_shard_tensors` reads.
     """
-    names = folder.list_tensors(ONLY_FILE)
+    names = folder.list_tensors(SINGLE_FILE)
     if names is not None:
-        return dict.fromkeys(names, ONLY_FILE)
+        return dict.fromkeys(names, SINGLE_FILE)
     for index in (INDEX_FILE, *folder.list_files(".safetensors.index.json")):
         path = folder.find_file(index)
         if path is not None:
@@ -200,11 +202,11 @@ def find_shard_tensors(folder: Folder) -> dict[str, str]:
     """Return the file of each tensor, read from the headers of all safetensors files."""
     files: dict[str, str] = {}
     shards = folder.list_files(".safetensors")
-    # "consolidated" files are a copy of the weights in a different layout.
+    # Files named "consolidated" are a copy of the weights in a different layout.
     weight_shards = [name for name in shards if not name.startswith("consolidated")]
     for shard in weight_shards or shards:
         for name in folder.list_tensors(shard) or ():
-            if name in files and LIKELY_SCALE.search(name):
+            if name in files and LIKELY_SCALE_PATTERN.search(name):
                 raise ScaleError(
                     f"{folder.origin}: expected {name} in one file, got it in {files[name]} and "
                     f"{shard}. Pass one of them to from_file"

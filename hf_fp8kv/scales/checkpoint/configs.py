@@ -16,7 +16,7 @@ Config = dict[str, object]
 Kind = Literal["none", "static", "dynamic", "refused"]
 # A second config that may be next to config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# Fields for the language model in a config of several models.
+# Entries for the language model in a config of several models.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYER_COUNTS = (
     "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
@@ -24,7 +24,7 @@ _LAYER_COUNTS = (
 )  # fmt: skip
 # Entries of models in which some layers have no attention. The entries do not list these layers.
 _HYBRID_ENTRIES = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
-_HEAD_COUNT = re.compile(r"heads$|^n_head|^multi_query_group_num$")
+_HEAD_COUNT_PATTERN = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 # Entries of a config for the quantization of weights and cache.
 _QUANTIZATION_ENTRIES = ("quantization_config", "compression_config", "quantization")
 # Entries for a KV cache in a quantization config, and in config.json.
@@ -49,8 +49,8 @@ _BEFORE_ROPE = (
 class Declaration:
     """Declaration of the scales of a KV cache in a config.
 
-    "static" means FP8 scales in the checkpoint, "dynamic" FP8 without scales, and "refused" scales
-    of a different kind than FP8.
+    The kind "static" means FP8 scales in the checkpoint, "dynamic" means FP8 without scales, and
+    "refused" means scales of a different kind than FP8.
     """
 
     kind: Kind = "none"
@@ -58,7 +58,7 @@ class Declaration:
     dialect: str = ""  # format of the tensor names, a key of `SCALE_FORMATS` or "trtllm"
     fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
     remark: str = ""  # a sentence about an oddity of the scales
-    # Rotations before the scales of K: sizes of their blocks, and modules.
+    # Rotations of K before scaling: the size of their blocks, and the modules that have them.
     rotations: tuple[tuple[int, str], ...] = ()
 
 
@@ -110,7 +110,7 @@ def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int
 def head_counts(config: Mapping[str, object]) -> set[int]:
     """Return all numbers of heads in a `config.json`."""
     entries = text_config(config).items()
-    return {n for name, n in entries if _HEAD_COUNT.search(name) and isinstance(n, int)}
+    return {n for name, n in entries if _HEAD_COUNT_PATTERN.search(name) and isinstance(n, int)}
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
@@ -204,8 +204,7 @@ def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
     is_fp8 = (num_bits, number_type) == (8, "float")
     name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, get('group_size'))})"
     description = (
-        f"{label}: {num_bits}-bit {number_type}{name}, "
-        f"strategy {strategy or 'tensor'}, "
+        f"{label}: {num_bits}-bit {number_type}{name}, strategy {strategy or 'tensor'}, "
         f"{'symmetric' if is_symmetric else 'asymmetric'}, {'dynamic' if is_dynamic else 'static'}"
     )
     if not is_fp8 or not is_symmetric or strategy not in (None, "tensor", "attn_head"):
@@ -253,7 +252,7 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
     }
     is_dynamic = False
     for pattern in map(str, patterns):
-        # An entry has the name of the pattern itself, or of a layer that matches it.
+        # The name of an entry is the pattern itself, or a layer that matches the pattern.
         matches = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
         for entry in matches or [None]:
             output_config = as_mapping(as_mapping(entry).get("output_tensors"))

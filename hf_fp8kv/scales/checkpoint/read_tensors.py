@@ -12,20 +12,20 @@ from safetensors import safe_open
 from ...errors import ScaleError
 from ...formats import FORMATS, LayerPlan
 from ...formats.rotation import rotation_block
-from ...utils.files import PICKLES, convert_read_errors
+from ...utils.files import PICKLE_SUFFIXES, convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData
 from ..request import Request
-from .checkpoint import JSON_FILE, OWN_FILE, Checkpoint
+from .checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from .configs import head_counts, text_config
 from .tensor_names import (
-    ATTENTION_MODULE,
-    BIAS,
-    FOREIGN_NAMES,
-    LAYER,
-    LIKELY_SCALE,
+    ATTENTION_PATTERN,
+    BIAS_PATTERN,
+    FOREIGN_PATTERNS,
+    LAYER_REGEX,
+    LIKELY_SCALE_PATTERN,
     TENSOR_NAMES,
-    ZERO_POINT,
+    ZERO_POINT_PATTERN,
     ScaleTensor,
     match_tensors,
 )
@@ -46,7 +46,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
             f"{origin}: expected a config that declares static scales, got "
             f"{declaration.description}, which needs none. Use scales=None, or fix the config"
         )
-    scale_tensors, unknown_names = match_tensors(checkpoint.files, declaration)
+    scale_tensors, unknown_names = match_tensors(checkpoint.tensor_files, declaration)
     if not scale_tensors:
         raise _make_missing_error(checkpoint)
     if declaration.remark:
@@ -61,7 +61,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
         logger.warning(
             "%s: every KV scale is exactly 1.0, which tools write without calibration", origin
         )
-    unused_names = format_list(name for name in unknown_names if re.match(LAYER, name))
+    unused_names = format_list(name for name in unknown_names if re.match(LAYER_REGEX, name))
     if unused_names:
         logger.warning("%s: not used, though they look like scales: %s", origin, unused_names)
     model_type = config.get("model_type")
@@ -73,14 +73,14 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
 
 def _check_foreign(checkpoint: Checkpoint) -> None:
     """Refuse tensors of INT8 and NVFP4 caches, and zero points other than zero."""
-    for name in checkpoint.files:
-        for pattern, cache in FOREIGN_NAMES:
+    for name in checkpoint.tensor_files:
+        for pattern, cache in FOREIGN_PATTERNS:
             if pattern.fullmatch(name):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of "
                     f"{cache}. Use scales=None, which is dynamic"
                 )
-    names = filter(ZERO_POINT.fullmatch, checkpoint.files)
+    names = filter(ZERO_POINT_PATTERN.fullmatch, checkpoint.tensor_files)
     for name, value in _load_tensors(checkpoint, names).items():
         if bool(value.ne(0).any()):
             raise ScaleError(
@@ -90,11 +90,11 @@ def _check_foreign(checkpoint: Checkpoint) -> None:
 
 
 def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    groups = defaultdict(list)
+    names_by_file = defaultdict(list)
     for name in names:
-        groups[checkpoint.files[name]].append(name)
+        names_by_file[checkpoint.tensor_files[name]].append(name)
     tensors: dict[str, torch.Tensor] = {}
-    for file_name, group in groups.items():
+    for file_name, file_names in names_by_file.items():
         path = checkpoint.folder.find_file(file_name)
         if path is None:
             raise ScaleError(
@@ -102,17 +102,17 @@ def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, tor
                 "to the index, found none. Fetch it"
             )
         with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
-            if missing_names := sorted({*group} - {*file.keys()}):
+            if missing_names := sorted({*file_names} - {*file.keys()}):
                 raise ScaleError(
                     f"{path}: expected the tensor {missing_names[0]}, which the index lists here, "
                     "got none. Fetch the file again"
                 )
-            tensors |= {name: file.get_tensor(name) for name in group}
+            tensors |= {name: file.get_tensor(name) for name in file_names}
     return tensors
 
 
 def _reshape_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a scale as float32: `[]`, or `[heads, 1]` for scales per head."""
+    """Return a scale as float32, `[]`, or `[heads, 1]` if each head has a scale."""
     shape, heads = list(tensor.shape), head_counts(checkpoint.config)
     if tensor.dtype not in FLOAT_DTYPES:
         raise ScaleError(
@@ -136,7 +136,7 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
     K's bias is its center. V is stored without subtracting its bias, so the scales of V are
     enlarged. If |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
-    matches = [match for match in map(BIAS.fullmatch, checkpoint.files) if match is not None]
+    matches = [*filter(None, map(BIAS_PATTERN.fullmatch, checkpoint.tensor_files))]
     tensors = _load_tensors(checkpoint, (match[0] for match in matches))
     for match in matches:
         tensor, index = tensors[match[0]], int(match["layer"])
@@ -172,7 +172,7 @@ def _add_rotation(
         head_dim = size // heads if type(size) is type(heads) is int and heads > 0 else 0
     block = rotation_block(head_dim) if isinstance(head_dim, int) else 0
     for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
-        path = re.sub(ATTENTION_MODULE.pattern + ".*", r"\g<path>", name)
+        path = re.sub(ATTENTION_PATTERN.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
             sizes = {size for size, target in rotations if _is_target(path, target)}
         if sizes != {block}:
@@ -193,13 +193,13 @@ def _is_target(path: str, target: str) -> bool:
 
 
 def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dict[int, LayerScales]:
-    """Return one pair for each layer, in the unit of E4M3FN. Log oddities once for each file.
+    """Return the scales of K and V of each layer, in the unit of E4M3FN. Log each oddity once.
 
-    A pair has the first priority that has K and V, or otherwise the best tensor of each side.
+    K and V have tensors of the same priority, the first with both, or else the first of each side.
     """
-    unit = 0.5 if checkpoint.declaration.fnuz else 1.0
+    factor = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
-        name: _reshape_scale(checkpoint, name, tensor) * unit
+        name: _reshape_scale(checkpoint, name, tensor) * factor
         for name, tensor in _load_tensors(checkpoint, (s.name for s in scale_tensors)).items()
     }
     layer_tensors: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
@@ -229,7 +229,7 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
         if name not in (k_name, v_name) and values[name].max() != max(k.max(), v.max()):
             oddities["kv_scale is not the larger scale of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
-        source = f"{checkpoint.origin}/{checkpoint.files[k_name]}: {names}"
+        source = f"{checkpoint.origin}/{checkpoint.tensor_files[k_name]}: {names}"
         layers[index] = LayerScales(k, v, source=source)
     for oddity, indices in oddities.items():
         logger.warning("%s: %s (layers %s)", checkpoint.origin, oddity, format_list(indices))
@@ -237,16 +237,16 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
 
 
 def _make_missing_error(checkpoint: Checkpoint) -> ScaleError:
-    names = ", ".join(tensor_name.name.replace("{side}", "{k,v}") for tensor_name in TENSOR_NAMES)
-    likely_names = format_list(name for name in checkpoint.files if LIKELY_SCALE.search(name))
+    names = ", ".join(name.template.replace("{side}", "{k,v}") for name in TENSOR_NAMES)
+    likely_names = format_list(n for n in checkpoint.tensor_files if LIKELY_SCALE_PATTERN.search(n))
     got = f"got only {likely_names}, which no format has" if likely_names else "got none"
-    pickles = [n for suffix in PICKLES for n in checkpoint.folder.list_files(suffix)]
+    pickles = [n for suffix in PICKLE_SUFFIXES for n in checkpoint.folder.list_files(suffix)]
     if pickles:
         got += f" (pickles are never loaded: {format_list(pickles)})"
     declaration = checkpoint.declaration
     servers = ", so servers use 1.0" if declaration.kind == "static" and not likely_names else ""
     return ScaleError(
-        f"{checkpoint.origin}: expected {OWN_FILE}, {JSON_FILE}, or scale tensors such as "
+        f"{checkpoint.origin}: expected {KV_FILE}, {JSON_FILE}, or scale tensors such as "
         f"self_attn.{names} in the layers of the language model, {got}. The config declares "
         f"{declaration.description}{servers}. Use scales=None, which is dynamic, or calibrate"
     )

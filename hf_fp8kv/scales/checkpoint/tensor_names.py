@@ -8,20 +8,21 @@ from typing import NamedTuple
 
 from .configs import Declaration
 
-# A tensor belongs to the language model if every part of its path is listed here. Encoders of
-# images or audio have the same layer numbers, and encoders and draft heads do not use the cache.
-LAYER = (
+# A tensor belongs to the language model if every part of its path is listed here. The layers of
+# image and audio encoders have the same numbers. Encoders and draft heads do not use the cache.
+LAYER_REGEX = (
     r"(?:(?:(?:model|language_model|llm|thinker|transformer|decoder|text_model|gpt_neox|backbone)\.)*"
     r"(?:layers|h)|(?:model\.)?transformer\.blocks)\.(?P<layer>[0-9]{1,9})\."
 )
-_MODULES = r"(?:self_attn|self_attention|attention|attn|mixer)"
-_ATTENTION = _MODULES + r"\.(?:(?:mla_attn|attn)\.)*"
+_MODULE_REGEX = r"(?:self_attn|self_attention|attention|attn|mixer)"
+# The part of a name before the name of a scale.
+_PREFIX_REGEX = LAYER_REGEX + _MODULE_REGEX + r"\.(?:(?:mla_attn|attn)\.)*"
 # The start of a name up to the attention module of a layer, which has the scales.
-ATTENTION_MODULE = re.compile(f"(?P<path>{LAYER}{_MODULES})\\.")
+ATTENTION_PATTERN = re.compile(f"(?P<path>{LAYER_REGEX}{_MODULE_REGEX})\\.")
 
 
 class ScaleTensor(NamedTuple):
-    """A tensor with the name of a scale. The best tensor of a layer sorts first."""
+    """A tensor whose name denotes a scale. In sorted order, preferred names come first."""
 
     priority: int
     layer: int
@@ -34,21 +35,21 @@ class ScaleTensor(NamedTuple):
 class TensorName:
     """A tool's name for the tensor of a scale, below the attention module."""
 
-    name: str  # `{side}` stands for k or v. A name without it is for K and V.
-    # If two names match in a layer, the lower number is used: 0 for a name in the attention module,
-    # 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of K and V together, 5 and 6 of
-    # TensorRT-LLM, 7 of the output of one projection for Q, K and V.
+    template: str  # `{side}` stands for k or v. A template without it is for both K and V.
+    # If two names match in a layer, the lower number is used: 0 on the attention module, 1 on a
+    # projection, 2 on a cache, 3 on a projection's output, 4 for both K and V, 5 and 6 for
+    # TensorRT-LLM, 7 on the output of one projection for Q, K and V.
     priority: int
-    # The first format applies unless the config declares one of the following formats. If the
+    # The first format applies unless the config declares one of the formats after it. If the
     # first format is empty, the config must declare a format.
     formats: tuple[str, ...]
-    # Some tensors that are not scales also have this name, so the config must declare FP8 scales.
+    # Other tensors may also have this name, so the config must declare scales of an FP8 cache.
     needs_declaration: bool = False
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        suffix = re.escape(self.name).replace(r"\{side\}", "(?P<side>[kv])", 1)
-        return re.compile(LAYER + _ATTENTION + suffix.replace(r"\{side\}", "(?P=side)"))
+        suffix = re.escape(self.template).replace(r"\{side\}", "(?P<side>[kv])", 1)
+        return re.compile(_PREFIX_REGEX + suffix.replace(r"\{side\}", "(?P=side)"))
 
 
 TENSOR_NAMES = (
@@ -66,26 +67,26 @@ TENSOR_NAMES = (
         for projection in ("qkv", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
     ),
 )
-# ModelOpt's FP8_AFFINE: a value for each head and channel that is subtracted before scaling.
-BIAS = re.compile(LAYER + _ATTENTION + r"(?P<side>[kv])_proj\.(?P=side)_bias")
-# Names of tensors that only caches other than FP8 have.
-FOREIGN_NAMES = tuple(
-    (re.compile(LAYER + _ATTENTION + suffix), cache)
+# Biases of ModelOpt's FP8_AFFINE: values for each head and channel, subtracted before scaling.
+BIAS_PATTERN = re.compile(_PREFIX_REGEX + r"(?P<side>[kv])_proj\.(?P=side)_bias")
+# Names of tensors that exist only for caches in other formats than FP8.
+FOREIGN_PATTERNS = tuple(
+    (re.compile(_PREFIX_REGEX + suffix), cache)
     for suffix, cache in (
         (r"[kv]_global_scale", "an NVFP4 cache"),
         (r"(?:[kv]_proj\.)?kv_cache_(?:scale|offset)", "an INT8 cache"),
     )
 )
-ZERO_POINT = re.compile(
-    LAYER + _ATTENTION + r"(?:(?:k|v|kv)_zero_point|[kv]_proj\.(?:output|k|v)_zero_point)"
+ZERO_POINT_PATTERN = re.compile(
+    _PREFIX_REGEX + r"(?:(?:k|v|kv)_zero_point|[kv]_proj\.(?:output|k|v)_zero_point)"
 )
-# All tensors of an 8-bit or 4-bit cache.
+# Names of all tensors of an 8-bit or 4-bit cache.
 CACHE_PATTERNS = (
-    *(name.pattern for name in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN_NAMES),
-    ZERO_POINT, BIAS,
+    *(name.pattern for name in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN_PATTERNS),
+    ZERO_POINT_PATTERN, BIAS_PATTERN,
 )  # fmt: skip
 # Names that look like a scale of K or V, for messages.
-LIKELY_SCALE = re.compile(
+LIKELY_SCALE_PATTERN = re.compile(
     r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv|Wqkv|c_attn)(?:_cache|_proj)?[._]"
     r"(?![\w.]*(?:weight|input|activation|pre_quant|bias|norm|zero_point))[\w.]*(?:scales?|scaling_factor|amax)$"
 )
@@ -94,18 +95,19 @@ LIKELY_SCALE = re.compile(
 def match_tensors(
     names: Iterable[str], declaration: Declaration
 ) -> tuple[list[ScaleTensor], list[str]]:
-    """Return the scales among the names, the best first, and names that only look like scales."""
-    scales, unknown_names, dialect = [], [], declaration.dialect
+    """Return the scales among the names, in sorted order, and names that only look like scales."""
+    scales: list[ScaleTensor] = []
+    unknown_names: list[str] = []
     for name in names:
-        for tensor_name in TENSOR_NAMES if ATTENTION_MODULE.match(name) else ():
-            format = dialect if dialect in tensor_name.formats else tensor_name.formats[0]
-            # An INT8 cache also has these names. They are refused later, with the reason.
-            is_refused = tensor_name.needs_declaration and declaration.kind == "none"
-            if format and not is_refused and (match := tensor_name.pattern.fullmatch(name)):
+        for entry in TENSOR_NAMES if ATTENTION_PATTERN.match(name) else ():
+            fmt = declaration.dialect if declaration.dialect in entry.formats else entry.formats[0]
+            # An INT8 cache has the same names. Those are refused later, with the reason.
+            is_ambiguous = entry.needs_declaration and declaration.kind == "none"
+            if fmt and not is_ambiguous and (match := entry.pattern.fullmatch(name)):
                 side, layer = match.groupdict().get("side", "kv"), int(match["layer"])
-                scales.append(ScaleTensor(tensor_name.priority, layer, name, side, format))
+                scales.append(ScaleTensor(entry.priority, layer, name, side, fmt))
                 break
         else:
-            if LIKELY_SCALE.search(name):
+            if LIKELY_SCALE_PATTERN.search(name):
                 unknown_names.append(name)
     return sorted(scales), unknown_names

@@ -18,9 +18,9 @@ from ...errors import ScaleError
 from ...formats import FORMATS
 from ...utils.files import read_json
 from ...utils.text import format_list
-from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, SCALES_FILE, Checkpoint
+from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, SCALES_SHARD, SINGLE_FILE, Checkpoint
 from ..checkpoint.configs import HF_QUANT_CONFIG, Config, as_mapping, find_dialect, nested_configs
-from ..checkpoint.tensor_names import ATTENTION_MODULE
+from ..checkpoint.tensor_names import ATTENTION_PATTERN
 from ..layer_scales import Granularity, LayerScales, ScaleData
 
 
@@ -65,25 +65,25 @@ class TensorFormat(ScaleFormat):
     quant_method: ClassVar[str] = ""  # method in the config that declares the scales
     tensor_name: ClassVar[str] = "{side}_scale"  # relative to the attention module
     shape: ClassVar[tuple[int, ...]] = ()  # shape of the tensor of a single scale
-    is_indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint has the scales
+    is_indexed: ClassVar[bool] = True  # whether the index of a checkpoint's copy lists the scales
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         """Add the entries that declare the scales to a `config.json`. Other entries are kept.
 
-        `excluded` are the modules of a checkpoint whose weights are not quantized. Raise ScaleError
-        if a different tool has quantized the weights.
+        `excluded` names the modules of a checkpoint whose weights are not quantized. Raise
+        ScaleError if a different tool has quantized the weights.
         """
         raise NotImplementedError(self.name)
 
     def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        weights = {} if checkpoint is None else checkpoint.files
+        weights = {} if checkpoint is None else checkpoint.tensor_files
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
         config: Config = {"model_type": scales.model_type} if scales.model_type else {}
         modelopt, index_path = None, None
         if checkpoint is not None and (weights or checkpoint.config):
-            config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt))
+            config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt_config))
             index_path = checkpoint.folder.find_file(INDEX_FILE)
         else:  # add the entries that follow from the scales
             if sorted(scales.layers) == list(range(len(scales.layers))):
@@ -102,10 +102,10 @@ class TensorFormat(ScaleFormat):
         # Some readers use the names of the modules with experts.
         quantizable |= {n.split(".experts.")[0] + ".experts" for n in weights if ".experts." in n}
         indexed_tensors = tensors if self.is_indexed or not weights else {}
-        weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
-        weight_map |= dict.fromkeys(indexed_tensors, SCALES_FILE)
+        weight_map = {n: FIRST_FILE if f == SINGLE_FILE else f for n, f in weights.items()}
+        weight_map |= dict.fromkeys(indexed_tensors, SCALES_SHARD)
         return {
-            SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
+            SCALES_SHARD: to_safetensors(tensors, {"format": "pt"}),
             INDEX_FILE: make_index(index_path, weight_map),
             **self.make_configs(config, modelopt, scales, sorted(quantizable)),
         }
@@ -125,9 +125,9 @@ class TensorFormat(ScaleFormat):
         return {"config.json": to_json(config)}
 
     def quantization_block(self, config: Config, new_entries: Config) -> Config:
-        """Return the quantization config of the weights. Raise ScaleError for a different tool's.
+        """Return the quantization config of the weights, or add a config for the cache only.
 
-        Without one, add `new_entries` with the tool's `quant_method`, for the cache only.
+        The added config has `quant_method` and `new_entries`. Raise ScaleError for another tool's.
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):
@@ -149,7 +149,7 @@ class TensorFormat(ScaleFormat):
 def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
     """Return scales that the format can hold, and sentences about the losses.
 
-    The largest scale is kept, and scales of K are enlarged by a center.
+    The largest scale is kept. A center that is left out enlarges the scales of K.
 
     Raises:
         ScaleError: The scales are for rotated values, which servers do not store, or are dynamic.
@@ -178,9 +178,9 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         pairs[index] = k, v
     num_heads = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
     # A layer with one scale gets the heads of the remaining layers, because all share a strategy.
-    distinct_numbers = {*num_heads.values()} - {1}
-    default_number = distinct_numbers.pop() if len(distinct_numbers) == 1 else 0
-    num_heads = {index: n if n > 1 else default_number for index, n in num_heads.items()}
+    distinct_counts = {*num_heads.values()} - {1}
+    default_count = distinct_counts.pop() if len(distinct_counts) == 1 else 0
+    num_heads = {index: n if n > 1 else default_count for index, n in num_heads.items()}
     per_head = format.granularity == "head" and all(num_heads.values())
     layers = {}
     for index, pair in pairs.items():
@@ -202,7 +202,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
 
 def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
     paths: dict[int, set[str]] = defaultdict(set)
-    for match in filter(None, map(ATTENTION_MODULE.match, checkpoint.files)):
+    for match in filter(None, map(ATTENTION_PATTERN.match, checkpoint.tensor_files)):
         paths[int(match["layer"])].add(match["path"])
     for index in layers:
         if len(paths[index]) != 1:

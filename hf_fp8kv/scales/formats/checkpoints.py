@@ -1,6 +1,6 @@
 """The formats of checkpoints with scales: each tool's tensor names and declaration of a cache.
 
-docs/scales.md has the parts that servers read.
+docs/scales.md lists the entries that servers read.
 """
 
 from collections.abc import Sequence
@@ -57,12 +57,12 @@ class CompressedTensors(TensorFormat):
             "strategy": "attn_head" if per_head else "tensor", "num_bits": 8, "type": "float",
             "symmetric": True, "dynamic": False, "group_size": None,
         }  # fmt: skip
-        # vLLM only fills in the numbers of heads if this entry exists.
+        # vLLM fills in the numbers of heads only if this entry exists.
         block.setdefault("config_groups", {})
 
 
 class ModelOpt(TensorFormat):
-    """NVIDIA's ModelOpt. All its methods begin with "modelopt", and it has a second config."""
+    """NVIDIA's ModelOpt. Its `quant_method` begins with "modelopt". It also has a second config."""
 
     name = "modelopt"
     quant_method = "modelopt"
@@ -100,7 +100,7 @@ class ModelOpt(TensorFormat):
 
 
 class Quark(TensorFormat):
-    """AMD's Quark, with the scales of the outputs of two projections."""
+    """AMD's Quark, which stores scales of the outputs of the K and V projections."""
 
     name = "quark"
     quant_method = "quark"

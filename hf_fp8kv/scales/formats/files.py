@@ -14,7 +14,7 @@ from ...errors import ScaleError
 from ...formats import LayerPlan
 from ...utils.files import convert_read_errors, read_json
 from ...utils.text import format_list, format_value
-from ..checkpoint.checkpoint import JSON_FILE, OWN_FILE, Checkpoint
+from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
 from ..report import REPORT_FILE, CalibrationReport
@@ -23,15 +23,15 @@ from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
 
-# The entry of the file's metadata, which is JSON, and the parts that all files share.
-METADATA, _COMMON_METADATA = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
+# The key of the metadata in the file, a JSON object, and the entries that all files share.
+METADATA_KEY, _COMMON_METADATA = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
 
 
 class HfFp8kv(ScaleFormat):
     """The format of this package, which holds every granularity and the centers exactly.
 
-    A folder with its file is never read as a checkpoint. The report of the calibration is a second
-    file. Next to weights, both are in a separate folder.
+    A folder that contains `KV_FILE` is never read as a checkpoint. The report of the calibration is
+    a second file. In a folder with weights, both files are in the subfolder `KV_FOLDER`.
     """
 
     name = "hf_fp8kv"
@@ -56,14 +56,14 @@ class HfFp8kv(ScaleFormat):
             tensors |= {f"layers.{index}.{n}": t.clone() for n, t in parts.items() if t is not None}
         report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
         # The scales come last: with them in place, the files are complete.
-        return {**report, OWN_FILE: to_safetensors(tensors, {METADATA: json.dumps(metadata)})}
+        return {**report, KV_FILE: to_safetensors(tensors, {METADATA_KEY: json.dumps(metadata)})}
 
 
-def read_own_file(path: Path) -> ScaleData:
-    """Return the scales of a file in the format "hf_fp8kv", with the report next to it."""
+def read_kv_scales(path: Path) -> ScaleData:
+    """Return the scales of a file in the format "hf_fp8kv", with any report next to it."""
     expected = "a file of scales as save_pretrained writes it"
     with convert_read_errors(path, expected), safe_open(path, "pt") as file:
-        metadata = json.loads(file.metadata()[METADATA])
+        metadata = json.loads(file.metadata()[METADATA_KEY])
         if metadata | _COMMON_METADATA != metadata:
             raise ScaleError(
                 f"{path}: expected {_COMMON_METADATA}, got {metadata.get('version')!r} and "
@@ -101,7 +101,7 @@ def read_own_file(path: Path) -> ScaleData:
 
 
 class VllmJson(ScaleFormat):
-    """vLLM's `quantization_param_path`: one number for K and V of each layer and rank."""
+    """The file of vLLM's `quantization_param_path`: one number for each layer and rank."""
 
     name = "vllm-json"
     holds_both_sides = False

@@ -1,4 +1,4 @@
-"""Time the attention of one decode step: over 8-bit pages, and torch's over dense bf16."""
+"""Time the attention of one decode step over 8-bit pages, and torch's attention over dense bf16."""
 
 import importlib
 from functools import partial
@@ -24,6 +24,6 @@ def measure_step(length: int) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    for tokens in (4096, 32768, 131072):
-        paged_ms, dense_ms = measure_step(tokens)
-        print(f"{tokens} tokens: pages {paged_ms:.3f} ms, torch in bf16 {dense_ms:.3f} ms")
+    for length in (4096, 32768, 131072):
+        paged_ms, dense_ms = measure_step(length)
+        print(f"{length} tokens: pages {paged_ms:.3f} ms, torch in bf16 {dense_ms:.3f} ms")

@@ -1,6 +1,6 @@
 """Write the golden checkpoints next to this file: `python tests/data/scales/make.py`.
 
-Each folder has the names, shapes, dtypes and config entries that one tool writes, and few others.
+Each folder has the names, shapes, dtypes and config entries that one tool writes, and little else.
 The scales of K and V are the first scales in the two files that vLLM uses in its tests (Llama 2 7B
 and 70B). K and V have different scales, so a reader that confuses them fails.
 """
@@ -77,12 +77,12 @@ def main() -> None:
     write_json("vllm-rank0", "llama", {"rank0": V})
     write_json("vllm-two-ranks", None, {"0": K, "1": V})
     write_folder("tgi", {}, make_pairs(*attention, (), f32))
-    kv = make_shared("model.layers", "self_attn.kv_scale", ())
-    write_folder("tgi-kv", {"kv_cache_torch_dtype": "float8_e4m3fn"}, kv)
-    write_folder("tgi-kv-written", {"kv_cache_dtype": "float8_e4m3fn"}, kv)
-    write_folder("tgi-kv-fnuz", {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, kv)
+    kv_scales = make_shared("model.layers", "self_attn.kv_scale", ())
+    write_folder("tgi-kv", {"kv_cache_torch_dtype": "float8_e4m3fn"}, kv_scales)
+    write_folder("tgi-kv-written", {"kv_cache_dtype": "float8_e4m3fn"}, kv_scales)
+    write_folder("tgi-kv-fnuz", {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, kv_scales)
     write_folder("autofp8", {"quantization_config": FP8}, make_pairs(*attention, (), f32))
-    write_folder("autofp8-kv", {"quantization_config": FP8}, kv)
+    write_folder("autofp8-kv", {"quantization_config": FP8}, kv_scales)
     scheme = {"quantization_config": compressed | {"kv_cache_scheme": SCHEME}}
     write_folder("compressed-tensors", scheme, make_pairs(*attention, (1,), bf16))
     old_config = {"compression_config": compressed | {"kv_cache_scheme": SCHEME}}
@@ -99,10 +99,10 @@ def main() -> None:
     modelopt["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     names = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
     write_folder("modelopt", {"quantization_config": modelopt}, make_pairs(*names, (), f32))
-    output = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
-    group = ["*k_proj", "*v_proj"]
-    quark = {"quant_method": "quark", "export": {"kv_cache_group": group}}
-    quark["layer_quant_config"] = {name: {"output_tensors": output} for name in group}
+    output_config = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+    patterns = ["*k_proj", "*v_proj"]
+    quark = {"quant_method": "quark", "export": {"kv_cache_group": patterns}}
+    quark["layer_quant_config"] = {x: {"output_tensors": output_config} for x in patterns}
     write_folder("quark", {"quantization_config": quark}, make_pairs(*outputs, (), f32))
     factors = make_shared("transformer.layers", "attention.kv_cache_scaling_factor", (1,))
     write_folder("trtllm", {"quantization": {"kv_cache_quant_algo": "FP8"}}, factors)
