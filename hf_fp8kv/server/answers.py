@@ -26,7 +26,7 @@ def format_event(event: dict[str, Any]) -> str:
 
 
 class TokenTexts:
-    """The texts of single tokens within a text. A tokenizer would decode them as first tokens."""
+    """The texts of single tokens inside an answer, not of tokens at the start of a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -177,7 +177,7 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class _ScoreWriter:
-    """Writes log-probabilities of an answer in OpenAI's formats, and of its prompt in vLLM's."""
+    """Writes log-probabilities of an answer in OpenAI's formats, or of its prompt in vLLM's."""
 
     def __init__(self, choice: Choice, texts: TokenTexts, *, echo: bool = False) -> None:
         self._sequence, self._texts, self._echoes_prompt = choice.sequence, texts, echo
@@ -206,25 +206,25 @@ class _ScoreWriter:
         }
 
     def format_prompt(self) -> list[Any]:
-        """Return the most likely tokens at each position of the prompt, or None at the first."""
+        """Return the most likely tokens at each position of the prompt. The first entry is None."""
         return [None, *map(self._rank_tokens, self._get_prompt_scores()[1:])]
 
     def _rank_tokens(self, score: TokenLogprob) -> dict[str, Any]:
-        actual = () if score.token in dict(score.top_tokens) else ((score.token, score.logprob),)
+        missing = () if score.token in dict(score.top_tokens) else ((score.token, score.logprob),)
         return {
             str(token): {
                 "logprob": logprob,
                 "rank": score.rank if token == score.token else rank,
                 "decoded_token": self._texts(token),
             }
-            for rank, (token, logprob) in enumerate([*score.top_tokens, *actual], 1)
+            for rank, (token, logprob) in enumerate([*score.top_tokens, *missing], 1)
         }
 
     def _get_prompt_scores(self) -> list[TokenLogprob]:
         """Return the log-probabilities of the prompt's tokens. The first token has none."""
         prompt, logprobs = self._sequence.prompt, self._sequence.prompt_logprobs
-        first = TokenLogprob(prompt[0], None, 0, ())
-        return [first, *(logprobs[position] for position in range(1, len(prompt)))]
+        first_score = TokenLogprob(prompt[0], None, 0, ())
+        return [first_score, *(logprobs[position] for position in range(1, len(prompt)))]
 
     def _map_top(self, score: TokenLogprob) -> dict[str, float | None]:
         logprobs: dict[str, float | None] = {}
