@@ -23,7 +23,7 @@ from .shared import MODEL, TURNS, Result, main, with_model
 TOKENS = (64, 512, 2048)
 
 
-class Operations(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """Counts the dispatched operations, except views."""
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ def measure_first_calls(
         counts = {}
         for cache, contender in caches.items():
             time_call(*contender)
-            with Operations() as operations:
+            with OperationCounter() as counter:
                 time_call(*contender)
-            counts[cache] = operations.count
+            counts[cache] = counter.count
         seconds: dict[str, list[float]] = {cache: [] for cache in caches}
         # Short calls get more turns, because an interruption takes about the time of such a call.
         for _ in range(turns * max(1, 512 // tokens)):

@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 _STOCK_OFFLOAD = OffloadingManager.offload_requests
 PAGE_SIZE, VOCABULARY = 64, 200
 BLOCK_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a block and of an answer in an engine
-# Maximum number of tokens and of sequences. Attention adds spans of 512 tokens.
+# Number of tokens of a text, and number of texts. Attention adds spans of 512 tokens.
 SIZES, DEMO_SIZES = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
@@ -355,7 +355,7 @@ if __name__ == "__main__":
             "--seed": {"type": int, "help": "Seed of texts and combinations."},
             "--models": {"help": "Some of llama, mistral, gemma2, gpt_oss, deepseek_v3, SmolLM2."},
             "--dtypes": {"help": "float32, bfloat16, or both."},
-            "--device": {"help": "Device of the models, such as cuda. Default: cpu."},
+            "--device": {"help": "Device of the models, for example cuda. Default: cpu."},
             "--cost": {"action": "store_true", "help": "Measure the cost in time."},
             "--combinations": {"type": int, "help": "Number of combinations of all models."},
         },

@@ -118,6 +118,7 @@ def _count_page_bytes(name: str, page_size: int, dtype: str) -> int:
 
 
 def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
+    """Return the rows of a load, for all servers."""
     rows = []
     for name, server in servers.items():
         row = _make_row(load, "throughput", name, server.throughput, "tokens/s")

