@@ -20,7 +20,7 @@ from hf_fp8kv.utils.environment import describe_run
 
 from .shared import MODEL, TURNS, Result, main, with_model
 
-TOKENS = (64, 512, 2048)
+PROMPT_LENGTHS = (64, 512, 2048)
 
 
 class OperationCounter(TorchDispatchMode):
@@ -60,8 +60,8 @@ def measure_first_calls(
         "FP8PagedCache": ("fp8_paged", lambda: FP8PagedCache(config)),
         "FP8PagedCache, adaptive": ("fp8_paged", lambda: FP8PagedCache(config, plan=plan)),
     }
-    for tokens in TOKENS:
-        progress(f"{tokens} of up to {max(TOKENS)} tokens")
+    for tokens in PROMPT_LENGTHS:
+        progress(f"{tokens} of up to {max(PROMPT_LENGTHS)} tokens")
         ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(tokens))
         ids = ids.to(model.device)
 

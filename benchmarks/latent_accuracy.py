@@ -102,7 +102,7 @@ PLANS = (
     ("int8 rotated", "auto"), ("int8", "auto"), ("fp8_e3m4", "fp8_e4m3"),
     ("fp8_e3m4", "fp8_e3m4"), ("fp8_e3m4", "int8"),
 )  # fmt: skip
-DEFAULT = "FP8PagedCache, the default"
+DEFAULT_CACHE = "FP8PagedCache, the default"
 
 
 def measure_latent_accuracy(
@@ -155,7 +155,7 @@ def measure_latent_accuracy(
 def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     config: Any = model.config
     return {
-        DEFAULT: partial(_PagedBf16, config),
+        DEFAULT_CACHE: partial(_PagedBf16, config),
         **{n: partial(_RoundedBf16, config, rounding) for n, (_, rounding) in IMITATIONS.items()},
         **{
             f"latents {k}, positions {v}": partial(_PagedBf16, config, plan=LayerPlan.parse(k, v))

@@ -96,7 +96,7 @@ class LatentLayers:
             key, value: Dense latents and RoPE parts, or handles of stored latents.
         """
         # Projections in float32 add no error to the comparison with the reference.
-        projections = _projections(self.modules[-1], torch.float32)
+        projections = _make_projections(self.modules[-1], torch.float32)
         query = projections.absorb(self.query.float())
         if isinstance(key, PagedKV):
             return check_output(output, query, pages_of(key), self.case, projections.value)
@@ -105,7 +105,7 @@ class LatentLayers:
         )
 
 
-def _projections(module: Any, dtype: torch.dtype) -> Projections:
+def _make_projections(module: Any, dtype: torch.dtype) -> Projections:
     weight = module.kv_b_proj.weight.to(dtype)
     return Projections(weight, module.qk_nope_head_dim, module.v_head_dim)
 
@@ -180,7 +180,7 @@ def _measure_absorbed(record: Record, case: Case) -> None:
 def absorb(module: Any, query: torch.Tensor, new_tokens: torch.Tensor, buffer: torch.Tensor) -> Any:
     """Store tokens in the last slots of `buffer`, `[B, N, R + P]`, and attend to all tokens."""
     buffer[:, -1:] = new_tokens
-    projections = _projections(module, buffer.dtype)
+    projections = _make_projections(module, buffer.dtype)
     absorbed = projections.absorb(query * module.scaling)[:, :, 0]
     weights = torch.bmm(absorbed, buffer.transpose(1, 2)).softmax(-1)
     return projections.expand(torch.bmm(weights, buffer[..., : module.kv_lora_rank])[:, None])

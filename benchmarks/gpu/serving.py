@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_fp8kv import serving
-from hf_fp8kv.bench.capacity import GIB, MEMORY_SHARE, planned_tokens
+from hf_fp8kv.bench.capacity import GIB, MEMORY_SHARE, plan_tokens
 from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.probe import layer_windows
 
@@ -115,7 +115,7 @@ def _measure_engine(
             "tokens_per_s": len(prompts) * load.new_tokens / seconds, "seconds": seconds,
             "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * load.new_tokens,
             "batch": len(prompts), "peak_bytes": stage.peak_bytes(),
-            "planned_tokens": _plan_tokens(model, engine),
+            "planned_tokens": _plan_engine_tokens(model, engine),
         }  # fmt: skip
     finally:
         serving.disable(model)
@@ -167,11 +167,11 @@ def _wait_for_answers(
                 )
 
 
-def _plan_tokens(model: Any, engine: _Engine) -> int:
+def _plan_engine_tokens(model: Any, engine: _Engine) -> int:
     """Return the number of tokens that the engine's planner fits into `PLANNED_GIB` GiB."""
     config = deepcopy(model.config.get_text_config())
     if engine.fp8_options is not None:
         serving_config = ServingConfig.parse(**engine.fp8_options | {"backend": "torch"})
-        return planned_tokens(config, PLANNED_GIB * GIB, serving_config)
+        return plan_tokens(config, PLANNED_GIB * GIB, serving_config)
     attention = engine.attention.removeprefix("paged|")
-    return planned_tokens(config, PLANNED_GIB * GIB, None, attention=attention)
+    return plan_tokens(config, PLANNED_GIB * GIB, None, attention=attention)

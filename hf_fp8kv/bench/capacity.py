@@ -61,7 +61,7 @@ class _SingleProcess:
         return False
 
 
-def planned_tokens(
+def plan_tokens(
     config: PreTrainedConfig,
     memory: int,
     settings: ServingConfig | None,
@@ -144,7 +144,7 @@ def plan_capacity(
         num_heads, dim = kv_shape(decoder)
         token_bytes = 4.0 * num_heads * dim * decoder.num_hidden_layers
         sizes_by_cache = {
-            cache: (token_bytes, planned_tokens(decoder, memory, None, attention=attention))
+            cache: (token_bytes, plan_tokens(decoder, memory, None, attention=attention))
             for cache, attention in STOCK_ATTENTION.items()
         }
         _, stock_tokens = sizes_by_cache["bf16, flash"]
@@ -153,7 +153,7 @@ def plan_capacity(
             layout = EngineCache()
             layout.prepare(settings, decoder, PAGE_SIZE, torch.bfloat16, "cpu")
             token_bytes = layout.page_layout.bytes_per_page / PAGE_SIZE * decoder.num_hidden_layers
-            sizes_by_cache[cache] = token_bytes, planned_tokens(decoder, memory, settings)
+            sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory, settings)
         rows += [
             {
                 "model": model, "cache": cache, "bytes_per_token": size, "tokens": tokens,

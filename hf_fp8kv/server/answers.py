@@ -17,7 +17,7 @@ from .text import Part
 
 # Parts of answers, with their choices. A part that is None is the end of an answer.
 Parts = Sequence[tuple[Choice, Part | None]]
-DONE = "data: [DONE]\n\n"
+DONE_EVENT = "data: [DONE]\n\n"
 
 
 def format_event(event: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ class AnswerWriter:
                 yield self._format_parts(parts)
         if self._sends_usage_last:
             yield self._format_choices(usage=count_usage(self._choices))
-        yield DONE
+        yield DONE_EVENT
 
     def _format_parts(self, parts: Parts) -> str:
         """Return the events for parts. The end of a single answer may include the usage."""
@@ -148,7 +148,7 @@ class AnswerWriter:
 
     def error_events(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
-        return format_event(error.to_dict()) + DONE
+        return format_event(error.to_dict()) + DONE_EVENT
 
 
 def _merge_fields(merged: dict[str, Any], part: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ class _ScoreWriter:
             "tokens": texts,
             "token_logprobs": [score.logprob for score in scores],
             "top_logprobs": [
-                None if score.logprob is None else self._map_top(score) for score in scores
+                None if score.logprob is None else self._map_top_tokens(score) for score in scores
             ],
             "text_offset": offsets,
         }
@@ -226,7 +226,7 @@ class _ScoreWriter:
         first_score = TokenLogprob(prompt[0], None, 0, ())
         return [first_score, *(logprobs[position] for position in range(1, len(prompt)))]
 
-    def _map_top(self, score: TokenLogprob) -> dict[str, float | None]:
+    def _map_top_tokens(self, score: TokenLogprob) -> dict[str, float | None]:
         logprobs: dict[str, float | None] = {}
         for token, logprob in (*score.top_tokens, (score.token, score.logprob)):
             # Two tokens may have the same text. The more likely token comes first.

@@ -98,7 +98,7 @@ class Metrics(Collector):
         yield counter("store_read_bytes", "Read from the prefix store", usage.store_bytes_read)
         yield counter("store_written_bytes", "Written to this store", usage.store_bytes_written)
 
-    def summary(self, tokens_per_second: float) -> str:
+    def summarize(self, tokens_per_second: float) -> str:
         """Return one line with the numbers of requests and the usage of the pages."""
         engine, usage = self.engine, self.engine.usage()
         text = (

@@ -173,5 +173,5 @@ class _Server(uvicorn.Server):
             now = time.monotonic()
             if metrics.unfinished_answers or metrics.status_counts.total() != num_answered:
                 rate = (engine.new_tokens - num_tokens) / (now - start)
-                logger.info("%s", metrics.summary(rate))
+                logger.info("%s", metrics.summarize(rate))
             num_tokens, num_answered, start = engine.new_tokens, metrics.status_counts.total(), now

@@ -14,7 +14,7 @@ from ..formats import FORMATS
 
 # Size of the two bfloat16 scales of a token and head, in bytes.
 SCALE_BYTES = 4
-_PREFIX = "hf_fp8kv"
+_NAME_PREFIX = "hf_fp8kv"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _make_dtypes() -> dict[str, CacheDType]:
             continue  # a format for AMD's hardware, with the same precision as E4M3
         for dynamic in (True, False):
             suffix = "" if fmt is None else "_" + fmt.removeprefix("fp8_")
-            name = _PREFIX + suffix + ("" if dynamic else "_static")
+            name = _NAME_PREFIX + suffix + ("" if dynamic else "_static")
             dtypes[name] = CacheDType(name, fmt, dynamic)
     return dtypes
 

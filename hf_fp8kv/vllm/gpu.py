@@ -18,7 +18,7 @@ from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
 from .specs import add_scale_bytes
 
-NAME = "HF_FP8KV"
+BACKEND_NAME = "HF_FP8KV"
 # Supported numbers of tokens per block, powers of two. Kernels are tuned for 64.
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _PREFERRED_BLOCK_SIZE = 64
@@ -44,7 +44,7 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_name() -> str:
         """Return the registered name."""
-        return NAME
+        return BACKEND_NAME
 
     @staticmethod
     def get_impl_cls() -> type[PagedImpl]:

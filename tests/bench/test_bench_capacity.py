@@ -6,7 +6,7 @@ import pytest
 
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.bench import capacity
-from hf_fp8kv.bench.capacity import GIB, MODELS, plan_capacity, planned_tokens, shape
+from hf_fp8kv.bench.capacity import GIB, MODELS, plan_capacity, plan_tokens, shape
 from hf_fp8kv.serving.config import ServingConfig
 from tests.helpers.serving_tools import batching, greedy
 from tests.helpers.tiny_models import tiny
@@ -36,7 +36,7 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
         (make_config(scales=1.0), 2 * dim),
         (make_config(), 2 * dim + 4),
     ):
-        low, high = (planned_tokens(config, n * GIB, settings, attention=FLASH) for n in (20, 40))
+        low, high = (plan_tokens(config, n * GIB, settings, attention=FLASH) for n in (20, 40))
         expected = capacity.MEMORY_SHARE * 20 * GIB / (num_heads * head_bytes)
         assert low < expected
         if settings is None:  # transformers' engine has more tensors that grow with the tokens
@@ -51,7 +51,7 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
 
 def test_too_little_memory_for_a_step_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
-        planned_tokens(shape("Llama-3.1-8B"), GIB // 2, make_config())
+        plan_tokens(shape("Llama-3.1-8B"), GIB // 2, make_config())
 
 
 def test_an_engine_has_the_planned_pages() -> None:
