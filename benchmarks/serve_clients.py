@@ -62,7 +62,7 @@ class Server:
         self.process, self.port, self.model = process, port, model
         # Answers of the measured turns, and new tokens per second of each turn.
         self.answers: list[Answer] = []
-        self.throughput: list[float] = []
+        self.throughputs: list[float] = []
         # Answers to long prompts, and the answers that were streamed during them.
         self.long_prompts: list[Answer] = []
         self.streams: list[Answer] = []
@@ -104,7 +104,7 @@ class Server:
         if is_measured:
             self.num_failed += len(replies) - len(answers)
             self.answers += answers
-            self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
+            self.throughputs.append(sum(answer.tokens for answer in answers) / seconds)
             self.num_failed += extra_replies.count(None)
             answer_lists = (self.streams, self.long_prompts)
             for reply, measured_answers in zip(extra_replies, answer_lists, strict=False):

@@ -107,7 +107,7 @@ def predict(folder: str, texts: Sequence[list[int]], dtype: str, options: dict[s
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = stock_compute_logits(*args, **kwargs)
-            if len(logits) > 1:  # the prompt, not the next token
+            if len(logits) > 1:  # logits of the prompt, not of the next token
                 logprobs.append(logits.float().log_softmax(-1))
             return logits
 
@@ -154,7 +154,7 @@ def measure_vllm(
     with tempfile.TemporaryDirectory() as temporary:
         variants: list[tuple[str, str, str, dict[str, str]]]
         variants = [(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
-        if calibrated:  # before vLLM, which changes classes of transformers
+        if calibrated:  # this runs before vLLM, which changes classes of transformers
             variants += make_scales(checkpoint, corpus, tokenizer, calibrated, Path(temporary))
         progress(BASE_DTYPE)
         expected = predict(checkpoint, texts, BASE_DTYPE, {})

@@ -18,7 +18,7 @@ def measure(record: Record, _sizes: RunSizes, backend: str) -> None:
     """Add rows for the bandwidth of a copy and of reads, and the rate of a bf16 matrix product."""
     stage = record.stage
     num_bytes = 2**20 if stage.dry else 4 * 2**30
-    # Random values, because a device may handle zeros faster.
+    # The values are random, because a device may handle zeros faster.
     limits = torch.iinfo(torch.int32)
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device=stage.device)
     source.random_(limits.min, limits.max)

@@ -134,7 +134,7 @@ def _list_failures(result: dict[str, Any]) -> list[str]:
             lines.append(f"section {section['name']} ended early: {section['error'][-500:]}")
         elif section["seconds"] is None:
             lines.append(f"not measured, or only in part: {section['name']}: the run ended")
-        # One line for each reason.
+        # Each reason gets one line.
         reasons = Counter(text.rpartition(": ")[2] for text in section["skipped"])
         for reason, count in reasons.items():
             first_text = next(text for text in section["skipped"] if text.endswith(reason))

@@ -186,7 +186,7 @@ def serve(
     name = model or str(demo_model_path())
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
-    # Lines look like the server's own lines.
+    # The log's lines look like the server's own lines.
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
     with handle_log(handler), closing(listen(host, port)) as listener:
         lm, processor = load_model(

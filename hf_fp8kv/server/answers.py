@@ -67,7 +67,7 @@ class AnswerWriter:
         self._call_prefix = f"call_{uuid.uuid4().hex}"
         self._has_scores = request.num_logprobs[0] is not None
         self._score_writers = [_ScoreWriter(choice, texts, echo=request.echo) for choice in choices]
-        self._num_calls = Counter[int]()  # written calls, by the index of each started choice
+        self._num_calls = Counter[int]()  # number of written calls, by choice
 
     def collect(self, parts: Parts) -> dict[str, Any]:
         """Return the answer for all parts. With log-probabilities this may take seconds."""

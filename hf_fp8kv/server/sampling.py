@@ -68,7 +68,7 @@ class TokenRules:
         if blocked:
             scores[_to_index(blocked, scores)] = -math.inf
         if self.repetition_penalty != 1:
-            if "prompt" not in tensors:  # the copy takes milliseconds for a long prompt
+            if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
                 tensors["prompt"] = _to_index(sequence.prompt, scores)
             # A token that occurs twice is penalized once.
             index = torch.cat([tensors["prompt"], _to_index({*answer}, scores)])

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 _END_TOKEN = "<|hf_fp8kv end of the grammar|>"  # no model has this token
 _NUM_THREADS = 2
 _MAX_SECONDS = 10.0  # time that a request waits for its grammar
-# Lexer states of a grammar, some hundred bytes each. The other limits are llguidance's defaults,
-# about 30 ms for a step.
+# Maximum number of lexer states of a grammar, some hundred bytes each. All other limits are
+# llguidance's defaults, about 30 ms for a step.
 _MAX_LEXER_STATES = 50_000
 _NO_TOKEN_FOLLOWS = "none of the model's tokens can follow"
 _REFUSAL = "this server has no structured output: "
@@ -120,7 +120,7 @@ def _make_json_grammar(field: str, schema: dict[str, Any]) -> _Grammar:
     _check_limits(field, text, schema)
     try:
         return field, str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_DEFAULTS))
-    except ValueError as error:  # a value that is not finite
+    except ValueError as error:  # the schema has a value that is not finite
         raise field_error(field, str(error)) from None
 
 

@@ -15,6 +15,6 @@ def add_scale_bytes(spec: Any) -> Any:
     """
     if spec.dtype is not torch.int8 or spec.state_content_bytes is not None:
         return spec
-    if spec.kv_quant_mode:  # vLLM's own int8
+    if spec.kv_quant_mode:  # the dtype is vLLM's own int8
         return spec
     return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + SCALE_BYTES)

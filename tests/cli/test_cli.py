@@ -77,7 +77,7 @@ def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
     )
     assert chosen_run == saved_run
     plan_text = chosen_run["cache"].split(", ")[1]
-    assert plan_text.startswith(("plans", "K")), chosen_run  # is not the default plan
+    assert plan_text.startswith(("plans", "K")), chosen_run  # the plan is not the default
     assert chosen_run["scales"] == "dynamic"
 
 

@@ -46,7 +46,7 @@ def save_models(folder: Path) -> None:
     for name, (kind, options) in MODELS.items():
         model, _ = tiny(kind, **SIZES, **options)
         model.save_pretrained(folder / name)
-        # Scales next to the weights, for from_pretrained.
+        # `from_pretrained` reads scales next to the weights.
         make_scales("head", model).save_pretrained(folder / name)
         save_tokenizer(folder / name)
         (folder / name / "ranks").mkdir()
