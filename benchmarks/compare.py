@@ -49,7 +49,7 @@ def compare_trees(
         RuntimeError: A tree cannot run the loops.
     """
     run = describe_run("compare")
-    # -P: Python must not import from the script's folder.
+    # With -P, Python does not import from the script's folder.
     command = [sys.executable, "-P", str(hot_loops.__file__), backend, loops]
     shuffle, order = random.Random(0).shuffle, [0, 1]
     with contextlib.ExitStack() as stack:
@@ -61,16 +61,16 @@ def compare_trees(
             for tree in (old, new)
         ]  # fmt: skip
         names, _ = [json.loads(_read_line(process)) for process in processes]
-        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        times_by_loop: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(turns + 1):
             progress(f"turn {turn} of {turns}")
             for name in names:
                 shuffle(order)
                 times = {tree: _measure_turn(processes[tree], name) for tree in order}
                 if turn:
-                    pairs[name].append((times[0], times[1]))
+                    times_by_loop[name].append((times[0], times[1]))
     rows = []
-    for name, turn_times in pairs.items():
+    for name, turn_times in times_by_loop.items():
         ratio, low, high = quartiles([new_us / old_us for old_us, new_us in turn_times])
         old_us, new_us = (quartiles(values)[0] for values in zip(*turn_times, strict=True))
         row = {"loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high}

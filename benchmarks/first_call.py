@@ -20,10 +20,10 @@ from hf_fp8kv.utils.environment import describe_run
 
 from .shared import MODEL, TURNS, Result, main, with_model
 
-TOKENS = (64, 512, 2048)
+PROMPT_LENGTHS = (64, 512, 2048)
 
 
-class Operations(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """Counts the dispatched operations, except views."""
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ def measure_first_calls(
         "FP8PagedCache": ("fp8_paged", lambda: FP8PagedCache(config)),
         "FP8PagedCache, adaptive": ("fp8_paged", lambda: FP8PagedCache(config, plan=plan)),
     }
-    for tokens in TOKENS:
-        progress(f"{tokens} of up to {max(TOKENS)} tokens")
+    for tokens in PROMPT_LENGTHS:
+        progress(f"{tokens} of up to {max(PROMPT_LENGTHS)} tokens")
         ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(tokens))
         ids = ids.to(model.device)
 
@@ -76,9 +76,9 @@ def measure_first_calls(
         counts = {}
         for cache, contender in caches.items():
             time_call(*contender)
-            with Operations() as operations:
+            with OperationCounter() as counter:
                 time_call(*contender)
-            counts[cache] = operations.count
+            counts[cache] = counter.count
         seconds: dict[str, list[float]] = {cache: [] for cache in caches}
         # Short calls get more turns, because an interruption takes about the time of such a call.
         for _ in range(turns * max(1, 512 // tokens)):

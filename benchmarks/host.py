@@ -31,7 +31,7 @@ from .shared import TURNS, Result, main, make_environment, run_process
 
 GPU = "sm_90"
 # Numbers of layers. A single layer has all costs of a step, and 32 layers share them.
-LAYERS = (1, 32)
+LAYER_COUNTS = (1, 32)
 HEADS: Heads = (32, 8, 128)
 TOKENS = 1000
 # DynamicCache computes on the CPU. With small tensors, most of its time is spent on calls.
@@ -94,21 +94,22 @@ class Stack:
     """Layers of a model with stored tokens, and their decode step."""
 
     def __init__(
-        self, cache: Cache, attention: str, heads: Heads, tokens: int, layers: int
+        self, cache: Cache, attention: str, heads: Heads, tokens: int, num_layers: int
     ) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
         num_heads, num_kv_heads, dim = heads
-        self.modules = [AttentionLayer(num_heads // num_kv_heads, i).eval() for i in range(layers)]
+        num_groups = num_heads // num_kv_heads
+        self.modules = [AttentionLayer(num_groups, i).eval() for i in range(num_layers)]
         # The strides are the same as after a projection and RoPE.
         self.query = torch.randn(1, 1, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(1, 1, num_kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
-        self.steps = _CALLS_PER_TURN // layers
+        self.num_steps = _CALLS_PER_TURN // num_layers
         states = torch.zeros(1, num_kv_heads, tokens, dim, dtype=torch.bfloat16)
-        for i in range(layers):
+        for i in range(num_layers):
             cache.update(states, states, i)
 
     def step(self) -> None:
@@ -120,10 +121,10 @@ class Stack:
     def measure(self) -> float:
         """Return the microseconds of this thread per layer and step, in one turn."""
         start = time.thread_time()
-        for _ in range(self.steps):
+        for _ in range(self.num_steps):
             self.step()
         seconds = time.thread_time() - start
-        self.cache.crop(-self.steps)
+        self.cache.crop(-self.num_steps)
         return 1e6 * seconds / _CALLS_PER_TURN
 
 
@@ -148,7 +149,7 @@ def _write_rows(task: dict[str, Any]) -> None:
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
-    rows, max_layers = [], max(LAYERS)
+    rows, max_layers = [], max(LAYER_COUNTS)
 
     def add_row(cache: str, layers: int, stack: Stack) -> None:
         stack.step()  # compiles the kernels
@@ -166,10 +167,10 @@ def _write_rows(task: dict[str, Any]) -> None:
             contexts.enter_context(assuming(Target.parse(GPU)))
         # A default device during the measurement would slow down every call of torch.
         with torch.device(device):
-            paged_stacks = {layers: make_stack(layers) for layers in LAYERS}
+            paged_stacks = {layers: make_stack(layers) for layers in LAYER_COUNTS}
             dynamic_cache = DynamicCache(config=make_config(heads, max_layers))
             stock_stack = Stack(dynamic_cache, "sdpa", heads, tokens, max_layers)
-        for layers in LAYERS:
+        for layers in LAYER_COUNTS:
             add_row(PAGED, layers, paged_stacks[layers])
         for name, (target, value) in REPLACEMENTS.items():
             with mock.patch(target, value):

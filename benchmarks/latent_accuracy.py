@@ -36,11 +36,11 @@ class ModelKind:
 
     Attributes:
         rope_magnitude: Magnitude of the RoPE part relative to the latents.
-        outliers: Number of channels of each latent that are scaled by eight.
+        num_outliers: Number of channels of each latent that are scaled by eight.
     """
 
     rope_magnitude: float
-    outliers: int
+    num_outliers: int
 
 
 MODEL_KINDS = {
@@ -64,29 +64,30 @@ class _PagedBf16(FP8PagedCache):
         return super().update(*round_to_bfloat16(key_states, value_states), *args, **kwargs)
 
 
-def _to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
+def _round_to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
     scale = amax.clamp(min=1e-30) / _E4M3.max
     return round_to_format(x / scale, _E4M3) * scale
 
 
-def _amax(*parts: Tensor) -> Tensor:
+def _find_amax(*parts: Tensor) -> Tensor:
     return torch.cat(parts, -1).abs().amax(-1, keepdim=True)
 
 
 def _round_by_blocks(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
     """Round like `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 values."""
     blocks = latent.unflatten(-1, (-1, 128))
-    return _to_e4m3(blocks, _amax(blocks)).flatten(-2), rope_part.bfloat16().to(rope_part.dtype)
+    rounded = _round_to_e4m3(blocks, _find_amax(blocks)).flatten(-2)
+    return rounded, rope_part.bfloat16().to(rope_part.dtype)
 
 
 def _round_together(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
-    amax = _amax(latent, rope_part)
-    return _to_e4m3(latent, amax), _to_e4m3(rope_part, amax)
+    amax = _find_amax(latent, rope_part)
+    return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
 
 
 def _round_by_latent(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
-    amax = _amax(latent)
-    return _to_e4m3(latent, amax), _to_e4m3(rope_part, amax)
+    amax = _find_amax(latent)
+    return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
 
 
 # Bytes of a token with a latent of 512 and a RoPE part of 64 values, and its rounding.
@@ -101,7 +102,7 @@ PLANS = (
     ("int8 rotated", "auto"), ("int8", "auto"), ("fp8_e3m4", "fp8_e4m3"),
     ("fp8_e3m4", "fp8_e3m4"), ("fp8_e3m4", "int8"),
 )  # fmt: skip
-DEFAULT = "FP8PagedCache, the default"
+DEFAULT_CACHE = "FP8PagedCache, the default"
 
 
 def measure_latent_accuracy(
@@ -113,7 +114,7 @@ def measure_latent_accuracy(
     rank: int = 512,
     progress: Callable[[str], None],
 ) -> Result:
-    """Score random models' predictions by the formats of latents and RoPE parts, for JSON.
+    """Score predictions of random models with each format of latents and RoPE parts.
 
     Texts are random tokens with the frequencies of words in text.
 
@@ -154,7 +155,7 @@ def measure_latent_accuracy(
 def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     config: Any = model.config
     return {
-        DEFAULT: partial(_PagedBf16, config),
+        DEFAULT_CACHE: partial(_PagedBf16, config),
         **{n: partial(_RoundedBf16, config, rounding) for n, (_, rounding) in IMITATIONS.items()},
         **{
             f"latents {k}, positions {v}": partial(_PagedBf16, config, plan=LayerPlan.parse(k, v))
@@ -189,7 +190,7 @@ def make_model(kind: ModelKind, *, layers: int, rank: int, seed: int = 0) -> Pre
     for layer in model.model.layers:
         attention: Any = layer.self_attn
         gains = torch.exp(0.5 * torch.randn(rank, generator=generator))
-        gains[torch.randperm(rank, generator=generator)[: kind.outliers]] *= 8
+        gains[torch.randperm(rank, generator=generator)[: kind.num_outliers]] *= 8
         attention.kv_a_layernorm.weight.copy_(gains)
         # The projection compensates for the gains of the norm.
         attention.kv_b_proj.weight.div_(gains.clamp(min=0.2))
@@ -207,8 +208,8 @@ def _draw_matrix(shape: torch.Size, generator: torch.Generator, *, is_flat: bool
     if is_flat:
         return matrix
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    values = torch.arange(1, u.shape[1] + 1).float() ** -0.5
-    matrix = (u * values).matmul(v)
+    singular_values = torch.arange(1, u.shape[1] + 1).float() ** -0.5
+    matrix = (u * singular_values).matmul(v)
     matrix /= matrix.square().mean().sqrt() * shape[1] ** 0.5
     return matrix
 

@@ -41,7 +41,7 @@ PREFILL_MODES: dict[str, tuple[dict[str, Any], int]] = {
     "one call, stored": ({"prefill": "stored"}, 1),
     "chunks": ({}, 4),
 }
-MAX_CHUNK = 1024
+MAX_CHUNK_SIZE = 1024
 
 
 def measure_windows(
@@ -101,15 +101,15 @@ def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, 
     shape = (1, config.num_key_value_heads, tokens, config.head_dim)
     key, value = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
     for form, capacity in (("dynamic", None), ("preallocated", tokens)):
-        for mode, (options, calls) in PREFILL_MODES.items():
-            chunk = tokens if calls == 1 else min(-(-tokens // calls), MAX_CHUNK)
+        for mode, (options, num_calls) in PREFILL_MODES.items():
+            chunk_size = tokens if num_calls == 1 else min(-(-tokens // num_calls), MAX_CHUNK_SIZE)
             paged_cache = FP8PagedCache(config, max_cache_len=capacity, backend=backend, **options)
-            held_bytes, peak = _store_prompt(paged_cache, key, value, chunk)
+            held_bytes, peak = _store_prompt(paged_cache, key, value, chunk_size)
             del paged_cache
             stock_cache: Cache = DynamicCache(config=config)
             if capacity is not None:
                 stock_cache = StaticCache(config=config, max_cache_len=capacity)
-            stock_bytes, stock_peak = _store_prompt(stock_cache, key, value, chunk)
+            stock_bytes, stock_peak = _store_prompt(stock_cache, key, value, chunk_size)
             del stock_cache
             yield {
                 "model": name, "form": form, "prompt": mode, "tokens": tokens, "held": held_bytes,
@@ -119,12 +119,12 @@ def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, 
 
 
 def _store_prompt(
-    cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk: int
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk_size: int
 ) -> tuple[int, int | None]:
     """Store a prompt in all layers. Return the cache's bytes and the process's peak growth."""
     bytes_before = _reset_peak()
-    for start in range(0, key.shape[2], chunk):
-        chunk_slice = slice(start, start + chunk)
+    for start in range(0, key.shape[2], chunk_size):
+        chunk_slice = slice(start, start + chunk_size)
         for layer in range(len(cache.layers)):
             cache.update(key[:, :, chunk_slice], value[:, :, chunk_slice], layer)
     # Linux updates its counters late, so the peak after a small prompt may seem below the start.
@@ -133,7 +133,7 @@ def _store_prompt(
 
 
 def _reset_peak() -> int | None:
-    """Reset this process's peak, and return its resident bytes, or None without peaks in /proc."""
+    """Reset this process's peak, and return its resident bytes, or None if /proc has no peak."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return resident_bytes()

@@ -54,24 +54,20 @@ def measure_prefix(
     answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORES}
 
     def measure_answer(question: str, store: Path | None) -> dict[str, Any]:
-        task = {
-            "model": name,
-            "tokens": tokens,
-            "question": question,
-            "store": store and str(store),
-        }
+        path = store and str(store)
+        task = {"model": name, "tokens": tokens, "question": question, "store": path}
         answer: dict[str, Any] = run_process("benchmarks.prefix:_write_answer", task, environment)
         return answer
 
     with tempfile.TemporaryDirectory() as folder:
         full_store = Path(folder) / "full"
         measure_answer("What is this text about?", full_store)
-        for number in range(rounds):
-            stores = {"none": None, "empty": Path(folder) / f"empty-{number}", "full": full_store}
-            turn = number % len(STORES)
-            for kind in STORES[turn:] + STORES[:turn]:
-                progress(f"round {number + 1} of {rounds}, store: {kind}")
-                question = f"In {number + 2} words, what is said of lists?"
+        for index in range(rounds):
+            stores = {"none": None, "empty": Path(folder) / f"empty-{index}", "full": full_store}
+            first = index % len(STORES)
+            for kind in STORES[first:] + STORES[:first]:
+                progress(f"round {index + 1} of {rounds}, store: {kind}")
+                question = f"In {index + 2} words, what is said of lists?"
                 answers[kind].append(measure_answer(question, stores[kind]))
         sizes = [file.stat().st_size for file in full_store.glob("*.safetensors")]
     rows = []

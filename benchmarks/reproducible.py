@@ -1,4 +1,4 @@
-"""Compare bits of logits and pages between batches, chunks and engines under `deterministic=True`.
+"""Compare bits of logits and pages between batches, chunks and engines with `deterministic=True`.
 
 Each model first reads a text alone and in one call. Then it reads the text again in combinations
 that a seed determines, and all bits are compared. The calls are the calls of users, without added
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 _STOCK_OFFLOAD = OffloadingManager.offload_requests
 PAGE_SIZE, VOCABULARY = 64, 200
 BLOCK_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a block and of an answer in an engine
-# Maximum number of tokens and of sequences. Attention adds spans of 512 tokens.
+# Number of tokens of a text, and number of texts. Attention adds spans of 512 tokens.
 SIZES, DEMO_SIZES = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
@@ -64,13 +64,13 @@ class Reader:
     """A model, its texts, and its results for the first text, which is read alone in one call."""
 
     def __init__(
-        self, model: PreTrainedModel, rng: random.Random, tokens: int, sequences: int
+        self, model: PreTrainedModel, rng: random.Random, tokens: int, num_texts: int
     ) -> None:
         self.model: Any = model
-        self.rng, self.tokens, self.sequences = rng, tokens, sequences
+        self.rng, self.tokens, self.num_texts = rng, tokens, num_texts
         self.evictions = 0  # number of requests that engines evicted
         self.enable()
-        self.texts = torch.randint(3, VOCABULARY, (sequences, tokens)).to(model.device)
+        self.texts = torch.randint(3, VOCABULARY, (num_texts, tokens)).to(model.device)
         self.windowed = any(layer.is_sliding for layer in self.make_cache().layers)
         self.logits, self.pages = self.read(self.texts[:1], [self.tokens])
 
@@ -120,7 +120,7 @@ class Reader:
 
     def batch(self) -> tuple[int, int, int]:
         """Read the text in a batch, in chunks."""
-        order = self.rng.sample(range(1, self.sequences), self.rng.randint(0, self.sequences - 1))
+        order = self.rng.sample(range(1, self.num_texts), self.rng.randint(0, self.num_texts - 1))
         row = self.rng.randint(0, len(order))
         order.insert(row, 0)
         return self.compare(self.read(self.texts[order], self.draw_chunks(self.tokens), row=row))
@@ -183,7 +183,7 @@ class Reader:
 
     def engine(self) -> tuple[int, int, int]:
         """Answer in an engine that evicts, recomputes and cancels decoding requests."""
-        length, num_texts = self.rng.randint(1, self.tokens), self.rng.randint(1, self.sequences)
+        length, num_texts = self.rng.randint(1, self.tokens), self.rng.randint(1, self.num_texts)
         neighbors = [
             self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, num_texts)
         ]
@@ -355,7 +355,7 @@ if __name__ == "__main__":
             "--seed": {"type": int, "help": "Seed of texts and combinations."},
             "--models": {"help": "Some of llama, mistral, gemma2, gpt_oss, deepseek_v3, SmolLM2."},
             "--dtypes": {"help": "float32, bfloat16, or both."},
-            "--device": {"help": "Device of the models, such as cuda. Default: cpu."},
+            "--device": {"help": "Device of the models, for example cuda. Default: cpu."},
             "--cost": {"action": "store_true", "help": "Measure the cost in time."},
             "--combinations": {"type": int, "help": "Number of combinations of all models."},
         },

@@ -118,9 +118,10 @@ def _count_page_bytes(name: str, page_size: int, dtype: str) -> int:
 
 
 def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
+    """Return the rows of a load, for all servers."""
     rows = []
     for name, server in servers.items():
-        row = _make_row(load, "throughput", name, server.throughput, "tokens/s")
+        row = _make_row(load, "throughput", name, server.throughputs, "tokens/s")
         rows.append({**row, "failed": server.num_failed})
         for measure, unit, values in (
             ("first token", "ms", [1e3 * answer.first_time for answer in server.answers]),
@@ -141,7 +142,7 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
             rows.append(_make_row(load, f"pages in use, of {total:.0f}", name, [num_used], "pages"))
             rows.append(_make_row(load, "bytes of all pages", name, [num_bytes / 2**20], "MiB"))
     for name in (OURS, PLAIN):
-        pairs = zip(servers[name].throughput, servers[STOCK].throughput, strict=True)
+        pairs = zip(servers[name].throughputs, servers[STOCK].throughputs, strict=True)
         ratios = [ours / stock for ours, stock in pairs]
         rows.append({**_make_row(load, "throughput ratio", name, ratios, "×"), "against": STOCK})
     return rows

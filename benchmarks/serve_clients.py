@@ -51,6 +51,7 @@ class Answer:
 
     @property
     def per_token(self) -> float:
+        """The average time between two tokens, in seconds."""
         return (self.last_time - self.first_time) / max(self.tokens - 1, 1)
 
 
@@ -61,7 +62,7 @@ class Server:
         self.process, self.port, self.model = process, port, model
         # Answers of the measured turns, and new tokens per second of each turn.
         self.answers: list[Answer] = []
-        self.throughput: list[float] = []
+        self.throughputs: list[float] = []
         # Answers to long prompts, and the answers that were streamed during them.
         self.long_prompts: list[Answer] = []
         self.streams: list[Answer] = []
@@ -71,7 +72,7 @@ class Server:
         self.pages: list[float] | None = None
 
     def run_load(self, load: Load, *, is_measured: bool, seed: int) -> None:
-        """Run the load once. `is_measured` means that its answers are kept."""
+        """Run the load once, and keep its answers if `is_measured`."""
         stop_event = threading.Event()
         watcher = threading.Thread(target=self._watch_usage, args=(stop_event,))
         watcher.start()
@@ -103,7 +104,7 @@ class Server:
         if is_measured:
             self.num_failed += len(replies) - len(answers)
             self.answers += answers
-            self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
+            self.throughputs.append(sum(answer.tokens for answer in answers) / seconds)
             self.num_failed += extra_replies.count(None)
             answer_lists = (self.streams, self.long_prompts)
             for reply, measured_answers in zip(extra_replies, answer_lists, strict=False):
@@ -147,7 +148,7 @@ class Server:
         return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
 
     def _watch_usage(self, stop_event: threading.Event) -> None:
-        """Observe memory and pages until the turn is over."""
+        """Record the peaks of memory and pages until the turn is over."""
         import psutil
 
         process = psutil.Process(self.process.pid)

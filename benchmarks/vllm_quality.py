@@ -24,13 +24,13 @@ TOPICS: dict[str, str] = pydoc_data.topics.topics
 # The first topics to score. If more are needed, the shortest other topics follow.
 FIRST_TOPICS = ("objects", "execmodel", "import", "customization")
 # Topics that share a paragraph of at least this number of characters count as the same text.
-_MIN_PARAGRAPH = 80
+_MIN_PARAGRAPH_LENGTH = 80
 BASE_DTYPE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
 )  # fmt: skip
 # Calibrated scales by dtype. vLLM's own dtypes read scales from a copy of the checkpoint.
-CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
+CALIBRATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
     ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
     ("hf_fp8kv_static", "static, per channel, measured plan"): {
@@ -62,18 +62,18 @@ def split_topics(
 
 def _find_paragraphs(text: str) -> set[str]:
     parts = (" ".join(part.split()) for part in text.split("\n\n"))
-    return {part for part in parts if len(part) >= _MIN_PARAGRAPH}
+    return {part for part in parts if len(part) >= _MIN_PARAGRAPH_LENGTH}
 
 
 def make_scales(
     checkpoint: str, texts: Sequence[str], tokenizer: Any, tokens: int, folder: Path
 ) -> list[tuple[str, str, str, dict[str, str]]]:
-    """Calibrate on `tokens`. Return dtype, name, checkpoint and plugin options of each row."""
+    """Calibrate on `tokens` tokens. Return the dtype, name, checkpoint and options of rows."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     rows: list[tuple[str, str, str, dict[str, str]]] = []
-    for number, ((dtype, name), options) in enumerate(CALIBRATED.items()):
+    for number, ((dtype, name), options) in enumerate(CALIBRATIONS.items()):
         scales = calibrate(
             model, list(texts), tokenizer=tokenizer, max_tokens=tokens, held_out=0, **options
         )
@@ -107,7 +107,7 @@ def predict(folder: str, texts: Sequence[list[int]], dtype: str, options: dict[s
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = stock_compute_logits(*args, **kwargs)
-            if len(logits) > 1:  # the prompt, not the next token
+            if len(logits) > 1:  # logits of the prompt, not of the next token
                 logprobs.append(logits.float().log_softmax(-1))
             return logits
 
@@ -154,7 +154,7 @@ def measure_vllm(
     with tempfile.TemporaryDirectory() as temporary:
         variants: list[tuple[str, str, str, dict[str, str]]]
         variants = [(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
-        if calibrated:  # before vLLM, which changes classes of transformers
+        if calibrated:  # this runs before vLLM, which changes classes of transformers
             variants += make_scales(checkpoint, corpus, tokenizer, calibrated, Path(temporary))
         progress(BASE_DTYPE)
         expected = predict(checkpoint, texts, BASE_DTYPE, {})

@@ -15,24 +15,25 @@ from .report import format_tables
 from .suite import SECTIONS, run_suite
 
 # Maximum number of processes that compile. They share the memory of the device.
-MAX_PROCESSES = 15
+MAX_COMPILE_PROCESSES = 15
 # Width of the tables in a file or a pipe.
-WIDTH = 140
+TABLE_WIDTH = 140
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark or read a result, print the tables, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     add = parser.add_argument
-    add("--device", help="device such as cuda:1 (cuda, or cpu in a dry run without a GPU)")
-    add("--seconds", type=float, default=210.0, help="time limit in seconds (210)")
+    add("--device", help="for example cuda:1 (default: cuda, or cpu in a dry run without a GPU)")
+    add("--seconds", type=float, default=210.0, help="time limit in seconds (default: 210)")
     add("--dry", action="store_true", help="run all sections on tiny shapes, on any machine")
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--experiments", action="store_true", help="only search launch parameters")
-    names_help = f"sections besides the ceilings (all): {', '.join(SECTIONS)}"
-    group.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=names_help)
-    add("--from", dest="result_file", type=Path, metavar="JSON", help="show a result of --json")
-    add("--json", type=Path, metavar="JSON", help="write every row, as soon as it is measured")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--experiments", action="store_true", help="only tune launch parameters")
+    names_help = f"sections besides the ceilings (default: all): {', '.join(SECTIONS)}"
+    modes.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=names_help)
+    add("--from", dest="result_file", type=Path, metavar="JSON",
+        help="show a result that --json wrote")  # fmt: skip
+    add("--json", type=Path, metavar="JSON", help="write each row as soon as it is measured")
     options = parser.parse_args(arguments)
     has_gpu = torch.cuda.is_available()
     device = options.device or ("cuda" if has_gpu else "cpu")
@@ -41,16 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
         if result.get("suite") != "gpu":
             parser.error(f"--from: expected a file that --json wrote, got {options.result_file}")
     elif not options.dry and not (has_gpu and torch.device(device).type == "cuda"):
-        parser.error("expected a CUDA or ROCm device. Pass --dry to run without it.")
+        parser.error("expected a CUDA or ROCm device. Pass --dry to run without one.")
     else:
         names = ["experiments"] if options.experiments else options.sections
         result = run_suite(
             device=device, backend=_choose_backend(device), dry=options.dry,
             sections=tuple(dict.fromkeys(["ceilings", *names])) if names else tuple(SECTIONS),
             seconds=options.seconds, save=options.json, progress=_print_progress,
-            processes=0 if options.dry or options.experiments else _count_processes(),
+            processes=0 if options.dry or options.experiments else _choose_num_processes(),
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(format_tables(result))
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(format_tables(result))
     return int(any("lost the device" in str(section["error"]) for section in result["sections"]))
 
 
@@ -61,8 +62,8 @@ def _choose_backend(device: str) -> str:
     return choose_backend(name, torch.device(device))
 
 
-def _count_processes() -> int:
-    return min(max((os.cpu_count() or 2) - 1, 1), MAX_PROCESSES)
+def _choose_num_processes() -> int:
+    return min(max((os.cpu_count() or 2) - 1, 1), MAX_COMPILE_PROCESSES)
 
 
 def _print_progress(message: str) -> None:

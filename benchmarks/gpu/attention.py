@@ -13,7 +13,7 @@ from hf_fp8kv.ops.triton.tuning import DECODE_ROWS, Workload, extend_config
 
 from . import baselines
 from .cached import measure_attention
-from .goals import PADDED
+from .goals import PADDED_SUFFIX
 from .pools import check_output, make_layer_pages, poison_memory
 from .record import Record
 from .shapes import BF16, E4M3, PAGE_FORMATS, Case, PageFormat, RunSizes
@@ -34,7 +34,7 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
             else:
                 measure_attention(record, "decode", case, fmt, backend)
             if str(case) in sizes.padded_cases and not fmt.full_cases_only:
-                padded_case, name = case.pad_left(), fmt.name + PADDED
+                padded_case, name = case.pad_left(), fmt.name + PADDED_SUFFIX
                 measure_attention(record, "decode", padded_case, fmt, backend, name)
         baselines.measure_decode(record, "decode", case, with_gqa=case in full_cases)
         # A step makes one plan for all layers.
@@ -89,7 +89,7 @@ def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
             if stored and fmt in (E4M3, BF16):
                 name = f"{fmt.name} preallocated"
                 measure_attention(record, "extend", case, fmt, backend, name)
-                padded_case, name = replace(case, padding=(stored // 2,)), fmt.name + PADDED
+                padded_case, name = replace(case, padding=(stored // 2,)), fmt.name + PADDED_SUFFIX
                 measure_attention(
                     record, "extend", padded_case, fmt, backend, name, preallocated=False
                 )
@@ -108,10 +108,10 @@ def measure_pages(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Add a row for attention to scattered pages, without a mask. Return it, or None if skipped."""
     stage, num_bytes = record.stage, case.bytes_read(fmt)
-    layers = stage.count_buffers(int(num_bytes))
+    num_layers = stage.count_buffers(int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
-        pools = make_layer_pages(stage, fmt, case, layers, sizes.num_pages)
+        pools = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         query = make_query(stage, case)
         make_plan, plan, lengths = make_plan_step(stage, case, backend)
         make_plan()
@@ -119,7 +119,7 @@ def measure_pages(
         with poison_memory():
             output = steps[-1]()
         error = check_output(output, query, pools[-1], case)
-        fields = {"moved": num_bytes, **case.describe(), "layers": layers}
+        fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
         return {**stage.time_steps(steps), "error": error, **fields}
 
     return record.measure(section, case, name or fmt.name, measure_row)

@@ -21,7 +21,7 @@ COMPILE_SECONDS = 12
 AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _list_backends(stage: Stage) -> dict[str, SDPBackend]:
+def _find_backends(stage: Stage) -> dict[str, SDPBackend]:
     if not stage.is_gpu:
         return {"math": SDPBackend.MATH}
     return {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -53,14 +53,14 @@ def measure_decode(record: Record, section: str, case: Case, *, with_gqa: bool =
     if with_gqa or not variants:
         variants[""] = attend_grouped
     ending = ", a call for each" if case.is_ragged else ""
-    for backend_name, backend in _list_backends(record.stage).items():
+    for backend_name, backend in _find_backends(record.stage).items():
         for suffix, attention in variants.items():
             name = f"sdpa {backend_name}{suffix}{ending}"
             _measure_sdpa(record, section, case, name, backend, attention)
 
 
 def measure_flex(record: Record, section: str, case: Case) -> None:
-    """Add a row for one new token with FlexAttention, or skip it if the time is too short."""
+    """Add a row for one new token with FlexAttention, or skip it if too little time is left."""
     if record.seconds_left() < COMPILE_SECONDS:
         record.skip(f"{section}, {case}, flex: no time left")
         return
@@ -82,7 +82,7 @@ def measure_extend(record: Record, case: Case) -> None:
         # torch's flash attention requires `enable_gqa` with this mask, but not with other masks.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask, enable_gqa=True)
 
-    for name, backend in _list_backends(record.stage).items():
+    for name, backend in _find_backends(record.stage).items():
         if case.new_tokens == case.lengths[0]:
             _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, causal_attention)
         elif name != "cudnn":

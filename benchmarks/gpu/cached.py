@@ -21,37 +21,34 @@ SCALE = 0.0125
 # Free tokens of a preallocated cache after the tokens of the case.
 FREE_TOKENS = 64
 # Maximum number of tokens that the steps add to a growing cache.
-MAX_STEPS = 2 * MAX_GRAPH_CALLS
+MAX_ADDED_TOKENS = 2 * MAX_GRAPH_CALLS
 
 
 class CacheSteps:
     """A cache with random tokens, and steps that add `case.new_tokens` tokens to each layer.
 
-    `query` is the query of each step, and `key` is the handle of the keys of the last attention.
+    `query` is the query of each step, and `key` is the handle of the keys that were read last.
     """
 
     def __init__(
-        self, stage: Stage, fmt: PageFormat, case: Case, layers: int, backend: str,
+        self, stage: Stage, fmt: PageFormat, case: Case, num_layers: int, backend: str,
         *, preallocated: bool = True,
     ) -> None:  # fmt: skip
         heads, length, batch = case.heads, case.lengths[0], len(case.lengths)
-        self.stage, self.stored_tokens, self.preallocated = (
-            stage,
-            length - case.new_tokens,
-            preallocated,
-        )
-        self.config = make_config((heads.query, heads.kv, heads.dim), layers)
+        self.stage, self.preallocated = stage, preallocated
+        self.stored_tokens = length - case.new_tokens
+        self.config = make_config((heads.query, heads.kv, heads.dim), num_layers)
         self.config._attn_implementation = "fp8_paged"
         self.cache = FP8PagedCache(
             self.config, dtype=fmt.dtype, scales=SCALE if fmt.is_static else None, backend=backend,
             max_cache_len=length + FREE_TOKENS if preallocated else None,
         )  # fmt: skip
-        self.attention_mask = torch.ones((batch, length + MAX_STEPS), dtype=torch.long)
+        self.attention_mask = torch.ones((batch, length + MAX_ADDED_TOKENS), dtype=torch.long)
         for row, num_hidden in zip(self.attention_mask, case.padding, strict=bool(case.padding)):
             row[:num_hidden] = 0
         self.attention_mask = self.attention_mask.to(stage.device)
         self._make_mask(0, self.stored_tokens)
-        for layer in range(layers):
+        for layer in range(num_layers):
             shape = (batch, heads.kv, self.stored_tokens, heads.dim)
             self.cache.update(stage.randn(*shape), stage.randn(*shape), layer)
         # A model transposes heads and tokens in the same way.
@@ -59,7 +56,8 @@ class CacheSteps:
             stage.randn(batch, case.new_tokens, count, heads.dim).transpose(1, 2)
             for count in (heads.query, heads.kv, heads.kv)
         )
-        self.modules = [AttentionLayer(heads.query // heads.kv, layer) for layer in range(layers)]
+        num_groups = heads.query // heads.kv
+        self.modules = [AttentionLayer(num_groups, layer) for layer in range(num_layers)]
         self.mask: torch.Tensor | None = None
         self.key: Any = None
 
@@ -102,15 +100,15 @@ def measure_attention(
     With `full_step`, the row is for a complete step of a layer. With `eager`, it uses no graph.
     """
     stage, num_bytes = record.stage, case.bytes_read(fmt)
-    layers = stage.count_buffers(int(num_bytes))
+    num_layers = stage.count_buffers(int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
-        cache_steps = CacheSteps(stage, fmt, case, layers, backend, preallocated=preallocated)
+        cache_steps = CacheSteps(stage, fmt, case, num_layers, backend, preallocated=preallocated)
         if full_step:
-            steps = [functools.partial(cache_steps.step, layer) for layer in range(layers)]
+            steps = [functools.partial(cache_steps.step, layer) for layer in range(num_layers)]
         else:
             cache_steps.begin_step()
-            pairs = enumerate([cache_steps.update(layer) for layer in range(layers)])
+            pairs = enumerate([cache_steps.update(layer) for layer in range(num_layers)])
             steps = [functools.partial(cache_steps.attend, layer, *kv) for layer, kv in pairs]
         with poison_memory():
             for step in steps:
@@ -118,7 +116,7 @@ def measure_attention(
         error = check_output(output, cache_steps.query, pages_of(cache_steps.key), case)
         times = stage.time_steps(steps, eager=eager)
         launches = stage.count_launches(steps) if full_step else None
-        fields = {"moved": num_bytes, **case.describe(), "layers": layers}
+        fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
         return {**times, "error": error, "launches": launches, **fields}
 
     record.measure(section, case, name or fmt.name, measure_row)

@@ -10,15 +10,15 @@ from .shapes import RunSizes
 from .stage import Step
 
 SECTION = "ceilings"
-# Programs, 4-byte elements per load, and loads per iteration of the kernel that only reads.
+# Launch shapes of the read kernel: programs, 4-byte elements per load, and loads per iteration.
 LAUNCH_SHAPES = ((4096, 4096, 8), (16384, 2048, 8), (16384, 4096, 4), (65536, 1024, 8))
 
 
 def measure(record: Record, _sizes: RunSizes, backend: str) -> None:
-    """Add the bandwidth of a copy and of reads, and the rate of a bf16 matrix product."""
+    """Add rows for the bandwidth of a copy and of reads, and the rate of a bf16 matrix product."""
     stage = record.stage
     num_bytes = 2**20 if stage.dry else 4 * 2**30
-    # Random values, because a device may handle zeros faster.
+    # The values are random, because a device may handle zeros faster.
     limits = torch.iinfo(torch.int32)
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device=stage.device)
     source.random_(limits.min, limits.max)
@@ -26,8 +26,8 @@ def measure(record: Record, _sizes: RunSizes, backend: str) -> None:
     def add_row(case: str, name: str, step: Step, **fields: Any) -> None:
         record.measure(SECTION, case, name, lambda: {**stage.time_steps([step]), **fields})
 
-    copy = torch.empty_like(source)
-    add_row("copy", "torch", lambda: copy.copy_(source), moved=2 * num_bytes)
+    target = torch.empty_like(source)
+    add_row("copy", "torch", lambda: target.copy_(source), moved=2 * num_bytes)
     add_row("read", "torch", lambda: source.sum(dtype=torch.int32), moved=num_bytes)
     if backend == "triton":
         from .read_kernel import read_all

@@ -124,7 +124,7 @@ def _measure_caches(
 def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: str) -> None:
     """Add rows for a prompt and its first token, with an empty cache."""
     stage, paged = record.stage, functools.partial(FP8PagedCache, model.config, backend=backend)
-    ids = torch.randint(1, sizes.vocabulary, (1, sizes.prompt_tokens), device=stage.device)
+    ids = torch.randint(1, sizes.vocab_size, (1, sizes.prompt_tokens), device=stage.device)
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 1,
         "pad_token_id": 0, "disable_compile": True,
@@ -171,10 +171,10 @@ def _find_obstacle(
 def make_model(shape: ModelShape, stage: Stage) -> Any:
     """Return a random Llama model in bfloat16, on the device of `stage`."""
     config = LlamaConfig(
-        num_hidden_layers=shape.layers, hidden_size=shape.hidden,
-        intermediate_size=7 * shape.hidden // 2, num_attention_heads=shape.heads.query,
+        num_hidden_layers=shape.num_layers, hidden_size=shape.hidden_size,
+        intermediate_size=7 * shape.hidden_size // 2, num_attention_heads=shape.heads.query,
         num_key_value_heads=shape.heads.kv, head_dim=shape.heads.dim,
-        vocab_size=shape.vocabulary, max_position_embeddings=2**17,
+        vocab_size=shape.vocab_size, max_position_embeddings=2**17,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
@@ -217,9 +217,9 @@ def _measure_cache(
     try:
         cache = make_cache()
         shape = (batch, sizes.heads.kv, context, sizes.heads.dim)
-        for layer in range(sizes.layers):
+        for layer in range(sizes.num_layers):
             cache.update(stage.randn(*shape), stage.randn(*shape), layer)
-        ids = torch.randint(1, sizes.vocabulary, (batch, context + 1), device=stage.device)
+        ids = torch.randint(1, sizes.vocab_size, (batch, context + 1), device=stage.device)
         timer = _TokenTimer(stage)
         stage.reset_peak()
         start = time.perf_counter()
@@ -247,10 +247,10 @@ def _measure_cache(
 
 
 def _make_compile_options(is_compiled: bool, stage: Stage) -> dict[str, Any]:
-    if (
-        not is_compiled or stage.is_gpu
-    ):  # generate() compiles with mode="reduce-overhead" by default
-        return {} if is_compiled else {"disable_compile": True}
+    if not is_compiled:
+        return {"disable_compile": True}
+    if stage.is_gpu:  # generate() compiles with mode="reduce-overhead" by default
+        return {}
     config = CompileConfig(fullgraph=False, dynamic=False, backend="aot_eager", mode=None)  # type: ignore[arg-type]
     config._compile_all_devices = True  # type: ignore[assignment]
     return {"compile_config": config}

@@ -19,7 +19,7 @@ def _list_values(name: str, *values: Any) -> list[Parameters]:
 
 # Values to try, the least certain parameter first. Each search starts from the best values so far.
 SEARCHES: dict[str, list[Parameters]] = {
-    # Codes times rows, or rows times codes. The second product is designed for four warps.
+    # The product is codes times rows, or rows times codes, which is designed for four warps.
     "operands": [{"swapped": True}, {"swapped": False, "warps": 4}],
     "warps": _list_values("warps", 1, 2, 4, 8),
     "tile": [{"tile": n, "masked_tile": max(16, n // 2)} for n in (32, 64, 128)],
@@ -27,7 +27,7 @@ SEARCHES: dict[str, list[Parameters]] = {
     "stages": _list_values("stages", 2, 3, 4, 5),
     "registers": _list_values("registers", None, 128, 168),
     "programs": _list_values("programs", 1, 2, 3, 4, 6, 8),
-    # In tokens. The last value splits no sequence.
+    # The cost in tokens. With the last value, no sequence is split.
     "split cost": _list_values("split_cost", 0, 160, 640, 10**6),
     "merge cost": _list_values("merge_cost", 0.0, 2.5, 10.0),
     "unit": _list_values("unit", 64, 128),
@@ -72,7 +72,7 @@ def _measure_parameters(
     record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat,
     parameters: Parameters,
 ) -> float:  # fmt: skip
-    """Return the time with these parameters, in us. It is infinite if they fail or are skipped."""
+    """Return the time in us, which is infinite if the parameters fail or the row is skipped."""
     setting = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
     name = f"{fmt.name}: {setting}"
     if previous_rows := record.find(SECTION, case=str(case), name=name):

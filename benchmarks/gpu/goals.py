@@ -7,7 +7,7 @@ from typing import Any
 Row = dict[str, Any]
 
 # Bandwidth in the datasheets of GPUs, in GB/s, by a part of their names.
-DATASHEETS = {"H100 80GB HBM3": 3350.0, "H200": 4800.0}
+DATASHEET_RATES = {"H100 80GB HBM3": 3350.0, "H200": 4800.0}
 # Minimum number of tokens over all sequences at which the bandwidth limits a decode step.
 LARGE_STEP = 2**18
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
@@ -15,7 +15,7 @@ MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 FORMATS = ("e4m3", "e3m4")
 # Decode cases without which no goal for every batch size is met.
 REQUIRED_CASES = ("8 x 32k", "50 x 32k", "64 x 32k", "1 x 256k")
-PADDED = " left padded"
+PADDED_SUFFIX = " left padded"
 PAGED, AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"
 FLASH = "DynamicCache flash eager"
 LATENT, STOCK, ABSORBED = "latent", "DynamicCache", "absorbed in torch"
@@ -50,7 +50,7 @@ class Goal:
             value, label = row[self.field], f"{case}, {name}"
             if not self.divisors:
                 values[label] = value
-            suffix = PADDED if name.endswith(PADDED) else ""
+            suffix = PADDED_SUFFIX if name.endswith(PADDED_SUFFIX) else ""
             for divisor_name in self.divisors:
                 if divisor := rows_by_name.get((case, divisor_name + suffix), {}).get(self.field):
                     values[f"{label} over {divisor_name}"] = value / divisor
@@ -58,19 +58,19 @@ class Goal:
 
     def covers(self, row: Row) -> bool:
         """Return whether a row of the section, measured or failed, counts for the goal."""
-        has_name = not self.names or row["name"].removesuffix(PADDED) in self.names
+        has_name = not self.names or row["name"].removesuffix(PADDED_SUFFIX) in self.names
         has_case = not self.cases or row["case"] in self.cases
         return has_name and has_case and row["case"].endswith(self.case_suffix)
 
     def judge(
-        self, rows: list[Row], reason: str = "", datasheet: float | None = None
+        self, rows: list[Row], reason: str = "", datasheet_ratio: float | None = None
     ) -> dict[str, Any]:
         """Return the goal as a dict with the state, the worst and the best value, and a reason.
 
         Args:
             rows: All rows of a result.
             reason: Why nothing can be judged, or an empty string.
-            datasheet: The datasheet's bandwidth over the measured one, if both are known.
+            datasheet_ratio: The datasheet's bandwidth over the measured bandwidth, if known.
         """
         values, state = self.collect_values(rows), UNKNOWN
         labels = sorted(values, key=values.__getitem__, reverse=self.sign == "<=")
@@ -93,8 +93,8 @@ class Goal:
             "what": self.title, "sign": self.sign, "bound": self.bound, "state": state,
             "worst": worst, "best": best, "where": labels[0] if labels else "",
             "cases": len(values), "why": reason,
-            "of_datasheet": worst / datasheet
-            if worst is not None and datasheet and self.field == "of_read"
+            "of_datasheet": worst / datasheet_ratio
+            if worst is not None and datasheet_ratio and self.field == "of_read"
             else None,
         }  # fmt: skip
 
@@ -107,10 +107,10 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
         reason = "a dry run"
     elif not gpu:
         reason = "no GPU"
-    datasheet_rate = next((rate for name, rate in DATASHEETS.items() if name in str(gpu)), None)
+    datasheet_rate = next((x for name, x in DATASHEET_RATES.items() if name in str(gpu)), None)
     read_rate = result["ceilings"]["read_gb_per_s"]
-    datasheet = datasheet_rate / read_rate if datasheet_rate and read_rate else None
-    return [goal.judge(result["rows"], reason, datasheet) for goal in GOALS]
+    ratio = datasheet_rate / read_rate if datasheet_rate and read_rate else None
+    return [goal.judge(result["rows"], reason, ratio) for goal in GOALS]
 
 
 def find_rows(rows: Iterable[Row], section: str, **fields: Any) -> list[Row]:

@@ -32,8 +32,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add rows for steps with FP8PagedCache, in torch and with DynamicCache, and for kernels."""
-    cases, count = sizes.latent_cases, sizes.num_full_cases
-    for group in (cases[:count], cases[count:]):
+    cases, num_full = sizes.latent_cases, sizes.num_full_cases
+    for group in (cases[:num_full], cases[num_full:]):
         # Steps come first, because goals are about steps and kernels may need compilation.
         for case in group:
             for fmt in sizes.layer_formats:
@@ -57,12 +57,12 @@ class LatentLayers:
         case: The case, with the scaling of the modules.
     """
 
-    def __init__(self, stage: Stage, case: Case, layers: int) -> None:
+    def __init__(self, stage: Stage, case: Case, num_layers: int) -> None:
         heads, self.stage = case.heads, stage
         with stage.device:
             self.modules: list[Any] = [
-                make_module(heads.query, heads.dim, heads.rope_dim, layers, layer)
-                for layer in range(layers)
+                make_module(heads.query, heads.dim, heads.rope_dim, num_layers, layer)
+                for layer in range(num_layers)
             ]
         dim = self.modules[0].qk_head_dim
         self.query = stage.randn(len(case.lengths), 1, heads.query, dim).transpose(1, 2)
@@ -96,7 +96,7 @@ class LatentLayers:
             key, value: Dense latents and RoPE parts, or handles of stored latents.
         """
         # Projections in float32 add no error to the comparison with the reference.
-        projections = _projections(self.modules[-1], torch.float32)
+        projections = _make_projections(self.modules[-1], torch.float32)
         query = projections.absorb(self.query.float())
         if isinstance(key, PagedKV):
             return check_output(output, query, pages_of(key), self.case, projections.value)
@@ -105,7 +105,7 @@ class LatentLayers:
         )
 
 
-def _projections(module: Any, dtype: torch.dtype) -> Projections:
+def _make_projections(module: Any, dtype: torch.dtype) -> Projections:
     weight = module.kv_b_proj.weight.to(dtype)
     return Projections(weight, module.qk_nope_head_dim, module.v_head_dim)
 
@@ -118,11 +118,11 @@ def _measure_step(
     stage, heads = record.stage, case.heads
     # A step reads the stored tokens, and 128 + 128 rows of weights for each head.
     num_bytes = case.bytes_read(fmt) + 2 * heads.query * 256 * heads.dim
-    layers = stage.count_buffers(buffer_bytes or int(num_bytes))
+    num_layers = stage.count_buffers(buffer_bytes or int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
-        fields = {"moved": num_bytes, **case.describe(), "layers": layers}
-        return {**fields, **measure_steps(LatentLayers(stage, case, layers))}
+        fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
+        return {**fields, **measure_steps(LatentLayers(stage, case, num_layers))}
 
     record.measure(LATENT, case, name, measure_row)
 
@@ -180,7 +180,7 @@ def _measure_absorbed(record: Record, case: Case) -> None:
 def absorb(module: Any, query: torch.Tensor, new_tokens: torch.Tensor, buffer: torch.Tensor) -> Any:
     """Store tokens in the last slots of `buffer`, `[B, N, R + P]`, and attend to all tokens."""
     buffer[:, -1:] = new_tokens
-    projections = _projections(module, buffer.dtype)
+    projections = _make_projections(module, buffer.dtype)
     absorbed = projections.absorb(query * module.scaling)[:, :, 0]
     weights = torch.bmm(absorbed, buffer.transpose(1, 2)).softmax(-1)
     return projections.expand(torch.bmm(weights, buffer[..., : module.kv_lora_rank])[:, None])

@@ -22,7 +22,7 @@ from .vllm_file import VLLM_ATTENTION, load_vllm_attention
 NUM_SPLITS, GRID_SIZE = 16, 128
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 Pair = tuple[torch.Tensor, torch.Tensor]
-# Function that attends to K and V of a layer, and returns `[B, Hq, D]`.
+# Function that attends to K and V of a layer, and returns the output, `[B, Hq, D]`.
 Attend = Callable[[Pair], torch.Tensor]
 
 
@@ -79,14 +79,14 @@ def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: VllmKernel) -
     record.measure("other kernels", case, kernel.name, measure_row)
 
 
-def _make_inputs(stage: Stage, case: Case, kernel: VllmKernel, layers: int) -> VllmInputs:
+def _make_inputs(stage: Stage, case: Case, kernel: VllmKernel, num_layers: int) -> VllmInputs:
     heads, lengths = case.heads, torch.tensor(case.lengths, dtype=torch.int32)
     counts = -(-lengths // PAGE_SIZE)
     order = torch.randperm(int(counts.sum())).int()
     table = torch.nn.utils.rnn.pad_sequence(order.split(counts.tolist()), batch_first=True)
     token_shape = (len(order), PAGE_SIZE, heads.kv)
     pools: list[Pair] = []
-    for _ in range(layers):
+    for _ in range(num_layers):
         k, v = (stage.randn(*token_shape, heads.dim).to(kernel.dtype) for _ in "kv")
         pools.append((k, v))
     k, v = (torch.rand(token_shape, device=stage.device) + 0.5 for _ in "kv")

@@ -22,6 +22,7 @@ PAGE_SIZE = 64
 MAX_CHECKED_TOKENS = 128
 # Maximum number of query heads of a KV head that are checked.
 MAX_CHECKED_HEADS = 16
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @functools.lru_cache(maxsize=4)
@@ -31,14 +32,14 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
     tokens = num_pages * PAGE_SIZE
 
     def make_side(
-        dim: int, dtype_name: str, steps: tuple[float, float], *shape: int
+        dim: int, dtype_name: str, ends: tuple[float, float], *shape: int
     ) -> tuple[StoredSide, torch.Tensor]:
         dtype = torch.bfloat16 if dtype_name == AUTO else torch.uint8
         codes = torch.empty((num_pages, heads.kv, *shape), dtype=dtype, device=device)
         scale = None
         if fmt.is_static and dtype_name != AUTO:
             # Each head has a different scale. Normal random values reach about 5.
-            scale = 5.5 / FORMATS[dtype_name].max * torch.linspace(*steps, heads.kv, device=device)
+            scale = 5.5 / FORMATS[dtype_name].max * torch.linspace(*ends, heads.kv, device=device)
             scale = scale[:, None].expand(-1, dim).contiguous()
         return StoredSide(scale, None, dtype_name, dim), codes
 
@@ -59,9 +60,9 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
 
 
 def make_layer_pages(
-    stage: Stage, fmt: PageFormat, case: Case, layers: int, num_pages: int
+    stage: Stage, fmt: PageFormat, case: Case, num_layers: int, num_pages: int
 ) -> list[Pages]:
-    """Return pages of `layers` layers that share a block table, as in a model.
+    """Return pages of `num_layers` layers that share a block table, as in a model.
 
     The pages of a sequence are scattered over the pool, which has copies of `num_pages` pages.
     """
@@ -70,15 +71,15 @@ def make_layer_pages(
     order = torch.randperm(sum(counts), device=stage.device).int()
     table = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
     layer_pages = []
-    for _ in range(layers):
-        sampled = torch.randint(0, num_pages, (len(order),), device=stage.device)
-        block = sample.block.index_select(0, sampled)
+    for _ in range(num_layers):
+        sample_ids = torch.randint(0, num_pages, (len(order),), device=stage.device)
+        block = sample.block.index_select(0, sample_ids)
         pages = sample._replace(block=block, offsets=locate_pages([block]), table=table)
         layer_pages.append(pages)
     return layer_pages
 
 
-def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_dense(stage: Stage, case: Case, num_layers: int) -> list[Pair]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
     If the lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
@@ -86,7 +87,7 @@ def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor
     batch, lengths = len(case.lengths), case.lengths[:1]
     if case.is_ragged:
         batch, lengths = 1, case.lengths
-    shapes = [(batch, case.heads.kv, length, case.heads.dim) for length in lengths] * layers
+    shapes = [(batch, case.heads.kv, length, case.heads.dim) for length in lengths] * num_layers
     return [(stage.randn(*shape), stage.randn(*shape)) for shape in shapes]
 
 

@@ -17,7 +17,7 @@ MAX_COLUMNS = 7
 # Maximum number of failures that are listed. A broken kernel fails in every case in the same way.
 MAX_FAILURES = 20
 # The fields in a cell of each section's table.
-TABLES = {
+TABLE_FIELDS = {
     "write": ("us", "gb_per_s"),
     "decode": ("us", "of_read"),
     "layer": ("us", "launches"),
@@ -29,7 +29,7 @@ TABLES = {
     "end to end": ("tokens_per_s", "first_ms", "cache_bytes", "peak_bytes"),
     "offloaded": ("tokens_per_s", "cache_bytes", "beside_bytes"),
 }
-LABELS = {
+FIELD_LABELS = {
     "gb_per_s": "GB/s", "of_read": "share of the read bandwidth", "tflops": "TFLOP/s",
     "tokens_per_s": "tokens/s", "first_ms": "ms to the first token",
     "peak_bytes": "GiB at the peak", "cache_bytes": "GiB of cache",
@@ -41,8 +41,8 @@ LABELS = {
 def format_tables(result: dict[str, Any]) -> RenderableType:
     """Return the tables of a result, the failures, the goals, and a line about the device."""
     tables: list[RenderableType] = []
-    for name, fields in TABLES.items():
-        title = f"{name}: {', '.join(LABELS.get(field, field) for field in fields)}"
+    for name, fields in TABLE_FIELDS.items():
+        title = f"{name}: {', '.join(FIELD_LABELS.get(field, field) for field in fields)}"
         rows = [row for row in result["rows"] if row["section"] == name]
         tables += _make_tables(title, fields, rows)
     if experiment_rows := [row for row in result["rows"] if "parameters" in row]:
@@ -82,13 +82,13 @@ def _make_tables(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[T
     cells = {(row["case"], row["name"]): row for row in rows}
     tables = []
     for start in range(0, len(names), MAX_COLUMNS):
-        group = names[start : start + MAX_COLUMNS]
+        columns = names[start : start + MAX_COLUMNS]
         body = [
-            [case, *(_format_cell(cells.get((case, name)), fields) for name in group)]
+            [case, *(_format_cell(cells.get((case, name)), fields) for name in columns)]
             for case in dict.fromkeys(row["case"] for row in rows)
-            if any((case, name) in cells for name in group)
+            if any((case, name) in cells for name in columns)
         ]
-        headings = [name.replace(" ", "\n") for name in group]
+        headings = [name.replace(" ", "\n") for name in columns]
         tables.append(_make_table(f"{title} (more)" if start else title, ["", *headings], body))
     return tables
 
@@ -134,7 +134,7 @@ def _list_failures(result: dict[str, Any]) -> list[str]:
             lines.append(f"section {section['name']} ended early: {section['error'][-500:]}")
         elif section["seconds"] is None:
             lines.append(f"not measured, or only in part: {section['name']}: the run ended")
-        # One line for each reason.
+        # Each reason gets one line.
         reasons = Counter(text.rpartition(": ")[2] for text in section["skipped"])
         for reason, count in reasons.items():
             first_text = next(text for text in section["skipped"] if text.endswith(reason))

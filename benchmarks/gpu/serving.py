@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_fp8kv import serving
-from hf_fp8kv.bench.capacity import GIB, PERCENT, planned_tokens
+from hf_fp8kv.bench.capacity import GIB, MEMORY_SHARE, plan_tokens
 from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.probe import layer_windows
 
@@ -30,7 +30,7 @@ PLANNED_GIB = 40
 # K and V of a random model have magnitudes of about 1, so the exact scale hardly matters.
 SCALE = 0.02
 # Seconds that an engine may run past the end of the section.
-MAX_DELAY = 10
+MAX_DELAY_SECONDS = 10
 # Seconds that an engine gets to stop.
 STOP_SECONDS = 10
 
@@ -49,24 +49,24 @@ def _list_engines(record: Record, config: Any, backend: str) -> Iterator[_Engine
     # transformers may switch to FlashAttention, which has a separate row, when it captures graphs.
     parameters = inspect.signature(ContinuousBatchingConfig).parameters
     can_switch = "auto_switch_to_flash" in parameters
-    no_switch = {"auto_switch_to_flash": False} if can_switch else {}
-    dynamic: dict[str, Any] = {"backend": backend}
-    static = dynamic | {"scales": SCALE}
-    yield _Engine("fp8 static", static)
-    yield _Engine("bf16 sdpa", None, "sdpa" if can_switch else "paged|sdpa", no_switch)
-    yield _Engine("fp8 dynamic", dynamic)
+    no_switch_options = {"auto_switch_to_flash": False} if can_switch else {}
+    dynamic_options: dict[str, Any] = {"backend": backend}
+    static_options = dynamic_options | {"scales": SCALE}
+    yield _Engine("fp8 static", static_options)
+    yield _Engine("bf16 sdpa", None, "sdpa" if can_switch else "paged|sdpa", no_switch_options)
+    yield _Engine("fp8 dynamic", dynamic_options)
     if is_flash_attn_2_available():
         yield _Engine("bf16 flash", None, "flash_attention_2")
     else:
         record.skip("bf16 flash: flash-attn is not installed")
     on_gpu = record.stage.device.type == "cuda"
     if on_gpu and backend == "triton" and not any(layer_windows(config)):
-        yield _Engine("fp8 static, graphs", static, batching_options={"use_cuda_graph": True})
-        yield _Engine("fp8 dynamic, graphs", dynamic, batching_options={"use_cuda_graph": True})
+        yield _Engine("fp8 static, graphs", static_options, "sdpa", {"use_cuda_graph": True})
+        yield _Engine("fp8 dynamic, graphs", dynamic_options, "sdpa", {"use_cuda_graph": True})
     else:
         record.skip("CUDA graphs over FP8 pages: they require a GPU, triton and full attention")
     if on_gpu:
-        yield _Engine("fp8 static, async", static, batching_options={"use_async_batching": True})
+        yield _Engine("fp8 static, async", static_options, "sdpa", {"use_async_batching": True})
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
@@ -74,21 +74,21 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     load = sizes.serving
     model = make_model(load, record.stage)
     engines = list(_list_engines(record, model.config.get_text_config(), backend))
-    for count in load.request_counts:
-        prompts = make_prompts(load, count)
+    for num_requests in load.request_counts:
+        prompts = make_prompts(load, num_requests)
         for engine in engines:
             measure_row = functools.partial(_measure_engine, record, model, engine, load, prompts)
-            record.measure("serving", f"{count} requests", engine.name, measure_row)
+            record.measure("serving", f"{num_requests} requests", engine.name, measure_row)
 
 
-def make_prompts(load: ServingLoad, count: int) -> list[list[int]]:
-    """Return `count` random prompts, with evenly spaced lengths in random order."""
+def make_prompts(load: ServingLoad, num_prompts: int) -> list[list[int]]:
+    """Return `num_prompts` random prompts, with evenly spaced lengths in random order."""
     generator = torch.Generator().manual_seed(0)
     shortest, longest = load.prompt_lengths
-    order = torch.randperm(count, generator=generator)
-    lengths = torch.linspace(shortest, longest, count).int()[order]
+    order = torch.randperm(num_prompts, generator=generator)
+    lengths = torch.linspace(shortest, longest, num_prompts).int()[order]
     return [
-        torch.randint(1, load.vocabulary, (int(n),), generator=generator).tolist() for n in lengths
+        torch.randint(1, load.vocab_size, (int(n),), generator=generator).tolist() for n in lengths
     ]
 
 
@@ -102,20 +102,20 @@ def _measure_engine(
     num_pages = sum(-(-(len(prompt) + load.new_tokens) // load.page_size) + 1 for prompt in prompts)
     config = ContinuousBatchingConfig(
         page_size=load.page_size, num_blocks=num_pages, max_batch_tokens=load.max_batch_tokens,
-        max_requests_per_batch=len(prompts), allow_block_sharing=False, max_memory_percent=PERCENT,
-        **engine.batching_options,
+        max_requests_per_batch=len(prompts), allow_block_sharing=False,
+        max_memory_percent=MEMORY_SHARE, **engine.batching_options,
     )  # fmt: skip
     if config.use_cuda_graph:
         longest = load.prompt_lengths[1] + load.new_tokens
         config.max_blocks_per_request = -(-longest // load.page_size) + 1
     try:
         stage.reset_peak()
-        seconds = _run(record, model, config, load, prompts)
+        seconds = _time_requests(record, model, config, load, prompts)
         return {
             "tokens_per_s": len(prompts) * load.new_tokens / seconds, "seconds": seconds,
             "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * load.new_tokens,
             "batch": len(prompts), "peak_bytes": stage.peak_bytes(),
-            "planned_tokens": _plan_tokens(model, engine),
+            "planned_tokens": _plan_engine_tokens(model, engine),
         }  # fmt: skip
     finally:
         serving.disable(model)
@@ -124,7 +124,7 @@ def _measure_engine(
             stage.free_memory()
 
 
-def _run(
+def _time_requests(
     record: Record, model: Any, config: Any, load: ServingLoad, prompts: list[list[int]]
 ) -> float:
     """Return the seconds from the first request to the last answer."""
@@ -152,7 +152,7 @@ def _wait_for_answers(
     while num_pending:
         result = manager.get_result(timeout=1)
         if result is None:
-            timed_out = record.seconds_left() < -MAX_DELAY
+            timed_out = record.seconds_left() < -MAX_DELAY_SECONDS
             if timed_out or not manager.is_running():
                 manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
                 raise RuntimeError("time limit exceeded" if timed_out else "the engine stopped")
@@ -167,11 +167,11 @@ def _wait_for_answers(
                 )
 
 
-def _plan_tokens(model: Any, engine: _Engine) -> int:
+def _plan_engine_tokens(model: Any, engine: _Engine) -> int:
     """Return the number of tokens that the engine's planner fits into `PLANNED_GIB` GiB."""
     config = deepcopy(model.config.get_text_config())
     if engine.fp8_options is not None:
         serving_config = ServingConfig.parse(**engine.fp8_options | {"backend": "torch"})
-        return planned_tokens(config, PLANNED_GIB * GIB, serving_config)
+        return plan_tokens(config, PLANNED_GIB * GIB, serving_config)
     attention = engine.attention.removeprefix("paged|")
-    return planned_tokens(config, PLANNED_GIB * GIB, None, attention=attention)
+    return plan_tokens(config, PLANNED_GIB * GIB, None, attention=attention)

@@ -41,7 +41,7 @@ class PageFormat:
     @property
     def full_cases_only(self) -> bool:
         """Whether this format is only measured in the cases with all contenders."""
-        return self.is_static or self.dtype in _LIKE_E3M4
+        return self.is_static or self.dtype in _E3M4_VARIANTS
 
     def bytes_per_value(self, dim: int) -> float:
         """Return the bytes that are read for a value of K or V, including a part of its scale."""
@@ -52,8 +52,8 @@ class PageFormat:
 
 BF16 = PageFormat("bf16 pages", AUTO)
 # The instructions that decode E3M4 also decode these formats, with other shift counts.
-_LIKE_E3M4 = ("fp8_e2m5", "int8")
-# Whether scales are static, for each measurement of a format. Other formats have dynamic scales.
+_E3M4_VARIANTS = ("fp8_e2m5", "int8")
+# Whether scales are static, for each measurement of a format. All other formats are dynamic.
 _SCALE_MODES = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 PAGE_FORMATS = (
     *(
@@ -63,8 +63,8 @@ PAGE_FORMATS = (
     ),
     BF16,
 )
-_BY_NAME = {fmt.name: fmt for fmt in PAGE_FORMATS}
-E4M3, E3M4 = _BY_NAME["e4m3"], _BY_NAME["e3m4"]
+_FORMATS_BY_NAME = {fmt.name: fmt for fmt in PAGE_FORMATS}
+E4M3, E3M4 = _FORMATS_BY_NAME["e4m3"], _FORMATS_BY_NAME["e3m4"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Case:
 
 
 def format_tokens(tokens: int) -> str:
-    """Return a short string for a number of tokens, such as "32k"."""
+    """Return a short string for a number of tokens, for example "32k"."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
@@ -138,9 +138,9 @@ def format_tokens(tokens: int) -> str:
 class ModelShape:
     """The shape of a random model."""
 
-    layers: int
-    hidden: int
-    vocabulary: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
     heads: Heads
 
 
@@ -181,47 +181,47 @@ class RunSizes(ModelShape):
 
 
 # The cases on which goals depend come first, because the time may run out.
-_DECODE = [
+_DECODE_CASES = [
     Case((1024 * n,) * batch)
     for batch, n in (
         (8, 32), (50, 32), (64, 32), (1, 256), (1, 1), (98, 4), (16, 32), (1, 32), (256, 1),
         (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
     )
 ]  # fmt: skip
-_DECODE.insert(8, Case((4641, 45118, 1730, 1696), label="ragged"))
+_DECODE_CASES.insert(8, Case((4641, 45118, 1730, 1696), label="ragged"))
 # Numbers of query heads of DeepSeek's models (MLA).
-_LATENTS = [
+_LATENT_CASES = [
     Case((1024 * n,) * batch, Heads(heads, 1, 512, 64), label=f"{heads} heads, {batch} x {n}k")
     for batch, n in ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
     for heads in (16, 128)
 ]
-_LONG = (32768,) * 4
+_LONG_LENGTHS = (32768,) * 4
 FULL = RunSizes(
-    decode_cases=tuple(_DECODE),
+    decode_cases=tuple(_DECODE_CASES),
     padded_cases=("16 x 32k", "98 x 4k", "1 x 32k"),
     num_full_cases=4,
     layer_cases=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
     layer_formats=(E3M4, E4M3, BF16),
-    latent_cases=tuple(_LATENTS),
+    latent_cases=tuple(_LATENT_CASES),
     other_cases=(
         Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
         # More than 16 query rows, which are the query heads of a KV head times the new tokens.
-        Case(_LONG, new_tokens=8, label="4 x 32k, T 8 (32 rows)"),
-        Case(_LONG, Heads(64, 8, 128), new_tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
-        Case(_LONG, new_tokens=16, label="4 x 32k, T 16 (64 rows)"),
+        Case(_LONG_LENGTHS, new_tokens=8, label="4 x 32k, T 8 (32 rows)"),
+        Case(_LONG_LENGTHS, Heads(64, 8, 128), new_tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
+        Case(_LONG_LENGTHS, new_tokens=16, label="4 x 32k, T 16 (64 rows)"),
         # Other projects have published results for these shapes.
         Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
         Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
-        Case(_LONG, new_tokens=4, label="4 x 32k, T 4 (16 rows)"),
-        Case(_LONG, Heads(64, 8, 128), label="4 x 32k, G 8"),
-        Case(_LONG, Heads(32, 8, 64), label="4 x 32k, D 64"),
-        Case(_LONG, Heads(16, 8, 256), label="4 x 32k, D 256"),
-        Case(_LONG, window=4096, label="4 x 32k, window 4k"),
-        Case(_LONG, softcap=50.0, label="4 x 32k, softcap"),
+        Case(_LONG_LENGTHS, new_tokens=4, label="4 x 32k, T 4 (16 rows)"),
+        Case(_LONG_LENGTHS, Heads(64, 8, 128), label="4 x 32k, G 8"),
+        Case(_LONG_LENGTHS, Heads(32, 8, 64), label="4 x 32k, D 64"),
+        Case(_LONG_LENGTHS, Heads(16, 8, 256), label="4 x 32k, D 256"),
+        Case(_LONG_LENGTHS, window=4096, label="4 x 32k, window 4k"),
+        Case(_LONG_LENGTHS, softcap=50.0, label="4 x 32k, softcap"),
     ),
     write_batches=(1, 4, 16, 64), written_tokens=8192,
     extend_shapes=tuple((past, new) for past in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
-    layers=32, hidden=4096, vocabulary=128256, heads=Heads(32, 8, 128),
+    num_layers=32, hidden_size=4096, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
     timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded_shapes=((1, 32768), (1, 131072)),
     serving=ServingLoad(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256,
@@ -232,24 +232,24 @@ FULL = RunSizes(
     },
 )  # fmt: skip
 
-_SMALL = Heads(4, 2, 16)
+_SMALL_HEADS = Heads(4, 2, 16)
 TINY = replace(
     FULL,
-    decode_cases=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
+    decode_cases=(Case((70,) * 2, _SMALL_HEADS), Case((1, 33, 130), _SMALL_HEADS, label="ragged")),
     padded_cases=("2 x 70",), num_full_cases=1,
-    layer_cases=(Case((70,) * 2, _SMALL),),
+    layer_cases=(Case((70,) * 2, _SMALL_HEADS),),
     latent_cases=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
     other_cases=(
         Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
-        Case((70, 65), _SMALL, new_tokens=4, label="2 x 70, T 4"),
-        Case((70, 65), _SMALL, window=20, label="2 x 70, window"),
-        Case((70,), _SMALL, softcap=5.0, label="1 x 70, softcap"),
+        Case((70, 65), _SMALL_HEADS, new_tokens=4, label="2 x 70, T 4"),
+        Case((70, 65), _SMALL_HEADS, window=20, label="2 x 70, window"),
+        Case((70,), _SMALL_HEADS, softcap=5.0, label="1 x 70, softcap"),
     ),
     write_batches=(1, 3), written_tokens=20, extend_shapes=((0, 20), (70, 20)),
-    layers=2, hidden=32, vocabulary=64, heads=_SMALL,
+    num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS,
     generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
     timed_tokens=(3, 3), warmup_tokens=(2, 2), num_pages=4,
-    serving=ServingLoad(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
+    serving=ServingLoad(2, 32, 64, _SMALL_HEADS, (3,), (3, 20), 3, 2, 8, 32),
     weights=dict.fromkeys(FULL.weights, 120.0),
 )  # fmt: skip
 

@@ -85,7 +85,7 @@ class Stage:
         return False
 
     def count_buffers(self, size: int) -> int:
-        """Return how many buffers of `size` bytes exceed four times the device's cache."""
+        """Return the number of buffers of `size` bytes that fill four times the device's cache."""
         if self.dry or self.compiling:
             return 1 if self.compiling else 2
         return max(1, min(-(-4 * self.cache_bytes // max(size, 1)), 256))
@@ -117,8 +117,8 @@ class Stage:
         # `triton.testing.do_bench_cudagraph` calls a step dozens of times before it captures it. By
         # then, a growing cache needs a new page, which no graph can allocate.
 
-        def run(rounds: int = 1) -> None:
-            for _ in range(rounds):
+        def run(num_rounds: int = 1) -> None:
+            for _ in range(num_rounds):
                 for step in steps:
                     step()
 
@@ -133,8 +133,8 @@ class Stage:
         note_fields = {}
         if not eager:
             try:
-                replay, rounds = _capture_graph(run, len(steps))
-                return _time_replays(replay, rounds * len(steps))
+                replay, num_rounds = _capture_graph(run, len(steps))
+                return _time_replays(replay, num_rounds * len(steps))
             except RuntimeError as error:
                 # Eager calls are still a result, although their launches take time.
                 note_fields = {"note": f"no graph: {str(error).splitlines()[0]}"}
@@ -150,22 +150,22 @@ def _capture_graph(run: Callable[..., None], num_steps: int) -> tuple[Step, int]
     with torch.cuda.stream(stream):
         run(2)
     torch.cuda.current_stream().wait_stream(stream)
-    rounds = 1
+    num_rounds = 1
     while True:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            run(rounds)
+            run(num_rounds)
         milliseconds = _time_runs(graph.replay, 1)[0] / 1e3
         next_rounds = min(int(GRAPH_MS / milliseconds) + 1, MAX_GRAPH_CALLS // num_steps)
-        if rounds > 1 or next_rounds <= 1 or milliseconds >= GRAPH_MS / 2:
-            return graph.replay, rounds
-        rounds = next_rounds
+        if num_rounds > 1 or next_rounds <= 1 or milliseconds >= GRAPH_MS / 2:
+            return graph.replay, num_rounds
+        num_rounds = next_rounds
 
 
-def _time_replays(run: Step, calls: int) -> dict[str, Any]:
+def _time_replays(run: Step, num_calls: int) -> dict[str, Any]:
     milliseconds = _time_runs(run, 1)[0] / 1e3
     num_runs = max(MIN_REPLAYS, min(int(REPLAY_MS / milliseconds), MAX_REPLAYS))
-    return _summarize_times(_time_runs(run, num_runs), calls)
+    return _summarize_times(_time_runs(run, num_runs), num_calls)
 
 
 def _time_runs(run: Step, num_runs: int) -> list[float]:
@@ -179,7 +179,7 @@ def _time_runs(run: Step, num_runs: int) -> list[float]:
     return [1e3 * max(start.elapsed_time(end), 1e-3) for start, end in pairs]
 
 
-def _summarize_times(run_times: list[float], calls: int) -> dict[str, Any]:
-    us, low, high = quartiles([total / calls for total in run_times])
+def _summarize_times(run_times: list[float], num_calls: int) -> dict[str, Any]:
+    us, low, high = quartiles([total / num_calls for total in run_times])
     return {"us": us, "low": us if low is None else low, "high": us if high is None else high,
-            "calls": calls}  # fmt: skip
+            "calls": num_calls}  # fmt: skip

@@ -47,7 +47,7 @@ COMPILED_SECTIONS = ("decode", "layer", "write", "extend", "latent", "others")
 # Maximum time for compilation, in seconds.
 COMPILE_SECONDS = 60.0
 # Sections that are measured only on request.
-ON_REQUEST: dict[str, Section] = {"experiments": experiments.measure}
+OPTIONAL_SECTIONS: dict[str, Section] = {"experiments": experiments.measure}
 
 
 def run_suite(
@@ -67,7 +67,7 @@ def run_suite(
         device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
         dry: Whether to run all sections untimed on tiny shapes, on any machine.
-        sections: Names from `SECTIONS` and `ON_REQUEST`, in the order in which they run.
+        sections: Names from `SECTIONS` and `OPTIONAL_SECTIONS`, in the order in which they run.
         seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
         processes: Number of processes that compile kernels first.
         save: JSON file that is rewritten after each row. None writes no file.
@@ -77,7 +77,7 @@ def run_suite(
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
         `rows` and `goals`. `seconds` is None for a section that did not finish.
     """
-    stage, all_sections = Stage(device, dry=dry), {**SECTIONS, **ON_REQUEST}
+    stage, all_sections = Stage(device, dry=dry), {**SECTIONS, **OPTIONAL_SECTIONS}
     settings: dict[str, Any] = {
         "device": device, "backend": backend, "dry": dry, "seconds": seconds,
     }  # fmt: skip

@@ -33,16 +33,16 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
 
 
 def _measure_case(
-    record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat, layers: int
+    record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat, num_layers: int
 ) -> None:
     stage, heads = record.stage, case.heads
     num_values = len(case.lengths) * case.new_tokens * 2 * heads.kv * heads.dim
 
     def measure_row() -> dict[str, Any]:
-        pools = make_layer_pages(stage, fmt, case, layers, sizes.num_pages)
+        pools = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
         shape = (len(case.lengths), case.new_tokens, heads.kv, heads.dim)
-        states = [stage.randn(*shape).transpose(1, 2) for _ in range(2 * layers)]
+        states = [stage.randn(*shape).transpose(1, 2) for _ in range(2 * num_layers)]
         kv_pairs = list(zip(states[::2], states[1::2], strict=True))
         steps = [
             functools.partial(ops.write, pages, k, v, lengths, backend)
@@ -51,7 +51,7 @@ def _measure_case(
         _check_bytes(pools[-1], *kv_pairs[-1], lengths, backend)
         # The values are read, and the codes and scales are written.
         num_bytes = num_values * (2.0 + fmt.bytes_per_value(heads.dim))
-        return {**stage.time_steps(steps), "moved": num_bytes, "layers": layers}
+        return {**stage.time_steps(steps), "moved": num_bytes, "layers": num_layers}
 
     record.measure("write", case, fmt.name, measure_row)
 

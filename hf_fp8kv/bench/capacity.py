@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     for name, values in _SHAPES.items()
 }
 
-# Attention of transformers' engine. flash makes fewer copies of keys and values than sdpa.
+# Attention functions of transformers' engine. flash copies fewer keys and values than sdpa.
 STOCK_ATTENTION = {"bf16, flash": "flash_attention_2", "bf16, sdpa": "sdpa"}
 FP8_OPTIONS: dict[str, dict[str, Any]] = {
     "fp8, static scales": {"scales": 1.0},
@@ -45,8 +45,8 @@ FP8_OPTIONS: dict[str, dict[str, Any]] = {
     "K 16 bit, V fp8": {"scales": 1.0, "key_dtype": "auto"},
 }
 GIB = 2**30
-PERCENT = 0.9  # share of the free memory that pages may use, the engine's default on a GPU
-PAGE = 256
+MEMORY_SHARE = 0.9  # share of the free memory that pages may use, the engine's default on a GPU
+PAGE_SIZE = 256
 # Limits of a step, for whose activations the engine reserves memory.
 BATCH_TOKENS, REQUESTS = 8192, 256
 
@@ -61,33 +61,33 @@ class _SingleProcess:
         return False
 
 
-def planned_tokens(
+def plan_tokens(
     config: PreTrainedConfig,
     memory: int,
     settings: ServingConfig | None,
     *,
     attention: str = ATTENTION,
 ) -> int:
-    """Return the number of tokens for which the engine's planner has room in every layer.
+    """Return the number of tokens for which the engine's planner finds room in every layer.
 
     Args:
         config: Config of the model, or of its text part.
         memory: Bytes that are free once the model is loaded.
         settings: FP8 pages. None means transformers' own cache, in bfloat16.
-        attention: Attention that the planner reserves memory for.
+        attention: Attention function that the planner reserves memory for.
 
     Raises:
         ConfigError: The memory does not suffice for a single step.
     """
-    cache = _make_planning_class(settings, int(memory * PERCENT))
+    cache_class = _make_planning_class(settings, int(memory * MEMORY_SHARE))
     config._attn_implementation_internal = attention
     batching_config = ContinuousBatchingConfig(
-        page_size=PAGE, max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS,
-        max_blocks_per_request=0, max_memory_percent=PERCENT, use_async_batching=False,
+        page_size=PAGE_SIZE, max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS,
+        max_blocks_per_request=0, max_memory_percent=MEMORY_SHARE, use_async_batching=False,
         use_cuda_graph=False,
     )  # fmt: skip
     try:
-        planned_cache = cache(
+        planned_cache = cache_class(
             config=config,
             continuous_batching_config=batching_config,
             device=torch.device("meta"),
@@ -100,7 +100,7 @@ def planned_tokens(
             f"memory: expected room for a step of {BATCH_TOKENS} tokens and for pages, got "
             f"{memory / GIB:.3g} GiB: {error}"
         ) from error
-    return int(planned_cache.num_blocks) * PAGE
+    return int(planned_cache.num_blocks) * PAGE_SIZE
 
 
 def _make_planning_class(settings: ServingConfig | None, num_bytes: int) -> Any:
@@ -118,9 +118,9 @@ def _make_planning_class(settings: ServingConfig | None, num_bytes: int) -> Any:
         paged_class = make_cache_class(settings)
         make = fix_memory(paged_class.make_memory_handler)
         return type("PlanningCache", (paged_class,), {"make_memory_handler": make})
-    engine, make = stock.PagedAttentionCache, fix_memory(stock.PagedAttentionMemoryHandler)
-    init = rebind_globals(engine.__init__, PagedAttentionMemoryHandler=make)
-    return type("PlanningCache", (engine,), {"__init__": init})
+    stock_class, make = stock.PagedAttentionCache, fix_memory(stock.PagedAttentionMemoryHandler)
+    init = rebind_globals(stock_class.__init__, PagedAttentionMemoryHandler=make)
+    return type("PlanningCache", (stock_class,), {"__init__": init})
 
 
 def plan_capacity(
@@ -144,16 +144,16 @@ def plan_capacity(
         num_heads, dim = kv_shape(decoder)
         token_bytes = 4.0 * num_heads * dim * decoder.num_hidden_layers
         sizes_by_cache = {
-            cache: (token_bytes, planned_tokens(decoder, memory, None, attention=attention))
+            cache: (token_bytes, plan_tokens(decoder, memory, None, attention=attention))
             for cache, attention in STOCK_ATTENTION.items()
         }
         _, stock_tokens = sizes_by_cache["bf16, flash"]
         for cache, options in FP8_OPTIONS.items():
             settings = ServingConfig.parse(backend="torch", **options)
             layout = EngineCache()
-            layout.prepare(settings, decoder, PAGE, torch.bfloat16, "cpu")
-            token_bytes = layout.page_layout.bytes_per_page / PAGE * decoder.num_hidden_layers
-            sizes_by_cache[cache] = token_bytes, planned_tokens(decoder, memory, settings)
+            layout.prepare(settings, decoder, PAGE_SIZE, torch.bfloat16, "cpu")
+            token_bytes = layout.page_layout.bytes_per_page / PAGE_SIZE * decoder.num_hidden_layers
+            sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory, settings)
         rows += [
             {
                 "model": model, "cache": cache, "bytes_per_token": size, "tokens": tokens,

@@ -18,7 +18,7 @@ from ..formats import DISTINCT
 Step = Callable[[], object]
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _Cache = TypeVar("_Cache", bound=Cache)
-# Query heads, key/value heads, head size.
+# Number of query heads, number of key/value heads, head size.
 Heads = tuple[int, int, int]
 
 DYNAMIC, QUANTIZED, FOLDED = "DynamicCache + sdpa", "QuantizedCache fp8 + sdpa", "cat + folded sdpa"
@@ -36,7 +36,7 @@ class Setup:
     """Shape, backend and device of the attention layer to measure.
 
     Attributes:
-        heads: Query heads, key/value heads, head size.
+        heads: Number of query heads, number of key/value heads, head size.
         backend: Backend of `FP8PagedCache`.
         device: Device of all tensors.
     """
@@ -74,9 +74,9 @@ class AttentionLayer(torch.nn.Module):
 
     is_causal = True
 
-    def __init__(self, groups: int, layer: int = 0) -> None:
+    def __init__(self, num_groups: int, layer: int = 0) -> None:
         super().__init__()
-        self.layer_idx, self.num_key_value_groups = layer, groups
+        self.layer_idx, self.num_key_value_groups = layer, num_groups
 
 
 def make_config(heads: Heads, layers: int = 1) -> LlamaConfig:
@@ -95,7 +95,7 @@ def random_states(heads: int, tokens: int, dim: int, device: str = "cpu") -> tor
 def take_turns(
     steps: Mapping[str, Step], turns: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
-    """Return the seconds of each step in each turn. One warm-up turn comes first.
+    """Run each step once in each turn, after a warm-up turn, and return the seconds of each run.
 
     The order changes from turn to turn, because torch's threads spin for a while after their work
     and disturb the next step.
@@ -175,7 +175,7 @@ def _make_folded_step(
 def _check_output(
     output: torch.Tensor, module: torch.nn.Module, query: torch.Tensor, cache: Cache, name: str
 ) -> None:
-    """Raise RuntimeError unless a step computes attention."""
+    """Raise RuntimeError unless `output` is the attention of `query` to the tokens of `cache`."""
     layer: Any = cache.layers[0]
     expected = sdpa_attention_forward(
         module, query, layer.keys + 0, layer.values + 0, None, scaling=query.shape[3] ** -0.5

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..utils.environment import describe_run
-from .capacity import BATCH_TOKENS, MODELS, PAGE, PERCENT, REQUESTS, plan_capacity, shape
+from .capacity import BATCH_TOKENS, MEMORY_SHARE, MODELS, PAGE_SIZE, REQUESTS, plan_capacity, shape
 from .contenders import E4M3, PAGED, Attention, AttentionLayer, Setup, attend_step
 from .reporting import build_rows_table, build_table, make_row
 
@@ -58,8 +58,8 @@ def measure_memory(
     return {
         **run,
         "settings": {"heads": list(setup.heads), "tokens": tokens, "memory_gib": memory_gib,
-                     "percent": PERCENT, "page_size": PAGE, "max_batch_tokens": BATCH_TOKENS,
-                     "max_requests": REQUESTS},
+                     "percent": MEMORY_SHARE, "page_size": PAGE_SIZE,
+                     "max_batch_tokens": BATCH_TOKENS, "max_requests": REQUESTS},
         "rows": rows,
         "capacity": plan_capacity(configs, memory_gib, report),
     }  # fmt: skip
@@ -110,7 +110,7 @@ def count_bytes_per_token(setup: Setup, tokens: int) -> list[dict[str, Any]]:
 
 
 def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
-    """Return rows with the growth of separate processes that store 8 layers.
+    """Return rows with the growth of separate processes that store `_NUM_LAYERS` layers.
 
     Raises:
         RuntimeError: A process failed.
@@ -144,7 +144,7 @@ def make_environment() -> dict[str, str]:
 
 
 def _report_growth(task: str) -> None:
-    """Write the bytes by which this process grows while it fills a cache and runs a step."""
+    """Print the bytes by which this process grows while it fills a cache and runs a step."""
     options = json.loads(task)
     setup = Setup(tuple(options["setup"].pop("heads")), **options["setup"])
     query, key = setup.queries(1), setup.states(1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the median, and the first and third quartile unless there is only one value."""
+    """Return the median and the first and third quartile, which are None for a single value."""
     if len(values) == 1:
         return values[0], None, None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -47,7 +47,7 @@ def make_row(
 
 
 def format_number(value: float | None) -> str:
-    """Return three digits, or all digits of an integer from 100 to a million. None gives "-"."""
+    """Return three significant digits, or an integer from 100 to a million. None gives "-"."""
     if value is None:
         return "-"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"

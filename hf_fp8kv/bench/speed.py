@@ -72,7 +72,7 @@ def measure_speed(
         for tokens in context:
             report(f"decode steps at {tokens} tokens")
             seconds = take_turns(make_steps(tokens, setup), turns, setup.device)
-            rows += _list_times("decode step", seconds, tokens)
+            rows += _make_rows("decode step", seconds, tokens)
             rows += [
                 _make_ratio_row("decode step", seconds, name, baseline, tokens)
                 for name in PAGED
@@ -107,7 +107,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 def _measure_first_call(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]]:
     """Return rows of a layer's first call, which stores its tokens and attends to them."""
     config = make_config(setup.heads)
-    config.max_position_embeddings = 2**17  # the center of the default depends on it
+    config.max_position_embeddings = 2**17  # the center of the default cache depends on it
     query, key, value = setup.queries(tokens), setup.states(tokens), setup.states(tokens)
     attend = functools.partial(attend_step, setup.module, query, key, value)
 
@@ -118,7 +118,7 @@ def _measure_first_call(setup: Setup, tokens: int, turns: int) -> list[dict[str,
         name: functools.partial(run_call, options) for name, options in _FIRST_CALLS.items()
     }
     seconds = take_turns(steps, turns, setup.device)
-    rows = _list_times("first call", seconds, tokens)
+    rows = _make_rows("first call", seconds, tokens)
     return [*rows, _make_ratio_row("first call", seconds, _CENTERED, _UNCENTERED, tokens)]
 
 
@@ -142,7 +142,7 @@ def _measure_chunk(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]
     }
     seconds = take_turns(steps, turns, setup.device)
     measure = f"{CHUNK} tokens more"
-    rows = _list_times(measure, seconds, tokens)
+    rows = _make_rows(measure, seconds, tokens)
     return [*rows, _make_ratio_row(measure, seconds, E4M3, DYNAMIC, tokens)]
 
 
@@ -153,7 +153,7 @@ def _make_ratio_row(
     return make_row(f"{measure}, ratio", name, values, "×", context=tokens, against=baseline)
 
 
-def _list_times(measure: str, seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:
+def _make_rows(measure: str, seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:
     return [
         make_row(measure, name, [1e3 * x for x in durations], "ms", context=tokens)
         for name, durations in seconds.items()

@@ -2,7 +2,7 @@
 
 Each command has a file. Exit codes: 0 for success, 1 for an error explained on stderr, 2 for an
 invalid command line, 130 for an interruption. If the reader of a pipe closes it
-(`hf-fp8kv ... | head`), the exit code is 1 and nothing is printed.
+(`hf-fp8kv ... | head`), the exit code is 1 and no error is printed.
 """
 
 import os
@@ -37,19 +37,19 @@ app.command("serve")(serve.serve)
 
 
 def main() -> None:
-    """Run the command line and exit. Print an error of this package as a message, with code 1."""
+    """Run the command line and exit. Expected errors are printed as messages, with exit code 1."""
     try:
         try:
-            # `python -m` needs the same name, because a variable of shell completion contains it.
+            # `python -m` needs the same name, because shell completion derives a variable from it.
             app(prog_name=NAME)
         finally:
-            # Flush here, because a closed pipe would print a traceback at the exit of Python.
+            # Flush here, because Python would print a traceback for a closed pipe at its exit.
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except SystemExit as exit_error:
-        if exit_error.code == 130:  # typer's code of an interruption
+        if exit_error.code == 130:  # Typer's exit code for an interruption
             print(f"{NAME}: interrupted", file=sys.stderr)
         raise
     except (FP8KVError, OSError, torch.OutOfMemoryError) as error:
@@ -70,7 +70,7 @@ def _show_version(is_requested: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _root(
     show_version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),

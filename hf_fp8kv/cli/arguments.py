@@ -25,7 +25,7 @@ def completer(values: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def choice(values: Collection[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return keywords for an option whose value is one of `values` or of their aliases."""
+    """Return keywords of `typer.Option` for a value that is one of `values` or of their aliases."""
     names = {alias: value for alias, value in (aliases or {}).items() if value in values}
     names |= {value: value for value in values}
 
@@ -50,11 +50,11 @@ def parse_device(text: str) -> str:
 
 def parse_memory(text: str) -> int:
     """Parse a number of bytes such as "8GiB", "16 GB", "512M" or "1000000"."""
-    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if size is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
+    if match is None:
         raise typer.BadParameter(f"expected a size such as 8GiB or 500MB, got {text!r}")
-    base = 1024 if size[3] else 1000
-    return int(float(size[1]) * base ** " kmgt".index(size[2].lower() or " "))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
 
 
 def parse_path(path: str) -> str:
@@ -65,7 +65,7 @@ def parse_path(path: str) -> str:
 
 
 def parse_plot(path: str) -> str:
-    """Return the path of a picture. The picture must be a PNG, and matplotlib installed."""
+    """Return the path of a plot. It must end in .png, and matplotlib must be installed."""
     if Path(path).suffix.lower() != ".png":
         raise typer.BadParameter(f"expected a file that ends in .png, got {path!r}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -177,7 +177,7 @@ def load_texts(name: str) -> Path | list[str]:
     if name == PYDOC:
         from pydoc_data.topics import topics
 
-        return [topics[name] for name in sorted(topics)]
+        return [topics[topic] for topic in sorted(topics)]
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
@@ -196,4 +196,4 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
 def collect_user_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the arguments of `calibrate` or `measure` that the user set on the command line."""
     parameters = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
-    return {name: x for name, x in ctx.params.items() if name in parameters and x is not None}
+    return {k: value for k, value in ctx.params.items() if k in parameters and value is not None}

@@ -82,7 +82,7 @@ def show_result(
 
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
-    """Return the layer to measure, and the config of the model, or None without a model."""
+    """Return the setup of the layer to measure, and the model's config (None without a model)."""
     from ..bench.contenders import Setup
     from ..serving.engines.common import kv_shape
 

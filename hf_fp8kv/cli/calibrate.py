@@ -120,7 +120,7 @@ def calibrate(
         except ScaleError as error:
             if SCALE_FORMATS[out_format].holds_centers:
                 raise
-            scales.save_pretrained(folder, overwrite=overwrite)  # keeps the result
+            scales.save_pretrained(folder, overwrite=overwrite)  # so that the result is not lost
             raise ScaleError(f"{error}. The scales are in {folder}, as hf_fp8kv") from error
         if checkpoint is not None:
             print_note(f"{folder}: scales are written. Copying {checkpoint}")

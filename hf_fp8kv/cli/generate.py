@@ -93,7 +93,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Run:
-    """An answer and the size of its cache. Sizes are in bytes."""
+    """An answer, its speed, and the size of its cache. Sizes are in bytes."""
 
     cache: str
     scales: str
@@ -108,7 +108,7 @@ class Run:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, name: str, *, chat: bool) -> BatchEncoding:
-    """Return the tokens of a prompt, with `chat` as the message of a user. `name` is the model."""
+    """Return the tokens of a prompt, as a user's message if `chat`. Errors name the model."""
     if not chat:
         encoding = tokenizer(prompt, return_tensors="pt")
     elif tokenizer.chat_template is None:
@@ -140,8 +140,8 @@ def run_cache(
     call = {**inputs, CACHE: (cache := make_cache()), **sampling}
     ids = model.generate(**call, streamer=streamer)[0, inputs["input_ids"].shape[1] :].tolist()
     timestamps = timestamps[-len(ids) :]
-    steps = len(timestamps) - 1
-    speed = steps / (timestamps[-1] - timestamps[0]) if steps > 0 else None
+    num_steps = len(timestamps) - 1
+    speed = num_steps / (timestamps[-1] - timestamps[0]) if num_steps > 0 else None
     if isinstance(cache, FP8PagedCache):
         warn_if_stale(model, cache.options.scales)
         sizes, page = cache.memory_footprint(), cache.options.page_size
@@ -165,7 +165,7 @@ def run_cache(
 def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
     """Return the number of equal tokens, the number of positions, and the first difference.
 
-    Positions count from 0, up to the longer answer. A token without a counterpart differs.
+    Positions count from 0, to the end of the longer answer. A token without a counterpart differs.
     """
     matches = [a == b for a, b in zip_longest(dense_run.token_ids, paged_run.token_ids)]
     first = None if all(matches) else matches.index(False)

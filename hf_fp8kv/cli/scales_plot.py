@@ -17,9 +17,9 @@ from ..utils.files import write_all
 from .scales_table import describe_source
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
-# Inches, and dots per inch: 1600 pixels wide.
+# In inches, and dots per inch. A plot is 1600 pixels wide.
 _SIZE, _DPI = (40 / 3, 12), 120
-# Colors for color-blind readers (Okabe and Ito), and markers for print without color.
+# Colors that color-blind readers can distinguish (Okabe and Ito), and markers for black print.
 _COLORS = ("#0072b2", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#e69f00")
 _MARKERS = "osv^DP"
 _NOT_MEASURED = (
@@ -29,10 +29,10 @@ _NOT_MEASURED = (
 
 
 def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | Path) -> None:
-    """Atomically write a PNG with the magnitudes of K and V and the quantization errors.
+    """Write a PNG with the magnitudes of K and V and the quantization errors, atomically.
 
-    `report` is the result of a calibration or of `measure`. Without it the plot shows the largest
-    magnitude that the scales represent (448 × scale), and a note that errors were not measured.
+    `report` is the result of a calibration or of `measure`. Without it, the plot shows the largest
+    magnitude that E4M3 represents with the scales (448 × scale), and a note on missing errors.
     """
     figure = make_figure(scales, report)
     write_all({Path(path): lambda temporary: figure.savefig(temporary, dpi=_DPI, format="png")})
@@ -49,11 +49,11 @@ def make_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     panels["kv"].set_title(f"{quantity} of K and V, by layer", loc="left")
     panels["kv"].set_ylabel(quantity)
     for series_index, side in enumerate("kv"):
-        name, table = side.upper(), _list_head_maxima(scales, report, side)
-        largest_heads = dict(enumerate(np.fmax.reduce(table, axis=1)))
-        _draw_line(panels["kv"], largest_heads, series_index, label=f"{name}, largest head")
+        name, head_maxima = side.upper(), _find_head_maxima(scales, report, side)
+        layer_maxima = dict(enumerate(np.fmax.reduce(head_maxima, axis=1)))
+        _draw_line(panels["kv"], layer_maxima, series_index, label=f"{name}, largest head")
         panels[side].set_title(f"{quantity} of {name}, by layer and head", loc="left")
-        _draw_heads(figure, panels[side], table)
+        _draw_heatmap(figure, panels[side], head_maxima)
         panels[f"{side} error"].set_title(f"quantization error of {name}, by layer", loc="left")
         _draw_errors(panels[f"{side} error"], report, side)
     for name in ("kv", "k error", "v error"):
@@ -80,12 +80,12 @@ def _make_title(scales: KVScales, report: CalibrationReport | None) -> str:
 
 
 def _shorten(name: str, max_length: int = 80) -> str:
-    """Return a name on one line. Dots replace the start of a long name."""
+    """Return `name` on one line, with the start of a long name replaced by dots."""
     name = " ".join(name.split())
     return name if len(name) <= max_length else f"...{name[-max_length:]}"
 
 
-def _list_head_maxima(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
+def _find_head_maxima(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
     """Return the largest magnitudes, `[layers, heads]`. NaN stands for 0 and for missing values."""
     if report is not None:
         amax = {i: np.array(getattr(layer, side).amax) for i, layer in report.layers.items()}
@@ -95,13 +95,13 @@ def _list_head_maxima(scales: KVScales, report: CalibrationReport | None, side: 
         rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in tensors.items()}
         amax = {i: _E4M3_MAX * row.double().numpy() for i, row in rows.items()}
     num_heads = max(len(row) for row in amax.values())
-    table = np.full((max(amax) + 1, num_heads), np.nan)
+    head_maxima = np.full((max(amax) + 1, num_heads), np.nan)
     for index, row in amax.items():
         # A single scale applies to all heads, but a single value in a report belongs to one head.
         width = num_heads if report is None and len(row) == 1 else len(row)
-        table[index, :width] = row
-    table[table <= 0] = np.nan  # for the logarithmic axes
-    return table
+        head_maxima[index, :width] = row
+    head_maxima[head_maxima <= 0] = np.nan  # because the axes are logarithmic
+    return head_maxima
 
 
 def _draw_line(axes: Any, values: Mapping[int, float], index: int, **style: Any) -> None:
@@ -109,24 +109,24 @@ def _draw_line(axes: Any, values: Mapping[int, float], index: int, **style: Any)
     if points := [(layer, value) for layer, value in values.items() if value > 0]:
         style = {"color": _COLORS[index], "marker": _MARKERS[index], "markersize": 3, **style}
         axes.plot(*zip(*points, strict=True), **style)
-    _label_integers(axes.xaxis, "layer")
+    _set_integer_axis(axes.xaxis, "layer")
 
 
-def _label_integers(axis: Any, label: str) -> None:
+def _set_integer_axis(axis: Any, label: str) -> None:
     axis.set_label_text(label)
     axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
-def _draw_heads(figure: Any, axes: Any, table: np.ndarray) -> None:
-    _label_integers(axes.yaxis, "KV head")
-    axes.set_facecolor("0.85")  # missing values
-    if np.isnan(table).all():
+def _draw_heatmap(figure: Any, axes: Any, head_maxima: np.ndarray) -> None:
+    _set_integer_axis(axes.yaxis, "KV head")
+    axes.set_facecolor("0.85")  # the color of missing values
+    if np.isnan(head_maxima).all():
         _show_message(axes, "all values are 0")
         return
     image = axes.imshow(
-        np.ma.masked_invalid(table.T), aspect="auto", norm="log", interpolation="nearest"
+        np.ma.masked_invalid(head_maxima.T), aspect="auto", norm="log", interpolation="nearest"
     )
-    _label_integers(axes.xaxis, "layer")
+    _set_integer_axis(axes.xaxis, "layer")
     figure.colorbar(image, ax=axes)
 
 

@@ -181,7 +181,7 @@ def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[d
             row[amax] = format_number(values["amax"]) if values.get("amax_from") == origin else ""
             for fraction in ("saturated", "underflow") if has_fractions else ():
                 row[fraction] = f"{100 * values[fraction]:.3g} %" if fraction in values else ""
-            # The names of the tensors without the file.
+            # The cell has the name of the tensor, without the file.
             row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-n]
             yield row
 

@@ -147,7 +147,7 @@ def serve(
     POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize.
     GET /v1/models, /health, /metrics, /version.
     """
-    from ..server import batching_config, require_server
+    from ..server import make_batching_config, require_server
 
     require_server()
     from .. import serving
@@ -179,14 +179,14 @@ def serve(
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
     # Check these options before the model is loaded.
-    batching = batching_config(**{name: x for name, x in settings.items() if x is not None})
+    batching = make_batching_config(**{name: x for name, x in settings.items() if x is not None})
     template_text = None if chat_template is None else chat_template.read_text("utf-8")
     thinking_kwargs = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])
     name = model or str(demo_model_path())
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
-    # Lines look like the server's own lines.
+    # The log's lines look like the server's own lines.
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
     with handle_log(handler), closing(listen(host, port)) as listener:
         lm, processor = load_model(

@@ -50,9 +50,9 @@ def application(
     application at a time.
 
     Args:
-        model: A model that `hf_fp8kv.serving.enable` was called on.
+        model: A model on which `hf_fp8kv.serving.enable` was called.
         tokenizer: The model's tokenizer with its chat template, or a processor that contains it.
-        batching: A ContinuousBatchingConfig. On a CPU a step has 256 tokens by default.
+        batching: A ContinuousBatchingConfig. On a CPU, a step has at most 256 tokens by default.
         served_name: The model's name for clients. None means `model.name_or_path`.
         api_key: Token that clients must send. None means the value of HF_FP8KV_API_KEY. If neither
             is set, clients need no token.
@@ -102,8 +102,8 @@ def require_server() -> None:
         )
 
 
-def batching_config(**options: Any) -> Any:
-    """Return a ContinuousBatchingConfig for command-line options. Raises ConfigError."""
+def make_batching_config(**options: Any) -> Any:
+    """Return a ContinuousBatchingConfig. Raise ConfigError for invalid command-line options."""
     try:
         return ContinuousBatchingConfig(**options)
     except (TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from .text import Part
 
 # Parts of answers, with their choices. A part that is None is the end of an answer.
 Parts = Sequence[tuple[Choice, Part | None]]
-DONE = "data: [DONE]\n\n"
+DONE_EVENT = "data: [DONE]\n\n"
 
 
 def format_event(event: dict[str, Any]) -> str:
@@ -26,7 +26,7 @@ def format_event(event: dict[str, Any]) -> str:
 
 
 class TokenTexts:
-    """The texts of single tokens within a text. A tokenizer would decode them as first tokens."""
+    """The texts of single tokens inside an answer, not of tokens at the start of a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -67,7 +67,7 @@ class AnswerWriter:
         self._call_prefix = f"call_{uuid.uuid4().hex}"
         self._has_scores = request.num_logprobs[0] is not None
         self._score_writers = [_ScoreWriter(choice, texts, echo=request.echo) for choice in choices]
-        self._num_calls = Counter[int]()  # written calls, by the index of each started choice
+        self._num_calls = Counter[int]()  # number of written calls, by choice
 
     def collect(self, parts: Parts) -> dict[str, Any]:
         """Return the answer for all parts. With log-probabilities this may take seconds."""
@@ -93,7 +93,7 @@ class AnswerWriter:
                 yield self._format_parts(parts)
         if self._sends_usage_last:
             yield self._format_choices(usage=count_usage(self._choices))
-        yield DONE
+        yield DONE_EVENT
 
     def _format_parts(self, parts: Parts) -> str:
         """Return the events for parts. The end of a single answer may include the usage."""
@@ -148,7 +148,7 @@ class AnswerWriter:
 
     def error_events(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
-        return format_event(error.to_dict()) + DONE
+        return format_event(error.to_dict()) + DONE_EVENT
 
 
 def _merge_fields(merged: dict[str, Any], part: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class _ScoreWriter:
-    """Writes log-probabilities of an answer in OpenAI's formats, and of its prompt in vLLM's."""
+    """Writes log-probabilities of an answer in OpenAI's formats, or of its prompt in vLLM's."""
 
     def __init__(self, choice: Choice, texts: TokenTexts, *, echo: bool = False) -> None:
         self._sequence, self._texts, self._echoes_prompt = choice.sequence, texts, echo
@@ -200,33 +200,33 @@ class _ScoreWriter:
             "tokens": texts,
             "token_logprobs": [score.logprob for score in scores],
             "top_logprobs": [
-                None if score.logprob is None else self._map_top(score) for score in scores
+                None if score.logprob is None else self._map_top_tokens(score) for score in scores
             ],
             "text_offset": offsets,
         }
 
     def format_prompt(self) -> list[Any]:
-        """Return the most likely tokens at each position of the prompt, or None at the first."""
+        """Return the most likely tokens at each position of the prompt. The first entry is None."""
         return [None, *map(self._rank_tokens, self._get_prompt_scores()[1:])]
 
     def _rank_tokens(self, score: TokenLogprob) -> dict[str, Any]:
-        actual = () if score.token in dict(score.top_tokens) else ((score.token, score.logprob),)
+        missing = () if score.token in dict(score.top_tokens) else ((score.token, score.logprob),)
         return {
             str(token): {
                 "logprob": logprob,
                 "rank": score.rank if token == score.token else rank,
                 "decoded_token": self._texts(token),
             }
-            for rank, (token, logprob) in enumerate([*score.top_tokens, *actual], 1)
+            for rank, (token, logprob) in enumerate([*score.top_tokens, *missing], 1)
         }
 
     def _get_prompt_scores(self) -> list[TokenLogprob]:
         """Return the log-probabilities of the prompt's tokens. The first token has none."""
         prompt, logprobs = self._sequence.prompt, self._sequence.prompt_logprobs
-        first = TokenLogprob(prompt[0], None, 0, ())
-        return [first, *(logprobs[position] for position in range(1, len(prompt)))]
+        first_score = TokenLogprob(prompt[0], None, 0, ())
+        return [first_score, *(logprobs[position] for position in range(1, len(prompt)))]
 
-    def _map_top(self, score: TokenLogprob) -> dict[str, float | None]:
+    def _map_top_tokens(self, score: TokenLogprob) -> dict[str, float | None]:
         logprobs: dict[str, float | None] = {}
         for token, logprob in (*score.top_tokens, (score.token, score.logprob)):
             # Two tokens may have the same text. The more likely token comes first.

@@ -26,7 +26,7 @@ from .answers import AnswerWriter, Parts, TokenTexts, format_event
 from .choices import Choice, ChoiceMaker, RunningRequest
 from .config import KEY_VARIABLE, ServerConfig
 from .engine import Engine
-from .errors import INTERNAL, STOPPING, APIError
+from .errors import INTERNAL_MESSAGE, STOPPING_MESSAGE, APIError
 from .metrics import Metrics
 from .model import ServedModel
 from .responses import ResponseWriter
@@ -39,19 +39,19 @@ _REQUEST_TYPES: dict[str, type[schemas.Request]] = {
     "/v1/responses": schemas.ResponseRequest,
 }
 _PACKAGES = ("hf-fp8kv", "transformers", "torch")
-_NOT_STARTED = (
+_NOT_STARTED_MESSAGE = (
     "the engine was not started: the application that mounts this one must start it, with "
     "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
 )
-_CLIENT_CLOSED = 499
-_LONG_INPUT = 100_000  # bytes of a body, or characters of a prompt
+_CLIENT_LEFT_STATUS = 499  # as in nginx's log
+_LONG_INPUT_SIZE = 100_000  # bytes of a body, or characters of a prompt
 # The bytes of all bodies are limited to `_MAX_BODIES` times the largest body. The first bytes of a
-# body are not counted: a connection buffers them anyway, and short requests are always accepted.
+# body are not counted, because a connection buffers them anyway. So short requests always fit.
 _MAX_BODIES, _UNCOUNTED_BYTES = 16, 65_536
 _RETRY_HEADER = {"retry-after": "5"}
 # Keys of a request's scope: an ExitStack, which is closed when the request is answered, and a
 # timeout, which ends the request when the client leaves.
-_EXIT_STACK, _TIMEOUT = "hf_fp8kv.exit_stack", "hf_fp8kv.timeout"
+_EXIT_STACK_KEY, _TIMEOUT_KEY = "hf_fp8kv.exit_stack", "hf_fp8kv.timeout"
 
 
 class Application:
@@ -120,7 +120,7 @@ class Application:
     def fail_requests(self) -> None:
         """End all unfinished requests with an error."""
         for running_request in list(self.metrics.unfinished_answers):
-            running_request.fail(APIError(503, STOPPING, code="stopping"))
+            running_request.fail(APIError(503, STOPPING_MESSAGE, code="stopping"))
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _parent: Any = None) -> AsyncIterator[None]:
@@ -172,18 +172,18 @@ class Application:
             await send(message)
 
         path, exit_stack = _get_path(scope), contextlib.ExitStack()
-        scope[_EXIT_STACK] = exit_stack
+        scope[_EXIT_STACK_KEY] = exit_stack
         try:
             self._check_access(path, scope["method"], headers)
-            async with asyncio.timeout(None) as scope[_TIMEOUT]:
+            async with asyncio.timeout(None) as scope[_TIMEOUT_KEY]:
                 await self._router(scope, receive, send_and_record)
         except APIError as error:
             await error.to_response()(scope, receive, send_and_record)
         except ClientDisconnect:
-            status = _CLIENT_CLOSED
+            status = _CLIENT_LEFT_STATUS
         except Exception:  # `_make_error_response` has logged the error
-            if scope[_TIMEOUT].expired():
-                status = _CLIENT_CLOSED
+            if scope[_TIMEOUT_KEY].expired():
+                status = _CLIENT_LEFT_STATUS
         finally:
             exit_stack.close()
             if scope["method"] == "POST" and path in _REQUEST_TYPES and self.engine is not None:
@@ -207,14 +207,14 @@ class Application:
                     headers={"www-authenticate": "Bearer"},
                 )
         if self.engine is None:
-            raise APIError(503, _NOT_STARTED, code="not_started")
+            raise APIError(503, _NOT_STARTED_MESSAGE, code="not_started")
 
     def _require_engine(self) -> Engine:
         """Return the engine. Raises APIError if it does not accept requests."""
         engine = self.engine
         if self.is_stopping or engine is None:
             headers = {**_RETRY_HEADER, "connection": "close"}
-            raise APIError(503, STOPPING, code="stopping", headers=headers)
+            raise APIError(503, STOPPING_MESSAGE, code="stopping", headers=headers)
         if not engine.is_alive():
             text = f"the engine is not running: {self.failure}"
             raise APIError(503, text, code="engine_dead")
@@ -245,12 +245,12 @@ class Application:
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
             raise _make_size_error(limit)
         seconds = min(self.config.body_seconds, self.config.client_seconds)
-        content, counted = bytearray(), 0
+        content, num_counted = bytearray(), 0
 
         def release() -> None:
-            self._counted_bytes -= counted
+            self._counted_bytes -= num_counted
 
-        request.scope[_EXIT_STACK].callback(release)
+        request.scope[_EXIT_STACK_KEY].callback(release)
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
@@ -258,8 +258,8 @@ class Application:
                     if len(content) > limit:
                         raise _make_size_error(limit)
                     excess = max(len(content) - _UNCOUNTED_BYTES, 0)
-                    self._counted_bytes += excess - counted
-                    counted = excess
+                    self._counted_bytes += excess - num_counted
+                    num_counted = excess
                     if excess and self._counted_bytes > _MAX_BODIES * limit:
                         expected = f"at most {_MAX_BODIES * limit} bytes of all requests"
                         text = f"expected {expected}. Try again later"
@@ -267,7 +267,7 @@ class Application:
         except TimeoutError:
             text = f"expected a body within {seconds:g} s"
             raise APIError(408, text, headers={"connection": "close"}) from None
-        if len(content) > _LONG_INPUT:
+        if len(content) > _LONG_INPUT_SIZE:
             validate, pool = self._validate_body, self._parse_pool
             validated: tuple[Any, str] = await _run_in(pool, validate, body_type, content)
             return validated
@@ -350,7 +350,7 @@ class Application:
         max_tokens, vocab_size = (engine := self._require_engine()).max_tokens, engine.vocab_size
         if len(body.tokens) > max_tokens or max(body.tokens, default=0) >= vocab_size:
             expected = f"a list of at most {max_tokens} integers from 0 to {vocab_size - 1}"
-            raise schemas.invalid("tokens", expected, body.tokens)
+            raise schemas.invalid_value("tokens", expected, body.tokens)
         return JSONResponse({"prompt": self.served_model.tokenizer.decode(body.tokens)})
 
     # -- answers ---------------------------------------------------------------------------------
@@ -359,13 +359,13 @@ class Application:
         self._require_capacity()
         body, name = await self._read_body(request, _REQUEST_TYPES[_get_path(request.scope)])
         running_request = RunningRequest(self._require_capacity(), self.metrics)
-        unfinished, exit_stack = self.metrics.unfinished_answers, request.scope[_EXIT_STACK]
+        unfinished, exit_stack = self.metrics.unfinished_answers, request.scope[_EXIT_STACK_KEY]
         unfinished[running_request], choices = 1, list[Choice]()
         exit_stack.callback(unfinished.pop, running_request, None)
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
         guide = await self._choice_maker.grammars.compile(body)
-        pool = self._prompt_pool if sum(body.prompt_lengths) > _LONG_INPUT else None
+        pool = self._prompt_pool if sum(body.prompt_lengths) > _LONG_INPUT_SIZE else None
         choices += await _run_in(pool, self._choice_maker.make_choices, body, guide)
         answer: AnswerWriter | ResponseWriter
         if isinstance(body, schemas.ResponseRequest):
@@ -391,7 +391,7 @@ async def _stream_events(
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("a streamed answer failed")
-            error = APIError(500, INTERNAL)
+            error = APIError(500, INTERNAL_MESSAGE)
         yield answer.error_events(error)
 
 
@@ -410,19 +410,19 @@ async def _watch_client(request: Request, choices: list[Choice]) -> None:
         pass
     # A client that has the last token may leave before the last part is sent, which is empty.
     if not choices or not all(choice.finish_reason for choice in choices):
-        request.scope[_TIMEOUT].reschedule(asyncio.get_running_loop().time())
+        request.scope[_TIMEOUT_KEY].reschedule(asyncio.get_running_loop().time())
 
 
 async def _make_error_response(request: Request, error: Exception) -> Response:
     """Return the answer to a request that failed."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_CLOSED)
+        return Response(status_code=_CLIENT_LEFT_STATUS)
     if isinstance(error, HTTPException):
         text, headers = f"{request.url.path}: {error.detail}", dict(error.headers or {})
         error = APIError(error.status_code, text, headers=headers)
     if not isinstance(error, APIError):
         logger.error("%s %s", request.method, request.url.path, exc_info=error)
-        error = APIError(500, INTERNAL)
+        error = APIError(500, INTERNAL_MESSAGE)
     return error.to_response()
 
 

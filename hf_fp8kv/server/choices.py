@@ -1,4 +1,4 @@
-"""The answers to one request. Each is a request of the engine, and all parts go to one queue."""
+"""The answers to one request. Each answer is a request of the engine. Their parts share a queue."""
 
 import asyncio
 import contextlib
@@ -12,16 +12,16 @@ from typing import Any
 from transformers.cli.serving.utils import build_response_parser
 
 from .engine import Engine
-from .errors import UNSUPPORTED, APIError
+from .errors import UNSUPPORTED_CODE, APIError
 from .metrics import Metrics
 from .model import ServedModel
 from .sampling import MIN_TEMPERATURE, Sequence, TokenRules
-from .schemas import CompletionRequest, Request, invalid
+from .schemas import CompletionRequest, Request, invalid_value
 from .structured import Grammars, Guide
 from .text import AnswerText, Part
 
-# Default limit of new tokens.
-_DEFAULT_LENGTH = 1024
+# Maximum number of new tokens by default.
+_DEFAULT_NEW_TOKENS = 1024
 # Maximum number of answers to one request that run at once, which leaves room for other requests.
 _MAX_RUNNING_ANSWERS = 16
 # transformers 5.18 parses answers without the tools.
@@ -79,7 +79,7 @@ class ChoiceMaker:
         vocab_size, tokenizer = self._engine.vocab_size, self._served_model.tokenizer
         for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= vocab_size:
-                raise invalid(field, f"tokens below {vocab_size}", max(tokens))
+                raise invalid_value(field, f"tokens below {vocab_size}", max(tokens))
         num_top, num_prompt_top = request.num_logprobs
         eos = None if request.ignore_eos else self._get_default(request, "eos_token_id")
         end_tokens = [*(eos if isinstance(eos, list) else [eos]), *request.stop_token_ids]
@@ -112,8 +112,8 @@ class ChoiceMaker:
         if isinstance(request, CompletionRequest):
             return None
         tools = {"tools": request.template_tools} if _PARSER_TAKES_TOOLS else {}
-        served = self._served_model
-        return build_response_parser(served.tokenizer, served.model, prompt, **tools)
+        served_model = self._served_model
+        return build_response_parser(served_model.tokenizer, served_model.model, prompt, **tools)
 
     def _get_default(self, request: Request, name: str) -> Any:
         defaults = request.generation_config or self._served_model.model.generation_config
@@ -154,7 +154,7 @@ class ChoiceMaker:
         limit, explanation = min(limits)
         if requested is None and request.generation_config is not None:
             requested = request.generation_config.max_new_tokens
-        max_new_tokens = min(_DEFAULT_LENGTH, limit) if requested is None else max(requested, 1)
+        max_new_tokens = min(_DEFAULT_NEW_TOKENS, limit) if requested is None else max(requested, 1)
         if limit < 1 or max_new_tokens > limit:
             raise APIError(
                 400,
@@ -175,7 +175,7 @@ class ChoiceMaker:
         bad_words = {
             tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
             for word in request.bad_words
-            for text in (word, f" {word.lstrip()}")  # at the start of a text, and after a word
+            for text in (word, f" {word.lstrip()}")  # at the start of a text, or after a word
         }
         rules = TokenRules(
             penalty or 1.0, request.presence_penalty, request.frequency_penalty, logit_bias,
@@ -185,7 +185,7 @@ class ChoiceMaker:
         for name, value in (("logprobs", has_scores), ("penalties, biases, bad_words", rules)):
             if value and reason is not None:
                 text = f"{name}: not supported by this server, because {reason}. Omit the field"
-                raise APIError(400, text, code=UNSUPPORTED)
+                raise APIError(400, text, code=UNSUPPORTED_CODE)
         return rules
 
 

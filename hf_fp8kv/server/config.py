@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 
 KEY_VARIABLE = "HF_FP8KV_API_KEY"
-_SEND_BUFFER_BYTES = 2**17  # of each connection
+_SEND_BUFFER_BYTES = 2**17  # for each connection
 
 
 @dataclass
@@ -54,7 +54,7 @@ class ServerConfig:
     def accepts_host(self, host_header: str) -> bool:
         """Return whether a request may have this `Host` header. No name is looked up.
 
-        The name of a web page that was rebound to this machine is refused.
+        The name of a web page is refused even if it was rebound to this machine (DNS rebinding).
         """
         if self.host is None or self.api_key is not None:
             return True

@@ -28,7 +28,7 @@ def max_connections() -> int | None:
 
 
 def backlog_size() -> int:
-    """Return the number of connections that may wait. The event loop accepts them in one pass."""
+    """Return the number of connections that may wait. The event loop accepts all at once."""
     return max(min(_BACKLOG, (_max_descriptors() or 8 * _BACKLOG) // 8), 1)
 
 
@@ -41,13 +41,13 @@ def _max_descriptors() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def limit_connections(
+def make_connection_class(
     max_open: int | None, header_seconds: float, client_seconds: float
 ) -> type[asyncio.Protocol]:
     """Return a class of connections, of which at most `max_open` may be open at a time.
 
     h11 limits the bytes of a request's first line and headers. A client may take `header_seconds`
-    to send these bytes, or bytes between requests, such as the rest of a rejected body. A client
+    to send these bytes, or bytes between requests, for example the rest of a rejected body. It
     may pause for `client_seconds` before it reads more of its answer.
     """
     period = min(header_seconds, client_seconds) / 8

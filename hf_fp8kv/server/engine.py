@@ -20,16 +20,16 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..errors import ConfigError
 from ..serving import Usage, usage
-from .errors import STOPPING, APIError, field_error
+from .errors import STOPPING_MESSAGE, APIError, field_error
 from .metrics import Metrics
-from .sampling import SEQUENCE, Sampler, Sequence, needs_prompt_scores
+from .sampling import SEQUENCE_KEY, Sampler, Sequence, needs_prompt_scores
 from .scheduling import share_steps
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0
-# Tokens of a step on a CPU. With transformers' 8,192, all streams would pause for minutes while a
-# prompt is read. Reading the weights more often costs little for steps of some hundred tokens.
+# Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
+# minutes while a prompt is read. Short steps read the weights more often, which costs little.
 _CPU_STEP_TOKENS = 256
 
 
@@ -37,8 +37,8 @@ class Engine:
     """The running engine of one model.
 
     Args:
-        model: A model that `hf_fp8kv.serving.enable` was called on.
-        batching: A ContinuousBatchingConfig. On a CPU a step has 256 tokens by default.
+        model: A model on which `hf_fp8kv.serving.enable` was called.
+        batching: A ContinuousBatchingConfig. On a CPU, a step has at most 256 tokens by default.
         metrics: Metrics that record each token.
         max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
             maximum of the model.
@@ -148,7 +148,7 @@ class Engine:
             APIError: The engine does not accept the request, or cannot finish it.
         """
         if not self.is_alive():
-            raise APIError(503, self.failure or STOPPING, code="stopping")
+            raise APIError(503, self.failure or STOPPING_MESSAGE, code="stopping")
         manager, request_id, num_seen, is_finished = self._manager, uuid.uuid4().hex, 0, False
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         # The handler comes before the request, because an output without a handler is lost.
@@ -162,10 +162,10 @@ class Engine:
                 streaming=each_token,
                 # The engine would replace an empty list by the model's end tokens.
                 eos_token_id=sorted(sequence.end_tokens) or [-1],
-                **{SEQUENCE: sequence},
+                **{SEQUENCE_KEY: sequence},
             )
             if accepted_id is None:
-                raise APIError(503, self.failure or STOPPING, code="stopping")
+                raise APIError(503, self.failure or STOPPING_MESSAGE, code="stopping")
             self.prompt_tokens += len(sequence.prompt)
             while not is_finished:
                 output = await outputs.get()
@@ -222,7 +222,7 @@ class Engine:
             if needs_prompt_scores(state):
                 return 0  # tokens of a reused prefix are not computed, so they have no logits
             num_cached = int(stock_search(request_id, prompt_ids))
-            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
+            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
             if sequence.last_token_at is None:  # otherwise the request is resumed
                 sequence.cached_tokens = num_cached
             return num_cached
@@ -242,7 +242,7 @@ class Engine:
             if row is None or token is None:
                 unfinished.append(request)
                 continue
-            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
+            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
             try:
                 check_token(sequence, token, self.vocab_size)
                 sampler.record(row, token)

@@ -5,11 +5,11 @@ from typing import Any
 
 from starlette.responses import Response
 
-STOPPING = "the server is stopping"
-INTERNAL = "internal error. See the log of the server"
-UNSUPPORTED = "unsupported_parameter"
+STOPPING_MESSAGE = "the server is stopping"
+INTERNAL_MESSAGE = "internal error. See the log of the server"
+UNSUPPORTED_CODE = "unsupported_parameter"
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class APIError(Exception):
@@ -39,7 +39,7 @@ class APIError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the answer."""
         default_type = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _TYPES.get(self.status, default_type)
+        kind = _ERROR_TYPES.get(self.status, default_type)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 

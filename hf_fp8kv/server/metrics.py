@@ -66,7 +66,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield counters and gauges."""
-        engine, pages = self.engine, self.engine.usage()
+        engine, usage = self.engine, self.engine.usage()
 
         def gauge(name: str, description: str, value: float) -> Metric:
             return GaugeMetricFamily(f"hf_fp8kv_{name}", description, value)
@@ -85,30 +85,30 @@ class Metrics(Collector):
         for status, count in sorted(self.status_counts.items()):
             statuses.add_metric([str(status)], count)
         yield statuses
-        if pages is None:
+        if usage is None:
             return
-        yield gauge("pages_total", "Pages", pages.pages_total)
-        yield gauge("pages_used", "Pages with tokens in them", pages.pages_used)
-        yield gauge("tokens_held", "Tokens of requests and of kept prefixes", pages.tokens_held)
-        yield gauge("bytes_total", "Bytes of all pages", pages.bytes_total)
-        yield gauge("bytes_used", "Bytes of the pages in use", pages.bytes_used)
-        yield counter("prefix_hits", "Requests that found their beginning", pages.prefix_hits)
-        yield counter("prefix_tokens", "Tokens that were not computed again", pages.prefix_tokens)
-        yield counter("store_tokens", "Tokens read from the prefix store", pages.store_tokens)
-        yield counter("store_read_bytes", "Read from the prefix store", pages.store_bytes_read)
-        yield counter("store_written_bytes", "Written to this store", pages.store_bytes_written)
+        yield gauge("pages_total", "Pages", usage.pages_total)
+        yield gauge("pages_used", "Pages with tokens in them", usage.pages_used)
+        yield gauge("tokens_held", "Tokens of requests and of kept prefixes", usage.tokens_held)
+        yield gauge("bytes_total", "Bytes of all pages", usage.bytes_total)
+        yield gauge("bytes_used", "Bytes of the pages in use", usage.bytes_used)
+        yield counter("prefix_hits", "Requests that found their beginning", usage.prefix_hits)
+        yield counter("prefix_tokens", "Tokens that were not computed again", usage.prefix_tokens)
+        yield counter("store_tokens", "Tokens read from the prefix store", usage.store_tokens)
+        yield counter("store_read_bytes", "Read from the prefix store", usage.store_bytes_read)
+        yield counter("store_written_bytes", "Written to this store", usage.store_bytes_written)
 
-    def summary(self, tokens_per_second: float) -> str:
+    def summarize(self, tokens_per_second: float) -> str:
         """Return one line with the numbers of requests and the usage of the pages."""
-        engine, pages = self.engine, self.engine.usage()
+        engine, usage = self.engine, self.engine.usage()
         text = (
             f"requests: {engine.count_active()} active, {self.count_waiting()} waiting, "
             f"{self.status_counts.total()} answered; {tokens_per_second:.1f} tokens/s"
         )
-        if pages is None:
+        if usage is None:
             return text
         return (
-            f"{text}; pages: {pages.pages_used} of {pages.pages_total} used, {pages.tokens_held} "
-            f"tokens, {format_size(pages.bytes_used)} of {format_size(pages.bytes_total)}; "
-            f"prefixes: {pages.prefix_hits} hits, {pages.prefix_tokens} tokens"
+            f"{text}; pages: {usage.pages_used} of {usage.pages_total} used, {usage.tokens_held} "
+            f"tokens, {format_size(usage.bytes_used)} of {format_size(usage.bytes_total)}; "
+            f"prefixes: {usage.prefix_hits} hits, {usage.prefix_tokens} tokens"
         )

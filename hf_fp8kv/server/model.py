@@ -8,7 +8,7 @@ from typing import Any
 from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError
-from .errors import UNSUPPORTED, APIError, field_error
+from .errors import UNSUPPORTED_CODE, APIError, field_error
 from .schemas import Request, TokenizeRequest
 
 # A token of unknown words, or of dropped spaces, stands for more characters than its text has.
@@ -16,7 +16,7 @@ _MIN_TOKEN_LENGTH = 128
 
 
 class ServedModel:
-    """A model that `hf_fp8kv.serving.enable` was called on, and its tokenizer.
+    """A model on which `hf_fp8kv.serving.enable` was called, and its tokenizer.
 
     Args:
         model: The model.
@@ -96,7 +96,7 @@ class ServedModel:
                 "tools",
                 "expected none, because this model's chat template does not show tools to it. "
                 "Omit them, or serve a model that was trained to call tools",
-                UNSUPPORTED,
+                UNSUPPORTED_CODE,
             )
         for name in request.chat_template_kwargs.keys() & self._reserved_arguments:
             raise field_error(f"chat_template_kwargs.{name}", "the server sets this field. Omit it")
@@ -118,8 +118,8 @@ class ServedModel:
         try:
             inputs = self._render(request.chat_messages, **request.template_arguments)
         except Exception as error:  # a template is a program, which may reject anything
-            text = f"{type(error).__name__}: {error}"
-            text = f"cannot make a prompt of these messages: {text:.300}"
+            reason = f"{type(error).__name__}: {error}"
+            text = f"cannot make a prompt of these messages: {reason:.300}"
             raise APIError(400, text) from error
         return [list(inputs["input_ids"])]
 

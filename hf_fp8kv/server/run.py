@@ -17,7 +17,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError, EngineError
 from .app import Application
-from .connections import backlog_size, limit_connections, max_connections
+from .connections import backlog_size, make_connection_class, max_connections
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=limit_connections(
+                http=make_connection_class(
                     max_connections(), app.config.header_seconds, app.config.client_seconds
                 ),
                 backlog=backlog_size(),
@@ -145,10 +145,10 @@ class _Server(uvicorn.Server):
         if self.failure is None and self._app.failure is not None:
             # The engine has ended all running requests, and later requests would be refused.
             self.failure, self._num_signals = self._app.failure, 2
-        return (self._num_signals > 0 and self._is_done()) or await super().on_tick(counter)
+        return (self._num_signals > 0 and self._advance_stop()) or await super().on_tick(counter)
 
-    def _is_done(self) -> bool:
-        """Refuse new requests. Return whether all requests are finished or out of time."""
+    def _advance_stop(self) -> bool:
+        """Refuse new requests, and end late requests. Return whether to shut down."""
         unfinished, now = self._app.metrics.unfinished_answers, time.monotonic()
         if not self._app.is_stopping:
             self._app.is_stopping, grace = True, self._app.config.grace
@@ -173,5 +173,5 @@ class _Server(uvicorn.Server):
             now = time.monotonic()
             if metrics.unfinished_answers or metrics.status_counts.total() != num_answered:
                 rate = (engine.new_tokens - num_tokens) / (now - start)
-                logger.info("%s", metrics.summary(rate))
+                logger.info("%s", metrics.summarize(rate))
             num_tokens, num_answered, start = engine.new_tokens, metrics.status_counts.total(), now

@@ -18,9 +18,9 @@ from ..serving.engines.sampling import gumbel_noise, noise_key
 from .errors import APIError
 from .structured import Guide
 
-# Keyword of `add_request` that passes a Sequence.
-SEQUENCE = "sequence"
-ALL_TOKENS = 1.0
+# Keyword argument of `add_request` that passes a Sequence.
+SEQUENCE_KEY = "sequence"
+ALL_TOKENS = 1.0  # value of top_p that removes no token
 # With a lower temperature the most likely token is chosen, because logits would not stay finite.
 MIN_TEMPERATURE = 1e-5
 # JSON has no infinity. Other servers also send this value instead.
@@ -68,7 +68,7 @@ class TokenRules:
         if blocked:
             scores[_to_index(blocked, scores)] = -math.inf
         if self.repetition_penalty != 1:
-            if "prompt" not in tensors:  # the copy takes milliseconds for a long prompt
+            if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
                 tensors["prompt"] = _to_index(sequence.prompt, scores)
             # A token that occurs twice is penalized once.
             index = torch.cat([tensors["prompt"], _to_index({*answer}, scores)])
@@ -152,7 +152,7 @@ class Sampler:
     It replaces transformers' ContinuousBatchingLogitsProcessorList and has the same methods.
     `processors` are the model's processors, for all requests. The arguments of a step are
     `[5, B]`, int32: temperature, top-p and min-p as float32 bits, top-k, and the key of the noise.
-    So a CUDA graph can read them. Rules, grammars and scores are computed on the host.
+    CUDA graphs can read this tensor. Rules, grammars and scores are computed on the host.
     """
 
     do_processing = True
@@ -177,7 +177,7 @@ class Sampler:
         """Fill in the arguments `[5, >= B]` of a step's rows, and store their sequences."""
         self._spans = _find_spans(requests_in_batch)
         states = [request.state for request in requests_in_batch if request.has_new_token]
-        self._sequences = [state.logit_processor_kwargs.get(SEQUENCE, _WARMUP) for state in states]
+        self._sequences = [x.logit_processor_kwargs.get(SEQUENCE_KEY, _WARMUP) for x in states]
         rows = []
         for state, sequence in zip(states, self._sequences, strict=True):
             temperature, top_k = sequence.temperature, min(sequence.top_k, self._vocab_size)
@@ -220,7 +220,7 @@ class Sampler:
     def request_prompt_logits(
         self, model: Any, args: tuple[Any, ...], batch: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make a model compute the logits of scored prompts. A forward pre-hook with keywords.
+        """Make a model compute the logits of scored prompts, as a forward pre-hook with keywords.
 
         The engine requests only the logits of a prompt's last token.
         """
@@ -232,7 +232,7 @@ class Sampler:
     def record_prompt_scores(
         self, model: Any, args: tuple[Any, ...], batch: dict[str, Any], output: Any
     ) -> Any:
-        """Record the scores of prompts, and return the logits of new tokens. A forward hook."""
+        """Record the scores of prompts, and return the logits of new tokens, as a forward hook."""
         if not self._spans:
             return None
         logits, num_new = output.logits, len(batch["logits_indices"])
@@ -263,7 +263,7 @@ class _Span(NamedTuple):
 
 def needs_prompt_scores(state: Any) -> bool:
     """Return whether a request of the engine needs the log-probabilities of its prompt."""
-    sequence = state.logit_processor_kwargs.get(SEQUENCE)
+    sequence = state.logit_processor_kwargs.get(SEQUENCE_KEY)
     return sequence is not None and sequence.num_prompt_top is not None
 
 
@@ -276,7 +276,7 @@ def _find_spans(requests: Iterable[Any]) -> list[_Span]:
     for request in requests:
         num_tokens = request.query_length
         if needs_prompt_scores(request.state):
-            sequence = request.state.logit_processor_kwargs[SEQUENCE]
+            sequence = request.state.logit_processor_kwargs[SEQUENCE_KEY]
             position = request.state.position_offset - num_tokens + 1
             if tokens := sequence.prompt[position : position + num_tokens]:
                 spans.append(_Span(sequence, first_row, position, tokens))
@@ -289,9 +289,9 @@ def _find_spans(requests: Iterable[Any]) -> list[_Span]:
 
 def _encode_arguments(rows: list[tuple[float, float, float, int, int]]) -> torch.Tensor:
     """Return rows as `[5, B]`, int32, with the first three values as float32 bits."""
-    table = torch.tensor([row[3:] for row in rows], dtype=torch.int32, device="cpu")
+    integers = torch.tensor([row[3:] for row in rows], dtype=torch.int32, device="cpu")
     floats = torch.tensor([row[:3] for row in rows], dtype=torch.float32, device="cpu")
-    return torch.cat([floats.view(torch.int32), table], dim=1).T
+    return torch.cat([floats.view(torch.int32), integers], dim=1).T
 
 
 def sample(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:

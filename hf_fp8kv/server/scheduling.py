@@ -3,7 +3,7 @@
 transformers' first-in-first-out scheduler prefers requests that decode, and gives the remaining
 tokens of a step to the oldest prompt. A new request next to a prompt of thousands of tokens then
 waits until the whole prompt is computed. Here, half of the remaining tokens go to newer prompts,
-the shortest first. So the oldest prompt takes at most twice as long as alone, and a new prompt that
+the shortest first. The oldest prompt takes at most twice as long as alone, and a new prompt that
 fits into this half gets its first token in the next step.
 """
 
@@ -73,7 +73,7 @@ def share_tokens(candidates: Sequence[Any], num_tokens: int) -> tuple[list[Any],
     """Return the requests of a step in a new order, and token limits of some prompts, by id.
 
     Requests that decode come first, in their order. Then come the newer prompts that get tokens,
-    the shortest first, then the oldest prompt, which gets the remaining tokens, then all others.
+    the shortest first, then the oldest prompt, which gets the remaining tokens, and then the rest.
     """
     decoders = [state for state in candidates if not is_prompt(state)]
     prompts = [state for state in candidates if is_prompt(state)]

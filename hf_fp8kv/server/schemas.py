@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from .errors import UNSUPPORTED, APIError, field_error
+from .errors import UNSUPPORTED_CODE, APIError, field_error
 
 MAX_CHOICES = 1024  # answers to all prompts of one request
 MAX_REGEX_LENGTH = 8_192  # characters of a regular expression
@@ -65,18 +65,18 @@ def _json_equal(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def invalid(name: str, expected: str, value: Any) -> APIError:
-    """Return the error for a field whose value is not as expected."""
+def invalid_value(name: str, expected: str, value: Any) -> APIError:
+    """Return the error for a field with an invalid value."""
     # The encoder yields parts, so only the first parts of a value of megabytes are encoded.
     text = "".join(itertools.islice(json.JSONEncoder(default=str).iterencode(value), 60))
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return field_error(name, f"expected {expected}, got {text}")
 
 
-def unsupported(name: str, expected: str, value: Any) -> APIError:
-    """Return the error for a valid field whose value this server does not support."""
-    message = f"{invalid(name, expected, value).message}. This server supports nothing else"
-    return APIError(400, message, param=name, code=UNSUPPORTED)
+def unsupported_value(name: str, expected: str, value: Any) -> APIError:
+    """Return the error for a field with a valid value that this server does not support."""
+    message = f"{invalid_value(name, expected, value).message}. This server supports nothing else"
+    return APIError(400, message, param=name, code=UNSUPPORTED_CODE)
 
 
 def walk_values(value: Any) -> Iterator[Any]:
@@ -94,10 +94,10 @@ def walk_values(value: Any) -> Iterator[Any]:
             stack.pop()
 
 
-_INT64 = 2**63 - 1
-_Count = Annotated[int, Field(ge=1, le=_INT64)]
-_Token = Annotated[int, Field(ge=0, le=_INT64)]
-_OrMinusOne = Annotated[int, Field(ge=-1, le=_INT64)]
+_MAX_INT64 = 2**63 - 1
+_Count = Annotated[int, Field(ge=1, le=_MAX_INT64)]
+_Token = Annotated[int, Field(ge=0, le=_MAX_INT64)]
+_OrMinusOne = Annotated[int, Field(ge=-1, le=_MAX_INT64)]
 _ChoiceCount = Annotated[int, Field(ge=1, le=128)]
 _TopCount = Annotated[int, Field(ge=0, le=20)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -155,7 +155,7 @@ class Settings(_StrictModel):
         **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
         "repetition_penalty": (1,),
     }
-    _UNUSED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
+    _UNUSED_FIELDS: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
     temperature: _Temperature | None = None
@@ -175,12 +175,12 @@ class Settings(_StrictModel):
                 raise TypeError
         except (TypeError, ValueError):
             expected = f"a JSON object in a string of at most {_MAX_CONFIG_LENGTH} characters"
-            raise invalid(name, expected, text) from None
+            raise invalid_value(name, expected, text) from None
         fields = {
             field: value
             for field, value in config.items()
             if field in cls.model_fields
-            or not (value is None or value is False or field in cls._UNUSED)
+            or not (value is None or value is False or field in cls._UNUSED_FIELDS)
         }
         return validate(cls, fields, prefix=f"{name}.")
 
@@ -333,7 +333,7 @@ class StructuredOutputs(_StrictModel):
     json_object: bool | None = None
 
     @model_validator(mode="after")
-    def _check_one(self) -> Self:
+    def _check_only_constraint(self) -> Self:
         constraints = (self.json_, self.regex, self.choice, self.json_object or None)
         if sum(constraint is not None for constraint in constraints) != 1:
             raise ValueError("one of json, regex, choice, json_object")
@@ -412,7 +412,7 @@ class Request(PromptFields):
     top_p: _PositiveFraction | None = None
     top_k: _OrMinusOne | None = None
     min_p: _Fraction | None = None
-    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    seed: Annotated[int, Field(ge=-_MAX_INT64 - 1, le=_MAX_INT64)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
@@ -441,11 +441,11 @@ class Request(PromptFields):
             self.tools = []
         names = [tool.function.name for tool in self.tools]
         if isinstance(choice, Tool) and (name := choice.function.name) not in names:
-            raise invalid("tool_choice", f"one of the tools {', '.join(names)}", name)
+            raise invalid_value("tool_choice", f"one of the tools {', '.join(names)}", name)
         if choice == "required" and not names:
-            raise invalid("tool_choice", '"auto" or "none" without tools', choice)
+            raise invalid_value("tool_choice", '"auto" or "none" without tools', choice)
         if choice == "auto" and names and self.parallel_tool_calls is False:
-            raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)
+            raise unsupported_value("parallel_tool_calls", "true with tool_choice auto", False)
 
     @property
     def token_limit(self) -> tuple[str | None, int | None]:
@@ -497,9 +497,9 @@ class ChatRequest(Request):
     def check(self) -> None:
         super().check()
         if self.logprobs not in (None, False, True):  # 0 is false
-            raise invalid("logprobs", "true or false", self.logprobs)
+            raise invalid_value("logprobs", "true or false", self.logprobs)
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs", "0 unless logprobs is true", self.top_logprobs)
+            raise invalid_value("top_logprobs", "0 unless logprobs is true", self.top_logprobs)
 
 
 class CompletionRequest(Request):
@@ -518,13 +518,13 @@ class CompletionRequest(Request):
     def check(self) -> None:
         if len(self.prompts) * self.n > MAX_CHOICES:
             expected = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
-            raise invalid("prompt", expected, f"{len(self.prompts)} prompts")
+            raise invalid_value("prompt", expected, f"{len(self.prompts)} prompts")
         if self.max_tokens == 0 and not self.echo:
-            raise invalid("max_tokens", "an integer of at least 1 without echo", 0)
+            raise invalid_value("max_tokens", "an integer of at least 1 without echo", 0)
         if self.logprobs is True:
-            raise invalid("logprobs", "an integer from 0 to 20", True)
+            raise invalid_value("logprobs", "an integer from 0 to 20", True)
         if self.best_of not in (None, self.n):
-            raise unsupported("best_of", "the value of n", self.best_of)
+            raise unsupported_value("best_of", "the value of n", self.best_of)
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
@@ -627,18 +627,18 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         field = prefix + name
         excess = itertools.islice(walk_values(value), _MAX_VALUES + 1, None)  # the first is `value`
         if name not in ("prompt", "tokens") and any(True for _ in excess):
-            raise invalid(field, f"at most {_MAX_VALUES} values in total", value)
+            raise invalid_value(field, f"at most {_MAX_VALUES} values in total", value)
         if name in model.allowed_values:
             if not any(_json_equal(value, allowed) for allowed in model.allowed_values[name]):
                 expected = " or ".join(map(json.dumps, model.allowed_values[name])) or "nothing"
-                raise unsupported(field, expected, value)
+                raise unsupported_value(field, expected, value)
         elif name in model.model_fields:
             fields[name] = value
         else:
             message = f"{field:.100}: not a field of this path. Omit it"
             raise APIError(400, message, param=field, code="unknown_parameter")
     if fields.get("stream") and "prompt_logprobs" in fields:
-        raise unsupported("prompt_logprobs", "no stream", fields["prompt_logprobs"])
+        raise unsupported_value("prompt_logprobs", "no stream", fields["prompt_logprobs"])
     try:
         parsed = model.model_validate(fields)
     except ValidationError as error:
@@ -646,7 +646,7 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         detail, field = details[0], _get_field(details[0])
         rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == field)
         value = None if detail["type"] == "missing" else detail["input"]
-        raise invalid(prefix + field, " or ".join(rules)[:200], value) from None
+        raise invalid_value(prefix + field, " or ".join(rules)[:200], value) from None
     parsed.check()
     if isinstance(parsed, Request):
         texts = walk_values([body.get(x) for x in ("messages", "input", "instructions", "tools")])

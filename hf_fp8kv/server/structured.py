@@ -19,7 +19,7 @@ import llguidance
 import numpy as np
 from tokenizers import Tokenizer
 
-from .errors import UNSUPPORTED, APIError, field_error
+from .errors import UNSUPPORTED_CODE, APIError, field_error
 from .schemas import MAX_REGEX_LENGTH, Request, walk_values
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 _END_TOKEN = "<|hf_fp8kv end of the grammar|>"  # no model has this token
 _NUM_THREADS = 2
 _MAX_SECONDS = 10.0  # time that a request waits for its grammar
-# Lexer states of a grammar, some hundred bytes each. The other limits are llguidance's defaults,
-# about 30 ms for a step.
+# Maximum number of lexer states of a grammar, some hundred bytes each. All other limits are
+# llguidance's defaults, about 30 ms for a step.
 _MAX_LEXER_STATES = 50_000
 _NO_TOKEN_FOLLOWS = "none of the model's tokens can follow"
-_UNAVAILABLE = "this server has no structured output: "
+_REFUSAL = "this server has no structured output: "
 # White space between the parts of JSON: a space, or a line break and an indentation. Without a
 # limit, a model that is unsure of the next part could write white space forever.
 _DEFAULTS: Any = {"whitespace_pattern": r"( |\n {0,32})"}
@@ -120,12 +120,12 @@ def _make_json_grammar(field: str, schema: dict[str, Any]) -> _Grammar:
     _check_limits(field, text, schema)
     try:
         return field, str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_DEFAULTS))
-    except ValueError as error:  # a value that is not finite
+    except ValueError as error:  # the schema has a value that is not finite
         raise field_error(field, str(error)) from None
 
 
 def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
-    """Check the text of a grammar, and the schemas in it.
+    """Check the limits of a grammar's text and of the schemas in it.
 
     Raises:
         APIError: Compiling it would take minutes, or a schema has options of the compiler.
@@ -223,7 +223,7 @@ def _get_error(matcher: Any) -> str:
 class Grammars:
     """Compiles the grammars of requests for one model with `vocab_size` logits per token.
 
-    `unavailable_reason` says why the engine cannot follow a grammar. None means that it can.
+    `unavailable_reason` is the reason why the engine cannot follow a grammar. None means it can.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, unavailable_reason: str | None) -> None:
@@ -242,8 +242,8 @@ class Grammars:
             return None
         field, source = grammar
         if self._unavailable_reason is not None:
-            text = f"{_UNAVAILABLE}{self._unavailable_reason}. Omit the field"
-            raise field_error(field, text, UNSUPPORTED)
+            text = f"{_REFUSAL}{self._unavailable_reason}. Omit the field"
+            raise field_error(field, text, UNSUPPORTED_CODE)
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._pool, self._compile_grammar, field, source)
         try:
@@ -257,8 +257,8 @@ class Grammars:
         try:
             tokenizer, text_bits = self._grammar_tokenizer
         except ValueError as error:
-            text = f"{_UNAVAILABLE}this model's tokenizer is not supported ({error}). Omit it"
-            raise field_error(field, text, UNSUPPORTED) from error
+            text = f"{_REFUSAL}this model's tokenizer is not supported ({error}). Omit it"
+            raise field_error(field, text, UNSUPPORTED_CODE) from error
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         try:
             matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)

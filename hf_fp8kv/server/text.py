@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an answer. `num_tokens` counts the tokens of the answer up to this part."""
+    """A part of an answer. `num_tokens` counts the answer's tokens up to the end of this part."""
 
     num_tokens: int
     text: str = ""
@@ -34,7 +34,7 @@ class AnswerText:
         stop_strings: Strings that end the answer, after more than `min_tokens` tokens.
         hidden_tokens: Tokens that end the answer and do not occur in its text.
         parser: A ResponseParser of transformers, which finds reasoning and calls in the text.
-        forced_tool: Tool whose arguments the text is. "" means a list of calls. None means text.
+        forced_tool: Tool whose arguments are the text. "" means a list of calls, None neither.
     """
 
     def __init__(

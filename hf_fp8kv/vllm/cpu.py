@@ -20,12 +20,12 @@ from .specs import add_scale_bytes
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
     """The attention backend CPU_ATTN."""
 
-    # One call writes and reads a step, as in vLLM's own attention on CPUs.
+    # vLLM calls `do_kv_cache_update` before `forward`, as for its own attention on CPUs.
     forward_includes_kv_cache_update: bool = False
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether a dtype is one of ours or of vLLM's."""
+        """Return whether a dtype is one of our dtypes or of vLLM's."""
         is_stock_dtype: bool = super().supports_kv_cache_dtype(kv_cache_dtype)
         return kv_cache_dtype in DTYPES or is_stock_dtype
 
@@ -76,7 +76,7 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Prepares a step for a group of layers, or uses vLLM's builder if the layers are not ours."""
+    """Prepares a step for a group of layers. For vLLM's own dtypes it is vLLM's builder."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any

@@ -1,8 +1,8 @@
 """The values of `--kv-cache-dtype`, each of which determines the number of bytes per token.
 
 vLLM's scheduler, connectors and workers identify a cache's dtype only by this name. The name
-therefore shows whether slots have room for dynamic scales. Static scales are not stored in
-pages. The prefix distinguishes our formats from vLLM's "fp8_e4m3".
+therefore shows whether slots have room for dynamic scales. Pages do not contain static
+scales. The prefix distinguishes our formats from vLLM's "fp8_e4m3".
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ..formats import FORMATS
 
 # Size of the two bfloat16 scales of a token and head, in bytes.
 SCALE_BYTES = 4
-_PREFIX = "hf_fp8kv"
+_NAME_PREFIX = "hf_fp8kv"
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class CacheDType:
         return k_dim + v_dim + (SCALE_BYTES if self.dynamic else 0)
 
 
-def _list_dtypes() -> dict[str, CacheDType]:
+def _make_dtypes() -> dict[str, CacheDType]:
     dtypes = {}
     for fmt in (None, *FORMATS):
         if fmt == "fp8_e4m3fnuz":
             continue  # a format for AMD's hardware, with the same precision as E4M3
         for dynamic in (True, False):
             suffix = "" if fmt is None else "_" + fmt.removeprefix("fp8_")
-            name = _PREFIX + suffix + ("" if dynamic else "_static")
+            name = _NAME_PREFIX + suffix + ("" if dynamic else "_static")
             dtypes[name] = CacheDType(name, fmt, dynamic)
     return dtypes
 
 
-DTYPES = _list_dtypes()
+DTYPES = _make_dtypes()
 
 
 def find_dtype(name: str) -> CacheDType:

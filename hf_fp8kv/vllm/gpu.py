@@ -1,11 +1,11 @@
-"""Attention on GPUs, vLLM's backend HF_FP8KV, which runs our Triton kernels over vLLM's blocks.
+"""vLLM's attention backend HF_FP8KV for GPUs, which runs our Triton kernels on vLLM's blocks.
 
     vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4 --attention-backend HF_FP8KV
 
 This code has never run on a GPU, because no GPU with vLLM was available. Our tests compile and
-interpret its kernels, and run the remaining code on a CPU. CUDA graphs capture pure decode steps as
-a whole, and otherwise only the model without attention (vLLM's FULL_AND_PIECEWISE), because the
-host groups prompts of similar length.
+interpret its kernels, and run the remaining code on a CPU. CUDA graphs capture decode steps as a
+whole. In other steps they leave out attention (vLLM's FULL_AND_PIECEWISE), because the host groups
+prompts by length.
 """
 
 from typing import Any, ClassVar
@@ -18,19 +18,19 @@ from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
 from .specs import add_scale_bytes
 
-NAME = "HF_FP8KV"
-# Possible tokens per block, powers of two. Kernels are tuned for 64.
+BACKEND_NAME = "HF_FP8KV"
+# Supported numbers of tokens per block, powers of two. Kernels are tuned for 64.
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _PREFERRED_BLOCK_SIZE = 64
 
 
 class PagedGPUBuilder(PagedBuilder):
-    """Prepares a step on a GPU."""
+    """Builds the metadata of a step on a GPU."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
-    _supports_graphs: ClassVar[bool] = True
+    _supports_cuda_graphs: ClassVar[bool] = True
 
 
 class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
@@ -38,13 +38,13 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(DTYPES)
-    # One call writes and reads a step.
+    # `forward` also stores the keys and values of a step.
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
     def get_name() -> str:
         """Return the registered name."""
-        return NAME
+        return BACKEND_NAME
 
     @staticmethod
     def get_impl_cls() -> type[PagedImpl]:
@@ -58,7 +58,7 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return the supported numbers of tokens per page."""
+        """Return the supported numbers of tokens per block."""
         return list(_BLOCK_SIZES)
 
     @classmethod
@@ -78,7 +78,7 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True, because kernels support an extra logit per head."""
+        """Return True, because kernels support sinks, an extra logit per head."""
         return True
 
     @classmethod
@@ -98,5 +98,5 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether the kernels run. GPUs before sm_80 have too little shared memory."""
+        """Return whether the GPU has enough shared memory, which needs sm_80 or later."""
         return bool(capability >= (8, 0))

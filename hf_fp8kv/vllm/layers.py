@@ -84,9 +84,9 @@ def bind_layers(
 def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
     """Raise ScaleError if the scales belong to a different model than vLLM's `ModelConfig`."""
     configs = config.hf_text_config, config.hf_config
-    # Calibration of a model with images stores the type of the whole model.
-    types = [x.model_type for x in configs if hasattr(x, "model_type")]
-    storage.check_layers(indices, config.hf_text_config.num_hidden_layers, types)
+    # Calibration of a model that reads images stores the type of the whole model.
+    model_types = [x.model_type for x in configs if hasattr(x, "model_type")]
+    storage.check_layers(indices, config.hf_text_config.num_hidden_layers, model_types)
 
 
 class BoundLayer:
@@ -112,8 +112,8 @@ class BoundLayer:
         """Return the layer with its pages. They are viewed once for each tensor of vLLM's pool."""
         if self._pool is None or self._pool[0] is not kv_cache:
             heads, dim, dtype = self._sizes
-            size = kv_cache.shape[2]  # tokens per page
-            layout = EnginePages(heads, dim, size, self._storage.plan, dtype, self._is_dynamic)
+            page_size = kv_cache.shape[2]
+            layout = EnginePages(heads, dim, page_size, self._storage.plan, dtype, self._is_dynamic)
             pages = view_pages(kv_cache, layout)
             self._pool = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
         return self._pool[1]
@@ -162,7 +162,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
         self.sinks, self.shares_pages = sinks, kv_sharing_target_layer_name is not None
-        # Read here, so that invalid options raise an error before weights are loaded.
+        # Reading the options here raises an error for invalid options before weights are loaded.
         self.model = read_storage(
             kv_cache_dtype, config.additional_config, config.model_config.model,
             get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
@@ -187,7 +187,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store keys and values `[N, Hkv, D]`, and write attention of `[N, Hq, D]` to `output`."""
-        if attn_metadata is None:  # while vLLM measures memory
+        if attn_metadata is None:  # in the run in which vLLM measures memory
             return output
         assert output_scale is None  # we do not declare support for scaled outputs
         assert output_block_scale is None
@@ -200,10 +200,10 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
 
 
 class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Prepares a step for a group of layers, without synchronizing with a GPU."""
+    """Builds the metadata of a step for a group of layers, without synchronizing with a GPU."""
 
     # Whether decode steps consist of device tensors only, so that CUDA graphs can capture them.
-    _supports_graphs: ClassVar[bool] = False
+    _supports_cuda_graphs: ClassVar[bool] = False
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
@@ -226,6 +226,6 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         lengths = metadata.seq_lens[:num_requests].to(torch.int32)
         table, slots = metadata.block_table_tensor[:num_requests], metadata.slot_mapping
         starts = metadata.query_start_loc_cpu[: num_requests + 1].numpy()
-        if self._supports_graphs and is_decoding(starts):
+        if self._supports_cuda_graphs and is_decoding(starts):
             return DecodeStep(lengths, table, slots, size)
         return PlannedStep(plan_step(starts, lengths, table, slots, size, metadata.max_seq_len))

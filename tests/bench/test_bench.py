@@ -1,4 +1,4 @@
-"""Tests of `hf-fp8kv bench speed` and `memory`: values are correct, wrong steps are not timed."""
+"""Tests of `hf-fp8kv bench speed` and `bench memory`: rows, checks of steps, and errors."""
 
 import functools
 import json
@@ -44,9 +44,9 @@ def test_speed_reports_all_caches_and_ratios(run_command, model, monkeypatch, tm
     times = {(row["measure"], row["cache"], row["context"]): row["value"]
              for row in result["rows"] if row["unit"] == "ms"}  # fmt: skip
     assert all(value > 0 for value in times.values())
-    steps = {cache for measure, cache, _ in times if measure == "decode step"}
+    timed_caches = {cache for measure, cache, _ in times if measure == "decode step"}
     names = {f"FP8PagedCache {fmt.name.removeprefix('fp8_')}" for fmt in DISTINCT}
-    assert steps == {*names, *PAGED, DYNAMIC, QUANTIZED, FOLDED}
+    assert timed_caches == {*names, *PAGED, DYNAMIC, QUANTIZED, FOLDED}
     assert {measure for measure, _, _ in times} == {"decode step", "first call", "256 tokens more"}
     ratio_rows = [row for row in result["rows"] if row["unit"] == "×"]
     assert len(ratio_rows) == 3 * len(PAGED) + 2
@@ -95,7 +95,7 @@ def test_memory_counts_the_bytes_of_the_format(run_command, model, monkeypatch, 
     assert bytes_per_token.pop("DynamicCache") == 2 * 2 * 16 * 2
     assert bytes_per_token.keys() == PAGED.keys()
     for name, value in bytes_per_token.items():
-        # The tables of the cache are small.
+        # The block tables add at most 3 %.
         assert value == pytest.approx(2 * 2 * (16 if "static" in name else 18), rel=0.03)
     assert {row["model"] for row in result["capacity"]} == {model}
     assert result["settings"]["memory_gib"] == 9

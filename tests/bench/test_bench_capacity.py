@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from hf_fp8kv import ConfigError, serving
-from hf_fp8kv.bench.capacity import GIB, MODELS, PAGE, PERCENT, plan_capacity, planned_tokens, shape
+from hf_fp8kv.bench import capacity
+from hf_fp8kv.bench.capacity import GIB, MODELS, plan_capacity, plan_tokens, shape
 from hf_fp8kv.serving.config import ServingConfig
 from tests.helpers.serving_tools import batching, greedy
 from tests.helpers.tiny_models import tiny
@@ -28,20 +29,20 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
     num_heads = config.num_key_value_heads * config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bf16_tokens = 0
-    for options, head_bytes in (
+    for settings, head_bytes in (
         (None, 4 * dim),
         (make_config(dtype="auto"), 4 * dim),
         (make_config(key_dtype="auto", scales=1.0), 3 * dim),
         (make_config(scales=1.0), 2 * dim),
         (make_config(), 2 * dim + 4),
     ):
-        low, high = (planned_tokens(config, n * GIB, options, attention=FLASH) for n in (20, 40))
-        assert low * num_heads * head_bytes < PERCENT * 20 * GIB
-        expected = PERCENT * 20 * GIB / (num_heads * head_bytes)
-        if options is None:  # the engine of transformers has more tensors that grow with the tokens
+        low, high = (plan_tokens(config, n * GIB, settings, attention=FLASH) for n in (20, 40))
+        expected = capacity.MEMORY_SHARE * 20 * GIB / (num_heads * head_bytes)
+        assert low < expected
+        if settings is None:  # transformers' engine has more tensors that grow with the tokens
             bf16_tokens = high
-            # Both numbers of tokens are multiples of a page.
-            assert 0.9 * expected < high - low < expected + PAGE
+            # Both numbers of tokens are multiples of the page size.
+            assert 0.9 * expected < high - low < expected + capacity.PAGE_SIZE
         else:
             assert high - low == pytest.approx(expected, rel=0.005)
         if head_bytes <= 2 * dim + 4:
@@ -50,7 +51,7 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
 
 def test_too_little_memory_for_a_step_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
-        planned_tokens(shape("Llama-3.1-8B"), GIB // 2, make_config())
+        plan_tokens(shape("Llama-3.1-8B"), GIB // 2, make_config())
 
 
 def test_an_engine_has_the_planned_pages() -> None:
@@ -74,8 +75,7 @@ def test_capacity_is_reported_with_bytes_and_ratios() -> None:
     rows = {
         row["cache"]: row for row in plan_capacity({"q": shape("Qwen2.5-7B")}, 10, messages.append)
     }
-    bf16_row = rows["bf16, flash"]
-    values = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
-    for name, value in values.items():
-        assert rows[name]["bytes_per_token"] == 2 * value * 4 * 28
-        assert rows[name]["ratio"] == rows[name]["tokens"] / bf16_row["tokens"]
+    head_bytes = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
+    for name, num_bytes in head_bytes.items():
+        assert rows[name]["bytes_per_token"] == 2 * num_bytes * 4 * 28
+        assert rows[name]["ratio"] == rows[name]["tokens"] / rows["bf16, flash"]["tokens"]

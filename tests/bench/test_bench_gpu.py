@@ -50,9 +50,9 @@ from hf_fp8kv.formats import DISTINCT
 from hf_fp8kv.ops.triton import tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-DRY = {"device": "cpu", "backend": "torch", "dry": True}
-STEP_NAMES = {"e3m4", "e4m3", "bf16 pages"}
-KERNEL_NAMES = {f"{name} kernel" for name in STEP_NAMES}
+DRY_RUN = {"device": "cpu", "backend": "torch", "dry": True}
+LATENT_STEPS = {"e3m4", "e4m3", "bf16 pages"}
+LATENT_KERNELS = {f"{name} kernel" for name in LATENT_STEPS}
 
 
 @pytest.fixture
@@ -73,14 +73,14 @@ def measure_failures(record, measure, *args):
 
 
 def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
-    """Only the full run has serving and compiled caches."""
+    """Serving and compiled caches are left to the full tier."""
     monkeypatch.setattr(end_to_end, "CACHES", end_to_end.CACHES[:2])
     monkeypatch.setattr(
         suite, "TINY", replace(TINY, write_batches=(1,), other_cases=TINY.other_cases[:1])
     )
     path = tmp_path / "gpu.json"
     sections = [name for name in suite.SECTIONS if name != "serving"]
-    result = suite.run_suite(**DRY, sections=sections, save=path)
+    result = suite.run_suite(**DRY_RUN, sections=sections, save=path)
     assert json.loads(path.read_text()) == json.loads(json.dumps(result))
     assert not [row for row in result["rows"] if "failed" in row]
     # No kernels of other projects are installed.
@@ -102,8 +102,8 @@ def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, 
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """Replace torch.cuda by a fake for CPU tensors, whose events are 1 ms apart."""
+def fake_cuda(monkeypatch):
+    """Replace torch.cuda with a fake for CPU tensors, whose events are 1 ms apart."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     cuda = mock.MagicMock()
@@ -120,18 +120,18 @@ def gpu(monkeypatch):
     monkeypatch.setattr(Stage, "is_gpu", property(lambda _self: True))
     # A CPU has neither cuDNN nor a profiler for CUDA.
     flash = {"flash": baselines.SDPBackend.FLASH_ATTENTION}
-    monkeypatch.setattr(baselines, "_list_backends", lambda _stage: flash)
+    monkeypatch.setattr(baselines, "_find_backends", lambda _stage: flash)
     return cuda
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("device", ["cpu", "fake_cuda"])
 def test_a_dry_run_measures_every_section(device, request):
     """The dry run works on the CPU, and on a fake torch.cuda."""
-    cuda = request.getfixturevalue("gpu") if device == "gpu" else None
-    result = suite.run_suite(**DRY, seconds=1200.0)
-    assert [part["name"] for part in result["sections"]] == list(suite.SECTIONS)
-    assert {part["error"] for part in result["sections"]} == {None}
+    cuda = request.getfixturevalue(device) if device == "fake_cuda" else None
+    result = suite.run_suite(**DRY_RUN, seconds=1200.0)
+    assert [section["name"] for section in result["sections"]] == list(suite.SECTIONS)
+    assert {section["error"] for section in result["sections"]} == {None}
     # The offloaded cache of transformers creates a CUDA stream, which the fake lacks.
     failed_names = {row["name"] for row in result["rows"] if "failed" in row}
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
@@ -147,16 +147,16 @@ def test_a_dry_run_measures_every_section(device, request):
         assert not [row for row in result["rows"] if "note" in row]
 
 
-def test_kernels_are_timed_in_graphs(gpu):
-    """By the fake clock, a graph takes 2 ms. Without graphs, a note gives the reason."""
+def test_kernels_are_timed_in_graphs(fake_cuda):
+    """The fake clock measures 0.4 ms for any interval. A note has the reason for no graph."""
     calls = []
-    gpu.Event.return_value.elapsed_time.return_value = 0.4
+    fake_cuda.Event.return_value.elapsed_time.return_value = 0.4
     timing = Stage("cpu").time_steps([lambda: calls.append(1)] * 3)
-    # Two rounds warm up, one round estimates the time, and then rounds take 2 ms.
+    # Two rounds warm up, one round estimates the time, and the graph has rounds for 2 ms.
     assert (timing["calls"], len(calls)) == (3 * 6, 2 * 3 + 3 + 3 * 6)
     assert timing["us"] == pytest.approx(400 / 18)
     assert [Stage("cpu").count_buffers(size) for size in (2**14, 2**30, 16)] == [4, 1, 256]
-    gpu.graph.side_effect = RuntimeError("operation not permitted when capturing\nmore")
+    fake_cuda.graph.side_effect = RuntimeError("operation not permitted when capturing\nmore")
     timing = Stage("cpu").time_steps([lambda: None])
     assert timing["note"] == "no graph: operation not permitted when capturing"
 
@@ -181,13 +181,13 @@ def _scale_output(function):
     return scaled
 
 
-def _omit_one_value(function):
-    def incomplete(*args, **kwargs):
+def _make_one_value_nan(function):
+    def add_nan(*args, **kwargs):
         out = function(*args, **kwargs)
         out[-1, -1, 0, 0] = torch.nan
         return out
 
-    return incomplete
+    return add_nan
 
 
 def _drop_last_page(function):
@@ -209,7 +209,7 @@ def _flip_byte(function):
     return write_and_flip
 
 
-def _omit_output(function):
+def _return_uninitialized(function):
     return lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))
 
 
@@ -222,29 +222,30 @@ def _scale_last_head(function):
     return scaled
 
 
-LATENTS = (latent.measure, TINY, "torch")
-PADDED = Case((130, 130), TINY.heads, padding=(0, 65))
-CACHED = (cached.measure_attention, "decode", PADDED, E4M3, "torch")
-RAGGED = (attention.measure_pages, TINY, "torch", "decode", TINY.decode_cases[1], E4M3)
-MANY_HEADS = (*RAGGED[:4], Case((40,), Heads(48, 1, 32, 16)), E4M3)
-WRITES = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70), "torch")
-SDPA = (baselines.measure_decode, "decode", TINY.decode_cases[0])
+# Calls that measure: a function, and its arguments after the record.
+LATENT_CALL = (latent.measure, TINY, "torch")
+PADDED_CASE = Case((130, 130), TINY.heads, padding=(0, 65))
+CACHED_CALL = (cached.measure_attention, "decode", PADDED_CASE, E4M3, "torch")
+RAGGED_CALL = (attention.measure_pages, TINY, "torch", "decode", TINY.decode_cases[1], E4M3)
+MANY_HEADS_CALL = (*RAGGED_CALL[:4], Case((40,), Heads(48, 1, 32, 16)), E4M3)
+WRITE_CALL = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70), "torch")
+SDPA_CALL = (baselines.measure_decode, "decode", TINY.decode_cases[0])
 # A module, its function, a defect for it, the measurement, and the contenders that must fail.
 DEFECTS = [
-    (ops, "attend", _scale_output, LATENTS, STEP_NAMES | KERNEL_NAMES),
-    (ops, "attend", _drop_last_page, RAGGED, {"e4m3"}),
-    (ops, "attend", _omit_one_value, RAGGED, {"e4m3"}),
-    (ops, "attend", _omit_output, RAGGED, {"e4m3"}),
-    (ops, "attend", _scale_last_head, MANY_HEADS, {"e4m3"}),
-    (ops, "write", _flip_byte, WRITES, {kind.name for kind in PAGE_FORMATS}),
-    (cached, "fp8_paged_attention", _scale_output, CACHED, {"e4m3"}),
-    (cached, "fp8_paged_attention", _drop_mask, CACHED, {"e4m3"}),
-    (latent, "fp8_paged_attention", _scale_output, LATENTS, STEP_NAMES),
-    (latent, "sdpa_attention_forward", _scale_output, LATENTS, {goals.STOCK}),
-    (latent, "absorb", _scale_output, LATENTS, {goals.ABSORBED}),
+    (ops, "attend", _scale_output, LATENT_CALL, LATENT_STEPS | LATENT_KERNELS),
+    (ops, "attend", _drop_last_page, RAGGED_CALL, {"e4m3"}),
+    (ops, "attend", _make_one_value_nan, RAGGED_CALL, {"e4m3"}),
+    (ops, "attend", _return_uninitialized, RAGGED_CALL, {"e4m3"}),
+    (ops, "attend", _scale_last_head, MANY_HEADS_CALL, {"e4m3"}),
+    (ops, "write", _flip_byte, WRITE_CALL, {kind.name for kind in PAGE_FORMATS}),
+    (cached, "fp8_paged_attention", _scale_output, CACHED_CALL, {"e4m3"}),
+    (cached, "fp8_paged_attention", _drop_mask, CACHED_CALL, {"e4m3"}),
+    (latent, "fp8_paged_attention", _scale_output, LATENT_CALL, LATENT_STEPS),
+    (latent, "sdpa_attention_forward", _scale_output, LATENT_CALL, {goals.STOCK}),
+    (latent, "absorb", _scale_output, LATENT_CALL, {goals.ABSORBED}),
     # Attention to expanded latents is correct, but the row is for stored latents.
-    (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENTS, STEP_NAMES),
-    (baselines, "attend_grouped", _scale_output, SDPA, {"sdpa math"}),
+    (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENT_CALL, LATENT_STEPS),
+    (baselines, "attend_grouped", _scale_output, SDPA_CALL, {"sdpa math"}),
 ]  # fmt: skip
 
 
@@ -266,19 +267,19 @@ def raise_error(error):
 
 def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
     monkeypatch.setattr(ops, "attend", raise_error(ValueError("no such kernel")))
-    assert measure_failures(record, *RAGGED) == {"e4m3"}
+    assert measure_failures(record, *RAGGED_CALL) == {"e4m3"}
     assert record.rows[0]["failed"] == "ValueError: no such kernel"
     monkeypatch.setattr(ops, "attend", raise_error(torch.OutOfMemoryError("2 GiB")))
-    assert attention.measure_pages(record, *RAGGED[1:-1], BF16) is None
+    assert attention.measure_pages(record, *RAGGED_CALL[1:-1], BF16) is None
     assert record.skipped == ["decode, ragged, bf16 pages: out of memory"]
     monkeypatch.setitem(suite.SECTIONS, "write", raise_error(AttributeError("a mistake")))
-    result = suite.run_suite(**DRY, sections=("write", "ceilings"))
-    assert [part["error"] for part in result["sections"]] == ["AttributeError: a mistake", None]
+    result = suite.run_suite(**DRY_RUN, sections=("write", "ceilings"))
+    assert [x["error"] for x in result["sections"]] == ["AttributeError: a mistake", None]
     assert result["ceilings"]["read_gb_per_s"] > 0
     assert summarize(result)["errors"] == ["write"]
-    late_result = suite.run_suite(**DRY, sections=("decode", "latent"), seconds=0.0)
+    late_result = suite.run_suite(**DRY_RUN, sections=("decode", "latent"), seconds=0.0)
     assert not late_result["rows"]
-    assert all("no time left" in part["skipped"][-1] for part in late_result["sections"])
+    assert all("no time left" in section["skipped"][-1] for section in late_result["sections"])
 
 
 def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp_path, capsys):
@@ -292,7 +293,7 @@ def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp
 
     monkeypatch.setitem(suite.SECTIONS, "write", lose_device)
     monkeypatch.setattr(Stage, "is_lost", lambda _self: bool(losses))
-    result = suite.run_suite(**DRY, sections=("write", "decode"), save=path)
+    result = suite.run_suite(**DRY_RUN, sections=("write", "decode"), save=path)
     assert json.loads(path.read_text())["rows"] == result["rows"]
     assert [row.get("us") for row in result["rows"]] == [1.0, None]
     assert result["sections"][0]["error"].startswith("lost the device: write, a case, bad: ")
@@ -367,24 +368,26 @@ def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
     }
 
 
-def _die(_device, _backend, _dry, index, _processes):
+def _exit_with_index(_device, _backend, _dry, index, _processes):
     sys.exit(index)
 
 
-def _hang(*_args):
+def _sleep(*_args):
     time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("share", "seconds", "failed"),
-    [pytest.param(_die, 300.0, 1, marks=pytest.mark.full), (_hang, 0.5, 2)],
+    ("compile_shard", "seconds", "num_failed"),
+    [pytest.param(_exit_with_index, 300.0, 1, marks=pytest.mark.full), (_sleep, 0.5, 2)],
 )
-def test_a_process_that_fails_or_hangs_does_not_end_the_run(monkeypatch, share, seconds, failed):
-    monkeypatch.setattr(suite, "compile_shard", share)
+def test_a_process_that_fails_or_hangs_does_not_end_the_run(
+    monkeypatch, compile_shard, seconds, num_failed
+):
+    monkeypatch.setattr(suite, "compile_shard", compile_shard)
     monkeypatch.setattr(suite, "COMPILE_SECONDS", seconds)
-    result = suite.run_suite(**DRY, sections=("ceilings",), seconds=1000.0, processes=2)
+    result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, processes=2)
     compiling = result["settings"]["compiling"]
-    assert (compiling["processes"], compiling["failed"]) == (2, failed)
+    assert (compiling["processes"], compiling["failed"]) == (2, num_failed)
     assert result["rows"]
     assert not multiprocessing.active_children()
 
@@ -429,10 +432,8 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     lengths = [len(prompt) for prompt in prompts[0]]
     assert (min(lengths), max(lengths), prompts[0]) == (200, 2000, prompts[1])
     case = Case((32768,) * 16)
-    assert (case.bytes_read(E4M3), case.flops) == (
-        case.tokens_read * 8 * 130 * 2,
-        case.tokens_read * 32 * 128 * 4,
-    )
+    assert case.bytes_read(E4M3) == case.tokens_read * 8 * 130 * 2
+    assert case.flops == case.tokens_read * 32 * 128 * 4
     # Three new tokens after two stored tokens attend to three, four and five tokens.
     assert Case((5,), new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
     assert Case((1000, 10), window=100, new_tokens=2).tokens_read == 101 + 10
@@ -440,10 +441,8 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     assert (padded_case.padding, padded_case.tokens_read) == ((0, 12, 25, 37), 400 - 74)
     # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
     for case in FULL.latent_cases:
-        assert (case.bytes_read(E3M4), case.bytes_read(BF16)) == (
-            case.tokens_read * 644,
-            case.tokens_read * 1152,
-        )
+        assert case.bytes_read(E3M4) == case.tokens_read * 644
+        assert case.bytes_read(BF16) == case.tokens_read * 1152
 
 
 # -- Triton and other projects ---------------------------------------------------------------------
@@ -501,7 +500,7 @@ VLLM_NAMES = {f"vllm triton {format_}" for format_ in ("bf16", "e4m3", "e4m3 per
 
 
 def test_the_kernel_of_vllm_is_measured(record, monkeypatch, tmp_path):
-    """A fake replaces vLLM's file. The fake function has the arguments of the real function."""
+    """A stand-in replaces vLLM's file. Its function has the arguments of the real function."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"

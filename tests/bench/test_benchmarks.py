@@ -19,7 +19,7 @@ from benchmarks.shared import make_environment
 from tests.helpers.serve_process import save_chat_model
 
 SMALL_LOAD = Load("some", clients=3, requests=6, words=4, new_tokens=8, blocks=64, long_words=30,
-            streamed=40)  # fmt: skip
+                  streamed=40)  # fmt: skip
 
 
 def ignore_progress(*_: object) -> None:
@@ -88,7 +88,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     assert all(value > 0 for value in values.values())
 
 
-# Grid: Two models with different windows. With 1,000 tokens, the last page is partly filled.
+# The models have different windows. With 1,000 tokens, the last page is partly filled.
 @pytest.mark.parametrize(
     "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
 )
@@ -134,7 +134,7 @@ def test_summary_has_medians_of_rounds_and_percentiles_of_answers():
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
         times = [n / factor for n in range(1, 101)]
         server.answers = [Answer(first_time=time, last_time=3 * time, tokens=3) for time in times]
-        server.throughput = [10 * factor, 12 * factor, 14 * factor]
+        server.throughputs = [10 * factor, 12 * factor, 14 * factor]
     servers[serve.OURS].pages, servers[serve.STOCK].num_failed = [5, 15, 2**21], 1
     summary = serve.summarize_load(SMALL_LOAD, servers)
     rows = {(row["measure"], row["server"]): row for row in summary}

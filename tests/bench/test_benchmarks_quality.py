@@ -23,11 +23,11 @@ def test_the_default_stores_latents_better_than_a_scale_per_128_values():
     )
     for kind in latent_accuracy.MODEL_KINDS:
         rows = {row["cache"]: row for row in result["rows"] if row["model"] == kind}
-        default = rows[latent_accuracy.DEFAULT]
+        default = rows[latent_accuracy.DEFAULT_CACHE]
         scale_per_128 = rows["fp8_ds_mla (e4m3, scale per 128)"]
         assert default["bytes_per_token"] < scale_per_128["bytes_per_token"] == 656
         assert 2 * default["kl"] < scale_per_128["kl"]
-        if kind == "large positions":  # they saturate with the latent's scale
+        if kind == "large positions":  # RoPE parts saturate with the latent's scale
             saturated = rows["e4m3, the latent's scale for both"]["kl"]
             assert saturated > 10 * rows["latents fp8_e3m4, positions fp8_e4m3"]["kl"]
 
@@ -82,11 +82,11 @@ def test_the_tables_of_a_gpu_match_the_run():
     """
     root = Path(__file__).parents[2]
 
-    def load_runs(*runs):
+    def load_runs(*file_names):
         rows: dict[tuple[str, str, str], Any] = {}
-        for run in runs:
+        for file_name in file_names:
             rows = {key: row for key, row in rows.items() if not re.match("FP8.* compiled", key[2])}
-            result = json.loads((root / "docs" / "benchmarks" / f"{run}.json").read_text())
+            result = json.loads((root / "docs" / "benchmarks" / f"{file_name}.json").read_text())
             rows |= {(row["section"], row["case"], row["name"]): row for row in result["rows"]}
         return rows
 
@@ -115,7 +115,7 @@ def test_the_tables_of_a_gpu_match_the_run():
 
     readme = (root / "README.md").read_text()
     flash, cudnn = "sdpa flash,sdpa flash folded", "sdpa cudnn,sdpa cudnn folded"
-    paged, pages, dynamic = "FP8PagedCache", "FP8PagedCache auto", "DynamicCache flash eager"
+    paged, auto, dynamic = "FP8PagedCache", "FP8PagedCache auto", "DynamicCache flash eager"
     for title, section, case, *columns, field in (
         ("decode attention, 8 x 32k tokens, µs", "decode", "8 x 32k",
          "e4m3", "bf16 pages", f"{flash},{cudnn}", "us"),
@@ -124,13 +124,13 @@ def test_the_tables_of_a_gpu_match_the_run():
         ("attention, a prompt of 8,192 tokens, µs", "extend", "8192 over 0",
          "e4m3", "bf16 pages", f"{flash},{cudnn}", "us"),
         ("`generate()`, 8 x 32k, ours compiled, tokens/s", "end to end", "8 x 32k",
-         f"{paged} compiled", f"{pages} compiled", dynamic, "tokens_per_s"),
+         f"{paged} compiled", f"{auto} compiled", dynamic, "tokens_per_s"),
         ("`generate()`, 1 x 1k, ours compiled, tokens/s", "end to end", "1 x 1k",
-         f"{paged} compiled", f"{pages} compiled", dynamic, "tokens_per_s"),
+         f"{paged} compiled", f"{auto} compiled", dynamic, "tokens_per_s"),
         ("`generate()`, 8 x 32k, eager, tokens/s", "end to end", "8 x 32k",
-         f"{paged} eager", f"{pages} eager", dynamic, "tokens_per_s"),
+         f"{paged} eager", f"{auto} eager", dynamic, "tokens_per_s"),
         ("`generate()`, 8 x 1k, eager, tokens/s", "end to end", "8 x 1k",
-         f"{paged} eager", f"{pages} eager", dynamic, "tokens_per_s"),
+         f"{paged} eager", f"{auto} eager", dynamic, "tokens_per_s"),
         ("decode step of MLA, 128 heads, 16 x 16k tokens, µs", "latent", "128 heads, 16 x 16k",
          "e3m4", "bf16 pages", "absorbed in torch,DynamicCache", "us"),
     ):  # fmt: skip
@@ -153,10 +153,10 @@ def test_the_tables_of_a_gpu_match_the_run():
         assert f"\n| {num_new:,} over {num_stored:,} | {' | '.join(cells)} |\n" in page
     for title, name in (
         ("`FP8PagedCache`, compiled", f"{paged} compiled"),
-        ("16-bit pages, compiled", f"{pages} compiled"),
+        ("16-bit pages, compiled", f"{auto} compiled"),
         ("`StaticCache` and SDPA, compiled", "StaticCache (repeats K and V) compiled"),
         ("`FP8PagedCache`, eager", f"{paged} eager"),
-        ("16-bit pages, eager", f"{pages} eager"),
+        ("16-bit pages, eager", f"{auto} eager"),
         ("`DynamicCache` and flash attention, eager", dynamic),
     ):
         cells = [format_cell("end to end", case, name, "tokens_per_s")

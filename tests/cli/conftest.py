@@ -1,4 +1,4 @@
-"""Fixtures: a tiny model, saved scales, and the command line in this process."""
+"""Fixtures: a tiny model, saved scales, and commands that run in this process."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the commands `generate`, `check` and `--help`: output and exit codes."""
+"""Tests of `generate`, `check`, `--help` and `--version`, and of the exit codes of all commands."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
     )
     assert chosen_run == saved_run
     plan_text = chosen_run["cache"].split(", ")[1]
-    assert plan_text.startswith(("plans", "K")), chosen_run  # not the default
+    assert plan_text.startswith(("plans", "K")), chosen_run  # the plan is not the default
     assert chosen_run["scales"] == "dynamic"
 
 
@@ -94,8 +94,8 @@ def test_a_prompt_can_come_from_stdin(generate):
 
 def test_sampling_is_reproducible_with_a_seed(generate):
     seeds = ("1", "1", "2")
-    runs = [generate("--temperature", "5", "--seed", s)["runs"][0]["token_ids"] for s in seeds]
-    assert runs[0] == runs[1] != runs[2]
+    answers = [generate("--temperature", "5", "--seed", s)["runs"][0]["token_ids"] for s in seeds]
+    assert answers[0] == answers[1] != answers[2]
 
 
 def test_chat_uses_the_template(generate, run, model, tmp_path):

@@ -13,7 +13,7 @@ from tests.scales.test_export import random_scales
 
 
 class FakeCalibrate:
-    """A fake `calibrate`, which records calls and returns `scales`, or raises `error` if set."""
+    """A fake `calibrate`, which records its calls, and returns `scales` or raises `error`."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
@@ -52,8 +52,8 @@ def run(run, model, text_file, tmp_path):
             "--model": model, "--texts": str(text_file), "--out": str(tmp_path / "out"),
             "--device": "cpu",
         }  # fmt: skip
-        missing = [part for pair in defaults.items() if pair[0] not in arguments for part in pair]
-        return original_run("calibrate", *missing, *arguments, **kwargs)
+        added = [part for pair in defaults.items() if pair[0] not in arguments for part in pair]
+        return original_run("calibrate", *added, *arguments, **kwargs)
 
     run.run_command = run_calibrate
     return run

@@ -19,7 +19,7 @@ from tests.scales.test_sources import DATA, edit_json
 
 @pytest.fixture
 def measure_calls(monkeypatch) -> list[dict[str, object]]:
-    """Replace the measurement with a fake, and return a list of its calls."""
+    """Replace `measure` with a fake, and return the list of its calls."""
     calls: list[dict[str, object]] = []
 
     def measure(model, scales, texts, **options):

@@ -1,4 +1,4 @@
-"""Tests of a calibration report as JSON, as tables and as a plot."""
+"""Tests of a calibration report and its scales as JSON, as tables and as a plot."""
 
 import io
 import itertools
@@ -324,8 +324,8 @@ def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():
 def test_a_plot_without_a_report_shows_the_scales(scales, expected):
     (image,) = get_panels(scales, None)["448 × scale of K, by layer and head"].get_images()
     assert image.get_array().tolist() == expected
-    (text,) = get_panels(scales, None)["quantization error of V, by layer"].texts
-    assert "inspect SCALES --model MODEL --texts FILE" in text.get_text()
+    (note,) = get_panels(scales, None)["quantization error of V, by layer"].texts
+    assert "inspect SCALES --model MODEL --texts FILE" in note.get_text()
 
 
 def test_a_plot_omits_missing_layers_and_zeros():
@@ -341,7 +341,7 @@ def test_a_plot_omits_missing_layers_and_zeros():
     assert panels["quantization error of K, by layer"].texts
 
 
-# Grid: with many layers and heads, labels would overlap first. Both with and without measurements.
+# Labels would first overlap with many layers and heads. Both plots are tested: errors or a note.
 @pytest.mark.parametrize(("layers", "heads", "is_measured"), [(80, 8, True), (80, 128, False)])
 def test_no_labels_overlap(layers, heads, is_measured):
     result = make_report(layers, heads, model="org/" + "a-long-name-" * 20)
@@ -359,8 +359,8 @@ def test_no_labels_overlap(layers, heads, is_measured):
     width, height = figure.canvas.get_width_height()
     assert all(b.x0 >= 0 and b.x1 <= width and b.y0 >= 0 and b.y1 <= height for b in boxes)
     for box, other_box in itertools.combinations(boxes, 2):
-        is_beside = box.x1 <= other_box.x0 or other_box.x1 <= box.x0
-        assert is_beside or box.y1 <= other_box.y0 or other_box.y1 <= box.y0, (box, other_box)
+        are_beside = box.x1 <= other_box.x0 or other_box.x1 <= box.x0
+        assert are_beside or box.y1 <= other_box.y0 or other_box.y1 <= box.y0, (box, other_box)
 
 
 def test_a_png_is_written_1600_pixels_wide(tmp_path):

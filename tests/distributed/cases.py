@@ -1,7 +1,7 @@
 """The cases of the distributed tests, which each process runs in the order of `CASES`.
 
-A case receives a model, the keyword `tensor_parallel` for a part of a model, or `{}` for the
-whole model, and a folder for files. It returns a value that JSON can represent.
+A case receives a model, a dict with the keyword `tensor_parallel` (empty for a whole model), and
+a folder for files. It returns a value that JSON can represent.
 """
 
 import json
@@ -24,7 +24,7 @@ LAYERS, DIM = 2, 16
 # The vocabulary size is even, because some versions of transformers split only even sizes.
 VOCAB = 96
 SIZES = {"vocab_size": VOCAB}
-# Query heads and KV heads, or a type and options.
+# Models by their numbers of query and KV heads or by a property: the type, and config options.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "4q-2kv": ("llama", {}),
     "8q-4kv": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
@@ -46,7 +46,7 @@ def save_models(folder: Path) -> None:
     for name, (kind, options) in MODELS.items():
         model, _ = tiny(kind, **SIZES, **options)
         model.save_pretrained(folder / name)
-        # Scales next to the weights, for from_pretrained.
+        # `from_pretrained` reads scales next to the weights.
         make_scales("head", model).save_pretrained(folder / name)
         save_tokenizer(folder / name)
         (folder / name / "ranks").mkdir()
@@ -99,7 +99,7 @@ def write_json(path: Path, num_ranks: int) -> None:
 
 
 def combine_rank_scales(num_ranks: int, num_heads: int) -> KVScales:
-    """Return the scales of all ranks, per head, for a process that has all heads."""
+    """Return scales per head, for a process that has all heads, from the scales of all ranks."""
     rank_scales = make_rank_scales(num_ranks)
 
     def make_layer(index: int) -> LayerScales:
@@ -187,7 +187,7 @@ def generate_from_checkpoint(model: Any, ranks: RankOptions, folder: Path) -> An
 
 
 def make_json_case(num_ranks: int) -> Case:
-    """Return a case for `generate()` with vLLM's JSON with the scales of `num_ranks` ranks."""
+    """Return a case for `generate()` with vLLM's JSON, which has scales of `num_ranks` ranks."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         file_scales = find_scales(model, ranks, num_ranks)
@@ -227,7 +227,7 @@ def generate_with_wrong_scales(model: Any, ranks: RankOptions, folder: Path) -> 
     return generate(model, cache)
 
 
-def get_ranks(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def get_rank(model: Any, ranks: RankOptions, folder: Path) -> Any:
     return hf_fp8kv.tensor_parallel(model)
 
 
@@ -276,8 +276,8 @@ def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any
 
 # -- all cases -----------------------------------------------------------------------------------
 
-# Cases whose tokens in each process equal the tokens of one process. Grid: Each kind of attention,
-# scales and cache with a model whose heads are split across processes.
+# Cases whose tokens in each process equal the tokens of one process: each kind of attention, scales
+# and cache with a model whose heads are split across processes.
 EQUAL_CASES: dict[str, tuple[str, Case]] = {
     **{
         f"{model}, {attention}, per head": (model, make_generate_case(attention, "head"))
@@ -317,8 +317,8 @@ EQUAL_CASES: dict[str, tuple[str, Case]] = {
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL_CASES,
     "other rank's scales": ("8q-4kv", generate_with_wrong_scales),
-    "ranks": ("8q-4kv", get_ranks),
-    "ranks, gathered heads": ("gathered", get_ranks),
+    "ranks": ("8q-4kv", get_rank),
+    "ranks, gathered heads": ("gathered", get_rank),
     "report": ("8q-4kv", make_report),
     "scales of all heads, no ranks": ("8q-4kv", make_refused_case()),
     "ranks, heads not split": ("gathered", make_refused_case(tensor_parallel=TensorParallel(0, 2))),

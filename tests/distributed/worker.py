@@ -2,8 +2,8 @@
 
     python tests/distributed/worker.py FOLDER
 
-FOLDER contains the models. Results are in FOLDER/rank0.json and so on. Processes are forked after
-the imports, which run once, and have the environment variables that torchrun sets.
+FOLDER contains the models. The results are written to FOLDER/rank0.json and FOLDER/rank1.json. The
+processes are forked after the imports, which run once, with the variables that torchrun sets.
 """
 
 import gc
@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 import hf_fp8kv
 from tests.distributed import cases
 
-PROCESSES = 2
+NUM_PROCESSES = 2
 
 
 def main(folder: Path) -> None:
@@ -59,9 +59,9 @@ def fork_processes(folder: Path) -> int:
         port = probe.getsockname()[1]
     # Without this call, half of the run time is garbage collection of imported objects.
     gc.freeze()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(PROCESSES))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NUM_PROCESSES))
     pids = []
-    for rank in range(PROCESSES):
+    for rank in range(NUM_PROCESSES):
         pid = os.fork()
         if pid == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

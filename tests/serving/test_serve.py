@@ -47,7 +47,7 @@ def import_required(name: str) -> types.ModuleType:
 
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
 listen = import_required("hf_fp8kv.server.config").listen
-limit_connections = import_required("hf_fp8kv.server.connections").limit_connections
+make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
 shows_tools = import_required("hf_fp8kv.server.model").shows_tools
 
@@ -456,7 +456,7 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
         await send({"type": "http.response.body", "body": b""})
 
     config = uvicorn.Config(
-        app, http=limit_connections(3, 0.3, 60), lifespan="off", log_level="error"
+        app, http=make_connection_class(3, 0.3, 60), lifespan="off", log_level="error"
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext

@@ -39,7 +39,7 @@ _MODEL_OPTIONS = {
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Return a function from a name in `_MODEL_OPTIONS` to the model and its folder."""
+    """Return a function that returns the model of a name in `_MODEL_OPTIONS`, and its folder."""
     cached_models = {}
 
     def get_model(name):
@@ -54,7 +54,7 @@ def models(tmp_path_factory):
                     if path.endswith("sinks"):
                         parameter.copy_(torch.linspace(-1, 2, len(parameter)))
                     elif parameter.ndim > 1:
-                        parameter.mul_(3)  # makes tokens depend on attention
+                        parameter.mul_(3)  # so that tokens depend on attention
                     elif path.endswith("post_attention_layernorm.weight") and name == "gemma2":
                         parameter.add_(5)  # otherwise a token depends only on the previous token
                     elif name == "qwen2":

@@ -24,7 +24,8 @@ def get_loaded_scales(llm):
 class TestLoader:
     @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
     def test_vllm_reads_scales_per_tensor(self, models, serve, tmp_path, format):
-        is_rounded = format != "compressed-tensors"  # the loader rounds these to the model's dtype
+        # vLLM's loader rounds the scales of all other formats to the model's dtype.
+        is_rounded = format != "compressed-tensors"
         scales, folder = make_scales("tensor"), str(tmp_path / "copy")
         scales.save_pretrained(folder, format=format, checkpoint=models("llama")[1])
         for index, (k, v) in enumerate(get_loaded_scales(serve(folder, "fp8", dtype="bfloat16"))):
@@ -45,7 +46,6 @@ class TestLoader:
     def test_vllm_reads_scales_in_shards_and_in_extended_checkpoints(
         self, models, serve, tmp_path, granularity, location
     ):
-        """The index of a sharded checkpoint lists the scales. A checkpoint can also be extended."""
         model, folder = models("llama")
         scales, copy, options = make_scales(granularity), tmp_path / "copy", {"checkpoint": folder}
         if location == "shards":

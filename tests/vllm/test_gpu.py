@@ -55,16 +55,16 @@ def test_attention_for_gpus_is_selected_for_supported_models():
     }  # fmt: skip
     find_reasons = PagedGPUBackend.validate_configuration
     assert find_reasons(**supported_config) == []
-    for change in (
+    for unsupported_entry in (
         {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}, {"block_size": 24},
         {"use_mla": True}, {"attn_type": "encoder_decoder"},
         {"device_capability": DeviceCapability(7, 5)}, {"use_non_causal": True},
         {"use_adaptive_verification": True},
     ):  # fmt: skip
-        assert len(find_reasons(**supported_config | change)) == 1, change
+        assert len(find_reasons(**supported_config | unsupported_entry)) == 1, unsupported_entry
 
 
-# The script checks the registrations in a version of vLLM after two calls of `register`.
+# The script checks the registrations in the installed vLLM after two calls of `register`.
 SCRIPT = """
 import vllm
 import hf_fp8kv.vllm

@@ -17,8 +17,8 @@ from tests.helpers.margins import greedy_deficit
 
 from .conftest import generate_hf, make_scales
 
-# Maximum difference between the largest logit and a chosen token's, due to 8-bit pages. For answers
-# to a different prompt it exceeds 5.
+# Maximum difference between the largest logit and a chosen token's logit, due to 8-bit pages. For
+# answers to a different prompt it exceeds 5.
 MAX_DEFICIT = 1.0
 SCRIPT = """
 import json, sys

@@ -145,10 +145,10 @@ def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path,
         if path is None:
             code_pairs.append((pages.token_scales, stored.token_scales))
         for block, start in enumerate(range(0, len(prompt), 32)):
-            size = min(32, len(prompt) - start)
+            num_tokens = min(32, len(prompt) - start)
             for pool_codes, cache_codes in code_pairs:
                 # vLLM reserves block 0. The first request gets the following blocks in order.
-                block_bytes = cache_codes[stored.table[0, block]]
-                is_different = pool_codes[block + 1, :, :size] != block_bytes[:, :size]
+                page_codes = cache_codes[stored.table[0, block]]
+                is_different = pool_codes[block + 1, :, :num_tokens] != page_codes[:, :num_tokens]
                 # In layer 1, a code may depend on the last bit of a sum in layer 0.
                 assert is_different.sum() <= index

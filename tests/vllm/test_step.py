@@ -21,7 +21,7 @@ from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
 
 HEADS, GROUPS, DIM, SLOTS, NUM_BLOCKS = 2, 3, 32, 16, 40
 NUM_REQUESTS = 5
-NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
+DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 
 def make_pool(dtype, *, gap=0):
@@ -37,7 +37,7 @@ class Layer:
     """A layer with a pool of blocks, its storage settings, and attention over the pool's pages."""
 
     def __init__(self, kind, backend, *, gap=0, window=0, softcap=0.0, sinks=None):
-        dtype = DTYPES[NAMES[kind]]
+        dtype = DTYPES[DTYPE_NAMES[kind]]
         self.storage = make_storage(dtype, centered=kind == "static")
         plan = self.storage.plan
         self.memory, kv_cache = make_pool(dtype, gap=gap)
@@ -139,12 +139,12 @@ ATTENTIONS = {
 }
 
 
-# Grid: the interpreter is slow, so "triton" runs with each kind and each attention only once. The
-# kernels locate pages by their addresses, with or without gaps.
+# The interpreter is slow, so "triton" runs with each kind and each attention only once, and always
+# with gaps, because its kernels locate pages by their addresses with and without gaps.
 @pytest.mark.parametrize(
     ("backend", "gap", "kind", "attention"),
     [
-        *itertools.product(["torch", "cpu"], [0, 512], NAMES, ATTENTIONS),
+        *itertools.product(["torch", "cpu"], [0, 512], DTYPE_NAMES, ATTENTIONS),
         ("triton", 512, "dynamic", "plain"), ("triton", 512, "static", "window"),
         ("triton", 512, "dynamic", "softcap and sinks"),
     ],
@@ -166,7 +166,7 @@ def test_a_step_stores_and_attends_as_the_reference(backend, gap, kind, attentio
     assert (memory[is_unused] == 0xFF).all()
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", DTYPE_NAMES)
 @pytest.mark.usefixtures("interpreted")
 def test_a_replayed_step_uses_the_current_requests(kind):
     """The same tensors describe different requests in each step, as in replays of a CUDA graph.
