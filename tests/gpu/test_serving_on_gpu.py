@@ -30,8 +30,8 @@ from tests.helpers.serving_tools import (
     generate_forked,
     greedy,
     head_scales,
-    note_offloads,
     open_manager,
+    record_offloads,
     request_answer,
     request_answers,
     run_manager,
@@ -255,7 +255,7 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
         if name == "gemma2":
             pytest.skip("the interpreter needs minutes")
         monkeypatch.setattr(serving_tools, "NEW_TOKENS", 10)
-    offloads = note_offloads(monkeypatch)
+    offloads = record_offloads(monkeypatch)
     model = MODELS[name]()
     keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
     prompts = [prompt[:30] for prompt in make_prompts() if len(prompt) > 12]

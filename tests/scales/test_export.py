@@ -973,12 +973,11 @@ def test_servers_read_the_larger_scale_from_the_json(tmp_path, model, size, is_c
         tmp_path / "out", format="vllm-json", tp_size=size, checkpoint=model if is_copy else None
     )
     path = tmp_path / "out" / "kv_cache_scales.json"
+    options = {"model_type": "llama", "num_ranks": size}
     for rank in range(size):
-        factors = server_rules.read_scaling_factors(
-            path, layers=LAYERS, model_type="llama", rank=rank, size=size
-        )
+        factors = server_rules.read_scaling_factors(path, num_layers=LAYERS, rank=rank, **options)
         assert list(factors.values()) == [
             max(s.k.item(), s.v.item()) for s in scales.layers.values()
         ]
     with pytest.raises(LoadError):
-        server_rules.read_scaling_factors(path, layers=LAYERS + 1, model_type="llama", size=size)
+        server_rules.read_scaling_factors(path, num_layers=LAYERS + 1, **options)

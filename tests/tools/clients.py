@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fp8kv import demo_model_path
-from tests.helpers.serve_process import ROOT, TOOLS_TEMPLATE, serving
+from tests.helpers.serve_process import ROOT, TOOLS_TEMPLATE, Server
 
 CLIENTS = (
     "openai", "langchain-openai", "litellm", "instructor", "openai-agents", "llm", "lm-eval",
@@ -125,7 +125,7 @@ def main() -> int:
         (folder / "template").write_text(TOOLS_TEMPLATE)
         model = str(demo_model_path())
         server = stack.enter_context(
-            serving(model, *CACHE_OPTIONS, "--chat-template", str(folder / "template"))
+            Server(model, *CACHE_OPTIONS, "--chat-template", str(folder / "template"))
         )
         recorder = stack.enter_context(run_recorder(server.port)) if options.record else None
         print(f"{'client':17} {'version':9} {'passed':>7}")

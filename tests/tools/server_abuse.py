@@ -39,17 +39,16 @@ from typing import Any
 
 from hf_fp8kv import demo_model_path
 from tests.helpers.serve_process import (
-    OVERFLOWS,
+    NAN_CHARACTER,
     TOOLS_TEMPLATE,
     Server,
     add_overflow,
     save_chat_model,
-    serving,
 )  # fmt: skip
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 NUM_PAGES, PAGE_SIZE = 96, 16
-CONTEXT = 2 * NUM_PAGES * PAGE_SIZE
+CONTEXT_LENGTH = 2 * NUM_PAGES * PAGE_SIZE
 TIMEOUT = 180.0  # maximum seconds of a request, among 60 clients on two cores
 MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
 MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
@@ -190,7 +189,7 @@ class AbuseRun:
     def do_overflow(self, generator: random.Random) -> object:
         if not self.has_nan:
             return self.do_repeat(generator)
-        body = {"prompt": _random_text(generator, 60) + OVERFLOWS, "max_tokens": 9}
+        body = {"prompt": _random_text(generator, 60) + NAN_CHARACTER, "max_tokens": 9}
         stream = generator.random() < 0.5
         status, answer = self.ask(COMPLETIONS, body | {"stream": stream})
         if status == 429:
@@ -364,7 +363,7 @@ def make_request(generator: random.Random) -> tuple[str, dict[str, Any]]:
         body["temperature"] = generator.choice((0, 1e-40, 1e-6, 0.7, 2.0))
         body["top_p"] = generator.choice((1e-9, 0.5, 1))
         # At temperature 2, the model could sample the token after which logits are NaN.
-        body["logit_bias"] = {str(ord(OVERFLOWS) - 32): -100}
+        body["logit_bias"] = {str(ord(NAN_CHARACTER) - 32): -100}
         body["seed"] = generator.randrange(-5, 5)
     if path != RESPONSES and generator.random() < 0.4:
         body["n"] = generator.randrange(1, 4)
@@ -444,12 +443,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "template").write_text(TOOLS_TEMPLATE)
-        model = str(demo_model_path()) if options.demo else save_chat_model(folder, context=CONTEXT)
-        if not options.demo:
+        if options.demo:
+            model = str(demo_model_path())
+        else:
+            model = save_chat_model(folder, context=CONTEXT_LENGTH)
             add_overflow(model)
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
         arguments += ("--client-timeout", str(CLIENT_TIMEOUT))
-        with serving(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
+        with Server(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
             abuse = AbuseRun(
                 server, options.minutes * 60, options.seed, has_nan=not options.demo,
                 is_hostile=options.hostile,
