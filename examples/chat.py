@@ -19,8 +19,8 @@ QUESTIONS = ["Name a fruit.", "Name another fruit.", "And one more?"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
-    parser.add_argument("--questions", nargs="+", default=QUESTIONS)
-    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--questions", nargs="+", default=QUESTIONS, help="One for each turn.")
+    parser.add_argument("--new-tokens", type=int, default=24, help="Maximum tokens of an answer.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = enable(AutoModelForCausalLM.from_pretrained(name).float())
@@ -33,13 +33,13 @@ def main() -> None:
         inputs = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        length, old_reused = inputs.input_ids.shape[1], cache.reused_tokens
+        length, reused_before = inputs.input_ids.shape[1], cache.reused_tokens
         output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False
         )
         answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
-        reused = cache.reused_tokens - old_reused
-        print(f"{question} {answer!r} ({length} tokens, {reused} of them reused)")
+        num_reused = cache.reused_tokens - reused_before
+        print(f"{question} {answer!r} ({length} tokens, {num_reused} of them reused)")
         chat.append({"role": "assistant", "content": answer})
 
 

@@ -3,8 +3,8 @@
     python examples/encoder_decoder.py
     python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"
 
-Without --model it creates a small BART with random weights, which does not need the Hub. Its text
-is meaningless, but with dtype="model" it is the same with both caches. In FP8, compare the bytes.
+Without --model, the script creates a small random BART, which does not need the Hub. Its text is
+meaningless, but with dtype="model" it is the same with both caches. In FP8, compare the bytes.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from transformers import (
 
 from hf_fp8kv import FP8PagedCache, enable
 
-HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-TINY = {"d_model": 256, "vocab_size": 1000, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
-TINY["init_std"] = 0.2  # large weights, so that the model does not repeat one token
+CONFIG = {"d_model": 256, "vocab_size": 1000, "encoder_layers": 2, "decoder_layers": 2}
+CONFIG |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+CONFIG["init_std"] = 0.2  # large weights, so that the model does not repeat one token
 
 
 def main() -> None:
@@ -35,24 +35,24 @@ def main() -> None:
         inputs = dict(AutoTokenizer.from_pretrained(args.model)(args.text, return_tensors="pt"))
     else:
         torch.manual_seed(0)
-        model = BartForConditionalGeneration(BartConfig(**TINY)).to(torch.bfloat16).eval()
+        model = BartForConditionalGeneration(BartConfig(**CONFIG)).to(torch.bfloat16).eval()
         inputs = {"input_ids": torch.randint(10, 1000, (1, 500))}
-    kwargs = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
+    inputs.update(num_beams=1, return_dict_in_generate=True, max_length=251, min_length=251)
 
-    default_output = model.generate(**inputs, **kwargs)
+    default_output = model.generate(**inputs)
     # The second cache takes no config, because every cross-attention stores the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
-    paged_output = model.generate(**inputs, **kwargs, past_key_values=EncoderDecoderCache(*caches))
+    paged_output = model.generate(**inputs, past_key_values=EncoderDecoderCache(*caches))
     tokens = default_output.sequences
-    print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} different ones")
+    print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} of them distinct")
     print(f"the same tokens with dtype='model': {torch.equal(tokens, paged_output.sequences)}")
     enable(model)  # from now on each call creates such a pair, in FP8
-    fp8_caches = model.generate(**inputs, **kwargs).past_key_values
+    fp8_caches = model.generate(**inputs).past_key_values
     for name in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(default_output.past_key_values, name).layers
         dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-        size = getattr(fp8_caches, name).memory_footprint()
-        description = f"{size.used_bytes:,} in FP8 ({size.used_bytes / dense_bytes:.3f} of it)"
+        page_bytes = getattr(fp8_caches, name).memory_footprint().used_bytes
+        description = f"{page_bytes:,} in FP8 ({page_bytes / dense_bytes:.3f} of it)"
         print(f"{name}: {dense_bytes:,} bytes in {str(model.dtype)[6:]}, {description}")
 
 

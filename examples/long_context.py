@@ -49,10 +49,11 @@ def main() -> None:
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     output = model.generate(ids, past_key_values=cache, **options)
     print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")
-    size, pages = cache.memory_footprint().total_bytes, cache.budget.num_held
-    # PagedKV tensors have the shape and dtype of dense K and V, so this is the dense size.
-    dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    print(f"{pages} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantized")
+    page_bytes, num_pages = cache.memory_footprint().total_bytes, cache.budget.num_held
+    # PagedKV tensors have the shape and dtype of dense K and V, so these are the dense bytes.
+    dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    ratio = page_bytes / dense_bytes
+    print(f"{num_pages} pages: {page_bytes:,} bytes, {ratio:.3f} of {dense_bytes:,} unquantized")
 
 
 if __name__ == "__main__":

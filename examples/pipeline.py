@@ -1,10 +1,10 @@
-"""Run a pipeline with an FP8 cache, without further keywords: `enable(model)` and `disable(model)`.
+"""Run a pipeline with an FP8 cache, which needs only `enable(model)` and `disable(model)`.
 
     python examples/pipeline.py
     python examples/pipeline.py --model path/or/hub-id --dtype fp8
 
 The prompts differ in length, so the batch is padded on the left. `disable` restores the model. The
-last line prints the cache that the model then uses.
+last line of the output names the cache that the model then uses.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
     parser.add_argument("--dtype", help="Storage dtype of K and V. Default: fp8_e3m4.")
-    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=12, help="Tokens of each answer.")
     args = parser.parse_args()
     name = args.model or demo_model_path()
 
@@ -33,12 +33,12 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(name)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model.generation_config.max_length = None  # avoids a warning about the checkpoint's value
+    model.generation_config.max_length = None  # the checkpoint's value would cause a warning
 
     def describe_cache() -> str:
         inputs = tokenizer(PROMPTS[0], return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
-        return f"{type(output.past_key_values).__name__} under {model.config._attn_implementation}"
+        return f"{type(output.past_key_values).__name__} with {model.config._attn_implementation}"
 
     enable(model, dtype=args.dtype)
     print(f"after enable: {describe_cache()}")

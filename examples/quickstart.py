@@ -21,8 +21,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
     parser.add_argument("--dtype", help="Storage dtype of K and V. Default: fp8_e3m4.")
-    parser.add_argument("--prompt-tokens", type=int, default=2000)
-    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--prompt-tokens", type=int, default=2000, help="Tokens of the prompt.")
+    parser.add_argument("--new-tokens", type=int, default=24, help="Tokens of each answer.")
     args = parser.parse_args()
     name = args.model or hf_fp8kv.demo_model_path()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,23 +36,23 @@ def main() -> None:
     dynamic_cache = DynamicCache(config=model.config)
     # Line 2: the cache.
     paged_cache = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
-    count = args.new_tokens  # a fixed number, because times and bytes are compared
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-    logits, answers = [], []
+    num_new = args.new_tokens  # a fixed number, because times and bytes are compared
+    options = {"max_new_tokens": num_new, "min_new_tokens": num_new, "do_sample": False}
+    logps, answers = [], []
     for cache in (dynamic_cache, paged_cache):
         with torch.no_grad():
             model(ids[:, :-64], past_key_values=cache)
-            logits.append(model(ids[:, -64:], past_key_values=cache).logits.log_softmax(-1))
-        start, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
+            logps.append(model(ids[:, -64:], past_key_values=cache).logits.log_softmax(-1))
+        start, prompt = time.perf_counter(), torch.cat([ids, logps[-1][:, -1:].argmax(-1)], dim=1)
         answer = model.generate(prompt, past_key_values=cache, **options)[0, ids.shape[1] :]
-        speed = count / (time.perf_counter() - start)
+        speed = num_new / (time.perf_counter() - start)
         answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: ")
         answers[-1] += repr(tokenizer.decode(answer))
     dense_bytes = sum(2 * (x.keys.numel() + x.values.numel()) for x in dynamic_cache.layers)
-    size = paged_cache.memory_footprint()
-    kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
-    print(f"tokens held: {size.tokens}\nin 16 bits: {dense_bytes:,} bytes")
-    print(f"8-bit pages: {size.used_bytes:,} bytes, {size.used_bytes / dense_bytes:.3f} of it")
+    pages = paged_cache.memory_footprint()
+    kl = (logps[0].exp() * (logps[0] - logps[1])).sum(-1).mean()
+    print(f"tokens held: {pages.tokens}\nin 16 bits: {dense_bytes:,} bytes")
+    print(f"8-bit pages: {pages.used_bytes:,} bytes, {pages.used_bytes / dense_bytes:.3f} of it")
     print(f"mean KL divergence of the predictions: {kl:.1e}", *answers, sep="\n")
 
 

@@ -2,7 +2,7 @@
 
     python examples/ray_serve.py
 
-It sends eight conversations with the header x-session-id, and eight without.
+The script sends eight conversations without the header x-session-id, and eight with it.
 """
 
 import sys
@@ -30,28 +30,31 @@ def make_replicas(name: str) -> serve.Application:
     return serve.deployment(serve.ingress(build)(), num_replicas=2, **options).bind()
 
 
-def run_conversation(client: OpenAI, header: bool, number: int) -> tuple[int, int]:
-    session = f"conversation {number}, header {header}"
-    name, messages, cached, tokens = client.models.list().data[0].id, [], 0, 0
+def run_conversation(client: OpenAI, has_header: bool, number: int) -> tuple[int, int]:
+    """Return the numbers of cached tokens and of all tokens in the prompts of a conversation."""
+    session = f"conversation {number}, header {has_header}"
+    name, messages, num_cached, num_tokens = client.models.list().data[0].id, [], 0, 0
     facts = "".join(FACT.format(n, session, n * 7) for n in range(8))
     for question in (f"{facts}How many facts are there?", "Why?", "Is that so?", "And then?"):
         messages.append({"role": "user", "content": question})
-        keywords = {"max_tokens": 8, "extra_headers": {"x-session-id": session} if header else {}}
-        answer = client.chat.completions.create(model=name, messages=messages, **keywords)
+        headers = {"x-session-id": session} if has_header else {}
+        options = {"max_tokens": 8, "extra_headers": headers}
+        answer = client.chat.completions.create(model=name, messages=messages, **options)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-        cached += answer.usage.prompt_tokens_details.cached_tokens
-        tokens += answer.usage.prompt_tokens
-    return cached, tokens
+        num_cached += answer.usage.prompt_tokens_details.cached_tokens
+        num_tokens += answer.usage.prompt_tokens
+    return num_cached, num_tokens
 
 
 def main() -> None:
     serve.run(make_replicas(sys.argv[1] if len(sys.argv) > 1 else str(demo_model_path())))
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-    for header in (False, True):
+    for has_header in (False, True):
         start, pool = time.perf_counter(), ThreadPoolExecutor(4)
-        counts = pool.map(run_conversation, [client] * 8, [header] * 8, range(8))
-        cached, tokens = map(sum, zip(*counts, strict=True))
-        print(f"header {header}: {cached / tokens:.0%} cached, {time.perf_counter() - start:.1f} s")
+        counts = pool.map(run_conversation, [client] * 8, [has_header] * 8, range(8))
+        num_cached, num_tokens = map(sum, zip(*counts, strict=True))
+        seconds = time.perf_counter() - start
+        print(f"header {has_header}: {num_cached / num_tokens:.0%} cached, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train the demo model with GRPO in TRL. The trainer attends to the same 8-bit K and V as rollouts.
+"""Train the demo model with GRPO in TRL. The trainer reads the same 8-bit K and V as the rollouts.
 
     python examples/rl.py
 

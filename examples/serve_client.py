@@ -34,15 +34,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="URL of a running server. Default: start one.")
     parser.add_argument("--model", help="Model of a started server. Default: the demo model.")
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=32, help="Maximum tokens of an answer.")
     args = parser.parse_args()
     with contextlib.nullcontext(args.url) if args.url else run_server(args.model) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         name = client.models.list().data[0].id
 
         def ask(number: int) -> str:
-            text, stream = f"Tell me about the {WORDS[number // 2]}.", number % 2 == 0
-            messages = [{"role": "user", "content": text}]
+            question, stream = f"Tell me about the {WORDS[number // 2]}.", number % 2 == 0
+            messages = [{"role": "user", "content": question}]
             options = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
             answer = client.chat.completions.create(model=name, messages=messages, **options)
             if not stream:

@@ -34,7 +34,7 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # The workers of pytest-xdist share the cores.
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _IS_WORKER else 2))
+NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _IS_WORKER else 2))
 
 # No deadline is set, because the first example of a test may compile a kernel. CI draws the same
 # examples in every run. Tests do not set a number of examples. `make test` uses the fast profile,
@@ -92,14 +92,14 @@ def poisoned_outputs() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_objects() -> None:
-    """Exclude objects of earlier modules from garbage collection, which each engine runs twice."""
+    """Exclude objects of earlier modules from garbage collection. Each engine collects twice."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _set_threads() -> None:
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Tests that run the Python blocks of README.md, the tutorial and the how-to pages.
 
-The blocks use the first layers of the demo model. In `make test-all`, the examples use all layers.
+The blocks use the first layers of the demo model. The tests of examples/ also run all its layers.
 """
 
 import re
@@ -28,7 +28,7 @@ def shallow_model_path(demo_model_path, tmp_path_factory):
 
 
 @pytest.fixture
-def run(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
+def run_pages(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Return a function that runs the blocks of pages in order, and returns their global names.
 
     A comment after a print() must be a line that the block prints. The answers of 16-bit models
@@ -41,46 +41,47 @@ def run(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
         value = int(match[0])
         return str(value if value % 30 else value // 30 * num_layers)
 
-    def run_pages(*pages: str) -> dict[str, Any]:
-        names: dict[str, Any] = {}
-        lines: list[str] = []
+    def run_blocks(*pages: str) -> dict[str, Any]:
+        namespace: dict[str, Any] = {}
+        output_lines: list[str] = []
         for page in pages:
             text = (ROOT / page).read_text()
             blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
             assert blocks
             for number, block in enumerate(blocks, 1):
-                exec(compile(block, f"{page}, block {number}", "exec"), names)
-                printed = capsys.readouterr().out.splitlines()
-                for line in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
-                    expected = re.sub(r"\b\d+\b", scale_number, line)
-                    assert expected in printed, f"{page}, block {number}"
-                lines += printed
-        assert any(line.startswith(PROMPT) for line in lines)
-        return names
+                exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+                block_lines = capsys.readouterr().out.splitlines()
+                for comment in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
+                    expected = re.sub(r"\b\d+\b", scale_number, comment)
+                    assert expected in block_lines, f"{page}, block {number}"
+                output_lines += block_lines
+        assert any(line.startswith(PROMPT) for line in output_lines)
+        return namespace
 
-    return run_pages
-
-
-def test_the_block_of_the_readme_runs(run):
-    assert run("README.md")["output"].shape == (1, 25)
+    return run_blocks
 
 
-def test_the_blocks_of_the_tutorial_run(run):
-    names = run("docs/quickstart.md")
-    names_on_page = {"FP8PagedCache", "check_model", "demo_model_path", "disable", "enable"}
-    assert {name for name in hf_fp8kv.__all__ if name in names} == names_on_page
+def test_the_block_of_the_readme_runs(run_pages):
+    assert run_pages("README.md")["output"].shape == (1, 25)
+
+
+def test_the_blocks_of_the_tutorial_run(run_pages):
+    namespace = run_pages("docs/quickstart.md")
+    public_names = {"FP8PagedCache", "check_model", "demo_model_path", "disable", "enable"}
+    assert {name for name in hf_fp8kv.__all__ if name in namespace} == public_names
 
 
 @pytest.mark.parametrize(
     "page", ["calibrate", "formats", "memory", "migrating", "reuse", "training"]
 )
-def test_the_blocks_of_a_page_run_after_the_tutorial(run, page):
-    names = run("docs/quickstart.md", f"docs/{page}.md")
+def test_the_blocks_of_a_page_run_after_the_tutorial(run_pages, page):
+    namespace = run_pages("docs/quickstart.md", f"docs/{page}.md")
     # Each page disables the caches that it enables.
-    assert names["model"].config._attn_implementation == "fp8_paged"
+    assert namespace["model"].config._attn_implementation == "fp8_paged"
 
 
-def test_the_blocks_of_serving_run_in_order(run):
-    names = run("docs/serving.md")
-    assert [len(answer.generated_tokens) for answer in names["answers"].values()] == [12, 12, 12]
-    assert len(names["result"].generated_tokens) == 12
+def test_the_blocks_of_serving_run_in_order(run_pages):
+    namespace = run_pages("docs/serving.md")
+    answers = namespace["answers"].values()
+    assert [len(answer.generated_tokens) for answer in answers] == [12, 12, 12]
+    assert len(namespace["result"].generated_tokens) == 12

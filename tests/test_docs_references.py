@@ -10,26 +10,27 @@ import pytest
 from hf_fp8kv import FP8PagedCache
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
+DOC_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+TOP_LEVEL_FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
 # Paths relative to the root of the repository, and relative to the package's folder.
 PATHS = [
     f"/{path.relative_to(base)}"
     for base in (ROOT, ROOT / "hf_fp8kv")
-    for folder in FOLDERS
+    for folder in TOP_LEVEL_FOLDERS
     for path in (ROOT / folder).rglob("*")
     if path.is_relative_to(base) and "__pycache__" not in path.parts
 ]
 
-on_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+for_each_page = pytest.mark.parametrize("page", DOC_PAGES, ids=lambda page: page.name)
 
 
 def find_anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes for the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-@on_every_page
+@for_each_page
 def test_targets_of_links_exist(page: Path):
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if target.startswith("https://"):
@@ -39,37 +40,37 @@ def test_targets_of_links_exist(page: Path):
         assert not anchor or anchor in find_anchors(path), f"{target}#{anchor}"
 
 
-@on_every_page
+@for_each_page
 def test_named_files_and_folders_exist(page: Path):
     text = page.read_text()
     scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # shown in full on the page
     names = set(re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b", text)) - set(scripts)
-    names |= set(re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+?)/?`", text))
+    names |= set(re.findall(rf"`((?:{'|'.join(TOP_LEVEL_FOLDERS)})/[\w./-]+?)/?`", text))
     missing = [name for name in sorted(names) if not any(p.endswith(f"/{name}") for p in PATHS)]
     assert not missing
 
 
-@on_every_page
+@for_each_page
 def test_named_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
-    # Packages whose names are not variables on any page.
-    packages = "attention|calibration|formats|ops|paging|serving"
-    members = re.findall(rf"`((?:{packages})(?:\.(?!py\b)[a-z]\w*)+)", text)
-    names |= {f"hf_fp8kv.{name}" for name in members}
+    # Packages whose names are not also names of variables on a page.
+    package_pattern = "attention|calibration|formats|ops|paging|serving"
+    dotted_names = re.findall(rf"`((?:{package_pattern})(?:\.(?!py\b)[a-z]\w*)+)", text)
+    names |= {f"hf_fp8kv.{name}" for name in dotted_names}
     missing = [name for name in sorted(names) if pydoc.locate(name) is None]
     assert not missing
 
 
-@on_every_page
+@for_each_page
 def test_named_functions_exist(page: Path):
     for path, name in re.findall(r"`(\w+/[\w/]+\.py)`, `([\w.]+)`", page.read_text()):
         assert f"def {name.rpartition('.')[2]}(" in (ROOT / "hf_fp8kv" / path).read_text(), name
 
 
-@on_every_page
-def test_keywords_of_a_cache_exist(page: Path):
+@for_each_page
+def test_cache_keywords_exist(page: Path):
     calls = re.findall(r"FP8PagedCache\(([^`\n]*)\)", page.read_text())
     keywords = {name for call in calls for name in re.findall(r"(\w+)=", call)}
     assert keywords <= inspect.signature(FP8PagedCache).parameters.keys()

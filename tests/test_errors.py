@@ -35,11 +35,11 @@ EXAMPLES = [
 
 
 def test_examples_cover_all_errors_of_the_module():
-    classes = {c for _, c in inspect.getmembers(errors, inspect.isclass)}
-    assert classes == {FP8KVError, *BUILT_IN_BASES} == {type(e) for e in EXAMPLES}
+    classes = {cls for _, cls in inspect.getmembers(errors, inspect.isclass)}
+    assert classes == {FP8KVError, *BUILT_IN_BASES} == {type(error) for error in EXAMPLES}
 
 
-@pytest.mark.parametrize("error_class", BUILT_IN_BASES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("error_class", BUILT_IN_BASES, ids=lambda cls: cls.__name__)
 def test_each_error_has_one_built_in_base(error_class):
     assert issubclass(error_class, FP8KVError)
     assert issubclass(error_class, BUILT_IN_BASES[error_class])
@@ -47,7 +47,7 @@ def test_each_error_has_one_built_in_base(error_class):
     assert FP8KVError.__bases__ == (Exception,)
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 def test_errors_can_be_copied_and_pickled(error):
     assert_equal_copy(error, copy.copy(error))
     assert_equal_copy(error, copy.deepcopy(error))

@@ -1,4 +1,4 @@
-"""Tests that run the examples like a user, and check the numbers that they print.
+"""Tests that run the examples as a user would, and check the numbers that they print.
 
 The fast tier uses the first layers of the demo model, and `make test-all` the whole model.
 """
@@ -21,8 +21,8 @@ from tests.helpers.shallow import num_layers, save_first_layers, shallow_model_p
 
 pytestmark = pytest.mark.text
 
-FOLDER = Path(__file__).parent.parent / "examples"
-# Small values of options, which run the same code as the defaults.
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# Arguments that keep each example short. They run the same code as the defaults.
 ARGUMENTS = {
     "calibrate_and_export.py": ["--max-tokens", "512", "--held-out", "256"],
     "chat.py": ["--new-tokens", "6", "--questions", "Name a fruit.", "Another?"],
@@ -33,31 +33,31 @@ ARGUMENTS = {
     "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
 }
-# Examples that need additional packages, and the commands or files that run them.
+# Examples that need additional packages, and where each of them is run.
 TESTED_ELSEWHERE = {
     "rl.py": "make rl",
     "ray_serve.py": "docs/serving.md: tried manually, since tests do not install Ray",
     "vllm_serve.py": "tests/vllm/test_processes.py",
 }
-# KV heads and head size of SmolLM2-135M, and its bytes of K and V per token and layer.
-HEADS, DIM, PAGE_SIZE = 3, 64, 64
-BF16_BYTES = HEADS * 2 * DIM * 2
-PAGE_BYTES = HEADS * 2 * (DIM + 2)
+NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 3, 64, 64  # of SmolLM2-135M and its cache
+# Bytes of K and V per token and layer, in 16 bits and in 8-bit pages.
+DENSE_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2
+PAGED_BYTES = NUM_KV_HEADS * 2 * (HEAD_DIM + 2)
 
 RunExample = Callable[..., str]
 
 
 @pytest.fixture
-def run(num_layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F811
+def run_example(num_layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F811
     """Return a function that runs an example with arguments, and returns its output."""
 
-    def run_example(name: str, *arguments: str) -> str:
-        argv = [str(FOLDER / name), *(arguments or ARGUMENTS[name])]
+    def run_script(name: str, *arguments: str) -> str:
+        argv = [str(EXAMPLES / name), *(arguments or ARGUMENTS[name])]
         monkeypatch.setattr(sys, "argv", argv)
         runpy.run_path(argv[0], run_name="__main__")
         return capsys.readouterr().out
 
-    return run_example
+    return run_script
 
 
 def _read_numbers(pattern: str, text: str) -> tuple[float, ...]:
@@ -71,7 +71,7 @@ def _count_pages(num_tokens: int) -> int:
 
 
 def test_examples_are_short_documented_and_tested():
-    scripts = {path.name: path.read_text() for path in FOLDER.glob("*.py")}
+    scripts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     assert sorted(scripts) == sorted({*ARGUMENTS, *TESTED_ELSEWHERE})
     for name, text in scripts.items():
         assert len(text.splitlines()) <= (80 if name in TESTED_ELSEWHERE else 60), name
@@ -85,99 +85,99 @@ def test_examples_are_short_documented_and_tested():
 def test_help_lists_the_options(monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as exit_info:
-        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert not exit_info.value.code
     output = capsys.readouterr().out
     assert "--model" in output
     assert "None" not in output
 
 
-def test_quickstart_counts_both_caches(run, num_layers):  # noqa: F811
-    output = run("quickstart.py")
-    tokens, dense_bytes, page_bytes, share, kl = _read_numbers(
+def test_quickstart_counts_both_caches(run_example, num_layers):  # noqa: F811
+    output = run_example("quickstart.py")
+    num_tokens, dense_bytes, page_bytes, ratio, kl = _read_numbers(
         r"tokens held: (\d+)\nin 16 bits: ([\d,]+) bytes\n"
         r"8-bit pages: ([\d,]+) bytes, ([\d.]+) of it\nmean KL .*: (.+)\n",
         output,
     )
-    assert tokens == 400 + 8  # the last new token is never stored
-    assert dense_bytes == tokens * num_layers * BF16_BYTES
-    assert page_bytes == _count_pages(int(tokens)) * PAGE_SIZE * num_layers * PAGE_BYTES
-    assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
+    assert num_tokens == 400 + 8  # the last new token is never stored
+    assert dense_bytes == num_tokens * num_layers * DENSE_BYTES
+    assert page_bytes == _count_pages(int(num_tokens)) * PAGE_SIZE * num_layers * PAGED_BYTES
+    assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
     assert 0 < kl < 0.1
     answers = r"^(?:DynamicCache|FP8PagedCache), [\d.]+ tokens per second: '.+'$"
     assert len(re.findall(answers, output, re.MULTILINE)) == 2
 
 
-def test_forks_share_pages_and_give_the_answers_of_separate_caches(run, num_layers):  # noqa: F811
-    output = run("fork_chat.py")
+def test_forks_share_pages_and_give_the_answers_of_separate_caches(run_example, num_layers):  # noqa: F811
+    output = run_example("fork_chat.py")
     assert "the same answers without forks: True" in output
     answers = re.findall(r"^What is a \w+\? '(.+)'$", output, re.MULTILINE)
-    # Answers of the first layers hardly depend on the question.
+    # With only the first layers, answers hardly depend on the question.
     assert len(answers) == 2
     assert num_layers < 30 or len(set(answers)) == 2
     shared_tokens, shared_pages = _read_numbers(r"shared: (\d+) tokens in (\d+) pages", output)
-    fork_pages, separate_pages = _read_numbers(r"pages with forks: (\d+); apart: (\d+)", output)
+    fork_pages, separate_pages = _read_numbers(r"pages: (\d+) with forks, (\d+) without", output)
     assert shared_tokens > 256
     assert shared_pages == _count_pages(int(shared_tokens))
-    # Each fork has a separate last page, and at most one further page for its question and answer.
+    # Each fork has a separate last page, and at most one more page for its question and answer.
     assert shared_pages + 2 <= fork_pages <= shared_pages + 4
     assert separate_pages >= 2 * shared_pages
-    assert _read_numbers(r"seconds with forks: ([\d.]+); apart: ([\d.]+)", output)
-    output = run("fork_chat.py", "--characters", "300", "--questions", "Who?")
+    assert _read_numbers(r"seconds: ([\d.]+) with forks, ([\d.]+) without", output)
+    output = run_example("fork_chat.py", "--characters", "300", "--questions", "Who?")
     assert "the same answers without forks: True" in output
 
 
-def test_a_chat_computes_only_new_tokens(run):
-    counts = re.findall(r"\((\d+) tokens, (\d+) of them reused\)", run("chat.py"))
-    tokens, reused = zip(*[tuple(map(int, pair)) for pair in counts], strict=True)
-    assert reused[0] == 0
+def test_a_chat_computes_only_new_tokens(run_example):
+    counts = re.findall(r"\((\d+) tokens, (\d+) of them reused\)", run_example("chat.py"))
+    num_tokens, num_reused = zip(*(map(int, turn) for turn in counts), strict=True)
+    assert num_reused[0] == 0
     # The cache does not hold the last of the answer's six tokens.
-    assert tokens[0] < reused[1] <= tokens[0] + 5 < tokens[1]
-    assert (tokens[2], reused[2]) == (tokens[1], tokens[1] - 1)
+    assert num_tokens[0] < num_reused[1] <= num_tokens[0] + 5 < num_tokens[1]
+    assert (num_tokens[2], num_reused[2]) == (num_tokens[1], num_tokens[1] - 1)
 
 
-def test_an_exhausted_budget_shortens_the_text(run, num_layers, monkeypatch):  # noqa: F811
-    output = run("long_context.py")
+def test_an_exhausted_budget_shortens_the_text(run_example, num_layers, monkeypatch):  # noqa: F811
+    output = run_example("long_context.py")
     assert "out of pages: a chunk needs 2, 0 are left" in output
     num_read, num_total = _read_numbers(r"read (\d+) of (\d+) tokens", output)
     assert 8 * PAGE_SIZE - 40 < num_read < 8 * PAGE_SIZE - 24 < num_total
-    pages, page_bytes, share, dense_bytes = _read_numbers(
+    num_pages, page_bytes, ratio, dense_bytes = _read_numbers(
         r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", output
     )
-    assert pages == 8
-    assert dense_bytes == (8 * PAGE_SIZE - 1) * num_layers * BF16_BYTES
-    assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
-    assert 0.515 < share < 0.52
+    assert num_pages == 8
+    assert dense_bytes == (8 * PAGE_SIZE - 1) * num_layers * DENSE_BYTES
+    assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
+    assert 0.515 < ratio < 0.52
     assert re.search(r"answer: '.+'", output)
     # A text within the budget is read completely.
     short_text = pydoc_data.topics.topics["string-methods"][:1000]
     monkeypatch.setitem(pydoc_data.topics.topics, "string-methods", short_text)
-    output = run("long_context.py")
+    output = run_example("long_context.py")
     assert "out of pages" not in output
     num_read, num_total = _read_numbers(r"read (\d+) of (\d+) tokens", output)
     assert num_read == num_total
 
 
-def test_an_encoder_decoder_gives_the_same_tokens_in_half_the_bytes(run):
-    output = run("encoder_decoder.py")
+def test_an_encoder_decoder_gives_the_same_tokens_in_half_the_bytes(run_example):
+    output = run_example("encoder_decoder.py")
     assert "the same tokens with dtype='model': True" in output
-    tokens, num_distinct = _read_numbers(r"(\d+) tokens, (\d+) different ones", output)
-    assert tokens == 251
+    num_tokens, num_distinct = _read_numbers(r"(\d+) tokens, (\d+) of them distinct", output)
+    assert num_tokens == 251
     assert num_distinct > 3
-    for part, length in (("self", 250), ("cross", 500)):
-        dense_bytes, page_bytes, share = _read_numbers(
-            rf"{part}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)",
+    for kind, length in (("self", 250), ("cross", 500)):
+        dense_bytes, page_bytes, ratio = _read_numbers(
+            rf"{kind}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)",
             output,
         )
         assert dense_bytes == 2 * 4 * length * 2 * 64 * 2
         assert page_bytes == 2 * 4 * _count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
-        assert share == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
+        assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
 
 
-def test_a_pipeline_is_enabled_and_disabled(run):
-    first_line, *answers, last_line = run("pipeline.py").splitlines()
-    assert first_line == "after enable: FP8PagedCache under fp8_paged"
-    assert last_line == "after disable: DynamicCache under sdpa"
+def test_a_pipeline_is_enabled_and_disabled(run_example):
+    first_line, *answers, last_line = run_example("pipeline.py").splitlines()
+    assert first_line == "after enable: FP8PagedCache with fp8_paged"
+    assert last_line == "after disable: DynamicCache with sdpa"
     assert len(answers) == 3
     prompts = "London is the capital of", "Water boils at", "The three primary colours are red, "
     for answer, prompt in zip(answers, prompts, strict=True):
@@ -185,12 +185,12 @@ def test_a_pipeline_is_enabled_and_disabled(run):
         assert len(answer) > len(prompt) + 6
 
 
-def test_calibrated_scales_are_saved_and_loaded(run, num_layers, tmp_path):  # noqa: F811
+def test_calibrated_scales_are_saved_and_loaded(run_example, num_layers, tmp_path):  # noqa: F811
     # The model is in float32, because most CPUs are six times slower with bfloat16.
     model = save_first_layers(demo_model_path(), tmp_path / "model", num_layers, dtype="float32")
     arguments = [*ARGUMENTS["calibrate_and_export.py"], "--model", str(model)]
-    out = tmp_path / "scales"
-    output = run("calibrate_and_export.py", *arguments, "--out", str(out))
+    scales_folder = tmp_path / "scales"
+    output = run_example("calibrate_and_export.py", *arguments, "--out", str(scales_folder))
     assert re.search(
         rf"^KVScales\({num_layers} layers, per tensor, .*from \d+ tokens in \d+ s$", output, re.M
     )
@@ -199,30 +199,30 @@ def test_calibrated_scales_are_saved_and_loaded(run, num_layers, tmp_path):  # n
     )
     assert {"static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"} <= kl.keys()
     assert 0 < float(kl["static fp8_e4m3"]) < 0.1
-    shared_scales = _read_numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", output)
+    json_scales = _read_numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", output)
     k, v = _read_numbers(r"copy: compressed-tensors, layer 0: K ([\d.]+), V ([\d.]+)", output)
-    assert shared_scales == (max(k, v), max(k, v))
+    assert json_scales == (max(k, v), max(k, v))
     assert k != v
     assert "London is the capital of" in output.splitlines()[-1]
-    weights = [path.stat().st_size for path in (out / "copy").glob("*.safetensors")]
-    # The complete checkpoint with the scales: two bytes per parameter of embeddings and layers.
-    assert sum(weights) > 2 * (28_311_552 + num_layers * 3_540_096)
+    sizes = [path.stat().st_size for path in (scales_folder / "copy").glob("*.safetensors")]
+    # The copy holds all weights: at least two bytes per parameter of the embeddings and layers.
+    assert sum(sizes) > 2 * (28_311_552 + num_layers * 3_540_096)
 
 
 def test_the_notebook_measures_each_cache(num_layers, capsys):  # noqa: F811
-    cells = json.loads((FOLDER / "measure_your_model.ipynb").read_text())["cells"]
-    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    names: dict[str, Any] = {}
-    exec(codes[0], names)
-    assert names.keys() >= {"MODEL", "TOKENS", "SCORED", "TURNS"}
-    names |= {"TOKENS": 320, "TURNS": 2}
-    for code in codes[1:]:
-        exec(code, names)
+    cells = json.loads((EXAMPLES / "measure_your_model.ipynb").read_text())["cells"]
+    code_cells = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    namespace: dict[str, Any] = {}
+    exec(code_cells[0], namespace)
+    assert namespace.keys() >= {"MODEL", "TOKENS", "SCORED", "TURNS"}
+    namespace |= {"TOKENS": 320, "TURNS": 2}
+    for source in code_cells[1:]:
+        exec(source, namespace)
     output = capsys.readouterr().out
     assert f"LlamaForCausalLM: {num_layers} layers: {num_layers} fused" in output
     for title in ("DynamicCache", "default", "adaptive", "E4M3"):
         (token_bytes,) = _read_numbers(rf"{title} +([\d,]+) bytes per token", output)
-        assert token_bytes == num_layers * (BF16_BYTES if title == "DynamicCache" else PAGE_BYTES)
+        assert token_bytes == num_layers * (DENSE_BYTES if title == "DynamicCache" else PAGED_BYTES)
         kl, agreement = _read_numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", output)
         assert kl == 0 if title == "DynamicCache" else 0 < kl < 0.1
         assert 80 < agreement <= 100
@@ -235,7 +235,7 @@ def test_one_server_answers_sixteen_clients(monkeypatch, capsys, tmp_path):
     model = save_chat_model(tmp_path)
     arguments = [*ARGUMENTS["serve_client.py"], "--model", model]
     monkeypatch.setattr(sys, "argv", ["serve_client.py", *arguments])
-    runpy.run_path(str(FOLDER / "serve_client.py"), run_name="__main__")
+    runpy.run_path(str(EXAMPLES / "serve_client.py"), run_name="__main__")
     output = capsys.readouterr().out
     answers = re.findall(r"^streamed (.+)$", output, re.MULTILINE)
     assert len(answers) == len(set(answers)) == 8

@@ -30,9 +30,9 @@ FLOORS = (
 # next to the folders count as "__init__" and "errors". An issue may move lines between folders if
 # it says so. The sum must not grow.
 BUDGETS = {
-    "attention": 1896, "bench": 809, "cache": 3075, "calibration": 2303, "card": 1747, "cli": 1662,
+    "attention": 1894, "bench": 809, "cache": 3075, "calibration": 2302, "card": 1747, "cli": 1662,
     "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 625, "ops": 6538,
-    "paging": 1631, "prefix": 1136, "scales": 2900, "server": 3771, "serving": 1762, "utils": 498,
+    "paging": 1630, "prefix": 1136, "scales": 2900, "server": 3771, "serving": 1762, "utils": 498,
     "vllm": 996,
 }  # fmt: skip
 
@@ -99,10 +99,10 @@ def test_a_cycle_is_detected():
 def test_imports_point_to_lower_floors():
     floor = {name: index for index, names in enumerate(FLOORS) for name in names}
     assert {folder_of(module) for module in MODULES} == set(floor)
-    pairs = ((x, y) for x, targets in read_graph().items() for y in sorted(targets))
+    imports = ((x, y) for x, targets in read_graph().items() for y in sorted(targets))
     wrong_imports = [
         f"{module} imports {target}"
-        for module, target in pairs
+        for module, target in imports
         if folder_of(module) != folder_of(target)
         and floor[folder_of(target)] >= floor[folder_of(module)]
     ]
@@ -117,12 +117,12 @@ def test_docs_show_the_same_floors():
 
 
 def test_no_folder_exceeds_its_budget():
-    lines = Counter[str]()
+    num_lines = Counter[str]()
     for path in [*MODULES.values(), *PACKAGE.rglob("*.cpp")]:
-        lines[folder_of(module_name(path))] += len(path.read_text().splitlines())
+        num_lines[folder_of(module_name(path))] += len(path.read_text().splitlines())
     root_files = [path.name for path in PACKAGE.glob("*.py")]
-    print(f"{len(MODULES)} files, {sum(lines.values())} lines: {dict(lines)}")
-    excess = {k: (n, BUDGETS.get(k, 0)) for k, n in lines.items() if n > BUDGETS.get(k, 0)}
+    print(f"{len(MODULES)} files, {num_lines.total()} lines: {dict(num_lines)}")
+    excess = {k: (n, BUDGETS.get(k, 0)) for k, n in num_lines.items() if n > BUDGETS.get(k, 0)}
     assert not excess, f"lines and budget of a folder: {excess}. Delete lines before adding more"
-    assert BUDGETS.keys() == lines.keys()
+    assert BUDGETS.keys() == num_lines.keys()
     assert len(root_files) <= 6, root_files

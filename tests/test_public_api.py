@@ -15,9 +15,10 @@ from hf_fp8kv.attention.switching import watched_attention
 from tests.helpers.tiny_models import tiny
 
 
-def list_public_names(module: ModuleType) -> set[str]:
+def find_public_names(module: ModuleType) -> set[str]:
     """Return the names in a module, except private names and submodules."""
-    return {n for n, value in vars(module).items() if n[0] != "_" and not inspect.ismodule(value)}
+    members = vars(module).items()
+    return {name for name, x in members if name[0] != "_" and not inspect.ismodule(x)}
 
 
 STABLE_NAMES = {
@@ -29,7 +30,7 @@ STABLE_NAMES = {
 def test_all_lists_exactly_the_public_names_in_order():
     names: dict[str, object] = {}
     exec("from hf_fp8kv import *", names)
-    assert set(hf_fp8kv.__all__) == list_public_names(hf_fp8kv) | {"application"} <= names.keys()
+    assert set(hf_fp8kv.__all__) == find_public_names(hf_fp8kv) | {"application"} <= names.keys()
     assert hf_fp8kv.__all__ == sorted(set(hf_fp8kv.__all__))
     assert set(hf_fp8kv.__all__) >= STABLE_NAMES
     assert all(inspect.getdoc(getattr(hf_fp8kv, name)) for name in hf_fp8kv.__all__)
@@ -41,7 +42,8 @@ def test_all_of_each_submodule_names_existing_members():
             assert hasattr(module, name), f"{module.__name__}.__all__ names {name}"
 
 
-# A script for a new process: it imports transformers, then the package, and prints the changes.
+# This script runs in a new process. It imports transformers and then the package, and prints what
+# the second import has changed.
 IMPORT_SCRIPT = """
 import json, sys, warnings
 from transformers import AttentionInterface, cache_utils
@@ -58,14 +60,14 @@ def registries():
         "cache": {n: o for n, o in vars(cache_utils).items() if not n.startswith("__")},
     }
 
-old, modules, filters = registries(), set(sys.modules), list(warnings.filters)
+old, old_modules, num_filters = registries(), set(sys.modules), len(warnings.filters)
 import hf_fp8kv
-new, added = registries(), set(sys.modules) - modules
+new, new_modules = registries(), set(sys.modules) - old_modules
 print(json.dumps({
     "added": {k: sorted(new[k].keys() - old[k].keys()) for k in old},
     "changed": {k: [n for n in old[k] if new[k].get(n) is not old[k][n]] for k in old},
-    "modules": sorted(added),
-    "filters": len(warnings.filters) - len(filters),
+    "modules": sorted(new_modules),
+    "filters": len(warnings.filters) - num_filters,
     "lazy": [hf_fp8kv.serving.enable.__module__, hf_fp8kv.application.__module__],
 }))
 """

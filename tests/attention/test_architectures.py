@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.tiny_models import build, tiny, type_names
-from tests.tools.sweep import answer, baseline, check_type, compare, counts, sweep
+from tests.tools.sweep import check_type, compare, count_outcomes, generate, run_baseline, sweep
 
 # transformers warns about the tiny configurations.
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
@@ -73,10 +73,10 @@ def test_a_type_gives_the_tokens_of_dynamic_cache(name):
 @pytest.mark.parametrize("name", ["mqa", "head_dim_64", "biased_keys"])
 def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
     model, inputs = tiny(name)
-    expected = baseline(model, inputs)
+    expected = run_baseline(model, inputs)
     for attention in ("sdpa", "fp8_paged"):
         model.set_attn_implementation(attention)
-        actual = answer(model, inputs, FP8PagedCache(model.config, dtype="auto", page_size=16))
+        actual = generate(model, inputs, FP8PagedCache(model.config, dtype="auto", page_size=16))
         assert compare(expected, actual).status == "equal"
 
 
@@ -84,9 +84,9 @@ def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
 def test_prompts_are_read_from_pages(name):
     """The models pass no window to attention, although prompts are longer than the window."""
     model, inputs = build(name, attn_implementation="fp8_paged")
-    expected = answer(model, inputs, DynamicCache(config=model.config))
+    expected = generate(model, inputs, DynamicCache(config=model.config))
     cache = FP8PagedCache(model.config, dtype="auto", prefill="stored", page_size=16)
-    assert compare(expected, answer(model, inputs, cache)).status == "equal"
+    assert compare(expected, generate(model, inputs, cache)).status == "equal"
 
 
 @pytest.mark.parametrize("name", mark_tiers(x for x in PATHS if x in type_names("causal")))
@@ -102,8 +102,8 @@ def test_a_lost_token_is_detected(name):
                 states = [x.index_fill(2, torch.tensor(x.shape[2] - 2), 0) for x in states]
             return states
 
-    lossy = answer(model, inputs, LossyCache(config=model.config))
-    assert compare(baseline(model, inputs), lossy).status != "equal"
+    lossy = generate(model, inputs, LossyCache(config=model.config))
+    assert compare(run_baseline(model, inputs), lossy).status != "equal"
 
 
 # Grid: Each kind of decoder with one of the two attention implementations.
@@ -122,12 +122,13 @@ def test_swapped_heads_are_detected(name, attention):
             return super().update(key_states, value_states, *args, **kwargs)
 
     model, inputs = build(name)
-    expected = baseline(model, inputs)
+    expected = run_baseline(model, inputs)
     model.set_attn_implementation(attention)
-    swapped = answer(model, inputs, SwappedCache(model.config, dtype="auto"))
+    swapped = generate(model, inputs, SwappedCache(model.config, dtype="auto"))
     assert compare(expected, swapped).status != "equal"
 
 
 @pytest.mark.full
 def test_enough_types_run_under_dynamic_cache():
-    assert counts(list(sweep(type_names(), only_baseline=True)))["run under DynamicCache"] >= 140
+    counts = count_outcomes(list(sweep(type_names(), only_baseline=True)))
+    assert counts["run under DynamicCache"] >= 140

@@ -110,10 +110,10 @@ def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
     expected = generate_stock(model, inputs)
     model.set_attn_implementation("fp8_paged")
     for options in ({}, {"max_cache_len": 30}, {"prefill": "stored"}):
-        watch.seen.clear()
+        watch.path_counts.clear()
         assert_same_outputs(generate(model, inputs, make_cache(model, **options)), expected)
         # All layers that cache latents use them in all steps.
-        assert watch.seen["fused, latent"] == count_latent_layers(model) * (NEW_TOKENS - 1)
+        assert watch.path_counts["fused, latent"] == count_latent_layers(model) * (NEW_TOKENS - 1)
 
 
 # Storage options: static scales, searched and rotated formats, and unquantized K.
@@ -175,11 +175,11 @@ def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Wat
         check_chunk(cache, start, stop)
     fork = cache.fork()
     cache.crop(-9)
-    watch.seen.clear()
+    watch.path_counts.clear()
     check_chunk(cache, 16, 18)
     check_chunk(fork, 25, 26)
     check_chunk(cache, 18, 19)
-    assert watch.seen["fused, latent"] == 2 * count_latent_layers(model)
+    assert watch.path_counts["fused, latent"] == 2 * count_latent_layers(model)
 
 
 @pytest.mark.parametrize(("name", "options"), FAST_CACHES, ids=str)
@@ -190,7 +190,7 @@ def test_beams_give_the_same_tokens(name: str, options: dict[str, Any], watch: W
     assert torch.equal(
         generate(model, inputs, make_cache(model, **options), num_beams=3)[0], expected
     )
-    assert bool(watch.seen["fused, latent"]) is bool(count_latent_layers(model))
+    assert bool(watch.path_counts["fused, latent"]) is bool(count_latent_layers(model))
 
 
 def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:

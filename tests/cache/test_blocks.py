@@ -26,7 +26,7 @@ from tests.cache.test_offloading import (
 )
 from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
-from tests.helpers.standin import triton_standin
+from tests.helpers.standin import replace_triton
 
 pytestmark = pytest.mark.text
 
@@ -35,7 +35,7 @@ BATCH = 2
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_standin(monkeypatch)
+    replace_triton(monkeypatch)
     # A block has one or two pages.
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 * PAGE * HEADS * (2 * DIM + 4))
 

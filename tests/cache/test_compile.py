@@ -21,7 +21,7 @@ from hf_fp8kv import FP8PagedCache, OutOfPagesError
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import list_tensors
 from tests.helpers.assertions import assert_same
-from tests.helpers.standin import triton_standin
+from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import tiny
 
 STATIC = {"scales": 0.05, "plan": "fp8 centered"}
@@ -107,7 +107,7 @@ def test_generate_compiles_only_on_cuda(on_cuda: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
 def test_addresses_do_not_change(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_standin(monkeypatch)
+    replace_triton(monkeypatch)
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(
         model.config, page_size=16, max_cache_len=50, backend="triton", **keywords
@@ -144,7 +144,7 @@ def test_compiled_code_has_no_copy_of_the_pool(
     """Inductor undoes functionalization, so this test reads the code that it generates."""
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     if backend == "triton":
-        triton_standin(monkeypatch)
+        replace_triton(monkeypatch)
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=48, backend=backend)
     model(**inputs, past_key_values=cache)
     mask = torch.ones(2, 1, 1, 48, dtype=torch.bool)
@@ -193,7 +193,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
     name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is traced on "meta", which, like CUDA, is not the CPU. Nothing is computed."""
-    triton_standin(monkeypatch, computes=False)
+    replace_triton(monkeypatch, compute=False)
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     model = model.to("meta")
     tokens = inputs["input_ids"].to("meta")

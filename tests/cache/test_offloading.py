@@ -21,7 +21,7 @@ from hf_fp8kv.paging import blocks
 from tests.cache.public import OutOfMemory, attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
-from tests.helpers.standin import triton_standin
+from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import causal_config, tiny
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
@@ -227,7 +227,7 @@ def test_all_operations_match_the_reference(
 ) -> None:  # fmt: skip
     """The reference has one tensor and one tier (0 pages). "triton" has blocks and late writes."""
     if backend == "triton":
-        triton_standin(monkeypatch)
+        replace_triton(monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
     offloading = {"offloading": True if num_pages is None else num_pages or False}
     config, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
@@ -466,7 +466,7 @@ def test_sizes_of_both_tiers() -> None:
 
 def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delayed writes, records and tables do not keep the pages of a layer on the device."""
-    triton_standin(monkeypatch)
+    replace_triton(monkeypatch)
     _, cache = make_caches("gemma3_text", backend="triton")
     add_tokens([cache], 21)
     storages: list[weakref.ref[Any]] = []

@@ -19,29 +19,30 @@ MARKS = [
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
 
 
-def random_llama(dtype: torch.dtype = torch.float32) -> Any:
+def make_llama(dtype: torch.dtype = torch.float32) -> Any:
     """Return a random model of medium size, or a tiny model without a GPU.
 
-    Its weights are small enough for attention to many tokens. With attention to a few tokens, a
-    different code of one key would change the logits by percents.
+    The weights are so small that each query attends to many tokens. If it attended to few tokens,
+    a different code of one key would change the logits by several percent.
     """
     torch.manual_seed(0)
-    size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
-    scale = 0.03
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    weight_std = 0.03
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     if not ON_GPU:
-        size, scale = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}, 0.1
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        weight_std = 0.1
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = LlamaConfig(
-        **size, **heads, vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-        initializer_range=scale, attn_implementation="fp8_paged",
+        **sizes, **heads, vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        initializer_range=weight_std, attn_implementation="fp8_paged",
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().to(DEVICE, dtype)
 
 
 @contextlib.contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """Make torch raise an error if Python waits for the GPU in this context."""
+    """Return a context in which torch raises an error if Python waits for the GPU."""
     if not ON_GPU:
         yield
         return

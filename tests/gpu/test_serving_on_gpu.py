@@ -21,7 +21,7 @@ from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EnginePages, skip_pages
 from hf_fp8kv.serving.step import EngineStep
-from tests.gpu.common import DEVICE, MARKS, ON_GPU, forbid_synchronization, only_gpu, random_llama
+from tests.gpu.common import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, only_gpu
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import (
     batching,
@@ -30,8 +30,8 @@ from tests.helpers.serving_tools import (
     generate_forked,
     greedy,
     head_scales,
-    note_offloads,
     open_manager,
+    record_offloads,
     request_answer,
     request_answers,
     run_manager,
@@ -50,13 +50,13 @@ TRITON = {"backend": "triton"}
 
 
 @pytest.fixture(autouse=True)
-def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def _limit_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(serving_tools, "NEW_TOKENS", 3)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _reset_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -67,7 +67,7 @@ def make_tiny(name: str, **config: Any) -> Any:
 
 
 MODELS = {
-    "llama": random_llama,
+    "llama": make_llama,
     "mistral": functools.partial(make_tiny, "mistral", sliding_window=20 * LENGTH_FACTOR),
     "gemma2": functools.partial(
         make_tiny, "gemma2", sliding_window=8 * LENGTH_FACTOR, query_pre_attn_scalar=1
@@ -77,8 +77,8 @@ MODELS = {
 
 
 def make_prompts(*, few: bool = False) -> list[list[int]]:
-    """Return prompts. The last two share full pages at the start."""
-    # This is the first seed for which the tokens of all models and kinds have wide margins.
+    """Return five prompts, or the last two with `few`. The last two begin with the same pages."""
+    # 5 is the first seed with which no token of any model and cache kind is nearly tied.
     generator = torch.Generator().manual_seed(5)
 
     def draw(count: int) -> list[int]:
@@ -95,7 +95,7 @@ def run_prompts(model: Any, prompts: list[list[int]], **options: Any) -> list[li
 
 @functools.cache
 def make_reference(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
-    """Return a model, keywords with static scales, and the tokens of generate() with these."""
+    """Return a model, cache keywords with static scales, and the tokens of generate() with them."""
     model = MODELS[name]()
     keywords = {"scales": head_scales(model), **TRITON}
     return model, keywords, generate_each(model, make_prompts(), **keywords)
@@ -126,8 +126,6 @@ CACHE_KINDS: dict[str, dict[str, Any]] = {
     "e5m2": {"dtype": "fp8_e5m2"},
     "unquantized": {"dtype": "auto"},
 }
-
-
 # Whole prompts, prompts in chunks next to decoding requests, and steps that are prepared while a
 # different step runs.
 BATCHING_OPTIONS: dict[str, dict[str, Any]] = {
@@ -144,7 +142,7 @@ BATCHING_OPTIONS: dict[str, dict[str, Any]] = {
 def test_batches_give_the_tokens_of_generate(name: str, kind: str, option_name: str) -> None:
     """The cases are prefill, decoding, and both, with full attention, rings, softcap and sinks."""
     if "async" in option_name and (kind != "static" or not ON_GPU):
-        pytest.skip("only a GPU prepares steps in advance, in the same way for every kind")
+        pytest.skip("only a GPU prepares steps in advance, in the same way for every cache kind")
     if not ON_GPU and name != "llama" and (kind != "static" or option_name == "whole"):
         pytest.skip("the interpreter needs minutes, and test_serving.py tests the CPU")
     model = MODELS[name]()
@@ -159,11 +157,11 @@ def test_batches_give_the_tokens_of_generate(name: str, kind: str, option_name: 
         assert run_prompts(model, make_prompts(), **BATCHING_OPTIONS[option_name]) == expected
 
 
-@pytest.mark.parametrize("center", [False, True], ids=["", "centered"])
-def test_bfloat16_differs_only_in_tokens_with_close_logits(center: bool) -> None:
+@pytest.mark.parametrize("centered", [False, True], ids=["", "centered"])
+def test_bfloat16_differs_only_in_tokens_with_close_logits(centered: bool) -> None:
     """Products of different shapes round differently, so a rounding error may decide a token."""
-    model = random_llama(torch.bfloat16)
-    keywords = {"scales": head_scales(model, center=center), **TRITON}
+    model = make_llama(torch.bfloat16)
+    keywords = {"scales": head_scales(model, center=centered), **TRITON}
     prompts = make_prompts(few=not ON_GPU)
     with enable_pages(model, **keywords):
         outputs = run_prompts(model, prompts)
@@ -174,7 +172,8 @@ def test_bfloat16_differs_only_in_tokens_with_close_logits(center: bool) -> None
         with torch.no_grad():
             logits = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        # The bound is rounding to 8 bits in some layers. A wrong page costs a standard deviation.
+        # The first bound is a few bfloat16 roundings, 2**-8 each. A wrong page changes logits by
+        # about a standard deviation.
         assert ((logits.amax(1) - chosen) <= 8 * 2**-8 * logits.std(1)).float().mean() > 0.9
         assert ((logits.amax(1) - chosen) <= 0.5 * logits.std(1)).all()
 
@@ -182,7 +181,7 @@ def test_bfloat16_differs_only_in_tokens_with_close_logits(center: bool) -> None
 def test_prefixes_are_reused(served_model: Any) -> None:
     model, expected = served_model
     with open_manager(model, pages=PAGES) as manager:
-        actual = [request_answer(manager, text) for text in make_prompts()[-2:]]
+        actual = [request_answer(manager, prompt) for prompt in make_prompts(few=True)]
         usage = serving.usage(manager)
     assert actual == expected[-2:]
     assert usage is not None
@@ -199,10 +198,9 @@ def test_forked_requests_give_the_tokens_of_generate(served_model: Any) -> None:
 # -- engines on a GPU ------------------------------------------------------------------------------
 
 
-def count_calls(kind: Any, name: str) -> Any:
+def count_calls(cls: Any, name: str) -> Any:
     """Return a context in which a mock counts the calls of a method, and forwards them."""
-    method = getattr(kind, name)
-    return mock.patch.object(kind, name, autospec=True, side_effect=method)
+    return mock.patch.object(cls, name, autospec=True, side_effect=getattr(cls, name))
 
 
 @only_gpu
@@ -230,11 +228,10 @@ def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) ->
 
 @only_gpu
 def test_unsupported_graphs_are_refused() -> None:
-    models = [MODELS["mistral"]()]
-    for model in models:
-        serving.enable(model, **TRITON)
-        with pytest.raises(ConfigError, match="use_cuda_graph"):
-            model.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
+    model = MODELS["mistral"]()
+    serving.enable(model, **TRITON)
+    with pytest.raises(ConfigError, match="use_cuda_graph"):
+        model.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
 
 
 def test_unused_rows_do_not_change_tokens(served_model: Any) -> None:
@@ -258,13 +255,13 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
         if name == "gemma2":
             pytest.skip("the interpreter needs minutes")
         monkeypatch.setattr(serving_tools, "NEW_TOKENS", 10)
-    offloads = note_offloads(monkeypatch)
+    offloads = record_offloads(monkeypatch)
     model = MODELS[name]()
     keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
-    prompts = [text[:30] for text in make_prompts() if len(text) > 12]
+    prompts = [prompt[:30] for prompt in make_prompts() if len(prompt) > 12]
     expected = generate_each(model, prompts, **TRITON, **keywords)
     # The pages have room for all prompts together, but not for the answers.
-    num_pages = sum(-(-len(text) // 8) for text in prompts) + 3
+    num_pages = sum(-(-len(prompt) // 8) for prompt in prompts) + 3
     with enable_pages(model, **TRITON, **keywords):
         outputs = run_prompts(
             model, prompts, page_size=8, pages=num_pages, max_batch_tokens=256,
@@ -288,12 +285,13 @@ def test_a_compiled_model_gives_the_same_tokens(served_model: Any, option_name: 
 @only_gpu
 def test_memory_stays_within_the_plan() -> None:
     """Pages use a fifth of the free memory, and steps have the largest size."""
-    model = random_llama()
+    model = make_llama()
     serving.enable(model, scales=head_scales(model, center=True), **TRITON)
     generator = torch.Generator().manual_seed(0)
     lengths = (3000, 2200, 1500, 1100, 900, 700, 500, 300)
     prompts = [torch.randint(3, 99, (n,), generator=generator).tolist() for n in lengths]
-    model(torch.ones((1, 8), dtype=torch.long, device=DEVICE), use_cache=False)  # workspaces
+    # The first call allocates workspaces, which the engine does not plan.
+    model(torch.ones((1, 8), dtype=torch.long, device=DEVICE), use_cache=False)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     allocated_bytes = torch.cuda.memory_allocated()
@@ -313,7 +311,7 @@ def test_memory_stays_within_the_plan() -> None:
 # -- one layer of one step -------------------------------------------------------------------------
 
 HEADS, QUERY_HEADS, HEAD_DIM, PAGE_SIZE = (8, 32, 128, 64) if ON_GPU else (2, 4, 16, 8)
-# Stored and new tokens of three prompts, then of two decoding requests and a chunk.
+# Numbers of stored and new tokens of three prompts, then of two decoding requests and a chunk.
 FIRST_STEP = tuple((0, n * LENGTH_FACTOR) for n in (33, 20, 40))
 SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FACTOR, 30))
 
@@ -322,22 +320,22 @@ def run_layer(
     stored: Pages,
     engine_pages: EnginePages,
     window: int | None,
-    first: int = 0,
+    first_page: int = 0,
     backend: str = "triton",
     device: torch.device = DEVICE,
 ) -> list[torch.Tensor]:
-    """Return the attention outputs of two steps of three requests, whose pages start at `first`."""
+    """Return the attention outputs of two steps of three requests, in pages from `first_page`."""
     generator = torch.Generator().manual_seed(0)
-    count = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1
+    pages_per_request = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1
     layer = StoredLayer(
         stored, LayerStorage(engine_pages.plan, None, None, None), engine_pages, backend
     )
     outputs = []
     for requests in (FIRST_STEP, SECOND_STEP):
         step = EngineStep([window], PAGE_SIZE)
-        for index, (past, tokens) in enumerate(requests):
-            start = first + index * count
-            step.add(past, tokens, [list(range(start, start + count))])
+        for index, (num_stored, num_new) in enumerate(requests):
+            start = first_page + index * pages_per_request
+            step.add(num_stored, num_new, [list(range(start, start + pages_per_request))])
         query, key, value = (
             torch.randn(1, heads, step.num_tokens, HEAD_DIM, generator=generator).to(
                 device, engine_pages.dtype
@@ -355,19 +353,19 @@ ENGINE_PAGES = EnginePages(
 )
 
 
-def make_pages(count: int, device: torch.device = DEVICE) -> Pages:
-    memory = torch.zeros(count * ENGINE_PAGES.bytes_per_page, dtype=torch.uint8, device=device)
-    return ENGINE_PAGES.view_memory(memory)
+def make_pages(num_pages: int, device: torch.device = DEVICE) -> Pages:
+    num_bytes = num_pages * ENGINE_PAGES.bytes_per_page
+    return ENGINE_PAGES.view_memory(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
 
 
 @pytest.mark.parametrize("window", [None, 25 * LENGTH_FACTOR], ids=["full", "ring"])
 def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -> None:
-    """Lists of requests are copied while the GPU works. Pages are past 2 ** 31 bytes of a pool."""
+    """The requests' lists are copied asynchronously, and pages lie past 2 ** 31 bytes of a pool."""
     num_pages = 3 * (-(-80 * LENGTH_FACTOR // PAGE_SIZE) + 1)
     far_page = 2**31 // (HEADS * PAGE_SIZE * HEAD_DIM) + 5 if ON_GPU else 7
     near_outputs = run_layer(make_pages(num_pages), ENGINE_PAGES, window)
     large_pool = make_pages(far_page + num_pages)
-    for index in (0, 1):  # a layer's pages start at its index in a block
+    for index in (0, 1):  # the pages of layer 1 start one page later
         actual = run_layer(skip_pages(large_pool, index), ENGINE_PAGES, window, far_page - 1)
         for output, expected in zip(actual, near_outputs, strict=True):
             assert torch.equal(output, expected)

@@ -11,8 +11,8 @@ V: Axes = ("page", "head", "dim", "slot")
 SCALES: Axes = ("page", "head", "slot", "side")
 DENSE: Axes = ("sequence", "head", "token", "dim")
 TOKENS: Axes = ("sequence", "token")
-_BY_RANK = {2: TOKENS, 4: DENSE}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AXES_BY_RANK = {2: TOKENS, 4: DENSE}
+_INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_same(
@@ -32,23 +32,26 @@ def assert_same(
 def assert_same_bytes(
     actual: torch.Tensor, expected: torch.Tensor, label: Any = "", axes: Axes | None = None
 ) -> None:
-    """Assert that two tensors have the same bits, including NaN and the sign of zero.
+    """Assert that two tensors are bitwise equal, including NaN and the sign of zero.
 
     The arguments are as in `assert_same`.
     """
-    bits = _BITS[actual.element_size()]
-    find_differences = lambda x, y: x.contiguous().view(bits) != y.contiguous().view(bits)  # noqa: E731
+    int_dtype = _INT_DTYPES[actual.element_size()]
+
+    def find_differences(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view(int_dtype) != y.contiguous().view(int_dtype)
+
     _assert_none_differs(actual, expected, find_differences, label, axes)
 
 
 def assert_same_pool(actual: Any, expected: Any, label: Any = "") -> None:
     """Assert that two `Pages` hold the same bytes: codes of K and V, and dynamic scales."""
-    for part, axes in (("k_codes", K), ("v_codes", V), ("token_scales", SCALES)):
-        x, y = (getattr(pages, part) for pages in (actual, expected))
-        name = f"{label} {part}".strip()
-        assert (x is None) == (y is None), f"{name}: expected it in both pools or in none"
+    for field, axes in (("k_codes", K), ("v_codes", V), ("token_scales", SCALES)):
+        x, y = (getattr(pages, field) for pages in (actual, expected))
+        field_label = f"{label} {field}".strip()
+        assert (x is None) == (y is None), f"{field_label}: expected it in both pools or in none"
         if x is not None:
-            assert_same_bytes(x, y, name, axes)
+            assert_same_bytes(x, y, field_label, axes)
 
 
 def _assert_none_differs(
@@ -64,7 +67,7 @@ def _assert_none_differs(
     differences = find_differences(actual, expected).nonzero()
     if len(differences) == 0:
         return
-    names = _BY_RANK.get(actual.ndim, ()) if axes is None else axes
+    names = _AXES_BY_RANK.get(actual.ndim, ()) if axes is None else axes
     if len(names) != actual.ndim:
         names = tuple(f"axis {i}" for i in range(actual.ndim))
     index = tuple(differences[0].tolist())

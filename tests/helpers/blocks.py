@@ -10,11 +10,10 @@ from hf_fp8kv.ops.blocks import blocks_of, locate_pages, put_pages, take_pages
 def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
     """Return the same pages on `device`, in blocks of `size` pages with unordered addresses."""
     rows, device = _read_pages(pages), device or pages.table.device
-    width = rows.shape[1]
     # Bytes outside the pages decode to NaN, so a test fails if they are read.
     blocks = [
-        torch.full((min(size, len(rows) - start), width), 0xFF, dtype=torch.uint8, device=device)
-        for start in range(0, len(rows), size)
+        torch.full((len(part), part.shape[1]), 0xFF, dtype=torch.uint8, device=device)
+        for part in rows.split(size)
     ]
     if len(blocks) > 2 and blocks[-1].shape == blocks[0].shape:
         blocks[-1], blocks[0] = blocks[0], blocks[-1]
@@ -29,7 +28,7 @@ def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None =
 
 
 def separate_pages(pages: Pages) -> Pages:
-    """Return the same pages in one block, with foreign bytes between them."""
+    """Return the same pages in one block, with 48 bytes of 0xFF after each page."""
     rows = _read_pages(pages)
     block = torch.full((len(rows), rows.shape[1] + 48), 0xFF, dtype=torch.uint8)[:, :-48]
     block.copy_(rows)
@@ -42,5 +41,6 @@ def merge_blocks(pages: Pages) -> Pages:
 
 
 def _read_pages(pages: Pages) -> torch.Tensor:
+    """Return the bytes of all pages, `[num_pages, page_bytes]`, uint8."""
     blocks = blocks_of(pages)
     return take_pages(blocks, np.arange(sum(map(len, blocks))))

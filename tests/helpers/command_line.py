@@ -14,7 +14,7 @@ from hf_fp8kv import cli
 
 WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(chr, range(97, 123))]
 
-# Function of command-line arguments and an optional `stdin`. Returns exit code, stdout and stderr.
+# A function of command-line arguments and `stdin` that returns the exit code, stdout and stderr.
 Runner = Callable[..., tuple[int, str, str]]
 
 
@@ -42,9 +42,9 @@ def runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv", *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as exit_:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
         out, err = capsys.readouterr()
-        return exit_.value.code or 0, out, err
+        return exit_info.value.code or 0, out, err
 
     return run

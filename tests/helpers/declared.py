@@ -1,6 +1,6 @@
 """Checkpoints that declare a KV cache in the format of compressed-tensors, and their models.
 
-The scales are much too small, so rounding with them destroys K and V.
+The declared scales are much too small, so rounding with them destroys K and V.
 """
 
 import json
@@ -15,7 +15,7 @@ from hf_fp8kv import KVScales, LayerScales
 from tests.helpers.tiny_models import tiny
 
 LAYERS, HEADS = 2, 2
-# With codes up to 448, values reach 0.9 and 0.67. The model's K and V are far larger.
+# With codes up to 448, K reaches at most 1.3 and V 0.67. The model's K and V are far larger.
 TOO_SMALL = KVScales(
     {
         index: LayerScales(
@@ -26,8 +26,8 @@ TOO_SMALL = KVScales(
     },
     model_type="llama",
 )
-_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-_WEIGHTS = {
+_FP8_FIELDS = {"num_bits": 8, "type": "float", "symmetric": True}
+_W8A8_CONFIG = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
     "quantization_status": "compressed",
@@ -35,8 +35,8 @@ _WEIGHTS = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {**_FP8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
+            "weights": {**_FP8_FIELDS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_FP8_FIELDS, "strategy": "token", "dynamic": True},
         }
     },
 }
@@ -52,7 +52,7 @@ def save_w8a8(folder: Path) -> Path:
     """Save the model with FP8 weights and activations, and without a declared KV cache."""
     model = tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
     tensors = model.state_dict()
-    for name in [key for key in tensors if key.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name]
         scale = weight.abs().amax(1, keepdim=True) / 448
         tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
@@ -60,26 +60,29 @@ def save_w8a8(folder: Path) -> Path:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _WEIGHTS}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _W8A8_CONFIG}))
     return folder
 
 
 def declare(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint, and declare scales that are too small. Return the folder."""
+    """Copy a checkpoint, and declare the scales `TOO_SMALL` in the copy. Return its folder."""
     TOO_SMALL.save_pretrained(folder, format="compressed-tensors", checkpoint=checkpoint)
     return folder
 
 
 def save_projections(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint to the format before `kv_cache_scheme`: projections round their outputs."""
+    """Copy a checkpoint to an older format, which declares the scales of projections' outputs.
+
+    `kv_cache_scheme` has replaced this format.
+    """
     tensors = load_file(checkpoint / "model.safetensors")
     for layer in range(LAYERS):
         for side, scale in (("k", 0.002), ("v", 0.0015)):
             name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
             tensors[name] = torch.tensor([scale])
-    output_format = {**_FP8, "strategy": "tensor", "dynamic": False}
+    output_format = {**_FP8_FIELDS, "strategy": "tensor", "dynamic": False}
     group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": output_format}
-    quantization = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
+    quantization = {**_W8A8_CONFIG, "format": "dense", "config_groups": {"group_0": group}}
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = quantization
     folder.mkdir()

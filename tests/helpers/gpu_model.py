@@ -23,12 +23,13 @@ from hf_fp8kv.ops.triton.tuning import PlanConfig
 
 __all__ = ["UNIT", "Part", "best_time", "lower_bound", "plan_time"]
 
-# K and V of a token and head: 2 x 128 bytes, and two scales of 2 bytes.
+# Bytes of K and V per token and head: 2 x 128 codes, and two scales of 2 bytes.
 BYTES_PER_TOKEN = 260
 UNIT = PlanConfig().unit  # tokens
 
-# RATES: bytes per clock of an SM with one to six programs. An SM has six slots for programs.
-SM_COUNT, RATES = 132, (10.0, 18.0, 25.0, 31.0, 36.0, 40.0)
+NUM_SMS = 132
+# Bytes per clock that an SM with one to six programs reads. An SM has six slots for programs.
+SM_RATES = (10.0, 18.0, 25.0, 31.0, 36.0, 40.0)
 CLOCK = 1980.0  # MHz
 BANDWIDTH = 4.3e6  # memory bandwidth in bytes per microsecond
 # Microseconds before a program's first bytes (its launch, its row of the plan, the page table, the
@@ -40,7 +41,7 @@ MERGE_TIME, PART_TIME = 1.9, 0.033
 
 
 class Part(NamedTuple):
-    """A row of a plan: units `begin` to `end - 1` of a sequence. `is_whole` means all its units."""
+    """A row of a plan: units `begin` to `end - 1` of a sequence, or all its units (`is_whole`)."""
 
     sequence: int
     begin: int
@@ -71,8 +72,8 @@ def run_parts(sizes: Iterable[int]) -> float:
     `flow` is the time in clocks that would have passed if the memory did not limit the SMs' rates.
     """
     programs = enumerate(sizes)
-    sms = [_SM() for _ in range(SM_COUNT)]
-    # Time, order, index of the SM, program, and bytes to read, or None at the end of a program.
+    sms = [_SM() for _ in range(NUM_SMS)]
+    # Time, order, index of the SM, program, and bytes to read. None marks the end of a program.
     timers: list[tuple[float, int, int, int, float | None]] = []
     drain_heap: list[tuple[float, int, int]] = []  # flow, index of the SM, its version
     order = itertools.count()
@@ -87,25 +88,26 @@ def run_parts(sizes: Iterable[int]) -> float:
         heapq.heappush(timers, (time + START_TIME, next(order), index, program, float(size)))
         return 1
 
-    def get_rate(count: int) -> float:
-        return RATES[count - 1] if count else 0.0
+    def get_rate(num_programs: int) -> float:
+        return SM_RATES[num_programs - 1] if num_programs else 0.0
 
     def update_reads(index: int) -> _SM:
-        sm, count = sms[index], len(sms[index].targets)
-        if count:
-            sm.bytes_read += (flow - sm.update_flow) * get_rate(count) / count
+        sm, num_programs = sms[index], len(sms[index].targets)
+        if num_programs:
+            sm.bytes_read += (flow - sm.update_flow) * get_rate(num_programs) / num_programs
         sm.update_flow = flow
         return sm
 
     def schedule_drain(index: int) -> None:
-        sm, count = sms[index], len(sms[index].targets)
+        sm, num_programs = sms[index], len(sms[index].targets)
         sm.version += 1
-        if count:
-            drain_flow = flow + (sm.targets[0][0] - sm.bytes_read) * count / get_rate(count)
+        if num_programs:
+            bytes_left = (sm.targets[0][0] - sm.bytes_read) * num_programs
+            drain_flow = flow + bytes_left / get_rate(num_programs)
             heapq.heappush(drain_heap, (drain_flow, index, sm.version))
 
-    for _ in RATES:
-        for index in range(SM_COUNT):
+    for _ in SM_RATES:
+        for index in range(NUM_SMS):
             num_running += start_program(index)
     while num_running:
         while drain_heap and drain_heap[0][2] != sms[drain_heap[0][1]].version:
@@ -137,8 +139,10 @@ def run_parts(sizes: Iterable[int]) -> float:
 
 def plan_time(parts: Sequence[Part], lengths: Sequence[int], num_heads: int) -> float:
     """Return the microseconds that a plan takes for sequences of these lengths."""
-    sizes = [min(part.end * UNIT, lengths[part.sequence]) - part.begin * UNIT for part in parts]
-    read_time = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(num_heads)])
+    part_lengths = [
+        min(part.end * UNIT, lengths[part.sequence]) - part.begin * UNIT for part in parts
+    ]
+    read_time = run_parts([n * BYTES_PER_TOKEN for n in part_lengths for _ in range(num_heads)])
     part_counts = Counter(part.sequence for part in parts if not part.is_whole)
     return read_time + (MERGE_TIME + PART_TIME * max(part_counts.values()) if part_counts else 0.0)
 
@@ -151,17 +155,17 @@ def lower_bound(lengths: Sequence[int], num_heads: int) -> float:
 def best_time(lengths: Sequence[int], num_heads: int) -> float:
     """Return the shortest time in microseconds, over plans of whole sequences or even parts."""
 
-    def cut_evenly(count: int) -> list[Part]:
+    def cut_evenly(max_parts: int) -> list[Part]:
         max_units = -(-max(lengths) // UNIT)
-        size = -(-max_units // count)
+        max_part_units = -(-max_units // max_parts)
         parts = []
         for sequence, length in enumerate(lengths):
             num_units = max(1, -(-length // UNIT))
-            num_parts = -(-num_units // size)
+            num_parts = -(-num_units // max_part_units)
             step = -(-num_units // num_parts)
             spans = [(i, min(i + step, num_units)) for i in range(0, num_units, step)]
             parts += [Part(sequence, *span, len(spans) == 1) for span in spans]
         return sorted(parts, key=lambda part: part.begin - part.end)
 
-    counts = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)
-    return min(plan_time(cut_evenly(n), lengths, num_heads) for n in counts)
+    part_limits = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)
+    return min(plan_time(cut_evenly(n), lengths, num_heads) for n in part_limits)

@@ -1,17 +1,17 @@
 """Repairs of Triton's interpreter (3.6 to 3.9), so that it computes what a GPU computes.
 
-They replace private functions of `triton.runtime.interpreter`, which may differ in other versions.
+The repairs replace private functions of `triton.runtime.interpreter`, which may differ in other
+versions. TRITON_INTERPRET=1 must be set before Triton is imported, which conftest.py does.
 
 Without the repairs, the interpreter truncates float32 to bfloat16, rounds float32 to an 8-bit float
 wrongly, reads the NaN codes of 8-bit floats as numbers, and computes with the bit patterns of
-bfloat16. A maximum returns NaN if one operand is NaN, the FNUZ formats are missing, a comparison of
-scalars is treated as numbers, and a loop whose bound is loaded needs numpy < 2.4.
-TRITON_INTERPRET=1 must be set before Triton is imported, which conftest.py does.
+bfloat16. A maximum returns NaN if one operand is NaN, the FNUZ formats are missing, the result of
+comparing scalars is a number, and a loop whose bound is loaded needs numpy < 2.4.
 
 Further changes save three quarters of the time, which the interpreter spends on types instead of
 values. The language is patched once per launch instead of in every call of a device function.
-Integer overflow is not computed, because its check is off. A type of blocks is created once for
-each shape, and properties that follow from types alone are not computed again for every tensor.
+Integer overflow is not computed, because its check is off. The type of a block is created once for
+each shape, and attributes that follow from a type alone are not computed again for every tensor.
 """
 
 import functools
@@ -39,10 +39,10 @@ _TORCH_DTYPES = {
     tl.float64: torch.float64,
 }
 # The types whose values the interpreter stores as bit patterns.
-_STORED_AS_BITS = tuple(t for t in _TORCH_DTYPES if t not in (tl.float16, tl.float32, tl.float64))
-_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-_POINTER = np.dtype(np.uint64)
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BIT_TYPES = tuple(t for t in _TORCH_DTYPES if t not in (tl.float16, tl.float32, tl.float64))
+_SIGNED_DTYPES = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_POINTER_DTYPE = np.dtype(np.uint64)
+_UNSIGNED_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
@@ -69,12 +69,12 @@ def repair() -> None:
 
 
 def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """Return the bits of `data`, values of type `source`, as `target`.
+    """Convert `data`, values of type `source`, to bit patterns of type `target`.
 
     Values are rounded to nearest, ties to even. 8-bit floats saturate, as in `cvt.rn.satfinite` of
     PTX. NaN stays NaN.
     """
-    bits = np.ascontiguousarray(data).view(_SIGNED[data.dtype.itemsize])
+    bits = np.ascontiguousarray(data).view(_SIGNED_DTYPES[data.dtype.itemsize])
     x = torch.from_numpy(bits.reshape(-1).copy()).view(_TORCH_DTYPES[source])
     x = x.double() if source == tl.float64 else x.float()
     dtype = _TORCH_DTYPES[target]
@@ -84,14 +84,14 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
     if dtype.itemsize == 1:
         x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     int_dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    result = x.to(dtype).view(int_dtype).numpy().view(_UNSIGNED[dtype.itemsize])
+    result = x.to(dtype).view(int_dtype).numpy().view(_UNSIGNED_DTYPES[dtype.itemsize])
     return result.reshape(data.shape)
 
 
 def _to_float32(handle: Any) -> Any:
     """Return `handle` as float32 if its values are stored as bit patterns, or unchanged."""
     scalar_type = handle.dtype.scalar
-    if scalar_type not in _STORED_AS_BITS or handle.data.dtype.kind != "u":
+    if scalar_type not in _BIT_TYPES or handle.data.dtype.kind != "u":
         return handle
     return Handle(_convert(handle.data, scalar_type, tl.float32, None).view(np.float32), tl.float32)
 
@@ -134,8 +134,8 @@ def _repair_arithmetic() -> None:
                 converted = (_to_float32(x) if isinstance(x, Handle) else x for x in operands)
                 return _to_bfloat16(operation(self, *converted))
             result = operation(self, *operands)
-            # The result of a comparison has the type of its operands, and Triton 3.9 does not
-            # accept a block of that type as a mask.
+            # Triton gives the result of a comparison the type of its operands, and Triton 3.9 does
+            # not accept a block of that type as a mask.
             return Handle(result.data, tl.int1) if result.data.dtype == bool else result
 
         return run_in_float32
@@ -252,32 +252,32 @@ def _cache_numpy_dtypes() -> None:
 
     def get_np_dtype(type_: Any) -> np.dtype:
         scalar = type_.element_ty if isinstance(type_, tl.block_type) else type_
-        return _POINTER if isinstance(scalar, tl.pointer_type) else scalar_dtype(scalar)
+        return _POINTER_DTYPE if isinstance(scalar, tl.pointer_type) else scalar_dtype(scalar)
 
     interpreter._get_np_dtype = get_np_dtype
 
 
 def _cache_block_types() -> None:
     """Cache the type of blocks by element type and shape, and the attributes of its tensors."""
-    block, tensor = tl.block_type, tl.tensor
-    make_block, make_tensor = block.__init__, tensor.__init__
-    blocks: dict[tuple[Any, ...], Any] = {}
+    block_type, tensor = tl.block_type, tl.tensor
+    make_type, make_tensor = block_type.__init__, tensor.__init__
+    types: dict[tuple[Any, ...], Any] = {}
     shapes: dict[tuple[int, ...], Any] = {}
 
-    def new_type(type_: Any, element: Any, shape: Any) -> Any:
-        if type_ is not block:
-            return object.__new__(type_)
+    def new_type(cls: Any, element: Any, shape: Any) -> Any:
+        if cls is not block_type:
+            return object.__new__(cls)
         key = id(element), *(x.value if isinstance(x, tl.constexpr) else x for x in shape)
-        result = blocks.get(key)
+        result = types.get(key)
         if result is None:
-            result = object.__new__(type_)
-            make_block(result, element, shape)
-            blocks[key] = result  # keeps the element alive, so no different element gets its id
+            result = object.__new__(cls)
+            make_type(result, element, shape)
+            types[key] = result  # keeps the element alive, so no different element gets its id
         return result
 
-    def init_block(self: Any, element: Any, shape: Any) -> None:
-        if type(self) is not block:
-            make_block(self, element, shape)
+    def init_type(self: Any, element: Any, shape: Any) -> None:
+        if type(self) is not block_type:
+            make_type(self, element, shape)
 
     def init_tensor(self: Any, handle: Any, type_: Any) -> None:
         try:
@@ -289,8 +289,8 @@ def _cache_block_types() -> None:
             type_.tensor_attributes = self.shape, self.numel, self.dtype
         self.handle, self.type = handle, type_
 
-    block.__new__, block.__init__, tensor.__init__ = new_type, init_block, init_tensor
-
+    block_type.__new__, block_type.__init__ = new_type, init_type
+    tensor.__init__ = init_tensor
     broadcast = TritonSemantic.broadcast_impl_value
 
     def broadcast_impl_value(self: Any, x: Any, y: Any) -> Any:
@@ -301,7 +301,7 @@ def _cache_block_types() -> None:
 
 
 def _cache_converted_numbers() -> None:
-    """Cache Python numbers that are converted for a type of blocks, and skip equal types."""
+    """Cache the conversion of a Python number to a block's type, and convert no equal types."""
     check = TritonSemantic.binary_op_type_checking_impl
     number_types = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
     entries: dict[tuple[Any, ...], tuple[Any, Any]] = {}
@@ -323,7 +323,7 @@ def _cache_converted_numbers() -> None:
 
     def binary_op_type_checking_impl(self: Any, x: Any, y: Any, *rules: Any, **options: Any) -> Any:
         if type(x) is tl.tensor and x.dtype.name in number_types and not options:
-            # Equal types are not converted, except for division.
+            # Equal types need no conversion, except for division.
             if type(y) is tl.tensor and x.dtype is y.dtype and len(rules) < 4:
                 return self.broadcast_impl_value(x, y)
             if type(y) in (int, float):
@@ -346,7 +346,7 @@ def _compare_types_by_identity() -> None:
 
 
 def _set_handle_attributes_directly() -> None:
-    """Set the attributes of a handle directly. Only wide values are checked against their type."""
+    """Set a handle's attributes directly, and check the type only of values wider than a byte."""
     check = Handle.__post_init__
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 class WideMargins(LogitsProcessor):
     """Asserts at each step of generate() that the best logit leads the second by `min_margin`.
 
-    A different order of sums changes logits less than this, so all CPUs choose the same tokens.
+    A different order of sums changes logits by less, so all CPUs choose the same tokens.
     """
 
     def __init__(self, min_margin: float) -> None:

@@ -16,17 +16,17 @@ PLANS = (
 
 
 def planned_scales(
-    layers: int = 3,
+    num_layers: int = 3,
     heads: int = 2,
     dim: int = 16,
     *,
     is_dynamic: bool = False,
     coarse: bool = False,
 ) -> KVScales:
-    """Return scales per head for values up to about 4, or dynamic scales, with `PLANS` in order.
+    """Return static scales for values up to about 4, or dynamic scales, with `PLANS` in order.
 
-    K and V have different scales. With `coarse`, the scales are so large that few codes are used,
-    so a different plan changes the tokens of a model.
+    Static scales are per head, and differ between K and V. With `coarse`, they are so large that
+    values use few codes, so a different plan changes the tokens of a model.
     """
     generator = torch.Generator().manual_seed(5)
 
@@ -37,7 +37,7 @@ def planned_scales(
         return None if is_dynamic else max_value * head_factors / 448
 
     layer_scales = {}
-    for index in range(layers):
+    for index in range(num_layers):
         plan = PLANS[index % len(PLANS)]
         center = torch.randn(heads, dim, generator=generator) / 2 if plan.k.centered else None
         layer_scales[index] = LayerScales(

@@ -30,7 +30,7 @@ from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
-BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, COLUMNS = 2, 2, 8, 64, 16, 9, 4
+BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, NUM_COLUMNS = 2, 2, 8, 64, 16, 9, 4
 # The arguments of launches since the last comparison, and whether each launch had a hook.
 launches: list[tuple[Any, ...]] = []
 had_hooks: list[bool] = []
@@ -38,7 +38,7 @@ _kernel_numbers, _jit_calls = itertools.count(), itertools.count()
 
 
 def _fake_compile(src: Any, **_: Any) -> SimpleNamespace:
-    """Replace Triton's compiler. The kernel has a name and a number, and records its launches."""
+    """Return a kernel that has a name and a number, and that records its launches."""
 
     def run_kernel(*arguments: Any) -> None:
         *grid, stream, function, metadata, _data, enter, _exit = arguments[:9]
@@ -85,7 +85,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int | None = None) -> Any:
-    """Apply `change` to tensor number `index` of the arguments, or to all tensors by default."""
+    """Return the arguments with `change` applied to tensor number `index`, or to all by default."""
     leaves, tree_spec = tree_flatten(args)
     indices = itertools.count()
     new_leaves = [
@@ -97,10 +97,10 @@ def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int | N
 
 def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     """Return the launches, allocations and result of a call, with names in place of addresses."""
-    names: dict[int, str] = {}
+    names_by_address: dict[int, str] = {}
 
     def add_name(x: torch.Tensor) -> torch.Tensor:
-        names.setdefault(x.data_ptr(), f"tensor {len(names)}")
+        names_by_address.setdefault(x.data_ptr(), f"tensor {len(names_by_address)}")
         return x
 
     def replace_address(x: Any) -> Any:
@@ -108,7 +108,7 @@ def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
             for i, tensor in enumerate(allocated.tensors):
                 if 0 <= x - tensor.data_ptr() < tensor.nbytes:
                     return f"allocated {i} + {x - tensor.data_ptr()}"
-            return names.get(x, x)
+            return names_by_address.get(x, x)
         return x
 
     map_tensors(args, add_name)
@@ -152,12 +152,12 @@ def make_pages() -> Pages:
         StoredSide(None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM), k,
         StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM), v,
     )  # fmt: skip
-    return pack_pages(*sides, scales, torch.zeros(BATCH, COLUMNS, dtype=torch.int32))
+    return pack_pages(*sides, scales, torch.zeros(BATCH, NUM_COLUMNS, dtype=torch.int32))
 
 
-Write = namedtuple("Write", "pages key value lengths limit")
-Attend = namedtuple("Attend", "query pages lengths start stop spec plan")
-MakePlan = namedtuple("MakePlan", "plan lengths tokens window start heads")
+WriteArgs = namedtuple("WriteArgs", "pages key value lengths limit")
+AttendArgs = namedtuple("AttendArgs", "query pages lengths start stop spec plan")
+PlanArgs = namedtuple("PlanArgs", "plan lengths tokens window start heads")
 
 
 def make_strided(x: torch.Tensor, offset: int = 0, stride_factor: int = 1) -> torch.Tensor:
@@ -198,12 +198,12 @@ def vary_arguments(args: Any) -> Iterator[tuple[str, Any]]:
         for i, change in enumerate(_PAGE_CHANGES):
             yield f"pages {i}", args._replace(pages=change(args.pages))
     shared_tokens = make_tokens(HEADS)
-    if isinstance(args, Write):
+    if isinstance(args, WriteArgs):
         yield "key and value share memory", args._replace(key=shared_tokens, value=shared_tokens)
         for n in (2, 40):
             new_tokens = make_tokens(HEADS, n), make_tokens(HEADS, n)
             yield f"{n} tokens", args._replace(key=new_tokens[0], value=new_tokens[1])
-    if isinstance(args, Attend):
+    if isinstance(args, AttendArgs):
         yield "two tokens", args._replace(query=make_tokens(QUERY_HEADS, 2))
         for i, values in enumerate(_SPEC_CHANGES):
             yield f"spec {i}", args._replace(spec=args.spec._replace(**values))
@@ -249,9 +249,9 @@ _PAGE_CHANGES: list[Callable[[Pages], Pages]] = [
     lambda p: p._replace(page_size=8),
 ]
 FIELD_VALUES: dict[type, dict[str, list[Any]]] = {
-    Write: {"limit": [7, None]},
-    Attend: {"start": [5], "stop": [43], "plan": [None, make_plan_rows(20), make_plan_rows(5)]},
-    MakePlan: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
+    WriteArgs: {"limit": [7, None]},
+    AttendArgs: {"start": [5], "stop": [43], "plan": [None, make_plan_rows(20), make_plan_rows(5)]},
+    PlanArgs: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
 # Contexts that change the environment of a call.
 CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
@@ -266,9 +266,7 @@ CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
 def check_after_recording(
     operation: Any, first: Any, second: Any, label: str, context: Any = nullcontext
 ) -> None:
-    """Compare the first call, the second call in `context`, and the first call again, with replay.
-
-    All earlier recordings are removed first.
+    """Remove all recordings, and compare three calls: first, second in `context`, and first again.
 
     Raises:
         AssertionError: A replayed call differs from a direct call.
@@ -295,11 +293,11 @@ def compare_calls() -> dict[str, int]:
     new_tokens, comparisons = (make_tokens(HEADS), make_tokens(HEADS)), {}
     rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
     calls = {
-        "attend": Attend(
+        "attend": AttendArgs(
             make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_plan_rows(rows)
         ),
-        "write": Write(make_pages(), *new_tokens, lengths, 99),
-        "make_plan": MakePlan(make_plan_rows(rows), lengths, 1, 0, 0, HEADS),
+        "write": WriteArgs(make_pages(), *new_tokens, lengths, 99),
+        "make_plan": PlanArgs(make_plan_rows(rows), lengths, 1, 0, 0, HEADS),
     }
     with assuming(Target.parse("sm_90")):
         for name, args in calls.items():

@@ -39,25 +39,26 @@ TEMPLATE = (
 )
 # ChatML with tools. Calls have the format of Hermes and Qwen models.
 TOOLS_TEMPLATE = r"""
-{%- set given = messages[0].role == 'system' -%}
-{{- '<|im_start|>system\n' + (messages[0].content if given else 'You are a helpful assistant.') }}
+{%- set has_system = messages[0].role == 'system' -%}
+{{- '<|im_start|>system\n' }}
+{{- messages[0].content if has_system else 'You are a helpful assistant.' }}
 {%- if tools %}{{- '\nYou can call these functions:' }}
 {%- for tool in tools %}{{- '\n' + tool | tojson }}{% endfor %}{% endif %}
 {{- '<|im_end|>\n' }}
-{%- for m in messages %}{% if not (loop.first and given) %}
+{%- for m in messages %}{% if not (loop.first and has_system) %}
 {{- '<|im_start|>' + m.role + '\n' }}{{- m.content or '' }}
 {%- for call in m.tool_calls or [] %}
 {{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
 """
-PAGES, PAGE, CONTEXT = 24, 16, 320
+NUM_PAGES, PAGE_SIZE, CONTEXT_LENGTH = 24, 16, 320
 SERVE_OPTIONS = (
-    "--device", "cpu", "--port", "0", "--cb-num-blocks", str(PAGES), "--cb-block-size", str(PAGE),
-    "--cb-max-batch-tokens", "64",
+    "--device", "cpu", "--port", "0", "--cb-num-blocks", str(NUM_PAGES),
+    "--cb-block-size", str(PAGE_SIZE), "--cb-max-batch-tokens", "64",
 )  # fmt: skip
-WAIT = 120.0
-OVERFLOWS = "~"  # after `add_overflow`, a prompt with this character has logits of NaN
+TIMEOUT = 120.0  # seconds
+NAN_CHARACTER = "~"  # after `add_overflow`, the logits of a prompt with this character are NaN
 
 
 def make_step(sequences: Sequence[Any], position: int) -> list[Any]:
@@ -71,9 +72,9 @@ def make_step(sequences: Sequence[Any], position: int) -> list[Any]:
     ]  # fmt: skip
 
 
-def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -> str:
+def save_chat_model(folder: Path, *, vocab_size: int = 95, context: int = CONTEXT_LENGTH) -> str:
     """Save a tiny Llama whose tokens are characters, without an end token. Return the folder."""
-    characters = [chr(code) for code in range(32, 32 + tokens)]
+    characters = [chr(code) for code in range(32, 32 + vocab_size)]
     backend = Tokenizer(models.WordLevel({x: i for i, x in enumerate(characters)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -81,7 +82,7 @@ def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(characters), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=context,
         bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
     )  # fmt: skip
@@ -91,8 +92,8 @@ def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -
 
 
 def add_overflow(folder: str) -> None:
-    """Change a model so that OVERFLOWS in a prompt makes logits NaN. No answer contains it."""
-    model, token = LlamaForCausalLM.from_pretrained(folder), ord(OVERFLOWS) - 32
+    """Change a model so that `NAN_CHARACTER` makes its logits NaN. No answer contains it."""
+    model, token = LlamaForCausalLM.from_pretrained(folder), ord(NAN_CHARACTER) - 32
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.nan
         model.lm_head.weight[token] = 0
@@ -116,7 +117,7 @@ def generate_answer(folder: str, question: str, num_tokens: int, **options: obje
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def events(text: str) -> list[Any]:
+def parse_events(text: str) -> list[Any]:
     """Parse the events of a streamed answer, except the final [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
@@ -124,7 +125,7 @@ def events(text: str) -> list[Any]:
 
 
 def text_in(answer: Any) -> str:
-    """Return the text of an answer of any endpoint, or of the events of a streamed answer."""
+    """Return the text of a parsed answer of any endpoint, or of the events of a streamed answer."""
     if isinstance(answer, list):
         return "".join(map(text_in, answer))
     if "output" in answer:
@@ -134,14 +135,14 @@ def text_in(answer: Any) -> str:
     return choice.get("text") or message.get("content") or ""
 
 
-def ids(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     """Return the tokens of a text, for a model of `save_chat_model`."""
     return [ord(character) - 32 for character in text]
 
 
 def generate(model: Any, prompt: str, num_tokens: int, *processors: LogitsProcessor) -> str:
     """Return the greedy answer of `generate()` with transformers' default cache."""
-    inputs = torch.tensor([ids(prompt)])
+    inputs = torch.tensor([encode(prompt)])
     with torch.inference_mode():
         output = model.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=num_tokens,
@@ -171,7 +172,7 @@ class Endpoint:
 
     @property
     def log(self) -> str:
-        """The lines that the server has written. Empty unless the server is a separate process."""
+        """The lines that the server has written, or "" for a server in this process."""
         return ""
 
     def ask(
@@ -183,37 +184,37 @@ class Endpoint:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str, dict[str, str]]:
         """Send a POST request, or GET without a body. Return the status, text and headers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
             all_headers = {"content-type": "application/json", **(headers or {})}
             connection.request("GET" if data is None else "POST", path, data, all_headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(), dict(answer.getheaders())
+            response = connection.getresponse()
+            return response.status, response.read().decode(), dict(response.getheaders())
 
     def answer(self, path: str, **body: object) -> Any:
-        """Return the answer to a request that must succeed, or the events of a stream."""
+        """Return the parsed answer to a request that must succeed, or the events of a stream."""
         status, text, _ = self.ask(path, body)
         assert status == 200, text
-        return events(text) if body.get("stream") else json.loads(text)
+        return parse_events(text) if body.get("stream") else json.loads(text)
 
     @contextlib.contextmanager
-    def leaving(self, path: str, **body: object) -> Iterator[None]:
+    def abandon_request(self, path: str, **body: object) -> Iterator[None]:
         """Send a request. When the block ends, close the connection without reading the answer."""
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        header = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
-            connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            connection.sendall(f"{header}content-length: {len(content)}\r\n\r\n".encode() + content)
             yield
 
     def metrics(self) -> dict[str, float]:
-        """Return the values of /metrics by name."""
+        """Return the values of /metrics by name, without the prefix `hf_fp8kv_`."""
         status, text, _ = self.ask("/metrics")
         assert status == 200
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("hf_fp8kv_"): float(value) for name, value in rows}
 
-    def wait_until(self, seconds: float = WAIT, **expected: float) -> dict[str, float]:
+    def wait_until(self, seconds: float = TIMEOUT, **expected: float) -> dict[str, float]:
         """Wait until /metrics has the expected values, and return all its values."""
         deadline = time.monotonic() + seconds
         while True:
@@ -226,7 +227,7 @@ class Endpoint:
 
 
 class HostedServer(Endpoint):
-    """`hf-fp8kv serve` on a free port, in a thread of this process, which saves import time."""
+    """`hf-fp8kv serve` on a free port, in a thread of this process, to save the time of imports."""
 
     def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
         import uvicorn
@@ -275,7 +276,7 @@ class HostedServer(Endpoint):
         """Stop the server when all its requests are answered."""
         assert self._server is not None
         self._server.should_exit = True
-        self.wait(WAIT)
+        self.wait(TIMEOUT)
 
 
 class Server(Endpoint):
@@ -292,7 +293,7 @@ class Server(Endpoint):
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            self.port = int(self.wait_for(r"serving .* at http://[\d.]+:(\d+)")[1])
+            self.port = int(self.wait_for_log(r"serving .* at http://[\d.]+:(\d+)")[1])
         except BaseException:
             self.stop()
             raise
@@ -306,7 +307,7 @@ class Server(Endpoint):
         for line in self.process.stdout:
             self.lines.append(line)
 
-    def wait_for(self, pattern: str, seconds: float = WAIT) -> re.Match[str]:
+    def wait_for_log(self, pattern: str, seconds: float = TIMEOUT) -> re.Match[str]:
         """Wait until the log contains a match of `pattern`, and return the match."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -325,7 +326,7 @@ class Server(Endpoint):
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            return self.process.wait(WAIT)
+            return self.process.wait(TIMEOUT)
         finally:
             self.process.kill()
             self._reader.join(5)
@@ -333,4 +334,4 @@ class Server(Endpoint):
             self.process.stdout.close()
 
 
-serving, hosting = Server, HostedServer
+hosting = HostedServer  # a short name for `with` statements

@@ -2,8 +2,8 @@
 
 These servers were not run. In tests/vllm/test_checkpoints.py, vLLM's own loader reads our files.
 
-Each function returns the scales that the server would use, a pair for each layer, or raises
-`LoadError`. It uses the server's names, configs and defaults, and no code of this package.
+Each `read_as_` function returns the scales that the server would use, a pair for each layer, or
+raises `LoadError`. It uses the server's names, configs and defaults, and no code of this package.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
+ScalePairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class LoadError(Exception):
@@ -21,7 +21,7 @@ class LoadError(Exception):
 
 
 def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return the config, and the tensors of the files in the index, or of all files."""
+    """Return the config, and the tensors of the files in the index (with `by_index`) or of all."""
     config = json.loads((folder / "config.json").read_text())
     index = folder / "model.safetensors.index.json"
     files = {path.name for path in folder.glob("*.safetensors")}
@@ -43,16 +43,16 @@ def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[
 
 def find_quantization(config: dict) -> dict:
     """Return the quantization config from the places that the server reads."""
-    text = config.get("text_config") or {}
-    quantization = config.get("quantization_config") or text.get("quantization_config")
+    text_config = config.get("text_config") or {}
+    quantization = config.get("quantization_config") or text_config.get("quantization_config")
     quantization = quantization or config.get("compression_config")
     if not quantization:
         raise LoadError("without a quantization config no scale is loaded")
     return quantization
 
 
-# Patterns of the names of scales in a checkpoint. The group is the side, K or V.
-SGLANG_NAMES = (
+# Patterns of the names of scales in a checkpoint. The group is the side: k, v, or kv for both.
+SGLANG_PATTERNS = (
     r"\.(?:self_attn|mixer)\.[kv]_proj\.([kv])_scale$",
     r"\.([kv])_proj\.output_scale$",
     r"\.([kv])_scale$",
@@ -64,15 +64,15 @@ def group_scales(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
     """Return the scales by layer and side, without the tensors that the server does not remap."""
     layers: dict[int, dict] = {}
     for name, tensor in tensors.items():
-        side = next((m[1] for m in (re.search(p, name) for p in SGLANG_NAMES) if m), None)
+        side = next((m[1] for m in (re.search(p, name) for p in SGLANG_PATTERNS) if m), None)
         layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
         if side and layer:
             layers.setdefault(int(layer[1]), {})["k" if side == "kv" else side] = tensor
     return layers
 
 
-def read_per_tensor(layers: dict[int, dict], num_layers: int) -> Pairs:
-    """Apply the rules of a scalar cache: one number above 0. K's scale replaces V's if missing."""
+def read_scalars(layers: dict[int, dict], num_layers: int) -> ScalePairs:
+    """Return a positive number for K and for V of each layer. K's scale replaces a missing V's."""
     pairs = {}
     for layer in range(num_layers):
         sides = layers.get(layer, {})
@@ -88,23 +88,23 @@ def read_per_tensor(layers: dict[int, dict], num_layers: int) -> Pairs:
     return pairs
 
 
-def read_as_sglang(folder: Path) -> Pairs:
+def read_as_sglang(folder: Path) -> ScalePairs:
     """Return the scales that SGLang 0.5 uses."""
     config, tensors = read_checkpoint(folder)
     quantization, num_layers = find_quantization(config), config["num_hidden_layers"]
     if quantization["quant_method"] == "compressed-tensors":
         scheme = quantization.get("kv_cache_scheme") or {}
-        values = (
+        fields = (
             scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy"),
             scheme.get("symmetric", True), scheme.get("dynamic"),
         )  # fmt: skip
-        if values != ("float", 8, "tensor", True, False):
-            raise LoadError(f"only 8-bit floats per tensor, got {values}")
-    return read_per_tensor(group_scales(tensors), num_layers)
+        if fields != ("float", 8, "tensor", True, False):
+            raise LoadError(f"only 8-bit floats per tensor, got {fields}")
+    return read_scalars(group_scales(tensors), num_layers)
 
 
 def read_scaling_factors(
-    path: Path, *, layers: int, model_type: str, rank: int = 0, size: int = 1
+    path: Path, *, num_layers: int, model_type: str, rank: int = 0, num_ranks: int = 1
 ) -> dict[int, float]:
     """Return the factors that SGLang and old versions of vLLM read from `kv_cache_scales.json`."""
     data = json.loads(path.read_text())
@@ -114,15 +114,15 @@ def read_scaling_factors(
     if cache["dtype"] != "float8_e4m3fn":
         raise LoadError("the scaling factors are for a different dtype")
     rank_factors = {int(key): value for key, value in cache["scaling_factor"].items()}
-    if len(rank_factors) != size or rank not in rank_factors:
+    if len(rank_factors) != num_ranks or rank not in rank_factors:
         raise LoadError(f"the file is for {len(rank_factors)} ranks")
     factors = {int(key): float(value) for key, value in rank_factors[rank].items()}
-    if sorted(factors) != list(range(layers)):
+    if sorted(factors) != list(range(num_layers)):
         raise LoadError("the map of this rank is malformed")
     return factors
 
 
-def read_as_tgi(folder: Path) -> Pairs:
+def read_as_tgi(folder: Path) -> ScalePairs:
     """Return the scales that TGI 3 uses: one number for K and one for V of each layer.
 
     TGI reads every file in the folder, regardless of the index.

@@ -122,7 +122,7 @@ def enable(model: PreTrainedModel, prompts: Prompts, **keywords: Any) -> TokenLi
 def generate_batch(
     model: PreTrainedModel, prompts: Prompts, *, generation: Any = None, **options: Any
 ) -> TokenLists:
-    """Return the tokens of generate_batch in the order of the prompts. Assert that none fails."""
+    """Return the tokens of generate_batch() in prompt order. Assert that no request fails."""
     config = options.pop("config", None) or batching(**options)
     outputs = model.generate_batch(
         list(prompts), generation_config=generation or greedy(), continuous_batching_config=config
@@ -148,10 +148,10 @@ def run_manager(manager: Any) -> Iterator[None]:
         manager.stop(block=True)
 
 
-def wait_for_results(manager: Any, count: int) -> dict[str, list[int]]:
-    """Wait until `count` requests are finished, and return their tokens by request."""
+def wait_for_results(manager: Any, num_requests: int) -> dict[str, list[int]]:
+    """Wait until `num_requests` requests are finished, and return their tokens by request id."""
     tokens: dict[str, list[int]] = {}
-    while len(tokens) < count:
+    while len(tokens) < num_requests:
         output = manager.get_result(timeout=60)
         assert output is not None
         assert output.error is None, output.error
@@ -173,17 +173,17 @@ def request_answers(manager: Any, prompts: Prompts) -> TokenLists:
     return [tokens[request_id] for request_id in request_ids]
 
 
-def generate_forked(model: PreTrainedModel, prompts: Prompts, times: int) -> TokenLists:
-    """Return `times` answers to each prompt, from requests that fork after the prefill."""
-    with open_manager(model, greedy(num_return_sequences=times)) as manager:
-        requests = manager.add_requests(list(prompts), max_new_tokens=NEW_TOKENS)
-        tokens = wait_for_results(manager, times * len(prompts))
-    child_suffixes = [f"__child#{i}" for i in range(times - 1)]
-    return [tokens[request + suffix] for request in requests for suffix in ("", *child_suffixes)]
+def generate_forked(model: PreTrainedModel, prompts: Prompts, num_answers: int) -> TokenLists:
+    """Return `num_answers` answers to each prompt, from requests that fork after the prefill."""
+    with open_manager(model, greedy(num_return_sequences=num_answers)) as manager:
+        request_ids = manager.add_requests(list(prompts), max_new_tokens=NEW_TOKENS)
+        tokens = wait_for_results(manager, num_answers * len(prompts))
+    suffixes = ["", *(f"__child#{i}" for i in range(num_answers - 1))]
+    return [tokens[request_id + suffix] for request_id in request_ids for suffix in suffixes]
 
 
 class _TorchWithoutPinning:
-    """A stand-in for torch that does not pin memory, on a machine without an accelerator."""
+    """A stand-in for torch that does not pin memory, for machines without an accelerator."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -192,8 +192,8 @@ class _TorchWithoutPinning:
         return torch.empty(*shape, **options)
 
 
-def note_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Make offloads work without an accelerator. Return a list of the results of later offloads."""
+def record_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Make offloads work without an accelerator. Return the list to which each adds its result."""
     offloads: list[Any] = []
     manager: Any = offloading_manager.OffloadingManager
     offload = manager._offload_to_cpu

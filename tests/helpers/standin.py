@@ -1,4 +1,4 @@
-"""A stand-in for the "triton" backend that makes plans and rejects the plans of other steps."""
+"""A stand-in for the "triton" backend that rejects a plan that was made for a different step."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,11 +9,11 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.ops import AttentionSpec, Pages, api, reference
 
-__all__ = ["PlanCall", "triton_standin"]
+__all__ = ["PlanCall", "replace_triton"]
 
 
 class PlanCall(NamedTuple):
-    """One call of `make_plan`."""
+    """The arguments of one call of `make_plan`, and query rows per head of the last `plan_rows`."""
 
     plan: torch.Tensor
     lengths: list[int]
@@ -21,29 +21,33 @@ class PlanCall(NamedTuple):
     window: int
     start: int
     heads: int
-    rows: int  # query rows per head in the last call of `plan_rows`
+    rows: int
 
 
-def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[PlanCall]:
-    """Replace the "triton" backend with the reference and plans. Return a list of its calls.
+def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> list[PlanCall]:
+    """Replace the "triton" backend with the reference, which then also makes and checks plans.
 
     Each row of a plan stores one of the lengths for which the plan was made.
 
     Args:
-        computes: Whether attention is computed. False is for the device "meta".
+        compute: Whether to compute attention. Pass False on the device "meta".
+
+    Returns:
+        The list to which each call of `make_plan` is appended.
     """
     plan_calls: list[PlanCall] = []
-    planned_rows = [0]
+    last_rows = 0
 
     def plan_rows(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
+        nonlocal last_rows
         if not torch.compiler.is_compiling():
-            planned_rows[0] = rows
+            last_rows = rows
         return batch
 
     def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
-        if computes:
+        if compute:
             plan[:, 0] = lengths
-            plan_calls.append(PlanCall(plan, lengths.tolist(), *sizes, planned_rows[0]))
+            plan_calls.append(PlanCall(plan, lengths.tolist(), *sizes, last_rows))
 
     def attend(
         query: torch.Tensor,
@@ -54,15 +58,15 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         spec: AttentionSpec,
         plan: torch.Tensor | None,
     ) -> torch.Tensor:
-        if not computes:
+        if not compute:
             batch, heads, tokens, _ = query.shape
             return query.new_empty(batch, tokens, heads, pages.v.head_dim)
         assert plan is not None
-        assert torch.equal(plan[:, 0], lengths), "a plan of a different step"
+        assert torch.equal(plan[:, 0], lengths), "the plan was made for a different step"
         return reference.attend(query, pages, lengths, start, stop, spec)
 
     def write(*arguments: Any) -> None:
-        if computes:
+        if compute:
             reference.write(*arguments[:4])
 
     module = SimpleNamespace(

@@ -8,36 +8,38 @@ import torch
 from tests.helpers.assertions import SCALES, K, V, assert_same, assert_same_bytes, assert_same_pool
 
 
-def make_pool(**changes: torch.Tensor) -> SimpleNamespace:
-    tensors = {
+def make_pool(**fields: torch.Tensor | None) -> SimpleNamespace:
+    default_fields = {
         "k_codes": torch.zeros(4, 2, 8, 16, dtype=torch.uint8),
         "v_codes": torch.zeros(4, 2, 16, 8, dtype=torch.uint8),
         "token_scales": torch.ones(4, 2, 8, 2, dtype=torch.bfloat16),
-    } | changes
-    return SimpleNamespace(**tensors)
+    }
+    return SimpleNamespace(**default_fields | fields)
 
 
 def test_the_message_locates_the_first_difference():
     actual, expected = (torch.zeros(2, 3, 9, 5) for _ in range(2))
     actual[1, 2, 7, 3], actual[1, 2, 8, 0] = 4.5, 1
-    place = "sequence 1, head 2, token 7, dim 3"
-    with pytest.raises(AssertionError, match=f"^layer 1: 2 of 270 differ, first at {place}: got 4"):
+    location = "sequence 1, head 2, token 7, dim 3"
+    message = f"^layer 1: 2 of 270 differ, first at {location}: got 4"
+    with pytest.raises(AssertionError, match=message):
         assert_same(actual, expected, "layer 1")
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [("k_codes", K), ("v_codes", V), ("token_scales", SCALES)]
+    ("field", "axes"), [("k_codes", K), ("v_codes", V), ("token_scales", SCALES)]
 )
-def test_a_byte_of_a_pool_is_located_by_page_head_slot_and_dim(name, axes):
-    codes = getattr(make_pool(), name).clone()
+def test_a_value_of_a_pool_is_located_by_the_names_of_its_axes(field, axes):
+    tensor = getattr(make_pool(), field).clone()
     index = {"page": 3, "head": 1, "slot": 6, "dim": 5, "side": 1}
-    codes[tuple(index[axis] for axis in axes)] = 7
-    place = ", ".join(f"{axis} {index[axis]}" for axis in axes)
-    with pytest.raises(AssertionError, match=f"^layer 2 {name}: 1 of .* first at {place}: got 7"):
-        assert_same_pool(make_pool(**{name: codes}), make_pool(), "layer 2")
+    tensor[tuple(index[axis] for axis in axes)] = 7
+    location = ", ".join(f"{axis} {index[axis]}" for axis in axes)
+    message = f"^layer 2 {field}: 1 of .* first at {location}: got 7"
+    with pytest.raises(AssertionError, match=message):
+        assert_same_pool(make_pool(**{field: tensor}), make_pool(), "layer 2")
 
 
-def test_bits_of_equal_values_may_differ():
+def test_equal_values_with_different_bits_differ_only_in_bytes():
     with pytest.raises(AssertionError, match=r"axis 0 0: got 0\.0, expected -0\.0"):
         assert_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
     with pytest.raises(AssertionError, match="got nan, expected nan"):

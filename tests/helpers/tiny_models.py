@@ -5,8 +5,8 @@ of a second, and `tiny(name, **config)` makes a variant, such as `tiny("llama", 
 A name is a model type of transformers: `llama` is a decoder-only model, `seq2seq/bart` an
 encoder-decoder, and `vision/llava` a text model behind an image encoder.
 
-Every model is in fp32 on the CPU, in eval mode, without an end token, and always equal for equal
-seeds. The weights are rescaled, because with transformers' standard deviation of 0.02 the answers
+Every model is in fp32 on the CPU, in eval mode, without an end token, and the same for the same
+seed. The weights are rescaled, because with transformers' standard deviation of 0.02 the answers
 of a tiny model only depend on its embedding, and a broken cache would go unnoticed.
 """
 
@@ -45,88 +45,44 @@ ModelInputs = tuple[PreTrainedModel, Inputs]
 
 # Config fields of all types. Each type gets the fields that its config has.
 SIZES: Options = {
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
-    "max_position_embeddings": 256,
-    "n_positions": 256,
-    "max_source_positions": 64,
-    "max_target_positions": 64,
-    "max_encoder_position_embeddings": 64,
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB,
+    "max_position_embeddings": 256, "n_positions": 256,
+    "max_source_positions": 64, "max_target_positions": 64, "max_encoder_position_embeddings": 64,
     "max_decoder_position_embeddings": 64,
-    "hidden_size": 64,
-    "n_embd": 64,
-    "d_model": 64,
-    "embedding_size": 64,
+    "hidden_size": 64, "n_embd": 64, "d_model": 64, "embedding_size": 64,
     "hidden_size_per_layer_input": 16,
-    "intermediate_size": 64,
-    "ffn_dim": 64,
-    "d_ff": 64,
-    "ffn_hidden_size": 64,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "moe_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_experts_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_encoder_layers": 2,
-    "encoder_num_hidden_layers": 2,
-    "decoder_num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_encoder_attention_heads": 4,
-    "num_decoder_attention_heads": 4,
-    "encoder_num_attention_heads": 4,
+    "intermediate_size": 64, "ffn_dim": 64, "d_ff": 64, "ffn_hidden_size": 64,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "moe_intermediate_size": 32, "expert_ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 32, "shared_experts_intermediate_size": 32,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_decoder_layers": 2,
+    "encoder_layers": 2, "decoder_layers": 2, "num_encoder_layers": 2,
+    "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4, "encoder_num_attention_heads": 4,
     "decoder_num_attention_heads": 4,
-    "encoder_num_key_value_heads": 2,
-    "decoder_num_key_value_heads": 2,
-    "head_dim": 16,
-    "d_kv": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
+    "num_key_value_heads": 2, "encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2,
+    "head_dim": 16, "d_kv": 16,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 16,
-    "sliding_window": WINDOW,
-    "local_attention": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "attn_logit_softcapping": 2.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "forced_eos_token_id": None,
+    "sliding_window": WINDOW, "local_attention": WINDOW, "attention_chunk_size": WINDOW,
+    "attn_logit_softcapping": 2.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None,
     "decoder_start_token_id": 1,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 # Attention over a compressed latent has equal numbers of key and query heads, and other head sizes.
-LATENT: Options = {
+LATENT_SIZES: Options = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
-    # With 16 heads, few scores are 0. The choice among equal scores depends on their count.
+    # With 16 heads, few scores are 0. The choice among equal scores depends on their number.
     "index_n_heads": 16,
     "index_topk": 8,
 }
-# Encoders of images and audio for a text model. Their output has the text model's width.
+# Fields of image and audio encoders, whose output has the width of the text model.
 ENCODER_SIZES: Options = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -159,31 +115,19 @@ _NO_HEAD_DIM: Options = {"head_dim": None}
 _MAMBA2: Options = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 _INDEXER: Options = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
 _BLT: Options = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-}
-_DECODER_ONLY: Options = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+}  # fmt: skip
+_DECODER_FIELDS: Options = {
     "is_decoder": True,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
 }
 # Encoder-decoders whose decoder is also a separate causal model.
 DECODERS = (
-    "bart",
-    "bigbird_pegasus",
-    "blenderbot",
-    "blenderbot-small",
-    "marian",
-    "mbart",
-    "mvp",
-    "pegasus",
-    "plbart",
-    "prophetnet",
-    "whisper",
-)
-# Fields that a type needs in addition to `SIZES`. None removes the value of `SIZES`.
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp",
+    "pegasus", "plbart", "prophetnet", "whisper",
+)  # fmt: skip
+# Fields that a causal type needs in addition to `SIZES`. None removes the value of `SIZES`.
 CAUSAL_EXTRAS: dict[str, Options] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
     "blt": {
@@ -319,8 +263,7 @@ SEQ2SEQ_EXTRAS: dict[str, Options] = {
     "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
     "moonshine": {"encoder_num_key_value_heads": 4},
 }
-
-
+# Encoder-decoders whose config consists of two complete configs.
 NESTED = ("encoder-decoder", "t5gemma", "t5gemma2", "vision-encoder-decoder")
 VISION = ("gemma3", "internvl", "llava", "paligemma", "qwen2_vl")
 IMAGE_TOKEN = 98
@@ -350,7 +293,7 @@ def type_names(kind: str | None = None) -> list[str]:
     return names[kind] if kind else [name for group in names.values() for name in group]
 
 
-# Types and their options, by a feature to test.
+# Types and options of `tiny`, by the name of a feature to test.
 VARIANTS: dict[str, tuple[str, Options]] = {
     "gqa": ("llama", {}),
     "mha": ("llama", {"num_key_value_heads": 4}),
@@ -379,14 +322,14 @@ def tiny(name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any) -> M
     """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of K's bias."""
     name, options = VARIANTS.get(name, (name, {}))
     options = options | config
-    bias = key_bias or options.pop("key_bias", 0.0)
+    key_bias = key_bias or options.pop("key_bias", 0.0)
     model, inputs = build(name, seed, **options)
-    if bias:
+    if key_bias:
         generator = torch.Generator().manual_seed(seed + 3)
         with torch.no_grad():
-            for parameter, weight in model.named_parameters():
-                if parameter.endswith("k_proj.bias"):
-                    weight.copy_(bias * torch.randn(weight.shape, generator=generator))
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("k_proj.bias"):
+                    parameter.copy_(key_bias * torch.randn(parameter.shape, generator=generator))
     return model, inputs
 
 
@@ -395,8 +338,11 @@ def build(
 ) -> ModelInputs:
     """Return a model, and arguments of `generate` with a batch of two that contains padding.
 
-    `attn_implementation` is None for the model's default. `config` overrides fields of the config,
-    or of the decoder's or text model's config.
+    Args:
+        name: One of `type_names()`.
+        seed: Seed of the weights and the prompt.
+        attn_implementation: Attention implementation. None means the model's default.
+        **config: Fields of the config, or of the decoder's or text model's config if it has one.
     """
     kind, _, type_name = name.rpartition("/")
     attn = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -429,15 +375,16 @@ def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS)
 
 
 def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
-    """Rescale every matrix to `gain`, and make biases, sinks and norms nontrivial."""
+    """Rescale each matrix to a gain of `gain`, and randomize the biases and sinks."""
     generator = torch.Generator().manual_seed(seed + 2)
     has_unscaled_logits = str(getattr(model.config, "model_type", "")).startswith("gemma4")
     head = model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2 and any(part in name for part in _TOKEN_TABLES):
-                # An embedding that is also the output layer would predict the last token again.
+            if weight.ndim == 2 and any(part in name for part in _EMBEDDING_PARTS):
+                # With larger weights, an embedding that is also the output layer would always
+                # predict the last token again.
                 weight.mul_((0.1 if weight is head_weight else 1.0) / weight.float().std())
             if any(part in name for part in _UNCHANGED_PARTS) or not weight.is_floating_point():
                 continue
@@ -454,46 +401,48 @@ def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
                 weight.mul_(0.25)
 
 
-_TOKEN_TABLES = ("embed_tokens", "word_embeddings", "wte", "shared.weight", "embed_in")
+_EMBEDDING_PARTS = ("embed_tokens", "word_embeddings", "wte", "shared.weight", "embed_in")
 _UNCHANGED_PARTS = (
     *("embed", "wte", "wpe", "position", "shared.weight", "conv", "router", "gate."),
     *("A_log", "dt_", "correction", "balancing", "relative_attention_bias"),
 )
 
 
-def _set_std(weight: torch.Tensor, target: float) -> None:
+def _set_std(weight: torch.Tensor, target_std: float) -> None:
+    """Rescale a matrix, unless it is constant or its deviation is 1 to 3 times the target."""
     std = float(weight.float().std())
-    if 1e-8 < std < target or std > 3 * target:
-        weight.mul_(target / std)
+    if 1e-8 < std < target_std or std > 3 * target_std:
+        weight.mul_(target_std / std)
 
 
 def causal_config(name: str, **config: Any) -> PreTrainedConfig:
     """Return a tiny config of a causal type. `config` overrides fields of its text part."""
     base = AutoConfig.for_model(name)
     text = base.get_text_config(decoder=True)
-    part = next((key for key in base.sub_configs if getattr(base, key, None) is text), None)
-    text = base if part is None else text
-    table = dict(SIZES)
+    text_key = next((key for key in base.sub_configs if getattr(base, key, None) is text), None)
+    text = base if text_key is None else text
+    sizes = dict(SIZES)
     fields = _get_fields(text)
     if _has_field(text, "kv_lora_rank", fields):
-        table.update(LATENT)
-        del table["head_dim"]
-    options = _get_options(text, table, {})
+        sizes.update(LATENT_SIZES)
+        del sizes["head_dim"]
+    options = _get_options(text, sizes, {})
     options.update(_get_layers(name, text))
     if name in DECODERS:
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
             options.pop(key, None)
-        options.update(_DECODER_ONLY)
+        options.update(_DECODER_FIELDS)
     elif _has_field(text, "is_decoder", fields):
         options["is_decoder"] = True
     options = _get_options(text, options, CAUSAL_EXTRAS.get(name, {}) | config)
-    if part is not None:
-        options = {part: {"model_type": text.model_type, **options}}
-    wrapper = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})} if part else {}
-    return _make_config(type(base), {**_get_encoders(base, text), **wrapper, **options})
+    outer_options: Options = {}
+    if text_key is not None:
+        options = {text_key: {"model_type": text.model_type, **options}}
+        outer_options = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})}
+    return _make_config(type(base), {**_get_encoders(base, text), **outer_options, **options})
 
 
-_NULLABLE = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
+_NULLABLE_FIELDS = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
 
 
 def _get_layers(name: str, text: PreTrainedConfig) -> Options:
@@ -508,11 +457,11 @@ def _get_layers(name: str, text: PreTrainedConfig) -> Options:
 
 def _get_encoders(base: PreTrainedConfig, text: PreTrainedConfig) -> Options:
     """Return small configs for the image and audio encoders of a composite config."""
-    parts = {key: getattr(base, key, None) for key in base.sub_configs}
+    sub_configs = {key: getattr(base, key, None) for key in base.sub_configs}
     return {
-        key: _get_options(part, ENCODER_SIZES, {"model_type": part.model_type})
-        for key, part in parts.items()
-        if part is not None and part is not text and hasattr(part, "model_type")
+        key: _get_options(config, ENCODER_SIZES, {"model_type": config.model_type})
+        for key, config in sub_configs.items()
+        if config is not None and config is not text and hasattr(config, "model_type")
     }
 
 
@@ -538,7 +487,7 @@ def _get_fields(config: PreTrainedConfig) -> Options | None:
 
 
 def _has_field(config: PreTrainedConfig, key: str, fields: Options | None) -> bool:
-    """Return whether a config with these `fields` has a field, and the field can be set."""
+    """Return whether a config with `fields` has the field `key`, and the field can be set."""
     member = getattr(type(config), key, None)
     if isinstance(member, property) and member.fset is None:
         return False
@@ -548,16 +497,16 @@ def _has_field(config: PreTrainedConfig, key: str, fields: Options | None) -> bo
         return True
 
 
-def _get_options(config: PreTrainedConfig, table: Options, extra: Options) -> Options:
+def _get_options(config: PreTrainedConfig, sizes: Options, extra: Options) -> Options:
+    """Return the `sizes` whose fields the config has, updated with `extra`, without None."""
     fields = _get_fields(config)
-    options = {key: x for key, x in table.items() if _has_field(config, key, fields)} | extra
-    return {k: v for k, v in options.items() if v is not None or k in _NULLABLE}
+    options = {key: x for key, x in sizes.items() if _has_field(config, key, fields)} | extra
+    return {k: v for k, v in options.items() if v is not None or k in _NULLABLE_FIELDS}
 
 
 def _build_seq2seq(name: str, seed: int, config: Options, attn: Options) -> ModelInputs:
-    source = prompt(seed, tokens=SOURCE_TOKENS)
     # Encoders are padded on the right.
-    source = {key: value.flip(1) for key, value in source.items()}
+    source = {key: x.flip(1) for key, x in prompt(seed, tokens=SOURCE_TOKENS).items()}
     target = prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
     target[:, 0] = 1
     generator = torch.Generator().manual_seed(seed + 1)

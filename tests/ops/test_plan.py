@@ -17,7 +17,7 @@ from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.assertions import assert_same
-from tests.helpers.standin import PlanCall, triton_standin
+from tests.helpers.standin import PlanCall, replace_triton
 from tests.helpers.tiny_models import tiny
 
 GREEDY = {
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 @pytest.fixture
 def plan_calls(monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
-    return triton_standin(monkeypatch)
+    return replace_triton(monkeypatch)
 
 
 def make_tokens(batch: int, length: int = 1, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:

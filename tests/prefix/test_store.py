@@ -42,7 +42,7 @@ from hf_fp8kv.prefix.pages import check_store
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.tiny_models import tiny
-from tests.tools.store_kills import run_kills, run_together
+from tests.tools.store_kills import run_concurrent_writers, run_killed_writers
 
 pytestmark = pytest.mark.text
 
@@ -1070,16 +1070,16 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(80, marks=pytest.mark.full)])
 def test_killed_writers_leave_valid_files(num_kills: int, tmp_path: Path) -> None:
-    result = run_kills(tmp_path, kills=num_kills)
-    assert (result["wrong"], result["over"]) == (0, 0), result
-    assert result["written"] > 0
+    result = run_killed_writers(tmp_path, num_kills)
+    assert (result["wrong_answers"], result["over_limit"]) == (0, 0), result
+    assert result["bytes_written"] > 0
 
 
 @pytest.mark.full
 def test_two_processes_share_a_folder(tmp_path: Path) -> None:
-    result = run_together(tmp_path, processes=2)
-    assert (result["wrong"], result["over"]) == (0, 0), result
-    assert result["found"] > 0
+    result = run_concurrent_writers(tmp_path, num_processes=2)
+    assert (result["wrong_answers"], result["over_limit"]) == (0, 0), result
+    assert result["tokens_found"] > 0
 
 
 # -- refusals and copies ---------------------------------------------------------------------

@@ -974,12 +974,11 @@ def test_servers_read_the_larger_scale_from_the_json(tmp_path, model_folder, tp_
         tmp_path / "out", format="vllm-json", tp_size=tp_size, checkpoint=checkpoint
     )
     path = tmp_path / "out" / "kv_cache_scales.json"
+    options = {"model_type": "llama", "num_ranks": tp_size}
     for rank in range(tp_size):
-        factors = server_rules.read_scaling_factors(
-            path, layers=LAYERS, model_type="llama", rank=rank, size=tp_size
-        )
+        factors = server_rules.read_scaling_factors(path, num_layers=LAYERS, rank=rank, **options)
         assert list(factors.values()) == [
             max(s.k.item(), s.v.item()) for s in scales.layers.values()
         ]
     with pytest.raises(LoadError):
-        server_rules.read_scaling_factors(path, layers=LAYERS + 1, model_type="llama", size=tp_size)
+        server_rules.read_scaling_factors(path, num_layers=LAYERS + 1, **options)

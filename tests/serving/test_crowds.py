@@ -87,7 +87,7 @@ def complete(server: Endpoint, index: int, kind: str) -> str:
 def disconnect(server: Endpoint, index: int) -> None:
     """Request a long answer to the beginning of a prompt, and disconnect before its end."""
     request_body = {"prompt": PROMPTS[index][:60], "max_tokens": 200, "stream": index % 2 == 0}
-    with server.leaving(COMPLETIONS, **request_body | FIELDS["seeds"](index)):
+    with server.abandon_request(COMPLETIONS, **request_body | FIELDS["seeds"](index)):
         time.sleep(index % 8 * 0.05)
 
 

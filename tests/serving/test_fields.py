@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from tests.helpers.serve_process import (
-    CONTEXT,
-    PAGE,
+    CONTEXT_LENGTH,
+    PAGE_SIZE,
     Endpoint,
+    encode,
     generate,
     hosting,
-    ids,
     save_chat_model,
 )
 from tests.helpers.serving_tools import OpenAIPenalties
@@ -95,7 +95,7 @@ def compute_logprobs(model, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 4, "top_k": 3}])
 def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, options):
-    assert len(PROMPT) > 64 + PAGE  # longer than a step, and cached in the second request
+    assert len(PROMPT) > 64 + PAGE_SIZE  # longer than a step, and cached in the second request
     for _ in range(2):
         (choice,) = get_choices(
             server, prompt=PROMPT, max_tokens=9, logprobs=3, echo=True, stream=stream,
@@ -104,7 +104,7 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, op
         assert choice["text"].startswith(PROMPT)
         parts = choice["logprobs"] if stream else [choice["logprobs"]]
         joined = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
-        tokens = ids(choice["text"])
+        tokens = encode(choice["text"])
         assert len(tokens) == len(PROMPT) + 9
         assert joined["tokens"] == list(choice["text"])
         assert joined["text_offset"] == list(range(len(tokens)))
@@ -125,7 +125,7 @@ def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
     answer = server.answer(CHAT, **fields, prompt_logprobs=1)
     content, text = (answer["choices"][0][x]["content"] for x in ("logprobs", "message"))
     assert "".join(entry["token"] for entry in content) == text
-    tokens = ids("why" + text)
+    tokens = encode("why" + text)
     expected = compute_logprobs(model, tokens)
     for position, entry in enumerate(content, 2):
         torch.testing.assert_close(entry["logprob"], expected[position].max().item(), **TOLERANCE)
@@ -153,22 +153,22 @@ def test_an_empty_suffix_does_not_change_a_stream(server):
 
 
 def test_a_prompt_without_an_answer_is_scored(server, model):
-    fields = {"prompt": [ids("first"), ids("second one")], "max_tokens": 0, "echo": True}
+    fields = {"prompt": [encode("first"), encode("second one")], "max_tokens": 0, "echo": True}
     answer = server.answer(COMPLETIONS, **fields, logprobs=1)
     assert answer["usage"]["completion_tokens"] == 0
     assert [choice["text"] for choice in answer["choices"]] == ["first", "second one"]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     for choice in answer["choices"]:
-        tokens = ids(choice["text"])
+        tokens = encode(choice["text"])
         expected = compute_logprobs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
         logprobs = torch.tensor(choice["logprobs"]["token_logprobs"][1:])
         torch.testing.assert_close(logprobs, expected[:, 0], **TOLERANCE)
     streamed = get_choices(server, **fields, logprobs=1, stream=True)
     assert [choice["text"] for choice in streamed] == ["first", "second one"]
     assert {choice["finish_reason"] for choice in streamed} == {"length"}
-    prompt = "x" * CONTEXT  # fills the context of the model
+    prompt = "x" * CONTEXT_LENGTH  # fills the context of the model
     (scored,) = get_choices(server, **fields | {"prompt": prompt}, logprobs=0)
-    assert (scored["text"], len(scored["logprobs"]["tokens"])) == (prompt, CONTEXT)
+    assert (scored["text"], len(scored["logprobs"]["tokens"])) == (prompt, CONTEXT_LENGTH)
     assert server.ask(COMPLETIONS, {**fields, "prompt": prompt + "x"})[0] == 400
 
 
@@ -213,7 +213,7 @@ def test_several_answers_match_answers_of_consecutive_seeds(server, path, stream
 
 
 def test_the_prompt_of_several_answers_is_counted_and_computed_once(server):
-    prompt = "z" * (3 * PAGE + 1)
+    prompt = "z" * (3 * PAGE_SIZE + 1)
     answer = server.answer(COMPLETIONS, prompt=[prompt, "ab"], n=3, max_tokens=4)
     assert answer["usage"]["prompt_tokens"] == len(prompt) + 2
     assert answer["usage"]["completion_tokens"] == 24
@@ -236,12 +236,12 @@ def test_several_answers_of_a_stream_are_interleaved(server):
 def test_prompts_of_a_list_and_of_token_ids_get_the_answers_of_single_prompts(server):
     prompts = ["one", "two and more", "three"]
     expected = [get_choices(server, prompt=prompt, max_tokens=8)[0]["text"] for prompt in prompts]
-    for batch in (prompts, [ids(p) for p in prompts], [prompts[0], ids(prompts[1]), prompts[2]]):
+    for batch in (prompts, [*map(encode, prompts)], [prompts[0], encode(prompts[1]), prompts[2]]):
         for stream in (False, True):
             answers = get_choices(server, prompt=batch, max_tokens=8, stream=stream)
             assert [choice["text"] for choice in answers] == expected
-    assert get_choices(server, prompt=ids("one"), max_tokens=8)[0]["text"] == expected[0]
-    (choice,) = get_choices(server, prompt=ids("one"), max_tokens=8, echo=True)
+    assert get_choices(server, prompt=encode("one"), max_tokens=8)[0]["text"] == expected[0]
+    (choice,) = get_choices(server, prompt=encode("one"), max_tokens=8, echo=True)
     assert choice["text"] == "one" + expected[0]
 
 
@@ -333,7 +333,7 @@ def test_an_invalid_prompt_of_several_fails_the_request(server, stream):
 
 def test_penalties_and_biases_match_generate(server, model):
     plain_text = generate(model, PROMPT, 40)
-    logit_bias = dict.fromkeys(ids(plain_text[:2]), -3.0) | {7: 2.5}
+    logit_bias = dict.fromkeys(encode(plain_text[:2]), -3.0) | {7: 2.5}
     processor = SequenceBiasLogitsProcessor({(token,): x for token, x in logit_bias.items()})
     cases = [
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
@@ -368,7 +368,7 @@ def test_stop_tokens_end_an_answer_after_min_tokens(server, model, stream):
     stop = text[12]
     first_end, second_end = text.index(stop), text.index(stop, text.index(stop) + 1)
     fields = {"prompt": PROMPT, "max_tokens": 60, "stream": stream}
-    fields["stop_token_ids"] = ids(stop)
+    fields["stop_token_ids"] = encode(stop)
     (choice,) = get_choices(server, **fields)
     assert (choice["text"], choice["finish_reason"]) == (text[:first_end], "stop")
     (choice,) = get_choices(server, **fields, min_tokens=first_end + 1)
@@ -468,7 +468,7 @@ def test_a_message_without_calls_keeps_its_content(server, calls):
     (choice,) = get_choices(server, CHAT, messages=[message | {"tool_calls": calls}], max_tokens=8)
     assert choice == plain_choice
     fields = {"messages": [message | {"tool_calls": calls}]}
-    assert server.answer("/tokenize", **fields)["tokens"] == ids(PROMPT)
+    assert server.answer("/tokenize", **fields)["tokens"] == encode(PROMPT)
 
 
 def test_a_response_calls_a_named_tool(server):
@@ -495,7 +495,7 @@ def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
 
     def read_parts(text: str) -> list[object]:
         answer = AnswerText(tokenizer, forced_tool="")
-        assert answer.add_tokens(ids(text)) == []
+        assert answer.add_tokens(encode(text)) == []
         return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.finish()]
 
     assert read_parts('[{"name": "f", "param') == ['[{"name": "f", "param']
@@ -615,7 +615,7 @@ def test_a_stop_string_ends_a_parsed_answer(folder, parser, reasoning):
     answer = AnswerText(tokenizer, stop_strings=("]END",), parser=parser)
     text = "[so it is]EN[]END and more"
     parts = []
-    for token in ids(text):
+    for token in encode(text):
         if not answer.is_stopped:
             parts += answer.add_tokens([token])
     parts += answer.finish()
@@ -632,7 +632,7 @@ def test_reasoning_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_
     parser = build_response_parser(tokenizer, model, [])
     answer = AnswerText(tokenizer.backend_tokenizer, parser=parser)
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    tokens = ids(f"<think>so</think>well{call}{call}")
+    tokens = encode(f"<think>so</think>well{call}{call}")
     parts = []
     for chunk in [tokens] if all_at_once else [[token] for token in tokens]:
         parts += answer.add_tokens(chunk)
@@ -650,7 +650,7 @@ def test_an_incomplete_message_keeps_its_text(folder):
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     answer = AnswerText(tokenizer, parser=BrokenParser())
-    parts = [*answer.add_tokens(ids("[so]half")), *answer.finish()]
+    parts = [*answer.add_tokens(encode("[so]half")), *answer.finish()]
     assert "".join(part.text for part in parts) == "half"
     assert "".join(part.reasoning for part in parts) == "so"
 

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausal
 from hf_fp8kv import application, serving
 from hf_fp8kv.errors import ConfigError
 from tests.helpers.serve_process import (
-    PAGE,
-    PAGES,
-    events,
+    NUM_PAGES,
+    PAGE_SIZE,
     generate_answer,
+    parse_events,
     save_chat_model,
     text_in,
 )
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.text
 CHAT = "/v1/chat/completions"
 QUESTION = "what is a page of a cache"
 REQUEST = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
-BATCHING = {"num_blocks": PAGES, "block_size": PAGE, "max_batch_tokens": 64}
+BATCHING = {"num_blocks": NUM_PAGES, "block_size": PAGE_SIZE, "max_batch_tokens": 64}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_mounted_application_answers_like_generate(make_application, folder, p
         assert answer.status_code == 200, answer.text
         stream_text = client.post(f"{path}{CHAT}", json={**REQUEST, "stream": True}).text
         expected = generate_answer(folder, QUESTION, 12)
-        assert text_in(answer.json()) == text_in(events(stream_text)) == expected
+        assert text_in(answer.json()) == text_in(parse_events(stream_text)) == expected
         assert client.get(f"{path}/health").json()["status"] == "ok"
         assert len(client.get(f"{path}/v1/models").json()["data"]) == 1
         assert 'hf_fp8kv_requests_total{status="200"} 2.0' in client.get(f"{path}/metrics").text

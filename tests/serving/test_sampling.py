@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.helpers.serve_process import (
-    OVERFLOWS,
+    NAN_CHARACTER,
     Endpoint,
     add_overflow,
     hosting,
@@ -184,7 +184,7 @@ def test_nonfinite_logits_only_fail_their_request(server, stream):
         failing_futures = [
             pool.submit(
                 server.ask, COMPLETIONS,
-                {"prompt": f"{'a' * n}{OVERFLOWS}", "max_tokens": 5, "stream": stream, **options},
+                {"prompt": "a" * n + NAN_CHARACTER, "max_tokens": 5, "stream": stream, **options},
             )
             for n, options in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}))
         ]  # fmt: skip

@@ -24,14 +24,14 @@ from hf_fp8kv import choose_plan
 from hf_fp8kv.errors import ConfigError, EngineError
 from tests.helpers import command_line
 from tests.helpers.serve_process import (
-    CONTEXT,
-    PAGE,
-    PAGES,
-    events,
+    CONTEXT_LENGTH,
+    NUM_PAGES,
+    PAGE_SIZE,
+    Server,
     generate_answer,
     hosting,
+    parse_events,
     save_chat_model,
-    serving,
     text_in,
 )  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(model, tmp_path, m
 def test_sixteen_concurrent_requests_match_generate(server, model):
     questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
     # All requests together need more pages than the engine has.
-    assert sum(len(question) + 40 for question in questions) > 2 * PAGES * PAGE
+    assert sum(len(question) + 40 for question in questions) > 2 * NUM_PAGES * PAGE_SIZE
     with ThreadPoolExecutor(16) as pool:
         futures = [
             pool.submit(get_text, server, question, stream=n < 8, max_tokens=40)
@@ -195,7 +195,7 @@ def test_other_requests_are_answered_while_a_prompt_is_tokenized(server):
 
 def test_without_a_limit_an_answer_fills_the_context(server):
     answer = server.answer(CHAT, messages=STORY)
-    assert answer["usage"]["total_tokens"] == CONTEXT
+    assert answer["usage"]["total_tokens"] == CONTEXT_LENGTH
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
@@ -205,13 +205,13 @@ def test_a_repeated_prompt_hits_the_prefix_cache(server):
         get_text(server, "the same beginning " * 4)
     after = server.metrics()
     assert after["prefix_hits_total"] > before["prefix_hits_total"]
-    assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE
+    assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE_SIZE
     # K and V, two layers, two heads of 16 codes, and a scale of two bytes for each head.
-    assert after["bytes_total"] == after["pages_total"] * PAGE * 2 * 2 * 2 * (16 + 2)
-    assert after["pages_total"] == PAGES
-    assert 0 < after["pages_used"] <= PAGES
-    assert after["bytes_used"] == after["pages_used"] * after["bytes_total"] / PAGES
-    assert after["tokens_held"] <= after["pages_used"] * PAGE
+    assert after["bytes_total"] == after["pages_total"] * PAGE_SIZE * 2 * 2 * 2 * (16 + 2)
+    assert after["pages_total"] == NUM_PAGES
+    assert 0 < after["pages_used"] <= NUM_PAGES
+    assert after["bytes_used"] == after["pages_used"] * after["bytes_total"] / NUM_PAGES
+    assert after["tokens_held"] <= after["pages_used"] * PAGE_SIZE
 
 
 def test_usage_counts_cached_tokens(server):
@@ -229,7 +229,7 @@ def test_usage_counts_cached_tokens(server):
             usage = answer.get("response", answer)["usage"]
             prompt_details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
             prompt_tokens = usage.get("prompt_tokens") or usage["input_tokens"]
-            assert prompt_details["cached_tokens"] == (prompt_tokens - 1) // PAGE * PAGE
+            assert prompt_details["cached_tokens"] == (prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
 
 
 # -- rejected requests -----------------------------------------------------------------------------
@@ -257,8 +257,8 @@ REJECTED_REQUESTS = {
     "true tokens": (chat(max_tokens=True), 400),
     "too many tokens": (chat(max_tokens=10**6), 400),
     "far too many tokens": (chat(max_tokens=10**30), 400),
-    "beyond the context": (chat(max_tokens=CONTEXT - 3), 400),
-    "a long prompt": (chat(messages=[{"role": "user", "content": "x" * CONTEXT}]), 400),
+    "beyond the context": (chat(max_tokens=CONTEXT_LENGTH - 3), 400),
+    "a long prompt": (chat(messages=[{"role": "user", "content": "x" * CONTEXT_LENGTH}]), 400),
     "a negative temperature": (chat(temperature=-1), 400),
     "a temperature as text": (chat(temperature="hot"), 400),
     "a top_p of zero": (chat(top_p=0), 400),
@@ -488,14 +488,14 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
 
 def test_a_prompt_that_fills_the_context_is_answered(server):
     num_template_tokens = len("u:;a:")
-    prompt = [{"role": "user", "content": "x" * (CONTEXT - num_template_tokens - 4)}]
+    prompt = [{"role": "user", "content": "x" * (CONTEXT_LENGTH - num_template_tokens - 4)}]
     assert server.ask(CHAT, chat(messages=prompt))[0] == 200
     prompt[0]["content"] += "x"
     assert server.ask(CHAT, chat(messages=prompt))[0] == 400
 
 
 def test_too_long_texts_are_rejected_before_tokenization(server):
-    limit = 128 * CONTEXT
+    limit = 128 * CONTEXT_LENGTH
     for content, part in (("x" * limit, "characters"), ("x" * (limit - 9), f"{limit - 4} tokens")):
         status, text, _ = server.ask(CHAT, chat(messages=[{"role": "user", "content": content}]))
         error = json.loads(text)["error"]
@@ -568,7 +568,7 @@ def test_no_answer_contains_the_path_of_the_model(server, model):
 
 
 def test_detokenize_accepts_as_many_tokens_as_the_context(server):
-    for count, status in ((CONTEXT, 200), (CONTEXT + 1, 400)):
+    for count, status in ((CONTEXT_LENGTH, 200), (CONTEXT_LENGTH + 1, 400)):
         actual_status, text, _ = server.ask("/detokenize", {"tokens": [1] * count})
         assert actual_status == status, text
 
@@ -648,7 +648,7 @@ def test_requests_with_the_same_id_are_not_mixed_up(server):
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
     old_count = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
-    with server.leaving(CHAT, **chat(messages=STORY, max_tokens=250, stream=stream)):
+    with server.abandon_request(CHAT, **chat(messages=STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
     ticks_at_disconnect = server.cpu_ticks()
     expected = {'requests_total{status="499"}': old_count + 1, "requests_active": 0}
@@ -826,19 +826,19 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, sends_twi
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     options = ("--grace", "100", "--metrics-interval", "0.1")
     with (
-        serving(model, *options, environment=environment) as server, ThreadPoolExecutor(1) as pool,
+        Server(model, *options, environment=environment) as server, ThreadPoolExecutor(1) as pool,
     ):  # fmt: skip
         client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         with contextlib.closing(client), pytest.raises(ConnectionError):
             client.sendall(b"GET /health HTTP/1.1\r\nx: y\r\n" + b"x: %1000d\r\n" % 1 * 16_000)
         future = pool.submit(server.ask, CHAT, chat(messages=STORY, max_tokens=270, stream=True))
         server.wait_until(requests_active=1)
-        server.wait_for(
+        server.wait_for_log(
             r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
-            rf"pages: \d+ of {PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
+            rf"pages: \d+ of {NUM_PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
         )
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for("stopping: 1 requests get 100 s")
+        server.wait_for_log("stopping: 1 requests get 100 s")
         status, text, headers = server.ask(CHAT, chat())
         assert (status, json.loads(text)["error"]["code"]) == (503, "stopping")
         assert headers["retry-after"]
@@ -847,9 +847,9 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, sends_twi
         assert json.loads(text)["error"]["code"] == "stopping"
         if sends_twice:
             server.process.send_signal(signal.SIGTERM)
-        *_, last_event = events(future.result()[1])
+        *_, last_event = parse_events(future.result()[1])
         assert server.process.wait(120) == 0
-        server.wait_for("Finished server process")
+        server.wait_for_log("Finished server process")
         assert "Traceback" not in server.log
         assert "/metrics HTTP" in server.log
         assert "/health" not in server.log

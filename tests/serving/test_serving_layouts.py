@@ -25,8 +25,8 @@ from tests.helpers.serving_tools import (
     generate_each,
     greedy,
     head_scales,
-    note_offloads,
     prompts,
+    record_offloads,
 )
 from tests.helpers.tiny_models import tiny
 
@@ -184,7 +184,7 @@ class TestOffloading:
         self, name: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Codes and dynamic scales keep their bytes when they return to different blocks."""
-        offloads = note_offloads(monkeypatch)
+        offloads = record_offloads(monkeypatch)
         config = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
         model = tiny(name, **config)[0]
         prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]

@@ -2,8 +2,9 @@
 
     python -m tests.tools.client_runs CLIENT URL TOKENIZER
 
-The command prints a line for each run. `make clients` starts the server, and runs this command for
-every client in the clients' environment. Each function imports the packages that it needs.
+The command prints a JSON line for each run whose name contains the environment variable ONLY, or
+for all runs without it. `make clients` starts the server, and runs this command for every client in
+the clients' environment. Each function imports the packages that it needs.
 """
 
 import asyncio
@@ -49,8 +50,8 @@ class Target(NamedTuple):
 
 
 Run = Callable[[Target], Any]
-CLIENTS: dict[str, dict[str, Run]] = {}
-PACKAGES = {"lm-eval": "lm_eval"}
+CLIENTS: dict[str, dict[str, Run]] = {}  # the runs of each client, by name
+PACKAGES = {"lm-eval": "lm_eval"}  # of clients whose package has a different name
 
 
 def register(client: str) -> Callable[[Run], Run]:
@@ -255,9 +256,9 @@ def _langchain__chat(target: Target) -> None:
 @register("langchain-openai")
 def _langchain__streamed_chat(target: Target) -> None:
     chat = _make_chat(target, max_tokens=8, stream_usage=True)
-    parts = list(chat.stream(QUESTION))
-    assert "".join(part.content for part in parts) == chat.invoke(QUESTION).content
-    assert sum(part.usage_metadata["output_tokens"] for part in parts if part.usage_metadata) <= 8
+    chunks = list(chat.stream(QUESTION))
+    assert "".join(chunk.content for chunk in chunks) == chat.invoke(QUESTION).content
+    assert sum(x.usage_metadata["output_tokens"] for x in chunks if x.usage_metadata) <= 8
 
 
 @register("langchain-openai")
@@ -329,13 +330,13 @@ def _langchain__tools(target: Target) -> None:
 def _langchain__responses(target: Target) -> None:
     chat = _make_chat(target, max_tokens=16, use_responses_api=True)
     assert chat.invoke(QUESTION).text
-    assert "".join(part.text for part in chat.stream(QUESTION))
+    assert "".join(chunk.text for chunk in chat.stream(QUESTION))
 
 
 # -- litellm ---------------------------------------------------------------------------------------
 
 
-def _route_to(target: Target, provider: str = "openai") -> dict[str, Any]:
+def _make_route(target: Target, provider: str = "openai") -> dict[str, Any]:
     name = f"{provider}/{target.model}"
     return {"model": name, "api_base": target.url, "api_key": "-", "timeout": 300}
 
@@ -346,14 +347,14 @@ def _litellm__chat(target: Target) -> None:
 
     for provider in ("openai", "hosted_vllm", "litellm_proxy"):
         result = litellm.completion(
-            **_route_to(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
+            **_make_route(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
         )
         assert result.choices[0].message.content
-        parts = litellm.completion(
-            **_route_to(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
+        chunks = litellm.completion(
+            **_make_route(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
             stream=True, stream_options={"include_usage": True},
         )  # fmt: skip
-        text = "".join(part.choices[0].delta.content or "" for part in parts)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == result.choices[0].message.content
 
 
@@ -361,7 +362,7 @@ def _litellm__chat(target: Target) -> None:
 def _litellm__async_chat(target: Target) -> None:
     import litellm
 
-    options = {**_route_to(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True}
+    options = {**_make_route(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True}
     result = asyncio.run(litellm.acompletion(**options, n=2))
     assert len(result.choices) == 2
     assert result.choices[0].logprobs.content
@@ -371,11 +372,11 @@ def _litellm__async_chat(target: Target) -> None:
 def _litellm__completions(target: Target) -> None:
     import litellm
 
-    route = _route_to(target, "text-completion-openai")
+    route = _make_route(target, "text-completion-openai")
     options = {**route, "prompt": "One, two,", "max_tokens": 6}
     result = litellm.text_completion(**options, temperature=0)
-    parts = litellm.text_completion(**options, temperature=0, stream=True)
-    assert "".join(part.choices[0].text or "" for part in parts) == result.choices[0].text
+    chunks = litellm.text_completion(**options, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == result.choices[0].text
 
 
 @register("litellm")
@@ -389,7 +390,7 @@ def _litellm__structured_output(target: Target) -> None:
 
     messages = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
     for fmt in (Person, {"type": "json_object"}):
-        options = {**_route_to(target), "messages": messages, "max_tokens": 400}
+        options = {**_make_route(target), "messages": messages, "max_tokens": 400}
         response = litellm.completion(**options, response_format=fmt, temperature=0)
         if response.choices[0].finish_reason == "length":  # an object may have any length
             assert fmt is not Person
@@ -403,7 +404,7 @@ def _litellm__tools(target: Target) -> None:
     import litellm
 
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-    options = {**_route_to(target), "tools": [TOOL], "max_tokens": 60}
+    options = {**_make_route(target), "tools": [TOOL], "max_tokens": 60}
     result = litellm.completion(**options, messages=messages, tool_choice="required")
     calls = result.choices[0].message.tool_calls
     messages += [
@@ -421,17 +422,18 @@ def _litellm__tools(target: Target) -> None:
 def _litellm__responses(target: Target) -> None:
     import litellm
 
-    result = litellm.responses(**_route_to(target), input=QUESTION, max_output_tokens=16)
+    result = litellm.responses(**_make_route(target), input=QUESTION, max_output_tokens=16)
     assert result.output[0].content[0].text
-    parts = litellm.responses(**_route_to(target), input=QUESTION, max_output_tokens=8, stream=True)
-    assert [part.type for part in parts][-1] in ("response.completed", "response.incomplete")
+    options = {**_make_route(target), "input": QUESTION, "max_output_tokens": 8}
+    *_, last_event = litellm.responses(**options, stream=True)
+    assert last_event.type in ("response.completed", "response.incomplete")
 
 
 @register("litellm")
 def _litellm__router(target: Target) -> None:
     from litellm import Router
 
-    deployment = {"model_name": "demo", "litellm_params": _route_to(target)}
+    deployment = {"model_name": "demo", "litellm_params": _make_route(target)}
     router = Router(model_list=[{**deployment} for _ in range(2)], num_retries=1)
     for _ in range(3):
         assert router.completion("demo", MESSAGES, max_tokens=4).choices[0].message.content
@@ -453,7 +455,7 @@ def _make_person_class() -> Any:
 
 
 def _make_instructor_run(mode: str, **options: Any) -> Run:
-    def ask(target: Target) -> None:
+    def run(target: Target) -> None:
         import instructor
 
         person_class = _make_person_class()
@@ -465,7 +467,7 @@ def _make_instructor_run(mode: str, **options: Any) -> Run:
         result = client.create(response_model=person_class, **arguments, **options)
         assert isinstance(result, person_class)
 
-    return ask
+    return run
 
 
 # MD_JSON does not constrain the output to JSON, so its request has this regular expression.
@@ -603,23 +605,20 @@ def _agents__handoff(target: Target) -> None:
 
 
 @contextlib.contextmanager
-def _llm_command(target: Target) -> Iterator[Callable[..., str]]:
+def _configure_llm(target: Target) -> Iterator[Callable[..., str]]:
+    """Yield a function that runs the command `llm` with arguments, and returns its output."""
     api = {"model_name": target.model, "api_base": target.url, "supports_tools": True,
            "supports_schema": True}  # fmt: skip
     models = [{"model_id": "demo", **api}, {"model_id": "demo-text", **api, "completion": True}]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "extra-openai-models.yaml").write_text(json.dumps(models))
-        environment = {
-            **os.environ,
-            "LLM_USER_PATH": folder,
-            "OPENAI_API_KEY": "-",
-            "LLM_LOAD_PLUGINS": "",
-        }  # a plugin for the demo model needs llama.cpp
+        # No plugins are loaded, because the plugin of the demo model needs llama.cpp.
+        variables = {"LLM_USER_PATH": folder, "OPENAI_API_KEY": "-", "LLM_LOAD_PLUGINS": ""}
 
         def run(*arguments: str) -> str:
             process = subprocess.run(
-                [sys.executable, "-m", "llm", *arguments], env=environment, capture_output=True,
-                text=True, timeout=300, stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "llm", *arguments], env={**os.environ, **variables},
+                capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
             )  # fmt: skip
             assert process.returncode == 0, process.stderr
             return process.stdout
@@ -629,7 +628,7 @@ def _llm_command(target: Target) -> Iterator[Callable[..., str]]:
 
 @register("llm")
 def _llm__prompt(target: Target) -> None:
-    with _llm_command(target) as llm:
+    with _configure_llm(target) as llm:
         arguments = ("-m", "demo", "-o", "temperature", "0", "-o", "max_tokens", "12")
         assert llm(*arguments, QUESTION) == llm(*arguments, "--no-stream", QUESTION)
         assert llm(*arguments, "-c", "Say it again.").strip()
@@ -637,13 +636,13 @@ def _llm__prompt(target: Target) -> None:
 
 @register("llm")
 def _llm__completion(target: Target) -> None:
-    with _llm_command(target) as llm:
+    with _configure_llm(target) as llm:
         assert llm("-m", "demo-text", "-o", "max_tokens", "6", "One, two, three,").strip()
 
 
 @register("llm")
 def _llm__schema(target: Target) -> None:
-    with _llm_command(target) as llm:
+    with _configure_llm(target) as llm:
         arguments = ("-m", "demo", "-o", "max_tokens", "60", "--schema", json.dumps(PERSON))
         for options in ((), ("--no-stream",)):
             result = json.loads(llm(*arguments, *options, "Ann is 30 years old."))
@@ -653,7 +652,7 @@ def _llm__schema(target: Target) -> None:
 @register("llm")
 def _llm__tools(target: Target) -> None:
     tool = 'def get_weather(city: str) -> str:\n    "Weather of a city."\n    return "sunny"\n'
-    with _llm_command(target) as llm:
+    with _configure_llm(target) as llm:
         arguments = ("-m", "demo", "-o", "max_tokens", "24", "--functions", tool, "--td")
         for options in ((), ("--no-stream",)):
             assert llm(*arguments, *options, "How is the weather in Paris?")
@@ -663,6 +662,7 @@ def _llm__tools(target: Target) -> None:
 
 
 def _evaluate(target: Target, model: str, task: dict[str, Any], **options: Any) -> Any:
+    """Return the samples of a task with three questions, as lm-eval's model class scores them."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -686,11 +686,11 @@ def _evaluate(target: Target, model: str, task: dict[str, Any], **options: Any) 
         )["samples"]["facts"]  # fmt: skip
 
 
-_MULTIPLE_CHOICE = {
+_CHOICE_TASK = {
     "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices",
     "doc_to_target": "answer", "metric_list": [{"metric": "acc"}],
 }  # fmt: skip
-_GENERATE_UNTIL = {
+_GENERATION_TASK = {
     "output_type": "generate_until", "doc_to_text": "{{question}}",
     "doc_to_target": "{{choices[answer]}}",
     "generation_kwargs": {
@@ -704,7 +704,7 @@ _GENERATE_UNTIL = {
 def _lm_eval__loglikelihood(target: Target) -> None:
     for tokenized in (True, False):
         result = _evaluate(
-            target, "local-completions", _MULTIPLE_CHOICE, tokenizer=target.tokenizer,
+            target, "local-completions", _CHOICE_TASK, tokenizer=target.tokenizer,
             tokenizer_backend="huggingface", tokenized_requests=tokenized, batch_size=4,
         )  # fmt: skip
         assert [row["acc"] for row in result] == [1, 1, 1]
@@ -726,7 +726,7 @@ def _lm_eval__rolling_loglikelihood(target: Target) -> None:
 @register("lm-eval")
 def _lm_eval__generate(target: Target) -> None:
     result = _evaluate(
-        target, "local-completions", _GENERATE_UNTIL, tokenizer=target.tokenizer, num_concurrent=3,
+        target, "local-completions", _GENERATION_TASK, tokenizer=target.tokenizer, num_concurrent=3,
         tokenizer_backend="huggingface",
     )  # fmt: skip
     assert all(isinstance(row["resps"][0][0], str) for row in result)
@@ -734,7 +734,7 @@ def _lm_eval__generate(target: Target) -> None:
 
 @register("lm-eval")
 def _lm_eval__chat(target: Target) -> None:
-    result = _evaluate(target, "local-chat-completions", _GENERATE_UNTIL, num_concurrent=3)
+    result = _evaluate(target, "local-chat-completions", _GENERATION_TASK, num_concurrent=3)
     assert all(row["resps"][0][0] for row in result)
 
 
@@ -742,6 +742,7 @@ def _lm_eval__chat(target: Target) -> None:
 
 
 def _run_guidellm(target: Target, path: str) -> dict[str, Any]:
+    """Send six requests to a path of the server with guidellm, and return its metrics."""
     server = target.url.removesuffix("/v1")
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.run(

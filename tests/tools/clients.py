@@ -22,21 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from hf_fp8kv import demo_model_path
-from tests.helpers.serve_process import ROOT, TOOLS_TEMPLATE, serving
+from tests.helpers.serve_process import ROOT, TOOLS_TEMPLATE, Server
 
 CLIENTS = (
     "openai", "langchain-openai", "litellm", "instructor", "openai-agents", "llm", "lm-eval",
     "guidellm",
 )  # fmt: skip
 TIME_LIMIT = 600  # seconds for each client
-CACHE_OPTIONS = ("--cb-num-blocks", "512", "--max-model-len", "2048")
+SERVER_OPTIONS = ("--cb-num-blocks", "512", "--max-model-len", "2048")
 
 
 class Recorder(http.server.ThreadingHTTPServer):
     """Forwards requests to a server, and keeps the requests of each client that have a body."""
 
     def __init__(self, port: int) -> None:
-        self.target, self.client, self.requests = port, "", {name: {} for name in CLIENTS}
+        self.server_port, self.client = port, ""
+        self.requests: dict[str, dict[str, Any]] = {name: {} for name in CLIENTS}
         super().__init__(("127.0.0.1", 0), ForwardingHandler)
 
     def handle_error(self, *_: Any) -> None:
@@ -58,15 +59,16 @@ class ForwardingHandler(http.server.BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers.get("content-length", 0)))
         if content:
             self.server.add_request(self.path, content)
-        upstream = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=TIME_LIMIT)
-        with contextlib.closing(upstream):
+        port = self.server.server_port
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIME_LIMIT)
+        with contextlib.closing(connection):
             headers = {"content-type": self.headers.get("content-type", "")}
-            upstream.request(self.command, self.path, content or None, headers)
-            answer = upstream.getresponse()
-            self.send_response(answer.status)
-            self.send_header("content-type", answer.getheader("content-type", ""))
+            connection.request(self.command, self.path, content or None, headers)
+            response = connection.getresponse()
+            self.send_response(response.status)
+            self.send_header("content-type", response.getheader("content-type", ""))
             self.end_headers()
-            while chunk := answer.read1():
+            while chunk := response.read1():
                 self.wfile.write(chunk)
 
     do_GET = do_POST = do_HEAD = _forward
@@ -78,8 +80,8 @@ class ForwardingHandler(http.server.BaseHTTPRequestHandler):
 def describe_form(value: Any) -> Any:
     """Return a JSON value in which types replace strings and numbers, except in some fields."""
     if isinstance(value, dict):
-        kept_names = ("type", "role", "tool_choice", "stream")
-        return {n: x if n in kept_names else describe_form(x) for n, x in sorted(value.items())}
+        kept_keys = ("type", "role", "tool_choice", "stream")
+        return {k: x if k in kept_keys else describe_form(x) for k, x in sorted(value.items())}
     if isinstance(value, list):
         forms = [describe_form(item) for item in value]
         return [form for i, form in enumerate(forms) if form not in forms[:i]]
@@ -125,7 +127,7 @@ def main() -> int:
         (folder / "template").write_text(TOOLS_TEMPLATE)
         model = str(demo_model_path())
         server = stack.enter_context(
-            serving(model, *CACHE_OPTIONS, "--chat-template", str(folder / "template"))
+            Server(model, *SERVER_OPTIONS, "--chat-template", str(folder / "template"))
         )
         recorder = stack.enter_context(run_recorder(server.port)) if options.record else None
         print(f"{'client':17} {'version':9} {'passed':>7}")
@@ -150,11 +152,11 @@ def main() -> int:
 
 def format_requests(requests_by_client: dict[str, list[dict[str, Any]]]) -> str:
     """Return JSON with one request per line."""
-    parts = []
+    fields = []
     for name, requests in requests_by_client.items():
         lines = ",\n".join(f"  {json.dumps(request, ensure_ascii=False)}" for request in requests)
-        parts.append(f"{json.dumps(name)}: [\n{lines}\n]")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+        fields.append(f"{json.dumps(name)}: [\n{lines}\n]")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -68,9 +68,10 @@ def main() -> None:
             times.append((time.perf_counter() - start) * 1e3)
         median = statistics.median(times[1:])
         print(f"{len(tokenizer)} tokens: first {times[0]:.0f} ms, median of later {median:.1f} ms")
-        for num_all, num_guided in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
-            step_time = measure_step(tokenizer, guide, num_all, num_guided)
-            print(f"  {num_all} requests, {num_guided} with a grammar: {step_time:.0f} us per step")
+        for num_requests, num_guided in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
+            step_time = measure_step(tokenizer, guide, num_requests, num_guided)
+            counts = f"{num_requests} requests, {num_guided} with a grammar"
+            print(f"  {counts}: {step_time:.0f} us per step")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ EXTRA_FILES = ROOT / "tests" / "data" / "hub_kernel"
 
 
 def find_sources(root: str = _BACKEND_FILE) -> list[str]:
-    """Return a file of the package, and the files that it imports relatively and transitively."""
+    """Return a file of the package, and all files that its relative imports load."""
     sources: dict[str, None] = {}
     queue = [root]
     while queue:
@@ -39,10 +39,9 @@ def find_sources(root: str = _BACKEND_FILE) -> list[str]:
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
             base = folder[: len(folder) - node.level + 1]
-            target = Path(*base, *(node.module or "").split("."))
-            names = [target, *(target / alias.name for alias in node.names)]
-            for name in names:
-                for file in (name.with_suffix(".py"), name / "__init__.py"):
+            source = Path(*base, *(node.module or "").split("."))
+            for module in [source, *(source / alias.name for alias in node.names)]:
+                for file in (module.with_suffix(".py"), module / "__init__.py"):
                     if (PACKAGE / file).is_file() and not _is_emptied(file):
                         queue.append(file.as_posix())
     return sorted(sources)
@@ -53,34 +52,33 @@ def _is_emptied(file: Path) -> bool:
     return file.as_posix() in ("__init__.py", "ops/__init__.py")
 
 
-def make_kernel(target: Path) -> None:
+def make_kernel(folder: Path) -> None:
     """Write the kernel's repository to a folder, after deleting the folder's contents."""
-    shutil.rmtree(target, ignore_errors=True)
-    source = target / "torch-ext" / NAME
+    shutil.rmtree(folder, ignore_errors=True)
+    source_folder = folder / "torch-ext" / NAME
     for path in find_sources():
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(PACKAGE / path, source / path)
-    (source / "ops" / "__init__.py").write_text('"""Operations on stored pages."""\n')
-    shutil.copy(EXTRA_FILES / "init.py", source / "__init__.py")
-    for folder, file, name in (
-        ("tests", "own_tests.py", "test_kernel.py"),
-        ("benchmarks", "benchmark.py", "benchmark.py"),
-    ):
-        (target / folder).mkdir()
-        shutil.copy(EXTRA_FILES / file, target / folder / name)
-    shutil.copy(ROOT / "LICENSE", target)
+        (source_folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PACKAGE / path, source_folder / path)
+    (source_folder / "ops" / "__init__.py").write_text('"""Operations on stored pages."""\n')
+    shutil.copy(EXTRA_FILES / "init.py", source_folder / "__init__.py")
+    for source, target in (
+        ("own_tests.py", "tests/test_kernel.py"), ("benchmark.py", "benchmarks/benchmark.py")
+    ):  # fmt: skip
+        (folder / target).parent.mkdir()
+        shutil.copy(EXTRA_FILES / source, folder / target)
+    shutil.copy(ROOT / "LICENSE", folder)
     card = (EXTRA_FILES / "CARD.md").read_text()
     for field, value in (("title", TITLE), ("version", VERSION), ("commit", _read_commit())):
         card = card.replace(f"{{{field}}}", str(value))
-    (target / "CARD.md").write_text(card)
-    (target / "build.toml").write_text(
+    (folder / "CARD.md").write_text(card)
+    (folder / "build.toml").write_text(
         f'[general]\nname = "{TITLE}"\nversion = {VERSION}\nedition = 5\nlicense = "Apache-2.0"\n'
         f"backends = {json.dumps(BACKENDS[:2])}\n\n[general.hub]\n"
         f'repo-id = "<owner>/{TITLE}"\n\n[torch-noarch]\n'
     )
     for backend in BACKENDS:
-        build_folder = target / "build" / f"torch-{backend}"
-        shutil.copytree(source, build_folder)
+        build_folder = folder / "build" / f"torch-{backend}"
+        shutil.copytree(source_folder, build_folder)
         metadata = {
             "name": TITLE, "id": f"{NAME}_{backend}_{VERSION}", "version": VERSION,
             "license": "Apache-2.0", "python-depends": [], "backend": {"type": backend},

@@ -5,7 +5,8 @@
 Each mutant replaces one piece of text in a copy of the tree. Its named test files run first, up to
 the first failure. If they pass, the whole fast tier runs, and then the full tier. The command fails
 if a patch does not apply, if the named tests fail without a mutation, if a mutant cannot be
-imported, if over `MAX_SURVIVORS` mutants survive the fast tier, or if one survives the full tier.
+imported, if a mutant survives the full tier, or if more than `MAX_SURVIVORS` mutants survive the
+fast tier.
 """
 
 import argparse
@@ -26,8 +27,8 @@ IGNORED_FILES = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "d
 MAX_SURVIVORS = 3
 # Exit codes of pytest if all tests pass, and if some tests fail.
 PASSED, FAILED = 0, 1
-TIMEOUT = 1800.0
-PARALLEL = ["-n", "2", "--dist", "worksteal"]
+TIMEOUT = 1800.0  # seconds of a run of pytest
+PARALLEL_OPTIONS = ["-n", "2", "--dist", "worksteal"]
 
 
 class Mutant(NamedTuple):
@@ -434,8 +435,8 @@ def find_failing_tier(tree: Path, mutant: Mutant) -> str:
     """
     arguments_by_tier = {
         "named tests": mutant.tests.split(),
-        "fast tier": PARALLEL,
-        "full tier": [*PARALLEL, "-m", "", "--hypothesis-profile=full"],
+        "fast tier": PARALLEL_OPTIONS,
+        "full tier": [*PARALLEL_OPTIONS, "-m", "", "--hypothesis-profile=full"],
     }
     apply_mutant(tree, mutant)
     try:
@@ -454,7 +455,7 @@ def find_failing_tier(tree: Path, mutant: Mutant) -> str:
 
 def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
     files = sorted({name for mutant in mutants for name in mutant.tests.split()})
-    code, tail = run_tests(tree, *PARALLEL, *files)
+    code, tail = run_tests(tree, *PARALLEL_OPTIONS, *files)
     if code != PASSED:
         raise SystemExit(f"the tests fail without a mutation: pytest ended with {code}:\n{tail}")
 
@@ -501,8 +502,7 @@ def main() -> None:
     survivors = [name for name, tier in tiers.items() if tier in ("", "timeout")]
     minutes = (time.monotonic() - start) / 60
     print(f"{num_fast} of {len(chosen_mutants)} mutants detected by the fast tier, "
-          f"{len(survivors)} by none, "
-          f"{minutes:.1f} minutes")  # fmt: skip
+          f"{len(survivors)} by no tier, {minutes:.1f} minutes")  # fmt: skip
     if survivors or len(chosen_mutants) - num_fast > MAX_SURVIVORS:
         raise SystemExit(1)
 

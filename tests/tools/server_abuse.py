@@ -2,11 +2,11 @@
 
     python -m tests.tools.server_abuse --minutes 10
 
-The program starts `hf-fp8kv serve` on this machine with a tiny model, some of whose logits are NaN,
-or with the demo model (`--demo`). For some minutes, good clients request chats, completions,
-responses, streams, several answers, penalties, structured output and forced tools. Bad clients send
-incomplete bodies, bad chunks and floods of connections, read slowly, or close connections. Some
-requests have logits that overflow. The program prints a table and all violations:
+The program starts `hf-fp8kv serve` on this machine with a tiny model, or with the demo model
+(`--demo`). For some minutes, good clients request chats, completions, responses, streams, several
+answers, penalties, structured output and forced tools. Bad clients send incomplete bodies, bad
+chunks and floods of connections, read slowly, or close connections. Some requests make the logits
+of the tiny model NaN. The program prints a table of all requests, and all violations:
 
 * an answer with status 5xx (except for logits that are NaN), a different answer to a repeated
   request, or a request without an answer at its deadline
@@ -39,23 +39,22 @@ from typing import Any
 
 from hf_fp8kv import demo_model_path
 from tests.helpers.serve_process import (
-    OVERFLOWS,
+    NAN_CHARACTER,
     TOOLS_TEMPLATE,
     Server,
     add_overflow,
     save_chat_model,
-    serving,
 )  # fmt: skip
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 NUM_PAGES, PAGE_SIZE = 96, 16
-CONTEXT = 2 * NUM_PAGES * PAGE_SIZE
+CONTEXT_LENGTH = 2 * NUM_PAGES * PAGE_SIZE
 TIMEOUT = 180.0  # maximum seconds of a request, among 60 clients on two cores
 MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
 MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
 MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
-CLIENT_TIMEOUT = 5.0
-BODY_SIZE = 4 * 2**20 - 1
+CLIENT_TIMEOUT = 5.0  # seconds that a client may neither send nor read
+BODY_SIZE = 4 * 2**20 - 1  # bytes of a body whose last byte is not sent
 LARGE_BODIES = [
     (path, json.dumps(body | field).encode())
     for path, body in (
@@ -65,7 +64,7 @@ LARGE_BODIES = [
         {"user": [""] * 9 * 10**5}, {"metadata": {"x": [0] * 10**6}}, {"user": "x" * 3 * 10**6}
     )
 ]  # fmt: skip
-HOSTILE_ACTIONS = ("do_prompts", "do_pipeline", "do_headers", "do_hold", "do_host")
+HOSTILE_ACTIONS = ("do_many_prompts", "do_pipeline", "do_headers", "do_hold", "do_foreign_host")
 REPEATED_BODY = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
@@ -89,14 +88,23 @@ class NoAnswerError(Exception):
 
 
 class AbuseRun:
-    """The requests of all clients to one server. `violations` describes violations of the rules."""
+    """The requests of all clients to one server. Each method `do_ACTION` sends requests of a kind.
+
+    Args:
+        server: The server.
+        seconds: Duration of the run.
+        seed: Seed of the random requests.
+        can_overflow: Whether `NAN_CHARACTER` in a prompt makes the model's logits NaN.
+        is_hostile: Whether all clients except one are hostile.
+    """
 
     def __init__(
-        self, server: Server, seconds: float, seed: int, *, has_nan: bool, is_hostile: bool
+        self, server: Server, seconds: float, seed: int, *, can_overflow: bool, is_hostile: bool
     ) -> None:
-        self.server, self.seed, self.has_nan, self.is_hostile = server, seed, has_nan, is_hostile
-        self.times: dict[str, list[float]] = defaultdict(list)
-        self.statuses: Counter[tuple[str, object]] = Counter()
+        self.server, self.seed, self.is_hostile = server, seed, is_hostile
+        self.can_overflow = can_overflow
+        self.times: dict[str, list[float]] = defaultdict(list)  # seconds of requests, by action
+        self.status_counts: Counter[tuple[str, object]] = Counter()  # by action and status
         self.violations: list[str] = []
         self.lock = threading.Lock()
         self.repeated_answer = self.ask(COMPLETIONS, REPEATED_BODY)[1]["choices"][0]["text"]
@@ -104,20 +112,19 @@ class AbuseRun:
 
     def run_client(self, number: int) -> None:
         """Run client `number` until the deadline of the run."""
-        generator = random.Random(self.seed * 1000 + number)
-        names = [
-            name for name in dir(self) if name.startswith("do_") and name not in HOSTILE_ACTIONS
-        ]
-        actions = [getattr(self, name) for name in (HOSTILE_ACTIONS if self.is_hostile else names)]
+        rng = random.Random(self.seed * 1000 + number)
+        other_names = {x for x in dir(self) if x.startswith("do_")}.difference(HOSTILE_ACTIONS)
+        names = HOSTILE_ACTIONS if self.is_hostile else sorted(other_names)
+        actions = [getattr(self, name) for name in names]
         while time.monotonic() < self.deadline:
             # Among hostile clients, client 0 is good. Otherwise half of the requests are good, so
             # bad requests have clients to disturb.
             good_action = self.do_repeat if self.is_hostile else self.do_request
-            is_good = number == 0 if self.is_hostile else generator.random() < 0.5
-            action = good_action if is_good else generator.choice(actions)
+            is_good = number == 0 if self.is_hostile else rng.random() < 0.5
+            action = good_action if is_good else rng.choice(actions)
             name, start = action.__name__.removeprefix("do_"), time.monotonic()
             try:
-                status: object = action(generator)
+                status: object = action(rng)
             except NoAnswerError as error:
                 status = "hang"
                 self.add_violation(f"{name}: {error}")
@@ -129,11 +136,10 @@ class AbuseRun:
                 status = "failed"
                 self.add_violation(f"{name}: {error!r}"[:500])
             with self.lock:
-                self.statuses[name, status] += 1
+                self.status_counts[name, status] += 1
                 self.times[name].append(time.monotonic() - start)
 
     def add_violation(self, text: str) -> None:
-        """Record a violation."""
         with self.lock:
             self.violations.append(text)
 
@@ -146,21 +152,21 @@ class AbuseRun:
             with contextlib.closing(connection):
                 content = json.dumps(body).encode()
                 connection.request("POST", path, content, {"content-type": "application/json"})
-                answer = connection.getresponse()
-                text = answer.read().decode()
+                response = connection.getresponse()
+                text = response.read().decode()
         except TimeoutError:
             raise NoAnswerError(
                 f"no answer within {TIMEOUT:g} s to {json.dumps(body):.300}"
             ) from None
-        if not body.get("stream") or answer.status != 200:
-            return answer.status, json.loads(text)
+        if not body.get("stream") or response.status != 200:
+            return response.status, json.loads(text)
         events = [line.removeprefix("data: ") for line in text.split("\n") if line]
         if path != RESPONSES and events.pop() != "[DONE]":
             raise AssertionError("the stream does not end with [DONE]")
-        return answer.status, json.loads(events[-1])
+        return response.status, json.loads(events[-1])
 
-    def do_request(self, generator: random.Random) -> object:
-        path, body = make_request(generator)
+    def do_request(self, rng: random.Random) -> object:
+        path, body = make_request(rng)
         status, answer = self.ask(path, body)
         has_error = "error" in answer and answer["error"] is not None
         if status >= 500 or (status == 200 and has_error):
@@ -169,29 +175,29 @@ class AbuseRun:
             self.add_violation(f"{status}: {json.dumps(answer):.200} to {json.dumps(body):.300}")
         return status
 
-    def do_repeat(self, generator: random.Random) -> object:
+    def do_repeat(self, rng: random.Random) -> object:
         status, answer = self.ask(COMPLETIONS, REPEATED_BODY)
         if self.is_hostile:
             time.sleep(1)
         if status == 200 and answer["choices"][0]["text"] != self.repeated_answer:
             self.add_violation(f"a different answer: {answer['choices'][0]['text']!r}")
         elif status not in (200, 429):
-            self.add_violation(f"{status} to a steady request: {json.dumps(answer):.300}")
+            self.add_violation(f"{status} to the repeated request: {json.dumps(answer):.300}")
         return status
 
-    def do_refused(self, generator: random.Random) -> object:
+    def do_bad_body(self, rng: random.Random) -> object:
         with self._connect() as connection:
-            self._send_post(connection, COMPLETIONS, generator.choice(BAD_BODIES))
+            self._send_post(connection, COMPLETIONS, rng.choice(BAD_BODIES))
             status = _read_status(connection)
         if status != 400:
             self.add_violation(f"a bad body: expected 400, got {status}")
         return status
 
-    def do_overflow(self, generator: random.Random) -> object:
-        if not self.has_nan:
-            return self.do_repeat(generator)
-        body = {"prompt": _random_text(generator, 60) + OVERFLOWS, "max_tokens": 9}
-        stream = generator.random() < 0.5
+    def do_overflow(self, rng: random.Random) -> object:
+        if not self.can_overflow:
+            return self.do_repeat(rng)
+        body = {"prompt": _random_text(rng, 60) + NAN_CHARACTER, "max_tokens": 9}
+        stream = rng.random() < 0.5
         status, answer = self.ask(COMPLETIONS, body | {"stream": stream})
         if status == 429:
             return status
@@ -217,34 +223,31 @@ class AbuseRun:
             b"content-length: %d\r\n\r\n%s" % (path.encode(), size, content)
         )
 
-    def do_leave(self, generator: random.Random) -> object:
+    def do_leave(self, rng: random.Random) -> object:
         """Close the connection during the body, the prefill or the answer, with or without RST."""
-        path, body = make_request(generator)
+        path, body = make_request(rng)
         content = json.dumps(body).encode()
         with self._connect() as connection:
-            part = content[: generator.randrange(1, len(content))]
-            sends_all = generator.random() < 0.8
-            self._send_post(connection, path, content if sends_all else part, length=len(content))
-            time.sleep(generator.choice((0, 0.01, 0.1, 0.5)))
-            if generator.random() < 0.5:
+            length = len(content) if rng.random() < 0.8 else rng.randrange(1, len(content))
+            self._send_post(connection, path, content[:length], length=len(content))
+            time.sleep(rng.choice((0, 0.01, 0.1, 0.5)))
+            if rng.random() < 0.5:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return "left"
 
-    def do_read_slowly(self, generator: random.Random) -> object:
-        path, body = make_request(generator)
+    def do_read_slowly(self, rng: random.Random) -> object:
+        path, body = make_request(rng)
         with self._connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             self._send_post(connection, path, json.dumps(body | {"stream": True}).encode())
-            for _ in range(generator.randrange(10, 60)):
+            for _ in range(rng.randrange(10, 60)):
                 if not connection.recv(128):
                     return "read"
                 time.sleep(0.05)
         return "left"
 
-    def do_bad_chunks(self, generator: random.Random) -> object:
-        chunk = generator.choice(
-            (b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx")
-        )
+    def do_bad_chunks(self, rng: random.Random) -> object:
+        chunk = rng.choice((b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx"))
         with self._connect(10) as connection:
             connection.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -254,34 +257,32 @@ class AbuseRun:
                 return "left"
             return _read_status(connection)
 
-    def do_garbage(self, generator: random.Random) -> object:
+    def do_garbage(self, rng: random.Random) -> object:
         with self._connect(10) as connection:
-            connection.sendall(generator.randbytes(generator.randrange(1, 3000)) + b"\r\n\r\n")
+            connection.sendall(rng.randbytes(rng.randrange(1, 3000)) + b"\r\n\r\n")
             return _read_status(connection)
 
-    def do_flood(self, generator: random.Random) -> object:
+    def do_flood(self, rng: random.Random) -> object:
         with contextlib.ExitStack() as stack:
             for _ in range(30):
                 connection = stack.enter_context(self._connect())
-                connection.sendall(
-                    generator.choice((b"", b"GET / HT", b"POST /v1/completions HTTP"))
-                )
-            time.sleep(generator.random())
+                connection.sendall(rng.choice((b"", b"GET / HT", b"POST /v1/completions HTTP")))
+            time.sleep(rng.random())
         return "left"
 
     # -- hostile clients --------------------------------------------------------------------------
 
-    def do_prompts(self, generator: random.Random) -> object:
+    def do_many_prompts(self, rng: random.Random) -> object:
         """Send many prompts in a body of several MB, whose shared fields must be read only once."""
         with self._connect() as connection:
-            path, content = generator.choice(LARGE_BODIES)
+            path, content = rng.choice(LARGE_BODIES)
             self._send_post(connection, path, content)
             status = _read_status(connection)
         if status not in (400, 429):
             self.add_violation(f"many prompts: expected 400, got {status}")
         return status
 
-    def do_pipeline(self, generator: random.Random) -> object:
+    def do_pipeline(self, rng: random.Random) -> object:
         """Repeat requests in one connection, without reading an answer."""
         requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
         with self._connect(12 * CLIENT_TIMEOUT) as connection:
@@ -296,7 +297,7 @@ class AbuseRun:
                 return "cut off"
         return "left"
 
-    def do_headers(self, generator: random.Random) -> object:
+    def do_headers(self, rng: random.Random) -> object:
         with self._connect(30) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
             try:
@@ -307,19 +308,19 @@ class AbuseRun:
         self.add_violation("20 MB of headers were read")
         return "read"
 
-    def do_hold(self, generator: random.Random) -> object:
+    def do_hold(self, rng: random.Random) -> object:
         """Send a body except its last byte, and wait."""
         with self._connect(30) as connection:
             self._send_post(
                 connection, COMPLETIONS, b"[" + b" " * (BODY_SIZE - 2), length=BODY_SIZE
             )
-            connection.settimeout(generator.uniform(1, 20))
+            connection.settimeout(rng.uniform(1, 20))
             try:
                 return _read_status(connection)
             except TimeoutError:
                 return "left"
 
-    def do_host(self, generator: random.Random) -> object:
+    def do_foreign_host(self, rng: random.Random) -> object:
         with self._connect(TIMEOUT) as connection:
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: evil.example\r\n\r\n")
             status = _read_status(connection)
@@ -335,62 +336,60 @@ class AbuseRun:
             status = self.server.ask("/health")[0]
             with self.lock:
                 self.times["health"].append(time.monotonic() - start)
-                self.statuses["health", status] += 1
+                self.status_counts["health", status] += 1
             time.sleep(0.05)
 
 
 def _read_status(connection: socket.socket) -> object:
     """Return the status of the answer on a connection, or "closed" without an answer."""
-    head = connection.recv(4000)
-    return int(head.split()[1]) if head.startswith(b"HTTP/1.1 ") else "closed"
+    header = connection.recv(4000)
+    return int(header.split()[1]) if header.startswith(b"HTTP/1.1 ") else "closed"
 
 
-def _random_text(generator: random.Random, max_length: int) -> str:
-    return " ".join(generator.choices(WORDS, k=20))[: generator.randrange(1, max_length)]
+def _random_text(rng: random.Random, max_length: int) -> str:
+    return " ".join(rng.choices(WORDS, k=20))[: rng.randrange(1, max_length)]
 
 
-def make_request(generator: random.Random) -> tuple[str, dict[str, Any]]:
+def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a random valid request."""
-    path = generator.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
-    token_limit = {
-        "max_output_tokens" if path == RESPONSES else "max_tokens": generator.randrange(1, 40)
-    }
+    path = rng.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
+    token_limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": rng.randrange(1, 40)}
     # Most prompts have the same beginning, so they share pages.
-    text = ("the same beginning of many " * generator.randrange(8)) + _random_text(generator, 90)
+    text = ("the same beginning of many " * rng.randrange(8)) + _random_text(rng, 90)
     prompt_field = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
     prompt = [{"role": "user", "content": text}] if path == CHAT else text
-    body: dict[str, Any] = {prompt_field: prompt, "stream": generator.random() < 0.4, **token_limit}
-    if generator.random() < 0.5:
-        body["temperature"] = generator.choice((0, 1e-40, 1e-6, 0.7, 2.0))
-        body["top_p"] = generator.choice((1e-9, 0.5, 1))
+    body: dict[str, Any] = {prompt_field: prompt, "stream": rng.random() < 0.4, **token_limit}
+    if rng.random() < 0.5:
+        body["temperature"] = rng.choice((0, 1e-40, 1e-6, 0.7, 2.0))
+        body["top_p"] = rng.choice((1e-9, 0.5, 1))
         # At temperature 2, the model could sample the token after which logits are NaN.
-        body["logit_bias"] = {str(ord(OVERFLOWS) - 32): -100}
-        body["seed"] = generator.randrange(-5, 5)
-    if path != RESPONSES and generator.random() < 0.4:
-        body["n"] = generator.randrange(1, 4)
-    if generator.random() < 0.3:
+        body["logit_bias"] = {str(ord(NAN_CHARACTER) - 32): -100}
+        body["seed"] = rng.randrange(-5, 5)
+    if path != RESPONSES and rng.random() < 0.4:
+        body["n"] = rng.randrange(1, 4)
+    if rng.random() < 0.3:
         body |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
         body |= {"min_p": 0.05, "min_tokens": 3, "bad_words": ["the"], "logit_bias": {"5": 2}}
-    if path != RESPONSES and generator.random() < 0.3:
-        body["stop"] = [generator.choice("abcdefgh"), "no such text"]
-    choice = generator.randrange(6)
+    if path != RESPONSES and rng.random() < 0.3:
+        body["stop"] = [rng.choice("abcdefgh"), "no such text"]
+    choice = rng.randrange(6)
     if choice == 0:
-        body["structured_outputs"] = generator.choice(GRAMMARS)
+        body["structured_outputs"] = rng.choice(GRAMMARS)
     elif choice == 1 and path != COMPLETIONS:
         tool = {"type": "function", **TOOL_FUNCTION} if path == RESPONSES else {
             "type": "function", "function": TOOL_FUNCTION,
         }  # fmt: skip
-        body |= {"tools": [tool], "tool_choice": generator.choice(("required", "auto", "none"))}
+        body |= {"tools": [tool], "tool_choice": rng.choice(("required", "auto", "none"))}
     elif choice == 2 and path == CHAT:
-        body |= {"logprobs": True, "top_logprobs": generator.randrange(5)}
+        body |= {"logprobs": True, "top_logprobs": rng.randrange(5)}
     elif choice == 2 and path == COMPLETIONS:
-        body |= {"logprobs": generator.randrange(5), "echo": generator.random() < 0.5}
+        body |= {"logprobs": rng.randrange(5), "echo": rng.random() < 0.5}
     elif choice == 3 and path == COMPLETIONS:
         body["prompt"] = [text, "another", "and one"]
     return path, body
 
 
-class Memory(threading.Thread):
+class MemoryMonitor(threading.Thread):
     """A thread that reads the resident memory of a process every half second, in bytes."""
 
     def __init__(self, pid: int) -> None:
@@ -410,11 +409,15 @@ class Memory(threading.Thread):
         return [statistics.mean(self.samples[n * size : (n + 1) * size]) for n in range(4)]
 
 
-def check_end(abuse: AbuseRun) -> dict[str, float]:
-    """Check that all pages are free, and that requests finish after SIGTERM. Return metrics."""
+def check_shutdown(abuse: AbuseRun) -> dict[str, float]:
+    """Check that a request can use all pages, and that requests finish after SIGTERM.
+
+    Returns:
+        The metrics of the server before these requests.
+    """
     server = abuse.server
     metrics = server.wait_until(TIMEOUT, requests_active=0, requests_waiting=0)
-    if abuse.has_nan:  # the tiny model, whose tokens are characters
+    if abuse.can_overflow:  # the tiny model, whose tokens are characters
         status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
         if status != 200 or answer["usage"]["completion_tokens"] != 9:
             abuse.add_violation(f"the last request: {status} {json.dumps(answer):.200}")
@@ -427,8 +430,9 @@ def check_end(abuse: AbuseRun) -> dict[str, float]:
     if code != 0 or not statuses <= {200, 503}:
         abuse.add_violation(f"after SIGTERM: exit code {code}, statuses {statuses}")
     if num_tracebacks := server.log.count("Traceback"):
-        first = server.log[server.log.index("Traceback") :]
-        abuse.add_violation(f"{num_tracebacks} tracebacks in the log, the first: {first[:3000]}")
+        start = server.log.index("Traceback")
+        first_traceback = server.log[start : start + 3000]
+        abuse.add_violation(f"{num_tracebacks} tracebacks in the log, the first: {first_traceback}")
     return metrics
 
 
@@ -444,17 +448,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "template").write_text(TOOLS_TEMPLATE)
-        model = str(demo_model_path()) if options.demo else save_chat_model(folder, context=CONTEXT)
-        if not options.demo:
+        if options.demo:
+            model = str(demo_model_path())
+        else:
+            model = save_chat_model(folder, context=CONTEXT_LENGTH)
             add_overflow(model)
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
         arguments += ("--client-timeout", str(CLIENT_TIMEOUT))
-        with serving(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
+        with Server(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
             abuse = AbuseRun(
-                server, options.minutes * 60, options.seed, has_nan=not options.demo,
+                server, options.minutes * 60, options.seed, can_overflow=not options.demo,
                 is_hostile=options.hostile,
             )  # fmt: skip
-            memory = Memory(server.process.pid)
+            memory = MemoryMonitor(server.process.pid)
             memory.start()
             with ThreadPoolExecutor(options.clients + 1) as pool:
                 probe = pool.submit(abuse.probe)
@@ -462,13 +468,13 @@ def main() -> int:
                 probe.result()
             memory.ended.set()
             memory.join()
-            metrics = check_end(abuse)
-    print_report(abuse, memory, metrics)
+            metrics = check_shutdown(abuse)
+    check_limits(abuse, memory, metrics)
     return bool(abuse.violations)
 
 
-def print_report(abuse: AbuseRun, memory: Memory, metrics: dict[str, float]) -> None:
-    """Print a table of all actions, and the violations."""
+def check_limits(abuse: AbuseRun, memory: MemoryMonitor, metrics: dict[str, float]) -> None:
+    """Check the limits of memory and time, and print a table of all actions and the violations."""
     quarters, growth = memory.average_quarters(), max(memory.samples) - memory.samples[0]
     health_time = statistics.quantiles(abuse.times["health"], n=100)[-1]
     if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH:
@@ -479,16 +485,12 @@ def print_report(abuse: AbuseRun, memory: Memory, metrics: dict[str, float]) -> 
         abuse.add_violation("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
     for name, times in sorted(abuse.times.items()):
-        outcomes = [
-            (status, count) for (action, status), count in abuse.statuses.items() if action == name
-        ]
-        outcome_text = ", ".join(
-            f"{status}: {count}" for status, count in sorted(outcomes, key=str)
-        )
+        counts = {x: n for (action, x), n in abuse.status_counts.items() if action == name}
+        statuses = ", ".join(f"{x}: {n}" for x, n in sorted(counts.items(), key=str))
         median = statistics.median(times)
-        print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {outcome_text}")
+        print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {statuses}")
     sizes = ", ".join(f"{size / 2**20:.0f}" for size in quarters)
-    print(f"memory by quarters of the time: {sizes} MiB, pages in use at the end: "
+    print(f"mean memory in each quarter of the time: {sizes} MiB, pages in use at the end: "
           f"{metrics['pages_used']:.0f} of {metrics['pages_total']:.0f}, prefix hits: "
           f"{metrics['prefix_hits_total']:.0f}")  # fmt: skip
     print(f"/health, 99th percentile: {health_time:.3f} s, memory grew by at most "

@@ -1,11 +1,16 @@
-"""Test a `PrefixStore` that processes share. Some processes are killed while they write.
+"""Test a `PrefixStore` that several processes share, even if they are killed while they write.
 
     python -m tests.tools.store_kills --kills 200
 
 The parent process builds a tiny model. It forks each writer, which answers prompts in a random
 order until it is killed at a random moment. After each kill, a new store reads the folder. The
-answers must equal the answers without a store, and the total size of all files, including
-unfinished files, must be within the bound.
+answers must equal the answers without a store, and the total size of all files, including partial
+files, must be at most `MAX_BYTES`. The program prints the counts of all answers as JSON:
+
+* wrong_answers: number of answers that differ from the answers without a store
+* tokens_found, bytes_written, files_refused: sums of the fields of `PrefixStore.usage()`
+* over_limit: number of times at which the files had more than `MAX_BYTES`
+* kills, partial_files: number of kills, and of partial files after them (only with `--kills`)
 """
 
 import argparse
@@ -17,23 +22,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 NUM_PROMPTS, PROMPT_TOKENS, PAGE_SIZE = 6, 100, 8  # PAGE_SIZE in tokens
-# About half of the pages of six prompts fit, because each prompt has 12 pages.
+# Half of the 6 x 12 pages of all prompts fit. The file of a page has about 2,300 bytes.
 MAX_BYTES = 36 * 2300
 
 
-def run_kills(folder: Path, kills: int) -> dict[str, int]:
+def run_killed_writers(folder: Path, num_kills: int) -> dict[str, int]:
     """Run `kill_writers` in a separate process, because it forks, and callers may have threads."""
-    return _run_module("--kills", str(kills), "--folder", str(folder))
+    return _run_module("--kills", str(num_kills), "--folder", str(folder))
 
 
-def run_together(folder: Path, processes: int) -> dict[str, int]:
-    """Run `write_together` in a separate process. The writers use the same prompts."""
-    return _run_module("--together", str(processes), "--folder", str(folder))
+def run_concurrent_writers(folder: Path, num_processes: int) -> dict[str, int]:
+    """Run `write_concurrently` in a separate process, for the same reason."""
+    return _run_module("--together", str(num_processes), "--folder", str(folder))
 
 
 def _run_module(*arguments: str) -> dict[str, int]:
@@ -53,35 +59,39 @@ class Workload:
     def __init__(self, folder: Path) -> None:
         import torch
 
-        from hf_fp8kv import FP8PagedCache, PrefixStore, enable
+        from hf_fp8kv import FP8PagedCache, enable
         from tests.helpers.tiny_models import tiny
 
         torch.set_num_threads(1)
-        self.model, _ = tiny("sliding_and_full", max_position_embeddings=512)
-        self.folder, self.enable, self.store_class = folder, enable, PrefixStore
+        self.folder = folder
+        self.model: Any = tiny("sliding_and_full", max_position_embeddings=512)[0]
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(2, 98, (NUM_PROMPTS, 1, PROMPT_TOKENS), generator=generator)
         enable(self.model, prefill="stored", page_size=PAGE_SIZE)
-        self.expected = []
+        self.expected_answers = []
         for prompt in self.prompts:
             cache = FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE_SIZE)
-            self.expected.append(self.model.generate(prompt, past_key_values=cache, **GREEDY))
+            answer = self.model.generate(prompt, past_key_values=cache, **GREEDY)
+            self.expected_answers.append(answer)
 
-    def answer_prompts(self, rounds: int, seed: int) -> dict[str, int]:
-        """Answer random prompts. Return the counts of wrong answers and of the store."""
+    def answer_prompts(self, num_answers: int, seed: int) -> dict[str, int]:
+        """Answer random prompts with a new store, and return the counts."""
         import torch
 
-        store = self.store_class(self.folder, max_bytes=MAX_BYTES)
-        self.enable(self.model, prefix_store=store, page_size=PAGE_SIZE)
-        generator, num_wrong = random.Random(seed), 0
-        for _ in range(rounds):
-            index = generator.randrange(NUM_PROMPTS)
+        from hf_fp8kv import PrefixStore, enable
+
+        store = PrefixStore(self.folder, max_bytes=MAX_BYTES)
+        enable(self.model, prefix_store=store, page_size=PAGE_SIZE)
+        rng, num_wrong = random.Random(seed), 0
+        for _ in range(num_answers):
+            index = rng.randrange(NUM_PROMPTS)
             answer = self.model.generate(self.prompts[index], **GREEDY)
-            num_wrong += not torch.equal(answer, self.expected[index])
+            num_wrong += not torch.equal(answer, self.expected_answers[index])
         usage = store.usage()
         return {
-            "wrong": num_wrong, "found": usage.tokens_found, "written": usage.bytes_written,
-            "over": int(self.count_bytes() > MAX_BYTES), "refused": usage.files_refused,
+            "wrong_answers": num_wrong, "tokens_found": usage.tokens_found,
+            "bytes_written": usage.bytes_written, "files_refused": usage.files_refused,
+            "over_limit": int(self.count_bytes() > MAX_BYTES),
         }  # fmt: skip
 
     def count_bytes(self) -> int:
@@ -93,13 +103,13 @@ class Workload:
                 continue  # another process has removed the file
         return total
 
-    def fork_writer(self, rounds: int, seed: int, result_path: Path | None = None) -> int:
+    def fork_writer(self, num_answers: int, seed: int, result_path: Path | None = None) -> int:
         """Answer prompts in a child process, which writes its counts to a file. Return its ID."""
         pid = os.fork()
         if pid:
             return pid
         try:
-            counts = self.answer_prompts(rounds, seed)
+            counts = self.answer_prompts(num_answers, seed)
             if result_path is not None:
                 result_path.write_text(json.dumps(counts))
         finally:
@@ -111,37 +121,34 @@ def kill_writers(workload: Workload, num_kills: int) -> dict[str, int]:
     start = time.monotonic()
     workload.answer_prompts(NUM_PROMPTS, 0)
     duration = time.monotonic() - start
-    totals = {"kills": 0, "wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0, "parts": 0}
-    generator = random.Random(1)
+    totals = Counter(kills=num_kills)
+    rng = random.Random(1)
     for seed in range(num_kills):
-        for path in list(workload.folder.glob("*.safetensors"))[:: generator.randint(1, 3)]:
+        for path in list(workload.folder.glob("*.safetensors"))[:: rng.randint(1, 3)]:
             path.unlink()  # so that the writer has pages to write
         pid = workload.fork_writer(1000, seed=seed)
-        time.sleep(generator.uniform(0, duration))
+        time.sleep(rng.uniform(0, duration))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        totals["kills"] += 1
-        totals["parts"] += len(list(workload.folder.glob(".*.part")))
-        totals["over"] += workload.count_bytes() > MAX_BYTES
-        for name, value in workload.answer_prompts(3, seed=seed).items():
-            totals[name] += value
+        totals["partial_files"] += len(list(workload.folder.glob(".*.part")))
+        totals["over_limit"] += workload.count_bytes() > MAX_BYTES
+        totals.update(workload.answer_prompts(3, seed=seed))
     return totals
 
 
-def write_together(workload: Workload, num_processes: int) -> dict[str, int]:
+def write_concurrently(workload: Workload, num_processes: int) -> dict[str, int]:
     """Run processes that answer prompts at the same time. Return their summed counts."""
     result_paths = [workload.folder.with_name(f"result{index}") for index in range(num_processes)]
     pids = [workload.fork_writer(30, index, path) for index, path in enumerate(result_paths)]
-    totals = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}
+    totals = Counter[str]()
     while pids:
-        totals["over"] += workload.count_bytes() > MAX_BYTES
+        totals["over_limit"] += workload.count_bytes() > MAX_BYTES
         pid, _ = os.waitpid(pids[0], os.WNOHANG)
         if pid:
             pids.pop(0)
         time.sleep(0.005)
     for path in result_paths:
-        for name, value in json.loads(path.read_text()).items():
-            totals[name] += value
+        totals.update(json.loads(path.read_text()))
     return totals
 
 
@@ -149,13 +156,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=0, help="number of writers to kill")
     parser.add_argument("--together", type=int, default=0, help="processes to run without kills")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="parent of the store's folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (args.folder or Path(scratch)) / "store"
         folder.mkdir(parents=True, exist_ok=True)
-        workload: Any = Workload(folder)
-        totals = write_together(workload, args.together) if args.together else None
+        workload = Workload(folder)
+        totals = write_concurrently(workload, args.together) if args.together else None
         sys.stdout.write(json.dumps(totals or kill_writers(workload, args.kills)) + "\n")
 
 

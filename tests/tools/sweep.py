@@ -79,17 +79,17 @@ class Outcome:
 
 @dataclasses.dataclass
 class Row:
-    """Results of one type. `baseline` is the reason that it fails with `DynamicCache`, or ""."""
+    """Results of one type."""
 
     name: str
-    baseline: str = ""
-    attention: str = ""
-    own: Outcome | None = None
-    own_fp8: Outcome | None = None
-    paged: Outcome | None = None
-    paged_fp8: Outcome | None = None
-    path: str = ""
-    report: str = ""
+    baseline: str = ""  # the reason that the type fails with `DynamicCache`, or ""
+    attention: str = ""  # the model's own attention implementation
+    own: Outcome | None = None  # with this attention, in the model's dtype
+    own_fp8: Outcome | None = None  # with this attention, in E4M3
+    paged: Outcome | None = None  # with "fp8_paged", in the model's dtype
+    paged_fp8: Outcome | None = None  # with "fp8_paged", in E4M3
+    path: str = ""  # `Watch.path` of "fp8_paged", or why the model does not use it
+    report: str = ""  # the path that `check_model` reports, or its error
     seconds: float = 0.0
 
     @property
@@ -112,8 +112,8 @@ class Row:
         return failures
 
 
-def answer(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
-    """Generate greedily with the cache, or with the default cache of `generate`."""
+def generate(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
+    """Return the greedy answer with the cache, or with the model's default cache."""
     arguments = {name: value.clone() for name, value in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
@@ -122,8 +122,8 @@ def answer(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
             **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-    steps = [step.float() for step in result["logits"]]
-    return Answer(result["sequences"][:, -len(steps) :].clone(), torch.stack(steps, dim=1))
+    logits = torch.stack([x.float() for x in result["logits"]], dim=1)
+    return Answer(result["sequences"][:, -logits.shape[1] :].clone(), logits)
 
 
 def compare(expected: Answer, actual: Answer) -> Outcome:
@@ -171,7 +171,7 @@ def make_cache_makers(model: PreTrainedModel, accepts_single: bool) -> dict[str,
     return makers
 
 
-def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
+def run_baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
     """Return the answer with transformers' cache.
 
     Raises:
@@ -180,7 +180,7 @@ def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
-    result = answer(model, inputs, cache)
+    result = generate(model, inputs, cache)
     if not cache.get_seq_length():
         raise ValueError("stores no keys and values")
     return result
@@ -191,16 +191,17 @@ def accepts_single_cache(model: PreTrainedModel, inputs: Inputs, expected: Answe
     if not model.config.is_encoder_decoder:
         return True
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return attempt(lambda: compare(expected, answer(model, inputs, cache))).status == "equal"
+    return attempt(lambda: compare(expected, generate(model, inputs, cache))).status == "equal"
 
 
 def find_worst_outcome(
-    base: Answer, model: PreTrainedModel, inputs: Inputs, dtype: str, makers: dict[str, CacheMaker]
-) -> Outcome:
+    expected: Answer, model: PreTrainedModel, inputs: Inputs, dtype: str,
+    makers: dict[str, CacheMaker],
+) -> Outcome:  # fmt: skip
     """Return the worst outcome over all ways to pass the cache."""
     outcomes = []
     for label, make_cache in makers.items():
-        outcome = attempt(lambda f=make_cache: compare(base, answer(model, inputs, f(dtype))))
+        outcome = attempt(lambda f=make_cache: compare(expected, generate(model, inputs, f(dtype))))
         note = outcome.note and f"{label}: {outcome.note}"
         outcomes.append(dataclasses.replace(outcome, note=note))
     statuses = ("error", "refused", "differs", "close", "equal")
@@ -208,7 +209,7 @@ def find_worst_outcome(
 
 
 def attempt(run: Callable[[], Outcome]) -> Outcome:
-    """Return the outcome of a run. An error of this package is a refusal."""
+    """Return the outcome of a run. An error of this package means "refused"."""
     try:
         return run()
     except Exception as error:  # a type may raise any error, and the outcome reports it
@@ -231,7 +232,7 @@ class Watch:
     """Counts the calls of "fp8_paged" with pages and with dense tensors in decoding steps."""
 
     def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
+        self.path_counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -243,8 +244,9 @@ class Watch:
                 is_sparse = any(x is not None for x in indices)
                 is_paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
                 is_latent = is_paged and reads_stored_latents(module)
-                path = "fused, latent" if is_latent else "fused"
-                self.seen[path if is_paged and (is_latent or not is_sparse) else "dense"] += 1
+                is_fused = is_paged and (is_latent or not is_sparse)
+                path = ("fused, latent" if is_latent else "fused") if is_fused else "dense"
+                self.path_counts[path] += 1
             return stock_attention(module, query, key, value, *args, **kwargs)
 
         AttentionInterface.register(FP8_PAGED, count_and_attend)
@@ -255,19 +257,20 @@ class Watch:
 
     def path(self) -> str:
         """Return the paths of calls ("fused", "fused, latent", "dense"), or "own" without calls."""
-        return ", ".join(sorted(self.seen, reverse=True)) or "own"
+        return ", ".join(sorted(self.path_counts, reverse=True)) or "own"
 
 
 def measure_paged(
-    row: Row, base: Answer, model: PreTrainedModel, inputs: Inputs, makers: dict[str, CacheMaker]
-) -> None:
-    """Set the fields of `attn_implementation="fp8_paged"`."""
+    row: Row, expected: Answer, model: PreTrainedModel, inputs: Inputs,
+    makers: dict[str, CacheMaker],
+) -> None:  # fmt: skip
+    """Run the model with "fp8_paged", and set the row's `paged`, `paged_fp8` and `path`."""
     watch = Watch()
     model.set_attn_implementation(FP8_PAGED)
     if get_attention(model) == FP8_PAGED:
         with watch():
-            row.paged = find_worst_outcome(base, model, inputs, "auto", makers)
-            row.paged_fp8 = find_worst_outcome(base, model, inputs, FP8, makers)
+            row.paged = find_worst_outcome(expected, model, inputs, "auto", makers)
+            row.paged_fp8 = find_worst_outcome(expected, model, inputs, FP8, makers)
         row.path = watch.path()
         return
 
@@ -277,7 +280,7 @@ def measure_paged(
         accepts_single = not model.config.is_encoder_decoder
         with watch():
             return find_worst_outcome(
-                base, model, inputs, "auto", make_cache_makers(model, accepts_single)
+                expected, model, inputs, "auto", make_cache_makers(model, accepts_single)
             )
 
     row.paged = attempt(run_forced)
@@ -300,15 +303,15 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
             # Older versions choose sdpa here, which omits the softcap.
             model.set_attn_implementation("eager")
         row.attention = get_attention(model)
-        base = baseline(model, inputs)
+        expected = run_baseline(model, inputs)
     except Exception as error:  # the table lists a type that cannot run, with the reason
         row.baseline = shorten_error(error)
     else:
         if not only_baseline:
-            makers = make_cache_makers(model, accepts_single_cache(model, inputs, base))
-            row.own = find_worst_outcome(base, model, inputs, "auto", makers)
-            row.own_fp8 = find_worst_outcome(base, model, inputs, FP8, makers)
-            measure_paged(row, base, model, inputs, makers)
+            makers = make_cache_makers(model, accepts_single_cache(model, inputs, expected))
+            row.own = find_worst_outcome(expected, model, inputs, "auto", makers)
+            row.own_fp8 = find_worst_outcome(expected, model, inputs, FP8, makers)
+            measure_paged(row, expected, model, inputs, makers)
             report = attempt(lambda: Outcome(check_model(model).path))
             row.report = report.note or report.status
     row.seconds = time.perf_counter() - start
@@ -317,7 +320,7 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TypeTimeout in the context when the time is over, if the system has alarms."""
+    """Raise TypeTimeout in the context after `seconds`, if the system has SIGALRM."""
 
     def raise_timeout(signum: int, frame: Any) -> None:
         raise TypeTimeout(f"took more than {seconds} s")
@@ -344,8 +347,8 @@ def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
             yield Row(name, baseline=shorten_error(error), seconds=TYPE_TIME_LIMIT)
 
 
-def counts(rows: list[Row]) -> dict[str, int]:
-    """Return the counts above the table."""
+def count_outcomes(rows: list[Row]) -> dict[str, int]:
+    """Return the counts above the table, by label."""
     runnable = [row for row in rows if row.runs]
     accepting = [row for row in runnable if row.accepts]
 
@@ -371,7 +374,7 @@ def counts(rows: list[Row]) -> dict[str, int]:
 def format_page(rows: list[Row], command: str) -> str:
     """Return the page: counts, the table of types that run, and the list of types that do not."""
     seconds = sum(row.seconds for row in rows)
-    numbers = "\n".join(f"* {label}: **{number}**" for label, number in counts(rows).items())
+    counts = "\n".join(f"* {label}: **{count}**" for label, count in count_outcomes(rows).items())
     return f"""# Model types
 
 This reference is for users who look up a model type (`model_type` of its config). `{command}` \
@@ -395,7 +398,7 @@ call it. *refused*: the model does not use transformers' attention registry. Use
 attention. *not switched*: `set_attn_implementation` does not change the model, and \
 `from_pretrained(..., attn_implementation="fp8_paged")` was tried instead.
 
-{numbers}
+{counts}
 
 | type | own attention | equal | E4M3 | "fp8_paged" | equal | E4M3 | note |
 |---|---|---|---|---|---|---|---|
@@ -434,7 +437,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    # The configs cause many warnings. The network is not needed.
+    # No file is downloaded. The tiny configs cause many warnings.
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -443,8 +446,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in sweep(names, only_baseline=options.baseline):
         rows.append(row)
         print(f"{row.seconds:6.2f} s  {_format_row(row)}", flush=True)
-    for label, number in counts(rows).items():
-        print(f"{number:5d}  {label}")
+    for label, count in count_outcomes(rows).items():
+        print(f"{count:5d}  {label}")
     command = " ".join(["python -m tests.tools.sweep", *(arguments or sys.argv[1:])])
     if options.out:
         options.out.write_text(format_page(rows, command), encoding="utf-8")

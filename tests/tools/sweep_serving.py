@@ -27,7 +27,6 @@ from tests.helpers.serving_tools import generate_batch, greedy, prompts
 from tests.helpers.tiny_models import tiny, type_names
 
 NEW_TOKENS = 6
-EQUAL, DIFFERS, FAILS, REFUSED = "equal", "differs", "fails", "refused"
 
 
 def main() -> None:
@@ -40,22 +39,22 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows: dict[str, list[str]] = {}
     for name in type_names():
-        if "/" not in name and (row := compare(name)) is not None:
-            rows[name] = stock, pages, reason = row
-            print_line(f"{name:24} transformers: {stock:8} FP8 pages: {pages:8} {reason}")
+        if "/" not in name and (row := compare_caches(name)) is not None:
+            rows[name] = stock, paged, reason = row
+            print_line(f"{name:24} transformers: {stock:8} FP8 pages: {paged:8} {reason}")
     print_line("")
-    for (stock_outcome, pages_outcome), count in Counter(
-        (stock, pages) for stock, pages, _ in rows.values()
-    ).most_common():
-        print_line(f"{count:4}  transformers: {stock_outcome:8} FP8 pages: {pages_outcome}")
+    outcome_counts = Counter((stock, paged) for stock, paged, _ in rows.values())
+    for (stock, paged), count in outcome_counts.most_common():
+        print_line(f"{count:4}  transformers: {stock:8} FP8 pages: {paged}")
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def compare(name: str) -> list[str] | None:
+def compare_caches(name: str) -> list[str] | None:
     """Return the outcome with transformers' cache, the outcome with pages, and a reason.
 
-    The result is None if the type does not run with `generate()`.
+    An outcome is "equal", "differs", "fails" or "refused". The result is None if the type does not
+    run with `generate()`.
     """
     prompt_ids = prompts(90)[:5]
     try:
@@ -67,7 +66,7 @@ def compare(name: str) -> list[str] | None:
     try:
         serving.enable(model, dtype="auto")
     except FP8KVError as error:
-        return [stock_outcome, REFUSED, str(error)[:160]]
+        return [stock_outcome, "refused", str(error)[:160]]
     return [stock_outcome, *run_batched(model, prompt_ids, expected)]
 
 
@@ -83,14 +82,15 @@ def generate_alone(model: Any, ids: list[int]) -> list[int]:
 def run_batched(
     model: Any, prompt_ids: list[list[int]], expected: list[list[int]]
 ) -> tuple[str, str]:
+    """Return the outcome of `generate_batch`, and the error or ""."""
     try:
         with contextlib.redirect_stdout(None):
             outputs = generate_batch(
                 model, prompt_ids, generation=greedy(max_new_tokens=NEW_TOKENS), max_batch_tokens=48
             )
     except Exception as error:
-        return FAILS, f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
-    return (EQUAL if outputs == expected else DIFFERS), ""
+        return "fails", f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
+    return ("equal" if outputs == expected else "differs"), ""
 
 
 def print_line(text: str) -> None:

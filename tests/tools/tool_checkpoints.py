@@ -28,15 +28,15 @@ SIZES = {
     "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
 }  # fmt: skip
 CONFIG_FILES = ("config.json", "hf_quant_config.json")
-SCALE_NAMES = re.compile(
+SCALE_NAME = re.compile(
     r".*\b(?:self_attn|attention)\.(?!.*(?:weights?_|input_|dense))"
     r".*(?:scale|scaling_factor|zero_point|[kv]_proj\.[kv]_bias)"
 )
-Save = Callable[[Path], object]
+Save = Callable[[Path], object]  # saves a checkpoint to a folder
 
 
 def make_model(model_type: str) -> PreTrainedModel:
-    """Return a tiny model of a model type. It is the same in every run."""
+    """Return a tiny model of a model type, with the same random weights in every run."""
     torch.manual_seed(0)
     sizes = {key: x for key, x in SIZES.items() if (model_type, key) != ("phi3", "head_dim")}
     config = AutoConfig.for_model(model_type, **sizes)
@@ -46,7 +46,7 @@ def make_model(model_type: str) -> PreTrainedModel:
 
 
 def save_model(model_type: str, folder: Path) -> Path:
-    """Save the model and a tokenizer for tools that load files. Return the folder."""
+    """Save a tiny model and a tokenizer, for tools that load files. Return the folder."""
     word_tokenizer = Tokenizer(WordLevel({str(i): i for i in range(512)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, pad_token="2")
     make_model(model_type).save_pretrained(folder)
@@ -68,16 +68,16 @@ def copy_results(saved: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
         elif path.suffix == ".safetensors":
             tensors = load_file(path).items()
-            scales = {name: x for name, x in tensors if SCALE_NAMES.fullmatch(name)}
+            scales = {name: x for name, x in tensors if SCALE_NAME.fullmatch(name)}
             if scales:
                 save_file(scales, target / path.name)
 
 
-def list_auto_round() -> dict[str, Save]:
+def make_auto_round_layouts() -> dict[str, Save]:
     """Return a function for each layout that saves the layout with AutoRound."""
     from auto_round import AutoRound
 
-    def make_save(scheme: str, format: str, **options: str) -> Save:
+    def make_save(scheme: str, export_format: str, **options: str) -> Save:
         def save(folder: Path) -> None:
             original = save_model("llama", folder / "original")
             tokens = [{"input_ids": row[None]} for row in make_tokens()]
@@ -85,7 +85,7 @@ def list_auto_round() -> dict[str, Save]:
                 str(original), scheme=scheme, iters=0, nsamples=8, seqlen=64, dataset=tokens,
                 device_map="cpu", **options,
             )  # fmt: skip
-            quantizer.quantize_and_save(str(folder / "saved"), format=format)
+            quantizer.quantize_and_save(str(folder / "saved"), format=export_format)
             for path in folder.glob("saved/*/*"):
                 path.rename(folder / path.name)
 
@@ -99,7 +99,7 @@ def list_auto_round() -> dict[str, Save]:
     }
 
 
-def list_llm_compressor() -> dict[str, Save]:
+def make_llm_compressor_layouts() -> dict[str, Save]:
     """Return a function for each layout that saves the layout with LLM Compressor."""
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -110,10 +110,10 @@ def list_llm_compressor() -> dict[str, Save]:
     fp8_scheme["symmetric"] = True
 
     def make_save(
-        name: str, scheme: dict[str, object], weights: str | None = None, rotation: str = ""
+        model_type: str, scheme: dict[str, object], weights: str = "", rotation: str = ""
     ) -> Save:
         def save(folder: Path) -> None:
-            original = save_model(name, folder / "original")
+            original = save_model(model_type, folder / "original")
             # R3 of SpinQuant rotates K and the queries after RoPE.
             spin = SpinQuantModifier(rotations=["R3"], transform_type=rotation or "hadamard")
             options: dict[str, object] = {"kv_cache_scheme": fp8_scheme | scheme}
@@ -143,21 +143,21 @@ def list_llm_compressor() -> dict[str, Save]:
     }
 
 
-def list_quark() -> dict[str, Save]:
+def make_quark_layouts() -> dict[str, Save]:
     """Return a function for each layout that saves the layout with Quark."""
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
     def make_save(
-        name: str = "llama", scheme: str = "fp8", mode: str = "quark", post_rope: bool = False,
-        **options: object,
+        model_type: str = "llama", scheme: str = "fp8", mode: str = "quark",
+        post_rope: bool = False, **options: object,
     ) -> Save:  # fmt: skip
         def save(folder: Path) -> None:
-            template = LLMTemplate.get(name)
+            template = LLMTemplate.get(model_type)
             config = template.get_config(scheme=scheme, **{"kv_cache_scheme": "fp8"} | options)
             config.kv_cache_post_rope = post_rope
             quantizer = ModelQuantizer(config)
             tokens = [row[None] for row in make_tokens()]
-            model = quantizer.quantize_model(make_model(name), tokens)
+            model = quantizer.quantize_model(make_model(model_type), tokens)
             export_safetensors(quantizer.freeze(model), folder, custom_mode=mode)
 
         return save
@@ -179,7 +179,7 @@ def list_quark() -> dict[str, Save]:
     }
 
 
-def list_modelopt() -> dict[str, Save]:
+def make_modelopt_layouts() -> dict[str, Save]:
     """Return a function for each layout that saves the layout with ModelOpt."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
@@ -188,16 +188,18 @@ def list_modelopt() -> dict[str, Save]:
         for row in make_tokens():
             model(row[None])
 
-    def make_save(name: str, weights: str | None, cache: str | None, ranks: int = 0) -> Save:
+    def make_save(
+        model_type: str, weights: str | None, cache: str | None, num_ranks: int = 0
+    ) -> Save:
         def save(folder: Path) -> None:
-            cache_config = [] if cache is None else getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
             config = {} if weights is None else getattr(mtq, f"{weights}_CFG")
-            if cache_config:
+            if cache is not None:
+                cache_config = getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
                 config = mtq.update_quant_cfg_with_kv_cache_quant(config, cache_config)
-            model = mtq.quantize(make_model(name), config, run_calibration)
-            if ranks:
+            model = mtq.quantize(make_model(model_type), config, run_calibration)
+            if num_ranks:
                 export_tensorrt_llm_checkpoint(
-                    model, name, torch.bfloat16, folder, inference_tensor_parallel=ranks
+                    model, model_type, torch.bfloat16, folder, inference_tensor_parallel=num_ranks
                 )
             else:
                 export_hf_checkpoint(model, export_dir=folder)
@@ -211,8 +213,8 @@ def list_modelopt() -> dict[str, Save]:
         "llama-fp8-affine": make_save("llama", "FP8_DEFAULT", "FP8_AFFINE"),
         "llama-fp8-nvfp4kv": make_save("llama", "FP8_DEFAULT", "NVFP4"),
         "llama-fp8-nvfp4affine": make_save("llama", "FP8_DEFAULT", "NVFP4_AFFINE"),
-        "llama-trtllm": make_save("llama", "FP8_DEFAULT", "FP8", ranks=1),
-        "llama-trtllm-tp2": make_save("llama", "FP8_DEFAULT", "FP8", ranks=2),
+        "llama-trtllm": make_save("llama", "FP8_DEFAULT", "FP8", num_ranks=1),
+        "llama-trtllm-tp2": make_save("llama", "FP8_DEFAULT", "FP8", num_ranks=2),
         "phi3-fp8-kv": make_save("phi3", "FP8_DEFAULT", "FP8"),
         "qwen2-fp8-kv": make_save("qwen2", "FP8_DEFAULT", "FP8"),
         "qwen2-nvfp4-kv": make_save("qwen2", "NVFP4_DEFAULT", "FP8"),
@@ -220,21 +222,22 @@ def list_modelopt() -> dict[str, Save]:
     }
 
 
-# For each tool, the package whose version is in the folder's name, and the function of layouts.
+# For each tool, the package whose version is in the folder's name, and a function that returns the
+# tool's layouts.
 TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
-    "auto-round": ("auto-round", list_auto_round),
-    "llm-compressor": ("llmcompressor", list_llm_compressor),
-    "modelopt": ("nvidia-modelopt", list_modelopt),
-    "quark": ("amd-quark", list_quark),
+    "auto-round": ("auto-round", make_auto_round_layouts),
+    "llm-compressor": ("llmcompressor", make_llm_compressor_layouts),
+    "modelopt": ("nvidia-modelopt", make_modelopt_layouts),
+    "quark": ("amd-quark", make_quark_layouts),
 }
 
 
 def main(tool: str, target: Path, names: list[str]) -> int:
     """Write the layouts of a tool, or only `names`. Return the number of failed layouts."""
-    package, layouts = TOOLS[tool]
+    package, make_layouts = TOOLS[tool]
     folder = target / f"{tool}-{importlib.metadata.version(package)}"
     num_failed = 0
-    for name, save in layouts().items():
+    for name, save in make_layouts().items():
         if names and name not in names:
             continue
         with tempfile.TemporaryDirectory() as scratch:

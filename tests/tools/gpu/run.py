@@ -1,10 +1,10 @@
 """`make gpu` runs the tests that need a GPU, and the benchmark, within nine minutes.
 
-A smoke test and compute-sanitizer run first, and the benchmark before the slower half of the
-tests. Each part has a time limit, and the logs name the tests that did not run. Logs and gpu.json
-go to the folder `--out`. The last line of the output is a JSON object. The exit code is the tests'
-exit code, or the benchmark's if the tests pass. Without a GPU nothing runs, and the exit code is 0.
-In a dry run, the limit of each part is half an hour.
+The parts are a smoke test, compute-sanitizer, the tests of the kernels, the benchmark, and all
+other GPU tests, in this order. Each part has a time limit, and the logs name the tests that did not
+run. Logs and gpu.json go to the folder `--out`. The last line of the output is a JSON object. The
+exit code is the tests' exit code, or the benchmark's if the tests pass. Without a GPU nothing runs,
+and the exit code is 0. In a dry run, the limit of each part is half an hour.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
     parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
-    parser.add_argument("--experiments", action="store_true", help="search launch parameters")
+    parser.add_argument("--experiments", action="store_true", help="search for launch parameters")
     parser.add_argument("tests", nargs="*", help="tests to run instead of the kernel tests")
     return parser.parse_args()
 
@@ -157,7 +157,7 @@ def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
     # A GPU machine may have other versions of packages than the tests were written for.
     for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
         options += ["-W", f"ignore::{warning}"]
-    # If a kernel hangs, the log names its test.
+    # If a kernel hangs, the log shows the stack of its test.
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"
     code = run_python(["-m", "pytest", *options, *arguments], log, limit)
@@ -186,8 +186,8 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
     return abs(exit_code)
 
 
-def read_tail(log: Path, lines: int = 14) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def read_tail(log: Path, num_lines: int = 14) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def read_summary(results: Path) -> dict[str, object]:

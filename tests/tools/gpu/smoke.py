@@ -24,19 +24,19 @@ HEADS = Heads(8, 2, 64) if ON_GPU else TINY.heads
 LATENT_HEADS = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
-def attend_to_pages(stage: Stage, case: Case, kind: PageFormat) -> float:
+def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
     """Return the error of attention over scattered pages, which a plan may split."""
-    [pages] = make_layer_pages(stage, kind, case, 1, 8)
+    [pages] = make_layer_pages(stage, fmt, case, 1, 8)
     query = make_query(stage, case)
-    compute_plan, plan, lengths = make_plan_step(stage, case, "triton")
-    compute_plan()
+    make_plan, plan, lengths = make_plan_step(stage, case, "triton")
+    make_plan()
     return check_output(attend(query, pages, lengths, case, plan, "triton"), query, pages, case)
 
 
-def run_cache_steps(stage: Stage, kind: PageFormat) -> float:
+def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
     """Return the error of a growing cache after three steps that each write, plan and attend."""
     case = Case((130, 130), HEADS)
-    steps = CacheSteps(stage, kind, case, 2, "triton", preallocated=False)
+    steps = CacheSteps(stage, fmt, case, 2, "triton", preallocated=False)
     for _ in range(3):
         for layer in range(2):
             output = steps.step(layer)
@@ -58,12 +58,12 @@ def main() -> int:
     errors = {}
     with torch.no_grad():
         if is_tiny:
-            for kind in (E3M4, E4M3, BF16):
-                errors[f"cache {kind.name}"] = run_cache_steps(stage, kind)
-                errors[f"ragged {kind.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), kind)
+            for fmt in (E3M4, E4M3, BF16):
+                errors[f"cache {fmt.name}"] = run_cache_steps(stage, fmt)
+                errors[f"ragged {fmt.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), fmt)
             extend_case = Case((200,), HEADS, new_tokens=70)
-            for kind in (E3M4, BF16):
-                errors[f"extend {kind.name}"] = attend_to_pages(stage, extend_case, kind)
+            for fmt in (E3M4, BF16):
+                errors[f"extend {fmt.name}"] = attend_to_pages(stage, extend_case, fmt)
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT_HEADS), E3M4)
         else:
             length = 32768 if ON_GPU else 130

@@ -34,10 +34,10 @@ def test_all_parts_fit_into_nine_minutes():
 
 
 @pytest.mark.parametrize(
-    ("failing", "code"),
+    ("failing_part", "code"),
     [("none", 0), ("smoke", 7), ("memcheck", 7), ("racecheck", 7), ("tests", 1), ("benchmark", 2)],
 )
-def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, failing, code):
+def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, failing_part, code):
     result = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
 
     def fake_run_python(command, log, seconds, tool=()):
@@ -45,11 +45,11 @@ def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, 
         logs.append(log.stem)
         if "tests.tools.gpu.smoke" in command:
             assert (command[-1] == "tiny") == (tool[:1] == ["compute-sanitizer"])
-            return 7 if log.stem == failing else 0
+            return 7 if log.stem == failing_part else 0
         if "pytest" in command:
-            return 1 if failing == "tests" and "-m" not in command[2:] else 5
+            return 1 if failing_part == "tests" and "-m" not in command[2:] else 5
         (tmp_path / "gpu.json").write_text(json.dumps(result))
-        return 2 if failing == "benchmark" else 0
+        return 2 if failing_part == "benchmark" else 0
 
     logs = []
     monkeypatch.setattr(run, "run_python", fake_run_python)
@@ -58,10 +58,10 @@ def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["run.py", "--dry", "--out", str(tmp_path)])
     assert run.main() == code
     assert logs == list(run.LIMITS)
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert results["tests_exit_code"] == (0 if failing == "benchmark" else code)
-    assert results["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
-    assert results["goals"]
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["tests_exit_code"] == (0 if failing_part == "benchmark" else code)
+    assert summary["benchmark_exit_code"] == (2 if failing_part == "benchmark" else 0)
+    assert summary["goals"]
 
 
 @pytest.mark.parametrize(("source", "code"), [("test", 2), ("plugin", 3)])
@@ -85,7 +85,7 @@ def test_the_log_names_failures_and_unfinished_tests(tmp_path, source, code):
     assert "not finished: 2 of test_ended.py" in log
 
 
-def test_a_timeout_is_in_the_log(tmp_path):
+def test_the_log_reports_a_timeout(tmp_path):
     assert run.run_python(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
     assert "ended after" in (tmp_path / "log").read_text()
 
