@@ -1,7 +1,7 @@
 """Compare attention on a CPU with its rivals and with the bandwidth of reads.
 
-The part "layers" times four layers that store their new tokens and attend to all tokens, and
-reports a quarter of the time. The part "slopes" times whole decode steps of the demo model at two
+The part "layers" times up to 16 layers that store their new tokens and attend to all tokens, and
+reports the time per layer. The part "slopes" times whole decode steps of the demo model at two
 lengths. A slope is the time that each cached token adds. These caches hold random values.
 llama.cpp runs in a separate process, which prefills the same number of tokens with the same model
 file. All contenders alternate. Rivals that are not installed are omitted (`make rivals` installs
@@ -45,7 +45,8 @@ from .other_cpu_kernels import Attend, make_other_steps
 from .shared import TURNS, Result, main
 
 SHAPES: tuple[Heads, ...] = ((32, 8, 128), (9, 3, 64), (4, 1, 256))
-LAYERS = 4
+# Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit 24 GiB.
+MAX_LAYERS, MAX_STORED_TOKENS = 16, 1 << 17
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
 BASELINE = next(iter(BUFFERS))
@@ -124,7 +125,8 @@ def measure_reads() -> float:
 def _measure_layer(
     heads: Heads, tokens: int, batch: int, chunk: int, turns: int, read_rate: float
 ) -> list[Result]:
-    steps = _make_steps(heads, tokens, batch, chunk)
+    num_layers = min(MAX_LAYERS, max(MAX_STORED_TOKENS // (batch * tokens), 1))
+    steps = _make_steps(heads, tokens, batch, chunk, num_layers)
     expected = steps["SDPA, buffer in float32"]()
     for name, step in steps.items():
         error = (step().float() - expected).square().mean() / expected.square().mean()
@@ -134,18 +136,20 @@ def _measure_layer(
     rows = []
     for name, durations in seconds.items():
         value_bytes = VALUE_BYTES.get(name, 1)
-        ms = 1e3 * statistics.median(durations) / LAYERS
+        ms = 1e3 * statistics.median(durations) / num_layers
         rate = 2 * batch * heads[1] * heads[2] * tokens * value_bytes / ms / 1e6
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
-            "new": chunk, "threads": torch.get_num_threads(), "ms": round(ms, 3),
-            "gb_per_s": round(rate, 1), "of_read": round(rate / read_rate, 2),
+            "new": chunk, "layers": num_layers, "threads": torch.get_num_threads(),
+            "ms": round(ms, 3), "gb_per_s": round(rate, 1), "of_read": round(rate / read_rate, 2),
             "ratio": round(statistics.median(ratios(seconds, name, BASELINE)), 3),
         })  # fmt: skip
     return rows
 
 
-def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, Attend]:
+def _make_steps(
+    heads: Heads, tokens: int, batch: int, chunk: int, num_layers: int
+) -> dict[str, Attend]:
     """Return a step of each contender, which stores `chunk` tokens after `tokens` and attends.
 
     A step runs all layers, and returns the output of the last layer.
@@ -160,10 +164,11 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
     def attend_over_cache(
         cache: Cache, attend: Callable[..., Any], mask: torch.Tensor | None
     ) -> torch.Tensor:
-        for layer in range(LAYERS):
+        for layer in range(num_layers):
             keys, values = cache.update(key, value, layer)
             output: torch.Tensor = attend(module, query, keys, values, mask, scaling=scaling)[0]
-        cache.crop(-chunk)
+        if chunk > 1:  # one token a turn does not change the time of the next turn
+            cache.crop(-chunk)
         return output.transpose(1, 2)
 
     def attend_over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -178,21 +183,21 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
         return [attend() for attend in layers][-1]
 
     states = torch.stack((key, value))
-    other_steps = [make_other_steps(query, states, history) for _ in range(LAYERS)]
+    other_steps = [make_other_steps(query, states, history) for _ in range(num_layers)]
     steps = {name: [layer[name] for layer in other_steps] for name in other_steps[0]}
     for name, dtype in BUFFERS.items():
-        buffers = torch.zeros(LAYERS, 2, batch, kv_heads, tokens + chunk, dim, dtype=dtype)
+        buffers = torch.zeros(num_layers, 2, batch, kv_heads, tokens + chunk, dim, dtype=dtype)
         buffers[..., :tokens, :] = history
         q = query.to(dtype)
         steps[name] = [functools.partial(attend_over_buffer, buffer, q) for buffer in buffers]
     all_steps: dict[str, Attend] = {
         name: functools.partial(run_layers, layers) for name, layers in steps.items()
     }
-    config = make_config(heads, LAYERS)
+    config = make_config(heads, num_layers)
     caches: dict[str, Cache] = {DYNAMIC: DynamicCache()}
     caches |= {name: FP8PagedCache(config, dtype=dtype) for name, dtype in PAGED.items()}
     for name, cache in caches.items():
-        for layer in range(LAYERS):
+        for layer in range(num_layers):
             cache.update(history[0], history[1], layer)
         attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
         cache_mask = None if chunk == 1 or name in PAGED else mask

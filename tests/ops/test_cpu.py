@@ -58,6 +58,8 @@ def test_results_do_not_depend_on_threads():
     torch.testing.assert_close(first_result, expected, rtol=1e-5, atol=1e-6)
     for _ in range(20):
         assert_same(attend(pages, query, 700), first_result)
+    torch.set_num_threads(1)
+    assert_same(attend(pages, query, 700), first_result)
 
 
 @pytest.mark.usefixtures("small_grain")

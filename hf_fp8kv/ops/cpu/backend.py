@@ -35,10 +35,10 @@ from .records import (
 # Minimum number of stored values per thread. With fewer values a thread does not pay.
 GRAIN = 1 << 16
 # Sums are computed separately for each span of this number of tokens, and then added in a fixed
-# order. If heads and queries give fewer than MIN_UNITS units of work per thread, each span is a
-# separate unit, so that a delayed thread delays the call only briefly.
+# order. If heads and queries give fewer than MIN_UNITS units of work per thread, spans are divided
+# among more units, so that a delayed thread delays the call only briefly.
 SPAN = 512
-MIN_UNITS = 4
+MIN_UNITS = 8
 # Maximum number of query rows per unit and head. More rows exceed the CPU's cache.
 MAX_ROWS = 64
 
@@ -181,6 +181,7 @@ def attend(
     threads = _choose_threads(read_values * -(-rows // 4) * blocks)
     units = batch * heads * blocks
     splits = -(-stop // SPAN) - start // SPAN if threads > 1 and units < MIN_UNITS * threads else 1
+    split_units = min(-(-MIN_UNITS * threads // units), splits)  # units that share the splits
     sums = torch.empty(units * splits * rows * (2 + v_dim), dtype=torch.float32, device="cpu")
 
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
@@ -197,7 +198,7 @@ def attend(
         *value_fields, latent, *v_fields, *strided_fields(query), address(sinks),
         *broadcast_fields(mask), *broadcast_fields(bias),
         address(bounds), 0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0),
-        SPAN, splits, blocks, block_tokens, rows, out.data_ptr(), KINDS[out.dtype],
+        SPAN, splits, split_units, blocks, block_tokens, rows, out.data_ptr(), KINDS[out.dtype],
         sums.data_ptr(),
     )  # fmt: skip
     load_library().attend(call, threads)

@@ -52,6 +52,11 @@ inline T load(const void* p) {
 
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
+// Start to load `count` bytes into the L2 cache. The next product needs more than the L1 cache has.
+inline void prefetch(const char* p, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -372,8 +377,7 @@ inline void multiply_lines(
       add_products<N, LINES>(y, x + i, rows.x_stride, sums);
     }
     if (segment.prefetch)
-      for (int64_t j = 0; j < LINES * segment.stride; j += 64)
-        __builtin_prefetch(segment.prefetch + line * segment.stride + j);
+      prefetch(segment.prefetch + line * segment.stride, LINES * segment.stride);
   }
   UNROLL
   for (int i = 0; i < TOTAL; i += 4) {
@@ -432,13 +436,16 @@ void multiply_rows(
           const int64_t stride = segment.stride, size = segment.count;
           const char *at_a = segment.at + a * stride, *at_b = segment.at + b * stride;
           const char* x = (const char*)rows.x + 2 * segment.x;
+          // With values in registers (asm), the compiler does not load them again for each use.
           auto add = [&](int64_t i, __m512i codes_a, __m512i codes_b) {
+            asm("" : "+v"(codes_a), "+v"(codes_b));
             const auto words_a = read(codes_a), words_b = read(codes_b);
             least = _mm512_min_epi8(least, _mm512_min_epi8(codes_a, codes_b));
             UNROLL
             for (int r = 0; r < N; r++) {
               const char* row = x + 4 * r * rows.x_stride + 2 * i;
-              const __m512i even = load<__m512i>(row), odd = load<__m512i>(row + 64);
+              __m512i even = load<__m512i>(row), odd = load<__m512i>(row + 64);
+              asm("" : "+v"(even), "+v"(odd));
               sums[0][r] = dot(dot(sums[0][r], words_a.even, even), words_a.odd, odd);
               sums[1][r] = dot(dot(sums[1][r], words_b.even, even), words_b.odd, odd);
             }
@@ -454,9 +461,7 @@ void multiply_rows(
                   _mm512_maskz_loadu_epi8(inside, at_b + i));
             }
           }
-          if (segment.prefetch)
-            for (int64_t j = 0; j < 2 * stride; j += 64)
-              __builtin_prefetch(segment.prefetch + a * stride + j);
+          if (segment.prefetch) prefetch(segment.prefetch + a * stride, 2 * stride);
         }
         UNROLL
         for (int r = 0; r < N; r++)
@@ -876,7 +881,7 @@ struct Attend {
   const float* sinks;
   Strided mask, bias;
   const int32_t* bounds;
-  int64_t bounds_b, span, splits, blocks, block_tokens, rows;
+  int64_t bounds_b, span, splits, split_units, blocks, block_tokens, rows;
   char* out;
   int64_t out_kind;
   float* sums;  // [units, rows, 2 + Dv]: results of `add_span`
@@ -1349,15 +1354,20 @@ void load_queries(
   }
 }
 
+// Compute sums of one head and one block of queries. `splits` results, each for a span, are divided
+// among `split_units` units. With one split there is one result for all spans.
 void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
-  const int64_t size = 2 + c.v.dim, stride = padded(c.v.dim);
-  float* part = c.sums + unit * c.rows * size;
-  const int64_t split = unit % c.splits, block = unit / c.splits % c.blocks;
-  const int64_t pair = unit / c.splits / c.blocks, head = pair % c.heads, sequence = pair / c.heads;
-  const int64_t token = block * c.block_tokens;
+  const int64_t per_unit = (c.splits + c.split_units - 1) / c.split_units;
+  const int64_t split = unit % c.split_units * per_unit;
+  const int64_t end_split = split + per_unit < c.splits ? split + per_unit : c.splits;
+  const int64_t size = 2 + c.v.dim, stride = padded(c.v.dim), pair_block = unit / c.split_units;
+  const int64_t token = pair_block % c.blocks * c.block_tokens, pair = pair_block / c.blocks;
+  const int64_t head = pair % c.heads, sequence = pair / c.heads;
   const int64_t tokens = c.tokens - token < c.block_tokens ? c.tokens - token : c.block_tokens;
   const int64_t rows = tokens * (c.q_heads / c.heads), length = c.table.lengths[sequence];
-  for (int64_t row = 0; row < c.rows; row++) clear_sums(part + row * size, c.v.dim);
+  float* results = c.sums + pair_block * c.splits * c.rows * size;
+  for (int64_t i = split * c.rows; i < end_split * c.rows; i++)
+    clear_sums(results + i * size, c.v.dim);
 
   int64_t first = c.start, high = c.stop;
   const int64_t query = length - c.tokens + token;  // position of the first row
@@ -1369,26 +1379,31 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
     if (visible > first) first = visible;
   }
   if (c.window && query - c.window + 1 > first) first = query - c.window + 1;
-  if (c.splits > 1) {  // each unit computes a single span
-    const int64_t begin = (c.start / c.span + split) * c.span;
+  const int64_t first_span = c.start / c.span;
+  if (c.splits > 1) {
+    const int64_t begin = (first_span + split) * c.span, end = (first_span + end_split) * c.span;
     if (first < begin) first = begin;
-    if (high > begin + c.span) high = begin + c.span;
+    if (high > end) high = end;
   }
-  if (first < high) load_queries(c, s, sequence, head, token, rows);
+  if (first >= high) return;
+  load_queries(c, s, sequence, head, token, rows);
   // Vectors begin at multiples of STEP or 64, and tiles at multiples of their size.
   for (int64_t low = first & -(s.v_is_int ? 64 : STEP); low < high;) {
     std::memset(s.out, 0, 4 * c.rows * stride);
     for (int64_t row = 0; row < rows; row++) s.largest[row] = NOTHING, s.sums[row] = 0;
     int64_t stop = (low / c.span + 1) * c.span;
     if (stop > high) stop = high;
+    const int64_t position = low > first ? low : first;
     while (low < stop) {
       const int64_t tile = c.latent ? LATENTS : TILE, next = (low / tile + 1) * tile;
       const int64_t end = next < stop ? next : stop;
       attend_tile(c, s, sequence, head, token, rows, low, first, end);
       low = end;
     }
-    for (int64_t row = 0; row < rows; row++)
-      add_span(part + row * size, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
+    const int64_t result = c.splits > 1 ? position / c.span - first_span : 0;
+    float* to = results + result * c.rows * size;
+    for (int64_t row = 0; row < rows; row++, to += size)
+      add_span(to, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
   }
 }
 
@@ -1474,7 +1489,7 @@ EXPORT void gather(const Gather* call, int64_t threads) {
 
 EXPORT void attend(const Attend* call, int64_t threads) {
   const Attend& c = *call;
-  for_units(c.batch * c.heads * c.blocks * c.splits, threads, [&] {
+  for_units(c.batch * c.heads * c.blocks * c.split_units, threads, [&] {
     return [&c, scratch = Scratch(c)](int64_t unit) mutable { attend_unit(c, scratch, unit); };
   });
   for_units(c.batch * c.tokens, threads, [&] {

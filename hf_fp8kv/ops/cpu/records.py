@@ -24,7 +24,7 @@ WRITE = struct.Struct("3qd" + _TABLE + 2 * (_STORED + _STRIDED + _ENCODING))
 GATHER = struct.Struct("7q" + _TABLE + _STORED + _DECODING + "2q")
 ATTEND = struct.Struct(
     "8q2d" + _TABLE + 2 * (_STORED + _DECODING) + "q" + _STORED + _DECODING + _STRIDED + "q"
-    + 2 * _STRIDED + "10q"
+    + 2 * _STRIDED + "11q"
 )  # fmt: skip
 
 

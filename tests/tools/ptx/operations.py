@@ -82,7 +82,9 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     compute = _OPERATIONS.get((key, kind))
     if (
         compute is None
-        or type_names[0] in ("bf16", "f16", "bf16x2", "f16x2")
+        or type_names[0] in ("bf16", "bf16x2", "f16x2")
+        # numpy computes these in float32, which has enough bits for correct rounding.
+        or (type_names[0] == "f16" and name not in ("add", "sub", "mul"))
         or (name == "fma" and dtype != _F32)
     ):
         return None
