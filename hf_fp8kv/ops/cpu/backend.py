@@ -29,7 +29,6 @@ from .records import (
     side_fields,
     strided_fields,
     table_fields,
-    to_readable,
 )
 
 # Minimum number of stored values per thread. With fewer values a thread does not pay.
@@ -105,7 +104,7 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         return
     pages, lengths = _pack_tensors(pages), pack_rows(lengths)
     k, v = pages.k, pages.v
-    key, value = _convert_input(pages.k_dtype, key), _convert_input(pages.v_dtype, value)
+    key, value = _convert_input(key, pages.k_dtype), _convert_input(value, pages.v_dtype)
     batch, heads, tokens, _ = key.shape
     call = WRITE.pack(
         batch, heads, tokens, MIN_SCALE, *table_fields(pages, lengths),
@@ -117,8 +116,8 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         raise_overrun(pages, lengths, tokens)
 
 
-def _convert_input(stored_dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Convert `x` to a dtype that the kernel reads: for "auto" to the dtype of the pages."""
+def _convert_input(x: Tensor, stored_dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return `x` in a dtype that kernels read, with contiguous rows: for "auto" as it is stored."""
     if stored_dtype != torch.uint8:
         x = x.to(stored_dtype)
     elif x.dtype not in KINDS or x.dtype == torch.uint8:
@@ -187,7 +186,7 @@ def attend(
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
     mask = None if mask is None else pack_rows(mask).view(torch.uint8)
     bounds = None if mask is None or bounds is None else pack_rows(bounds)
-    bias = None if bias is None else pack_rows(to_readable(bias))
+    bias = None if bias is None else _convert_input(bias)
     sinks = None if sinks is None else sinks.float().contiguous()
     v_fields = *side_fields(pages, "v", None), *decoding_fields(pages.v.format)
     k_fields = *side_fields(pages, "k", None), *decoding_fields(k.format)

@@ -67,8 +67,6 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Floats bits(Ints x) { return (Floats)x; }
-
 inline Floats where(Ints condition, Floats a, Floats b) { return condition ? a : b; }
 
 // exp(x) for x <= 0, within 2 units in the last place. The result is 0 below -87. NaN stays NaN.
@@ -84,7 +82,7 @@ inline Floats exp(Floats x) {
   y = fma(y, r, splat(5.0000001201e-1f));
   y = fma(r * r, y, r) + 1.0f;
   Ints power = ((Ints)(n + magic) << 23) + 0x3F800000;
-  return where(x < -87.0f, Floats{}, y * bits(power));
+  return where(x < -87.0f, Floats{}, y * (Floats)power);
 }
 
 // ---- groups of fields ---------------------------------------------------------------------------
@@ -309,8 +307,6 @@ inline Four sum_four(Floats a, Floats b, Floats c, Floats d) {
 #endif
   return out;
 }
-
-inline float sum(Floats x) { return sum_four(x, x, x, x).sums[0]; }
 
 // ---- products -----------------------------------------------------------------------------------
 
@@ -670,7 +666,7 @@ void encode(const float* x, const float* inverse, bool by_channel, const NewSide
     Ints is_odd = magnitude >> drop & 1;
     Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + is_odd) >> drop) - (int32_t)c.rebias;
     // Adding a small value to a number whose last bit is worth one step rounds it to that step.
-    Ints small = (Ints)(bits(magnitude) + bits(step_bits)) - step_bits;
+    Ints small = (Ints)((Floats)magnitude + (Floats)step_bits) - step_bits;
     Ints rounded = magnitude < (int32_t)c.min_normal ? small : normal;
     rounded = rounded > (int32_t)c.max_code ? Ints{} + (int32_t)c.max_code : rounded;
     Ints is_nan = magnitude > (int32_t)INFINITE;
@@ -704,7 +700,7 @@ uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
   Longs errors[VECTORS] = {};
   for (int v = 0; v < VECTORS; v++) {
     Ints candidate = (Ints)(load<Floats>(OCTAVE.steps + v * LANES) * start);
-    scales[v] = bits((candidate + 0xFFFF) & ~0xFFFF);
+    scales[v] = (Floats)((candidate + 0xFFFF) & ~0xFFFF);
     inverses[v] = unit / scales[v];
   }
   // A lane can sum the squares of 64 errors in float32 exactly: an error is at most 2^9, so the sum
@@ -719,7 +715,7 @@ uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
         // Adding 1.5 times a power of two, whose last bit is worth one step, rounds a value.
         Ints binade = (Ints)x & 0x7F800000;
         binade = binade > least_normal ? binade : least_normal;
-        const Floats large = bits(binade + above);
+        const Floats large = (Floats)(binade + above);
         Floats error = ((x + large) - large) - x + 0.5f;
 #if defined(__AVX512F__)
         error = (Floats)_mm512_roundscale_ps((__m512)error, 9);
@@ -1259,7 +1255,7 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
       total += weight;
       store(line + j, scales ? weight * load<Floats>(scales + j) : weight);
     }
-    s.sums[row] += sum(total);
+    s.sums[row] += sum_four(total, total, total, total).sums[0];
   }
 }
 
@@ -1400,8 +1396,7 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
       attend_tile(c, s, sequence, head, token, rows, low, first, end);
       low = end;
     }
-    const int64_t result = c.splits > 1 ? position / c.span - first_span : 0;
-    float* to = results + result * c.rows * size;
+    float* to = results + (c.splits > 1 ? position / c.span - first_span : 0) * c.rows * size;
     for (int64_t row = 0; row < rows; row++, to += size)
       add_span(to, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
   }

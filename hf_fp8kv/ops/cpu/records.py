@@ -81,11 +81,6 @@ def pack_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
-def to_readable(x: Tensor) -> Tensor:
-    """Return the tensor, or a float32 copy if kernels do not read its dtype."""
-    return x if x.dtype in KINDS else x.float()
-
-
 @functools.cache
 def _decode_all_codes(name: str) -> tuple[Tensor, float]:
     """Return the values of the 256 codes divided by a factor, float32, and the factor."""
