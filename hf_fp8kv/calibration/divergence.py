@@ -60,7 +60,7 @@ def compare_caches(
         ids: Token ids of the texts, `[B, N]`, int64, on the model's device. N exceeds `prefill`.
         caches: Functions that make an empty cache (for the decoder's self-attention), by name.
         prefill: Number of tokens that are read in one call on an empty cache, and not scored.
-        chunk: Number of tokens that each later call reads and scores.
+        chunk: Number of tokens that each later call scores. Each call attends to all stored tokens.
         first_position: Position of the first token, for models that take `position_ids`. None means
             the model's first position.
         on_call: Function that is called after each call of the model, with its number of tokens.

@@ -74,7 +74,7 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
 
 
 def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return the contents of files by path. None deletes an old file of the format "hf_fp8kv"."""
+    """Return contents by path, None for deleted files. Next to weights, "hf_fp8kv" uses a folder."""
     if KV_FILE not in files:
         return dict(files)
     uses_folder = find_weights(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
@@ -189,19 +189,19 @@ def _change_weights(
     transfer: Callable[[Path, Path], object],
 ) -> dict[str, _Content]:
     """Return the files of weights that change: without scales, and renamed if an index is added."""
-    only_file, first_file = source / SINGLE_FILE, source / FIRST_FILE
+    single_file, first_file = source / SINGLE_FILE, source / FIRST_FILE
     changes: dict[str, _Content] = {}
     removed_names = set(checkpoint.removed_tensors)
-    if INDEX_FILE in files and only_file.is_file():
+    if INDEX_FILE in files and single_file.is_file():
         # After an interrupted call, both are the same file, or the second has no scales.
-        weights = {*read_header(only_file)[0]}.difference(removed_names) if removed_names else None
-        has_both = first_file.is_file() and not only_file.samefile(first_file)
+        weights = {*read_header(single_file)[0]}.difference(removed_names) if removed_names else None
+        has_both = first_file.is_file() and not single_file.samefile(first_file)
         if has_both and {*read_header(first_file)[0]} != weights:
             raise ScaleError(
                 f"{source}: expected the weights in {SINGLE_FILE} or {FIRST_FILE}, got two files. "
                 "Delete one"
             )
-        changes = {FIRST_FILE: partial(transfer, only_file), SINGLE_FILE: None}
+        changes = {FIRST_FILE: partial(transfer, single_file), SINGLE_FILE: None}
     for path in source.glob("[!.]*.safetensors") if removed_names else ():
         names, metadata = read_header(path)
         kept_names = [name for name in names if name not in removed_names]

@@ -101,7 +101,7 @@ def read_kv_scales(path: Path) -> ScaleData:
 
 
 class VllmJson(ScaleFormat):
-    """The file of vLLM's `quantization_param_path`: one number for each layer and rank."""
+    """vLLM's `quantization_param_path`: one number for both K and V of each layer and rank."""
 
     name = "vllm-json"
     holds_both_sides = False
