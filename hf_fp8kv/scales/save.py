@@ -74,7 +74,7 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
 
 
 def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return contents by path, None for deleted files. Next to weights, "hf_fp8kv" uses a folder."""
+    """Return contents by path, None for deleted files. Next to weights, "hf_fp8kv" has a folder."""
     if KV_FILE not in files:
         return dict(files)
     uses_folder = find_weights(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
@@ -194,7 +194,7 @@ def _change_weights(
     removed_names = set(checkpoint.removed_tensors)
     if INDEX_FILE in files and single_file.is_file():
         # After an interrupted call, both are the same file, or the second has no scales.
-        weights = {*read_header(single_file)[0]}.difference(removed_names) if removed_names else None
+        weights = {*read_header(single_file)[0]} - removed_names if removed_names else None
         has_both = first_file.is_file() and not single_file.samefile(first_file)
         if has_both and {*read_header(first_file)[0]} != weights:
             raise ScaleError(

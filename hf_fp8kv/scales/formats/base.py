@@ -127,7 +127,7 @@ class TensorFormat(ScaleFormat):
     def quantization_block(self, config: Config, new_entries: Config) -> Config:
         """Return the quantization config of the weights, or add a config for the cache only.
 
-        The added config has `quant_method` and `new_entries`. Raise ScaleError for a different tool.
+        The added config has `quant_method` and `new_entries`. Raise ScaleError for any other tool.
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):
