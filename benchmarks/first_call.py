@@ -35,7 +35,7 @@ class OperationCounter(TorchDispatchMode):
     ) -> Any:
         if function.namespace == "hf_fp8kv":
             with self:
-                return api.RUN[function._opname](*args, **(kwargs or {}))
+                return api.FUNCTIONS[function._opname](*args, **(kwargs or {}))
         self.count += not function.is_view
         return function(*args, **(kwargs or {}))
 

@@ -145,8 +145,8 @@ def plan_rows(
     """
     if backend != "triton":
         return None
-    count: int = load_backend(backend).plan_rows(device, batch, heads, length, rows)
-    return count
+    num_rows: int = load_backend(backend).plan_rows(device, batch, heads, length, rows)
+    return num_rows
 
 
 def make_plan(
@@ -212,8 +212,7 @@ def _gather(
     if backend == _FAKE:
         dim = (pages.k if side == "k" else pages.v).head_dim
         return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
-    args = pages, lengths, side, start, stop, dtype, ragged
-    dense: Tensor = load_backend(backend).gather(*args)
+    dense: Tensor = load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
     return dense
 
 
@@ -259,17 +258,17 @@ def _attend_per_token(
         return token_rows[part, :, None, : end - start]
 
     results, ends = [], None if backend == "triton" else token_lengths.tolist()
-    per_launch = 1 if ends is not None else _MAX_SEPARATE_TOKENS
-    for token in range(0, len(rows), per_launch):
-        part, end = slice(token, token + per_launch), stop
+    step = 1 if ends is not None else _MAX_SEPARATE_TOKENS
+    for token in range(0, len(rows), step):
+        part, end = slice(token, token + step), stop
         if ends is not None:
             end = min(stop, max(start + 1, ends[token]))
-        sequences = torch.arange(token, min(token + per_launch, len(rows)), device=lengths.device)
+        sequences = torch.arange(token, min(token + step, len(rows)), device=lengths.device)
         sequences //= tokens
-        center, columns = pages.k.center, -(-end // pages.page_size)
+        center, num_columns = pages.k.center, -(-end // pages.page_size)
         part_pages = pages._replace(
             k=pages.k._replace(center=None if center is None else center[sequences]),
-            table=pages.table[sequences, :columns],
+            table=pages.table[sequences, :num_columns],
         )
         mask, bias = (split_tokens(x, part, end) for x in (spec.mask, spec.bias))
         part_spec = spec._replace(mask=mask, bias=bias, bounds=None)
@@ -279,9 +278,8 @@ def _attend_per_token(
 
 
 def _plan(
-    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int,
-    heads: int, backend: str,
-) -> None:  # fmt: skip
+    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
+) -> None:
     if backend != _FAKE:
         load_backend(backend).make_plan(plan, lengths, tokens, window, start, heads)
 
@@ -304,9 +302,9 @@ def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
 # A `torch.library.custom_op` would take six times as long to dispatch.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-# The function of each operation, and its call through the dispatcher, by the dispatcher's name.
-RUN: dict[str, Callable[..., Any]] = {}
-_CALLS: dict[str, Callable[..., Any]] = {}
+# By the dispatcher's name of an operation: its function, and a function that dispatches it.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+_DISPATCHERS: dict[str, Callable[..., Any]] = {}
 
 
 def _dispatch(name: str, backend: str) -> Callable[..., Any]:
@@ -315,23 +313,23 @@ def _dispatch(name: str, backend: str) -> Callable[..., Any]:
     All backends except "triton" read values on the host, which a CUDA graph cannot capture. torch
     requires a tag for such an operation, so it is registered twice.
     """
-    return _CALLS[name if backend == "triton" else f"{name}_by_host"]
+    return _DISPATCHERS[name if backend == "triton" else f"{name}_by_host"]
 
 
 def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> None:
     *hints, (_, result_type) = typing.get_type_hints(function).items()
-    count = sum(not hasattr(type_, "_fields") for _, type_ in hints)
+    num_plain = sum(not hasattr(type_, "_fields") for _, type_ in hints)
     types = dict(item for hint in hints for item in _flatten_hint(*hint))
 
     def run(*args: Any) -> Any:
-        return function(*args[:count], *_join_records(args[count:]))
+        return function(*args[:num_plain], *_join_records(args[num_plain:]))
 
     def fake(*args: Any) -> Any:
-        return function(*args[: count - 1], _FAKE, *_join_records(args[count:]))
+        return function(*args[: num_plain - 1], _FAKE, *_join_records(args[num_plain:]))
 
     def dispatch(*args: Any) -> Any:
-        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[count:]]
-        return operation(*args[:count], *itertools.chain(*fields))
+        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[num_plain:]]
+        return operation(*args[:num_plain], *itertools.chain(*fields))
 
     parameters = [
         inspect.Parameter(parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_)
@@ -346,14 +344,14 @@ def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ..
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_fp8kv::{name}", fake, lib=_LIBRARY)
     operation = getattr(torch.ops.hf_fp8kv, name).default
-    RUN[name], _CALLS[name] = run, dispatch
+    FUNCTIONS[name], _DISPATCHERS[name] = run, dispatch
 
 
 def _join_records(fields: Sequence[Any]) -> tuple[Any, ...]:
     """Rebuild the named tuples at the end of the arguments: none, pages, or a spec and pages."""
-    count = len(fields) - len(PAGE_FIELDS)
-    spec = [AttentionSpec(*fields[:count])] if count > 0 else []
-    return (*spec, unflatten(fields[count:])) if fields else ()
+    spec_size = len(fields) - len(PAGE_FIELDS)
+    spec = [AttentionSpec(*fields[:spec_size])] if spec_size > 0 else []
+    return (*spec, unflatten(fields[spec_size:])) if fields else ()
 
 
 def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -28,22 +28,22 @@ def available_backends() -> dict[str, str | None]:
 def _find_obstacle(name: str) -> str | None:
     if name == "triton":
         return _find_triton_obstacle()
-    if name == "cpu" and not _installed.get(name):
+    if name == "cpu" and not _presence.get(name):
         from .cpu.build import REPAIR, find_library
 
-        _installed[name] = find_library(torch.backends.cpu.get_cpu_capability()).exists()
-        return None if _installed[name] else f"its kernels are not compiled. To use it, {REPAIR}"
+        _presence[name] = find_library(torch.backends.cpu.get_cpu_capability()).exists()
+        return None if _presence[name] else f"its kernels are not compiled. To use it, {REPAIR}"
     return None
 
 
-# A dict, because Dynamo warns about `functools.cache`.
-_installed: dict[str, bool] = {}
+# Cached in a dict, because Dynamo warns about `functools.cache`.
+_presence: dict[str, bool] = {}
 
 
 def _is_installed(package: str) -> bool:
-    if package not in _installed:
-        _installed[package] = importlib.util.find_spec(package) is not None
-    return _installed[package]
+    if package not in _presence:
+        _presence[package] = importlib.util.find_spec(package) is not None
+    return _presence[package]
 
 
 def _find_triton_obstacle() -> str | None:

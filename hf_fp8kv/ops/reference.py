@@ -16,7 +16,7 @@ from .visibility import visible
 
 # Maximum number of tokens that `gather` decodes at a time.
 GATHER_CHUNK = 512
-# Maximum number of tokens that `write` encodes at a time, in many times their memory.
+# Maximum number of tokens that `write` encodes at a time. Encoding needs many times their memory.
 WRITE_CHUNK = 512
 
 
@@ -100,8 +100,8 @@ def gather(
         low = high
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
-        empty = position >= lengths[:, None]
-        out.masked_fill_(empty[:, None, :, None], 0)
+        is_empty = position >= lengths[:, None]
+        out.masked_fill_(is_empty[:, None, :, None], 0)
     return out
 
 

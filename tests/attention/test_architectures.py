@@ -1,4 +1,4 @@
-"""Tests of all model types that can run: tokens with `dtype="auto"` are those from DynamicCache.
+"""Tests that all model types give the same tokens with `dtype="auto"` as with DynamicCache.
 
 The fast tier runs one type of each kind. `make test-all` runs all types that can be built.
 """
@@ -38,9 +38,9 @@ if CACHE == "cache":  # transformers 5.24 or later looks up the attention functi
     PATHS["gptj"] = "fused"
     del PATHS["inkling2_text"]  # the tiny model of this type does not run in this version
 REFUSED_PATHS = ("refused", "not switched")
-# Grid: One type of each kind. Grouped and multi-head attention, window, softcap, sinks, shared K
-# and V, chunks, latents (MLA), latents with an indexer, linear layers, an encoder-decoder with
-# cross attention and one with position biases, images, a type that is refused, and a type that
+# One type of each kind: grouped and multi-head attention, window, softcap, sinks, shared K and V,
+# chunks, latents (MLA), latents with an indexer, linear layers, an encoder-decoder with cross
+# attention and one with position biases, images, a type that is refused, and a type that
 # transformers does not switch.
 FAST_TYPES = (
     "llama", "gpt2", "mistral", "gemma2", "gpt_oss", "gemma4_text", "llama4_text", "deepseek_v3",
@@ -69,7 +69,7 @@ def test_a_type_gives_the_tokens_of_dynamic_cache(name):
     assert row.path == PATHS.get(name, row.path)
 
 
-# Grid: Head counts, a head size and a bias that no type of the sweep has.
+# Head counts, a head size and a bias that no type of the sweep has.
 @pytest.mark.parametrize("name", ["mqa", "head_dim_64", "biased_keys"])
 def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
     model, inputs = tiny(name)
@@ -102,11 +102,11 @@ def test_a_lost_token_is_detected(name):
                 states = [x.index_fill(2, torch.tensor(x.shape[2] - 2), 0) for x in states]
             return states
 
-    lossy = generate(model, inputs, LossyCache(config=model.config))
-    assert compare(run_baseline(model, inputs), lossy).status != "equal"
+    actual = generate(model, inputs, LossyCache(config=model.config))
+    assert compare(run_baseline(model, inputs), actual).status != "equal"
 
 
-# Grid: Each kind of decoder with one of the two attention implementations.
+# Each kind of decoder with one of the two attention implementations.
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -124,11 +124,11 @@ def test_swapped_heads_are_detected(name, attention):
     model, inputs = build(name)
     expected = run_baseline(model, inputs)
     model.set_attn_implementation(attention)
-    swapped = generate(model, inputs, SwappedCache(model.config, dtype="auto"))
-    assert compare(expected, swapped).status != "equal"
+    actual = generate(model, inputs, SwappedCache(model.config, dtype="auto"))
+    assert compare(expected, actual).status != "equal"
 
 
 @pytest.mark.full
-def test_enough_types_run_under_dynamic_cache():
+def test_enough_types_run_with_dynamic_cache():
     counts = count_outcomes(list(sweep(type_names(), only_baseline=True)))
     assert counts["run under DynamicCache"] >= 140

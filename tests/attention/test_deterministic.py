@@ -17,8 +17,8 @@ from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
 PAGE = 16
-# More than a span of sums (512 tokens). A window of 16 tokens has one span.
-NUM_TOKENS = {"gqa": 530}
+# More tokens than a span of sums (512). A window of 16 tokens has one span.
+NUM_TOKENS_BY_MODEL = {"gqa": 530}
 MODELS = ["gqa", "sliding", "latent", "softcap", "sinks", "gpt2"]
 Result = tuple[Tensor, list[Tensor]]
 
@@ -28,21 +28,21 @@ def make_ids(num_texts: int, num_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def read_chunks(model: Any, ids: Tensor, chunks: list[int] | int, cache: Any = None) -> Result:
-    """Return logits `[B, T, V]`, and K and V of all layers, of texts that are read in chunks."""
+def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = None) -> Result:
+    """Return logits `[B, T, V]`, and K and V of all layers, of texts read in chunks of `sizes`."""
     cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
-    parts = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
-    sides = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    return torch.cat(parts, 1), [x.dense() for x in sides]
+    logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, 1)]
+    states = [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]
+    return torch.cat(logits, 1), states
 
 
-def draw_chunks(rng: random.Random, num_tokens: int) -> list[int]:
-    """Return random lengths of chunks. Some are single tokens."""
-    chunks: list[int] = []
-    while (remaining := num_tokens - sum(chunks)) > 0:
-        largest = rng.choice([1, 3, PAGE, 40, num_tokens])
-        chunks.append(min(remaining, rng.randint(1, largest)))
-    return chunks
+def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
+    """Return random sizes of chunks. Some chunks are single tokens."""
+    sizes: list[int] = []
+    while (num_left := num_tokens - sum(sizes)) > 0:
+        max_size = rng.choice([1, 3, PAGE, 40, num_tokens])
+        sizes.append(min(num_left, rng.randint(1, max_size)))
+    return sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,18 +50,18 @@ def draw_chunks(rng: random.Random, num_tokens: int) -> list[int]:
 def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, _ = tiny(name, attn_implementation="fp8_paged", dtype=dtype)
     enable(model, deterministic=True, page_size=PAGE)
-    num_tokens, rng = NUM_TOKENS.get(name, 90), random.Random(name)
+    num_tokens, rng = NUM_TOKENS_BY_MODEL.get(name, 90), random.Random(name)
     ids = make_ids(5, num_tokens)
     logits, states = read_chunks(model, ids[:1], [num_tokens])
     for _ in range(4):
         order = rng.sample(range(5), rng.randint(1, 5))
         if 0 not in order:
             order[0] = 0
-        actual, pages = read_chunks(model, ids[order], draw_chunks(rng, num_tokens))
+        actual, actual_states = read_chunks(model, ids[order], draw_chunk_sizes(rng, num_tokens))
         row = order.index(0)
         assert torch.equal(actual[row], logits[0]), order
-        for page, expected_page in zip(pages, states, strict=True):
-            assert torch.equal(page[row], expected_page[0]), order
+        for actual_state, state in zip(actual_states, states, strict=True):
+            assert torch.equal(actual_state[row], state[0]), order
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding"])
@@ -87,9 +87,9 @@ def test_forks_crops_and_preallocation_change_no_bit() -> None:
     read_chunks(model, make_ids(2, 9)[1:], [9], cache.fork())
     read_chunks(model, make_ids(2, 4)[1:], [4], cache)
     cache.crop(-4)
-    actual, pages = read_chunks(model, ids[:, 33:], [1] * 28, cache)
+    actual, actual_states = read_chunks(model, ids[:, 33:], [1] * 28, cache)
     assert torch.equal(actual, logits[:, 33:])
-    assert all(map(torch.equal, pages, states))
+    assert all(map(torch.equal, actual_states, states))
 
 
 def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_modules_keep_their_results(module: torch.nn.Module, shape: tuple[int, .
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("threads", [1, 3, 5])
-def test_incomplete_vectors_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_threads", [1, 3, 5])
+def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) -> None:
     """torch computes incomplete vectors at the end of each thread's part with different code.
 
     Threads share the spans of one sequence, or compute whole sequences of a batch.
@@ -177,7 +177,7 @@ def test_incomplete_vectors_change_no_bit(threads: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(cpu_backend, "GRAIN", 1)
     monkeypatch.setattr(cpu_backend, "SPAN", 16)
     old_num_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     try:
         model, _ = tiny("gqa", attn_implementation="fp8_paged", intermediate_size=4100)
         enable(model, deterministic=True)

@@ -149,9 +149,9 @@ PARAMETERS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "call", "sample_size", "first_point"), PARAMETERS)
+@pytest.mark.parametrize(("name", "kind", "call", "sample_size", "first_index"), PARAMETERS)
 def test_an_interrupt_at_any_line_leaves_a_usable_cache(
-    name: str, kind: str, call: str, sample_size: int, first_point: int, tmp_path: Path
+    name: str, kind: str, call: str, sample_size: int, first_index: int, tmp_path: Path
 ) -> None:
     chat = Chat(name, tmp_path, **CACHE_OPTIONS[kind])
     make_cache, run_call = CALLS[call]
@@ -163,7 +163,7 @@ def test_an_interrupt_at_any_line_leaves_a_usable_cache(
         for line, last_run in sorted(counts.items())
         for run_index in {1, 1 if sample_size or call in SLOW_CALLS else last_run}
     ]
-    for point in points[first_point :: len(points) // sample_size if sample_size else STRIDE]:
+    for point in points[first_index :: len(points) // sample_size if sample_size else STRIDE]:
         cache = make_cache(chat)
         fork = cache.fork()
         run_traced(partial(run_call, chat, cache), point)

@@ -37,7 +37,7 @@ SEEDS = {"mistral_large4": 1, "dots3_note_text": 2}
 # times the error measured with 600 tokens. For logits it is higher, because the errors of layers
 # add up.
 ATTENTION_TOLERANCE, LOGITS_TOLERANCE = 1e-5, 1e-4
-NEW_TOKENS = 10
+NUM_NEW_TOKENS = 10
 MODELS: dict[str, Any] = {}
 
 
@@ -74,7 +74,7 @@ def watch() -> Iterator[Watch]:
 
 def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, Any]:
     """Return the generated tokens with the prompt, and the logits of the generated tokens."""
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    options = {"max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, **options}
     outputs = {"output_logits": True, "return_dict_in_generate": True}
     result = model.generate(**inputs, past_key_values=cache, **options, **outputs)
     return result.sequences, torch.stack(result.logits, 1)
@@ -113,7 +113,8 @@ def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
         watch.path_counts.clear()
         assert_same_outputs(generate(model, inputs, make_cache(model, **options)), expected)
         # All layers that cache latents use them in all steps.
-        assert watch.path_counts["fused, latent"] == count_latent_layers(model) * (NEW_TOKENS - 1)
+        num_reads = count_latent_layers(model) * (NUM_NEW_TOKENS - 1)
+        assert watch.path_counts["fused, latent"] == num_reads
 
 
 # Storage options: static scales, searched and rotated formats, and unquantized K.
@@ -124,7 +125,7 @@ STORED_FORMATS: list[dict[str, Any]] = [
 ]
 
 
-# Grid: All pairs of a model, a storage plan and a backend.
+# All pairs of a model, a storage plan and a backend.
 @pytest.mark.parametrize(
     ("name", "options", "backend"),
     pairwise(["mistral_large4", "glm5_next"], STORED_FORMATS, ["torch", "cpu"]),
@@ -145,7 +146,7 @@ def test_layers_may_have_no_rope_part(name: str, options: dict[str, Any], backen
     assert torch.equal(copy.deepcopy(cache).layers[1].keys, cache.layers[1].keys)
 
 
-# Grid: Each kind of latent attention once, half of them in a preallocated cache.
+# Each kind of latent attention once, half of them in a preallocated cache.
 FAST_CACHES = [
     (name, {"max_cache_len": 40} if n % 2 else {}) for n, name in enumerate(FAST_FAMILIES)
 ]
@@ -500,16 +501,16 @@ class AttentionStep:
     def compute_exact(self) -> torch.Tensor:
         """Return the attention output in float64, computed from expanded K and V."""
         latents, rope_part = self.stored
-        n, num_tokens = latents.shape[2], self.query.shape[2]
+        length, num_tokens = latents.shape[2], self.query.shape[2]
         weight = self.module.kv_b_proj.weight.double().view(4, 2 * HEAD_DIM, RANK)
         key, value = torch.einsum("hnr,bxjr->bhjn", weight, latents).split(HEAD_DIM, -1)
         key = torch.cat([key, rope_part.expand(-1, 4, -1, -1)], -1)
         logits = self.scaling * self.query.double() @ key.mT
-        is_visible = torch.ones(num_tokens, n, dtype=torch.bool).tril(n - num_tokens)
+        is_visible = torch.ones(num_tokens, length, dtype=torch.bool).tril(length - num_tokens)
         return (logits.masked_fill(~is_visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-# Grid: All pairs of lengths around a page, a format and a backend.
+# All pairs of lengths around a page, a format and a backend.
 @pytest.mark.parametrize(
     ("lengths", "dtype", "backend"),
     pairwise(

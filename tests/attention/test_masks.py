@@ -101,7 +101,7 @@ def make_arguments(cache: Any, num_tokens: int, function: Any, text_mask: torch.
     return len(ROWS), num_tokens, num_columns, offset, start, function, text_mask
 
 
-# Grid: All pairs of a window, a number of new tokens and sizes of the mask and the cache.
+# All pairs of a window, a number of new tokens and sizes of the mask and the cache.
 @pytest.mark.parametrize(
     ("window", "num_tokens", "sizes"),
     pairwise([0, 4], [1, 5, 12], [(12, 12), (12, 16), (12, 31), (12, 40), (8, 31), (20, 31)]),
@@ -196,11 +196,11 @@ def test_a_mask_of_all_tokens_serves_a_window() -> None:
             assert_same(mask.make_complete(start, length, 0)[:, 0, 0], text_mask[:, start:])
 
 
-@pytest.mark.parametrize(("columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])
-def test_a_mask_of_different_tokens_is_refused(columns: int, first: int) -> None:
-    mask = make_compact(torch.ones(2, columns, dtype=torch.bool), first, columns, 0, 1)
+@pytest.mark.parametrize(("num_columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])
+def test_a_mask_of_different_tokens_is_refused(num_columns: int, first: int) -> None:
+    mask = make_compact(torch.ones(2, num_columns, dtype=torch.bool), first, num_columns, 0, 1)
     for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
-        if first <= start and stop <= first + columns:
+        if first <= start and stop <= first + num_columns:
             assert mask.columns(start, stop).shape == (2, 1, 1, stop - start)
         else:
             with pytest.raises(ConfigError, match=f"covers the tokens {start} to {stop - 1}"):
@@ -240,7 +240,7 @@ def answer_two_prompts(model: Any, cache: Any, **keywords: Any) -> list[torch.Te
     return answers
 
 
-# Grid: Each kind of layers, and each way to split a prompt, occurs at least once.
+# Each kind of layers, and each way to split a prompt, occurs at least once.
 @pytest.mark.parametrize(
     ("name", "prefill", "chunks"),
     [
@@ -277,7 +277,7 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
     """The caller compiles `forward`, and passes five tokens after the prompt."""
     torch._dynamo.reset()
     model, inputs = tiny(name, attn_implementation="fp8_paged")
-    rows: list[int | None] = []
+    mask_heights: list[int | None] = []
 
     def record_masks(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         for node in graph.graph.nodes:
@@ -287,7 +287,7 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
                     x for x in values if x is not None and x.dtype in (torch.uint8, torch.bool)
                 ]
                 candidates = [x for x in candidates if x.shape[1] == 1 and x.shape[3] == MAX_LEN]
-                rows.append(candidates[0].shape[2] if candidates else None)
+                mask_heights.append(candidates[0].shape[2] if candidates else None)
         return graph.forward
 
     step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=record_masks)
@@ -298,19 +298,19 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
         model(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
         length = inputs["input_ids"].shape[1]
         ids = prompt(5, tokens=5, pad=0)["input_ids"]
-        full_mask = None
+        padded_mask = None
         if mask is not None:
-            full_mask = torch.nn.functional.pad(mask, (0, 5), value=1)
-            full_mask = torch.nn.functional.pad(full_mask, (0, MAX_LEN - length - 5))
+            padded_mask = torch.nn.functional.pad(mask, (0, 5), value=1)
+            padded_mask = torch.nn.functional.pad(padded_mask, (0, MAX_LEN - length - 5))
         positions = torch.arange(length, length + 5).expand(2, -1)
-        out = forward(ids, attention_mask=full_mask, position_ids=positions, past_key_values=cache)
-        logits.append(out.logits)
+        inputs_of_step = {"attention_mask": padded_mask, "position_ids": positions}
+        logits.append(forward(ids, past_key_values=cache, **inputs_of_step).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-    assert rows
+    assert mask_heights
     if name == "chunked":
-        assert 5 in rows, "the mask is complete if the pattern is not recognized"
+        assert 5 in mask_heights, "the mask is complete if the pattern is not recognized"
     else:
-        assert set(rows) == ({1} if is_padded else {None})
+        assert set(mask_heights) == ({1} if is_padded else {None})
 
 
 def continue_prompt(model: Any, inputs: Any, cache: Any, **keywords: Any) -> torch.Tensor:

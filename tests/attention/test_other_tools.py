@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
 Score = Callable[[torch.Tensor], torch.Tensor]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-PROMPT = 40
+PROMPT_LENGTH = 40
 
 
 @contextmanager
@@ -80,14 +80,14 @@ def press_model(model: Any, score: Score, num_kept: int) -> Iterator[None]:
 @torch.no_grad()
 def compute_logits(model: Any, cache: Any, press: Any) -> torch.Tensor:
     """Press a prompt, and return the logits of two rounds of calls with 3, 1 and 1 tokens."""
-    ids = torch.randint(4, 90, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(4, 90, (2, PROMPT_LENGTH), generator=torch.Generator().manual_seed(1))
     with press:
-        model.model(ids, past_key_values=cache, cache_position=torch.arange(PROMPT))
+        model.model(ids, past_key_values=cache, cache_position=torch.arange(PROMPT_LENGTH))
     lengths = [layer.get_seq_length() for layer in cache.layers]
     logits = []
     for _ in range(2):
         for start, num_tokens in ((0, 3), (3, 1), (4, 1)):
-            positions = torch.arange(PROMPT + start, PROMPT + start + num_tokens)[None]
+            positions = PROMPT_LENGTH + torch.arange(start, start + num_tokens)[None]
             chunk = ids[:, start : start + num_tokens]
             logits.append(model(chunk, past_key_values=cache, position_ids=positions).logits)
         for layer, length in zip(cache.layers, lengths, strict=True):
@@ -106,7 +106,7 @@ SCORES: dict[str, Score] = {
 }
 
 
-# Grid: Each score once. The numbers of kept tokens end before, at and after the end of a page.
+# Each score once. The numbers of kept tokens end before, at and after the end of a page.
 @pytest.mark.parametrize(
     ("name", "num_kept"),
     [("norm", 17), ("sinks and last", 16), ("random", 15), ("difference", 17), ("channel", 16)],
@@ -131,10 +131,10 @@ def test_pressed_caches_match_dynamic_cache(name: str, num_kept: int) -> None:
 def test_layers_of_different_lengths_are_saved(num_tokens: int, tmp_path: Path) -> None:
     """The last layer allocates more pages after the first layer has stored its tokens."""
     cache = FP8PagedCache(tiny("gqa")[0].config, page_size=8)
-    for layer, tokens in ((0, 2), (1, 64)):
+    for layer, num_kept in ((0, 2), (1, 64)):
         cache.update(*torch.randn(2, 1, 2, 64, 16), layer)
         x: Any = cache.layers[layer]
-        x.keys, x.values = x.keys[:, :, :tokens], x.values[:, :, :tokens]
+        x.keys, x.values = x.keys[:, :, :num_kept], x.values[:, :, :num_kept]
     for layer in range(2):
         cache.update(*torch.randn(2, 1, 2, num_tokens, 16), layer)
     copies = pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "cache"))
@@ -197,13 +197,11 @@ def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
 class Wrapper(torch.nn.Module):
     """A stand-in for PEFT's wrapper of a model. A prefix is passed as a filled cache."""
 
-    def __init__(self, model: Any, prefix: int) -> None:
+    def __init__(self, model: Any, prefix_length: int) -> None:
         super().__init__()
-        self.base_model = model
-        self.prefix = prefix
-        self.active_peft_config = type("C", (), {"peft_type": "PREFIX_TUNING"})
-        if not prefix:
-            self.active_peft_config.peft_type = "LORA"
+        self.base_model, self.prefix_length = model, prefix_length
+        peft_type = "PREFIX_TUNING" if prefix_length else "LORA"
+        self.active_peft_config = SimpleNamespace(peft_type=peft_type)
         self.prepare_base = model.prepare_inputs_for_generation
 
     def get_base_model(self) -> Any:
@@ -212,28 +210,29 @@ class Wrapper(torch.nn.Module):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.prepare_base(*args, **kwargs)
         if self.base_model.config.is_encoder_decoder:
-            if self.prefix and not inputs[CACHE].get_seq_length():
-                prefix = self.new_prefix(len(inputs["decoder_input_ids"]))
+            if self.prefix_length and not inputs[CACHE].get_seq_length():
+                prefix = self.make_prefix(len(inputs["decoder_input_ids"]))
                 inputs[CACHE] = EncoderDecoderCache(prefix, DynamicCache())
             return inputs
         ids, cache = inputs["input_ids"], inputs[CACHE]
-        if self.prefix:
-            prefix_mask = torch.ones(len(ids), self.prefix, dtype=torch.long)
+        if self.prefix_length:
+            prefix_mask = torch.ones(len(ids), self.prefix_length, dtype=torch.long)
             inputs["attention_mask"] = torch.cat([prefix_mask, inputs["attention_mask"]], 1)
             inputs.pop("position_ids", None)
             if cache.get_seq_length():
                 inputs["input_ids"] = ids[:, -1:]
             else:
-                inputs[CACHE] = self.new_prefix(len(ids))
+                inputs[CACHE] = self.make_prefix(len(ids))
         return inputs
 
-    def new_prefix(self, batch: int) -> DynamicCache:
+    def make_prefix(self, batch: int) -> DynamicCache:
         generator = torch.Generator().manual_seed(7)
         config = self.base_model.config
         cache = DynamicCache(config=config)
+        heads = getattr(config, "num_key_value_heads", 4)
         for layer in range(2):
-            shape = (2, batch, getattr(config, "num_key_value_heads", 4), self.prefix, 16)
-            cache.update(*torch.randn(shape, generator=generator), layer)
+            states = torch.randn(2, batch, heads, self.prefix_length, 16, generator=generator)
+            cache.update(*states, layer)
         return cache
 
     def generate(self, **kwargs: Any) -> Any:
@@ -244,18 +243,18 @@ class Wrapper(torch.nn.Module):
             self.base_model.prepare_inputs_for_generation = self.prepare_base
 
 
-# Grid: No prefix, and a prefix shorter and one longer than the window.
+# No prefix, and a prefix shorter and one longer than the window.
 @pytest.mark.parametrize(
-    ("name", "prefix"),
+    ("name", "prefix_length"),
     [("gqa", 0), ("sliding_and_full", 0), ("sliding_and_full", 5), ("sliding_and_full", 20)],
 )
-def test_a_wrapped_model_can_be_enabled(name: str, prefix: int) -> None:
+def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     model, inputs = tiny(name, attn_implementation="eager")
-    wrapper = Wrapper(model, prefix)
+    wrapper = Wrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
     length = expected.past_key_values.get_seq_length()
-    assert length == prefix + 13 + 5
+    assert length == prefix_length + 13 + 5
     assert enable(wrapper, dtype="auto") is wrapper
     out = wrapper.generate(**options)
     assert isinstance(out.past_key_values, FP8PagedCache)
@@ -271,17 +270,17 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix: int) -> None:
     assert_same(stock_out.sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("prefix", [0, 5])
-def test_a_wrapped_encoder_decoder_can_be_enabled(prefix: int) -> None:
+@pytest.mark.parametrize("prefix_length", [0, 5])
+def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
     model, inputs = tiny("seq2seq/bart", attn_implementation="eager")
-    wrapper = Wrapper(model, prefix)
+    wrapper = Wrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
     out = enable(wrapper, dtype="auto").generate(**options)
     for name in ("self_attention_cache", "cross_attention_cache"):
         expected_cache, cache = (getattr(x.past_key_values, name) for x in (expected, out))
         assert isinstance(cache, FP8PagedCache)
-        assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix
+        assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix_length
     assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     disable(wrapper)
     assert_same(wrapper.generate(**options).sequences, expected.sequences)
@@ -289,10 +288,10 @@ def test_a_wrapped_encoder_decoder_can_be_enabled(prefix: int) -> None:
 
 def test_a_model_wrapped_twice_can_be_enabled() -> None:
     model, inputs = tiny("gqa", attn_implementation="eager")
-    function, outer_wrapper = Wrapper(model, 0), Wrapper(model, 0)
-    outer_wrapper.base_model = function
+    inner_wrapper, outer_wrapper = Wrapper(model, 0), Wrapper(model, 0)
+    outer_wrapper.base_model = inner_wrapper
     assert enable(outer_wrapper) is outer_wrapper
     keywords = {**inputs, **GREEDY, "return_dict_in_generate": True}
-    assert isinstance(function.generate(**keywords).past_key_values, FP8PagedCache)
+    assert isinstance(inner_wrapper.generate(**keywords).past_key_values, FP8PagedCache)
     disable(outer_wrapper)
-    assert type(function.generate(**keywords).past_key_values) is DynamicCache
+    assert type(inner_wrapper.generate(**keywords).past_key_values) is DynamicCache

@@ -16,7 +16,7 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
-PAGE = 8
+PAGE_SIZE = 8
 VIRTUAL_TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 10}
 # One method for each way in which PEFT changes a model: the class of the config, and its fields.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,10 +68,10 @@ def answer_twice(folder: Path, method: str, seed: int) -> dict[str, Any]:
     """Answer a prompt twice with a store in a folder, and once without it, and compare."""
     ids = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    model = enable(make_model(method, seed), prefill="stored", page_size=PAGE)
+    model = enable(make_model(method, seed), prefill="stored", page_size=PAGE_SIZE)
     expected = model.generate(**inputs, **GREEDY)
     store = PrefixStore(folder)
-    model = enable(make_model(method, seed), prefix_store=store, page_size=PAGE)
+    model = enable(make_model(method, seed), prefix_store=store, page_size=PAGE_SIZE)
     is_equal = True
     for _ in range(2):
         is_equal = is_equal and torch.equal(model.generate(**inputs, **GREEDY), expected)

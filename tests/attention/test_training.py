@@ -25,8 +25,8 @@ from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
-PAGE_SIZE, TOKENS = 16, 19
-CHUNKS = [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, TOKENS]
+PAGE_SIZE, NUM_TOKENS = 16, 19
+CHUNK_SIZES = [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, NUM_TOKENS]
 
 
 def make_scales(layers: int = 2, heads: int = 2, dim: int = 16, *, has_center: bool) -> KVScales:
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_texts(is_padded: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids, mask and positions of two texts. One is padded on the left, one on the right."""
-    ids = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 90, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     if is_padded:
         mask[0, :3] = mask[1, -2:] = 0
@@ -70,16 +70,16 @@ def select_log_probs(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score_in_chunks(model: Any, chunk: int, is_padded: bool = True, **options: Any) -> Tensor:
-    """Return the log-probabilities of calls with `chunk` tokens, which read pages."""
+def score_in_chunks(model: Any, chunk_size: int, is_padded: bool = True, **options: Any) -> Tensor:
+    """Return the log-probabilities of calls with `chunk_size` tokens, which read pages."""
     ids, mask, positions = make_texts(is_padded)
     cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE, **options)
-    parts = []
-    for start in range(0, TOKENS, chunk):
-        part, stop = slice(start, start + chunk), start + chunk
-        inputs = {"attention_mask": mask[:, :stop], "position_ids": positions[:, part]}
-        parts.append(model(ids[:, part], past_key_values=cache, **inputs).logits)
-    return select_log_probs(torch.cat(parts, 1), mask)
+    logits = []
+    for start in range(0, NUM_TOKENS, chunk_size):
+        stop = start + chunk_size
+        inputs = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        logits.append(model(ids[:, start:stop], past_key_values=cache, **inputs).logits)
+    return select_log_probs(torch.cat(logits, 1), mask)
 
 
 def score_texts(model: Any, is_padded: bool = True, **options: Any) -> Tensor:
@@ -110,33 +110,32 @@ def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
     enable(model, training="stored", page_size=PAGE_SIZE, **options)
     actual = score_texts(model.train())
     model.eval()
-    for chunk in CHUNKS:
-        assert_near(actual, score_in_chunks(model, chunk, **options), unrounded)
+    for chunk_size in CHUNK_SIZES:
+        assert_near(actual, score_in_chunks(model, chunk_size, **options), unrounded)
     if "skip_layers" not in options:
         enable(model, training="stored", deterministic=True, page_size=PAGE_SIZE, **options)
         actual = score_texts(model.train(), is_padded=False)
         model.eval()
-        for chunk in CHUNKS:
-            assert torch.equal(actual, score_in_chunks(model, chunk, is_padded=False, **options)), (
-                chunk
-            )
+        for chunk_size in CHUNK_SIZES:
+            expected = score_in_chunks(model, chunk_size, is_padded=False, **options)
+            assert torch.equal(actual, expected), chunk_size
     assert torch.equal(score_texts(disable(model)), unrounded)
 
 
 def test_a_deep_model_matches_a_rollout_of_one_text() -> None:
     """Without `deterministic`, products of few rows, as in decoding, round differently."""
-    tokens = 4 * 16 + 1
+    num_tokens = 4 * 16 + 1
     model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=16)
-    ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(6))
+    ids = torch.randint(3, 90, (1, num_tokens), generator=torch.Generator().manual_seed(6))
     enable(model, training="stored", deterministic=True, dtype="fp8")
     actual = model.train()(ids, use_cache=False).logits
     assert actual.requires_grad
     model.eval()
-    for chunk in (1, 16):
+    for size in (1, 16):
         cache = FP8PagedCache(model.config, dtype="fp8", prefill="stored")
         with torch.no_grad():
-            parts = [model(part, past_key_values=cache).logits for part in ids.split(chunk, 1)]
-        assert torch.equal(torch.cat(parts, 1), actual)
+            logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(size, 1)]
+        assert torch.equal(torch.cat(logits, 1), actual)
     assert torch.equal(model(ids[:, :-1], use_cache=False).logits, actual[:, :-1])
     assert (disable(model)(ids).logits - actual).abs().max() > 1e-2
 
@@ -162,7 +161,7 @@ def test_one_pass_gives_the_probabilities_of_generated_tokens() -> None:
     assert_near(actual.log_softmax(-1), expected, unrounded.log_softmax(-1))
 
 
-# Grid: All pairs of a format, a kind of scales and a dtype of the model.
+# All pairs of a format, a kind of scales and a dtype of the model.
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     pairwise(list(FORMATS), ["dynamic", "static"], [torch.float32, torch.bfloat16]),
@@ -172,7 +171,8 @@ def test_the_rounding_matches_a_cache(name: str, kind: str, dtype: torch.dtype) 
     scales = make_scales(has_center=True) if kind == "static" else None
     options = {"prefill": "stored", "dtype": name, "scales": scales, "page_size": PAGE_SIZE}
     cache = FP8PagedCache(**options, backend="reference")
-    states = torch.randn(2, 2, 2, TOKENS, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(2, 2, 2, NUM_TOKENS, 16, generator=generator).to(dtype)
     rounding = StoredRounding(FP8PagedCache(**options).options, 1, *states)
     rounded_states = rounding.read(rounding.store(*states), *states)
     for x, handle, rounded_x in zip(states, cache.update(*states, 1), rounded_states, strict=True):
@@ -201,8 +201,8 @@ def test_packed_texts_match_separate_texts() -> None:
 def test_layers_may_share_keys_or_have_no_pages(name: str) -> None:
     """A layer that reads the keys of an earlier layer rounds with the scales of that layer."""
     model, inputs = tiny(name, attn_implementation="fp8_paged")
-    counts = {layer.index: layer.index + 1 for layer in FP8PagedCache(model.config).paged_layers}
-    values = {i: (torch.tensor(0.004 / n), torch.tensor(0.002 * n)) for i, n in counts.items()}
+    indices = [layer.index for layer in FP8PagedCache(model.config).paged_layers]
+    values = {i: (torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1))) for i in indices}
     scales = KVScales({i: LayerScales(k, v) for i, (k, v) in values.items()})
     unrounded = model(**inputs, use_cache=False).logits
     enable(model, training="stored", scales=scales)

@@ -14,8 +14,8 @@ from transformers.masking_utils import eager_mask
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from tests.attention.test_training import (
+    NUM_TOKENS,
     PAGE_SIZE,
-    TOKENS,
     assert_near,
     make_scales,
     make_texts,
@@ -55,7 +55,7 @@ def add_noise() -> Iterator[Callable[..., None]]:
         interface._global_mapping.pop("noisy", None)
 
 
-# Grid: Each kind of attention with one storage plan.
+# Each kind of attention with one storage plan.
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -101,15 +101,15 @@ def test_gradients_of_a_position_bias_match_constant_noise() -> None:
     enable(model, training="stored", page_size=PAGE_SIZE, scales=scales)
     module: Any = model.model.layers[0].self_attn  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(3)
-    kv_shape, bias_shape = (2, 2, TOKENS, 16), (1, 4, TOKENS, TOKENS)
+    kv_shape, bias_shape = (2, 2, NUM_TOKENS, 16), (1, 4, NUM_TOKENS, NUM_TOKENS)
     leaves = [
         torch.randn(shape, generator=generator).requires_grad_()
-        for shape in ((2, 4, TOKENS, 16), kv_shape, kv_shape, bias_shape)
+        for shape in ((2, 4, NUM_TOKENS, 16), kv_shape, kv_shape, bias_shape)
     ]
     query, key, value, bias = leaves
     actual, _ = fp8_paged_attention(module, query, key, value, None, position_bias=bias)
     noise = compute_noise(model.config, 0, key, value, scales=scales)
-    future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    future = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).triu(1)
     expected = scaled_dot_product_attention(
         query, key + noise[0], value + noise[1], bias.masked_fill(future, -torch.inf),
         enable_gqa=True,
@@ -128,8 +128,8 @@ def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     enable(model, training="stored", dtype="fp8_e4m3")
     model.train()
     grads = []
-    for actual in (False, True):
-        if actual:
+    for uses_checkpointing in (False, True):
+        if uses_checkpointing:
             # The method has different names in transformers 6 and 5.
             name = "activation_checkpointing_enable"
             enable_checkpointing = getattr(model, name, None) or model.gradient_checkpointing_enable

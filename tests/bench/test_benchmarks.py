@@ -67,7 +67,7 @@ from hf_fp8kv.ops.triton.target import Target, assuming, recording
 triton.runtime.driver.set_active(host.make_driver())
 with torch.no_grad(), assuming(Target.parse(host.GPU)):
     stack = host.make_stack(2)
-    with recording(starts=False) as recorded:
+    with recording(dry_run=True) as recorded:
         stack.step()
 started = [launch.kernel.__name__ for launch in recorded.launches]
 print(json.dumps([started, stack.cache.host_length()]))

@@ -215,8 +215,8 @@ def test_an_unlisted_gpu_is_described_by_its_resources():
     assert tuning.expected_programs(chip) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
     assert tuning.expected_programs(b300) == 6
-    shape = tuning.Workload(256, 64, False, False, False)
-    assert tuning.extend_config(b300, shape) == tuning.extend_config(Target.parse("sm_100"), shape)
+    workload, b200 = tuning.Workload(256, 64, False, False, False), Target.parse("sm_100")
+    assert tuning.extend_config(b300, workload) == tuning.extend_config(b200, workload)
 
 
 # -- reading machine code --------------------------------------------------------------------------
@@ -383,13 +383,13 @@ def test_the_command_fails_on_violations_and_shows_changes(run, tmp_path):
     (tmp_path / "before.json").write_text(out)
     faster = {**ROW, "registers": 104, "per_kib": 55.5}
     code, out = run("--summary", "--before", str(tmp_path / "before.json"), rows=[faster])
-    is_shown = [text in out for text in ("168 -> 104", "120.0 -> 55.5", "39424 ->")]
-    assert (code, is_shown) == (0, [True, True, False])
+    are_shown = [text in out for text in ("168 -> 104", "120.0 -> 55.5", "39424 ->")]
+    assert (code, are_shown) == (0, [True, True, False])
 
 
 @pytest.mark.parametrize("option", ["--target", "--variant"])
 def test_unknown_names_are_refused(option, capsys):
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit) as error:
         command.main([option, "sm_70"])
-    assert exit_.value.code == 2
+    assert error.value.code == 2
     assert "sm_70" in capsys.readouterr().err

@@ -31,10 +31,10 @@ def make_pages(num_tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torc
 
 
 def attend(
-    pages: Pages, query: torch.Tensor, length: int, module: Any = cpu_backend
+    pages: Pages, query: torch.Tensor, length: int, backend: Any = cpu_backend
 ) -> torch.Tensor:
     lengths = torch.tensor([length], dtype=torch.int32)
-    result = module.attend(query, pages, lengths, 0, length, AttentionSpec(0.2, causal=True))
+    result = backend.attend(query, pages, lengths, 0, length, AttentionSpec(0.2, causal=True))
     assert isinstance(result, torch.Tensor)
     return result
 
@@ -99,8 +99,8 @@ def test_several_threads_may_call_at_once():
 @pytest.mark.parametrize("fmt", ["fp8_e3m4", "auto"])
 def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
     """Chunks, further sequences and threads do not change any bit of a result."""
-    length, queries = 1333, 70
-    pages, query = make_pages(length, fmt), torch.randn(1, 6, queries, DIM)
+    length, num_queries = 1333, 70
+    pages, query = make_pages(length, fmt), torch.randn(1, 6, num_queries, DIM)
     spec = AttentionSpec(0.2, causal=True, window=window)
 
     def run_cpu(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
@@ -108,12 +108,12 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
         return cpu_backend.attend(query, pages, ends, 0, max(lengths), spec)
 
     separate_results = torch.cat([
-        run_cpu(pages, query[:, :, [t]], length - queries + 1 + t) for t in range(queries)
+        run_cpu(pages, query[:, :, [t]], length - num_queries + 1 + t) for t in range(num_queries)
     ], 1)  # fmt: skip
     two_sequences = pages._replace(table=pages.table.repeat(2, 1))
     for grain in (1 << 30, 64):
         monkeypatch.setattr(cpu_backend, "GRAIN", grain)
-        for chunk in (1, 3, 5, queries):
+        for chunk in (1, 3, 5, num_queries):
             assert_same(run_cpu(pages, query[:, :, -chunk:], length), separate_results[:, -chunk:])
         result = run_cpu(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
         assert_same(result[:1], separate_results[:, -1:])
@@ -137,8 +137,8 @@ def test_integer_products_are_correct(fmt, rotated):
         page, slot = int(pages.table[0, 9]), 21
         for codes, index in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
             codes[index] = test_ops.nan_code(fmt)
-            actual, expected = (attend(pages, query[:, :, -1:], length, module).float()
-                               for module in (cpu_backend, reference))  # fmt: skip
+            actual, expected = (attend(pages, query[:, :, -1:], length, backend).float()
+                               for backend in (cpu_backend, reference))  # fmt: skip
             assert actual.isnan().any()
             assert torch.equal(actual.isnan(), expected.isnan())
 

@@ -22,9 +22,10 @@ assert not [name for name in sys.modules if name.startswith("hf_fp8kv")]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    target = tmp_path_factory.mktemp("kernel") / "repository"
-    make_kernel(target)
-    return target
+    """Return the folder of the kernel's repository."""
+    path = tmp_path_factory.mktemp("kernel") / "repository"
+    make_kernel(path)
+    return path
 
 
 def run_python(folder, *command: str) -> None:

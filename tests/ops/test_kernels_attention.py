@@ -51,7 +51,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning
-from hf_fp8kv.ops.triton.target import Recorded, Target, assuming, recording, target_of
+from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, recording, target_of
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -89,8 +89,8 @@ def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]
 
 def make_plan_table(lengths: Sequence[int], heads: int, tokens: int = 1, window: int = 0) -> Tensor:
     """Return the work plan for these lengths, as a tensor."""
-    rows = plan.plan_rows(DEVICE, len(lengths), heads)
-    table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
+    num_rows = plan.plan_rows(DEVICE, len(lengths), heads)
+    table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan.make_plan(table, ends, tokens, window, 0, heads)
     return table
@@ -98,8 +98,8 @@ def make_plan_table(lengths: Sequence[int], heads: int, tokens: int = 1, window:
 
 def supports(kernel: str, case: Case) -> bool:
     """Return whether a kernel supports the case's number of query rows."""
-    rows = case.q_heads // case.heads * case.tokens
-    return kernel == "extend" or rows <= tuning.DECODE_ROWS or case.latent
+    num_rows = case.q_heads // case.heads * case.tokens
+    return kernel == "extend" or num_rows <= tuning.DECODE_ROWS or case.latent
 
 
 def alternate(cases: Sequence[Any], values: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -120,7 +120,7 @@ def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
     case_kernels: list[tuple[Case, str]] = []
     for case in cases:
         features = [(name, getattr(case, name)) for name in _FEATURES]
-        features = [(n, x if n in ("key", "value", "mask") else bool(x)) for n, x in features]
+        features = [(n, x) if n in ("key", "value", "mask") else (n, bool(x)) for n, x in features]
         supported_kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
         new_kernels = [
             kernel
@@ -161,7 +161,7 @@ def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, A
 _CASES = [case for case in CASES if case not in PROMPT_CASES]
 
 
-# Grid: both kernels read pages with the same code, and each runs with each feature.
+# Both kernels read pages with the same code, and each runs with each feature.
 @pytest.mark.parametrize(
     ("case", "kernel"), assign_kernels([c for c in _CASES if c.dtype == torch.float32]), ids=str
 )
@@ -214,17 +214,17 @@ _FORMAT_TARGETS = [
 ]
 
 
-# Grid: how a target decodes a format depends on the dtype of products, but not on the scales.
+# How a target decodes a format depends on the dtype of products, but not on the scales.
 @pytest.mark.parametrize(
-    ("reader", "dynamic", "dtype", "side", "kernel"),
+    ("format_target", "dynamic", "dtype", "side", "kernel"),
     pairwise(
         _FORMAT_TARGETS, [True, False], [torch.float32, torch.bfloat16], ["k", "v"], list(KERNELS)
     ),
     ids=str,
 )
-def test_each_way_to_read_a_format_is_correct(reader, dynamic, dtype, side, kernel):
+def test_each_way_to_read_a_format_is_correct(format_target, dynamic, dtype, side, kernel):
     """All codes are decoded, and a visible NaN reaches the output."""
-    name, target = reader
+    name, target = format_target
     case = Case("", key=name, value=name, dynamic=dynamic, dtype=dtype, lengths=(150, 70))
     pages, query, kwargs, expected = prepare_expected(case)
     limit = max_error(case)
@@ -265,14 +265,14 @@ def allowed_error(
 def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
     """Return the parts of a plan, and the rows of its sequences."""
     batch = len(lengths)
-    rows = plan.plan_rows(DEVICE, batch, heads, length)
-    table = torch.full((rows, 4), -77, dtype=torch.int32, device=DEVICE)
+    num_rows = plan.plan_rows(DEVICE, batch, heads, length)
+    table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan.make_plan(table, ends, tokens, window, start, heads)
-    parts = plan.max_parts(table, batch)
-    used_rows = [row for row in table[:parts].tolist() if row[0] >= 0]
-    assert all(row[0] == -1 for row in table[len(used_rows) : parts].tolist())
-    return used_rows, table[parts:].tolist()
+    num_parts = plan.max_parts(table, batch)
+    used_rows = [row for row in table[:num_parts].tolist() if row[0] >= 0]
+    assert all(row[0] == -1 for row in table[len(used_rows) : num_parts].tolist())
+    return used_rows, table[num_parts:].tolist()
 
 
 @hypothesis.given(
@@ -306,7 +306,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         assert all(low < row[1] < length for row in seq_parts[1:])
 
 
-# Grid: few sequences must be split, many need no split, and ragged sequences need an order.
+# Few sequences must be split, many need no split, and ragged sequences need an order.
 @pytest.mark.parametrize("heads", [1, 8, 32])
 @pytest.mark.skipif(not INTERPRETED, reason="the cost model assumes the SMs of an H200")
 def test_plans_are_nearly_as_fast_as_the_best_plan(heads):
@@ -319,19 +319,19 @@ def test_plans_are_nearly_as_fast_as_the_best_plan(heads):
         for lengths in ([4096] * batch, [max_length] * batch, ramp, ragged):
             with assuming(Target("cuda", 90, 132, interpreted=True)):
                 rows, _ = make_plan(lengths, heads)
-            unit, bound = gpu_model.UNIT, gpu_model.lower_bound(lengths, heads)
+            unit, min_time = gpu_model.UNIT, gpu_model.lower_bound(lengths, heads)
             units = [-(-n // unit) for n in lengths]
             parts = [
                 gpu_model.Part(b, begin // unit, min(end // unit, units[b]), slot < 0)
                 for b, begin, end, slot in rows
             ]
             time = gpu_model.plan_time(parts, lengths, heads)
-            efficiency = bound / time
+            efficiency = min_time / time
             # From 0.5 GB on, the fixed times of a program are negligible.
-            if efficiency < 0.95 and (bound < 120 or len(set(lengths)) > 1):
+            if efficiency < 0.95 and (min_time < 120 or len(set(lengths)) > 1):
                 efficiency = max(efficiency, gpu_model.best_time(lengths, heads) / time)
-            minimum = 0.95 if time > 30 else 0.88
-            assert efficiency >= minimum, (batch, lengths[:3], time, efficiency)
+            min_efficiency = 0.95 if time > 30 else 0.88
+            assert efficiency >= min_efficiency, (batch, lengths[:3], time, efficiency)
 
 
 def test_a_plan_for_one_length_has_only_rows_for_useful_parts():
@@ -348,7 +348,7 @@ def test_a_plan_for_one_length_has_only_rows_for_useful_parts():
     assert [row[1] for row in sequences] == [1, 1]
 
 
-def list_kernels(recorded: Recorded) -> list[str]:
+def list_kernels(recorded: LaunchRecord) -> list[str]:
     """Return the names of the launched kernels, in order."""
     return [launch.kernel.__name__ for launch in recorded.launches]
 
@@ -359,17 +359,17 @@ def test_parts_are_merged_only_if_a_sequence_can_be_split():
     query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
     ends = torch.tensor([64, 64], dtype=torch.int32)
     for length in (64, None):
-        rows = plan.plan_rows(DEVICE, 2, 2, length)
-        table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
-        with recording(starts=False) as recorded:
+        num_rows = plan.plan_rows(DEVICE, 2, 2, length)
+        table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
+        with recording(dry_run=True) as recorded:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
         kernels += list_kernels(recorded)
     assert kernels == ["_attend", "_attend", "_combine"]
 
 
-SPLIT = Case("split", lengths=(450, 130, 200), tokens=3, page_size=64, sinks=True, heads=2,
+SPLIT_CASE = Case("split", lengths=(450, 130, 200), tokens=3, page_size=64, sinks=True, heads=2,
              q_heads=6)  # fmt: skip
-# Grid: few and many parts, and rotation of the merged sums for either order of operands.
+# Few and many parts, and rotation of the merged sums for either order of operands.
 SPLIT_PARAMETERS = [
     pytest.param(1, False, False, id="1", marks=pytest.mark.full),
     pytest.param(5, False, False, id="5"),
@@ -382,12 +382,12 @@ SPLIT_PARAMETERS = [
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize(("sm_count", "rotated", "swapped"), SPLIT_PARAMETERS)
 def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
-    case = SPLIT
+    case = SPLIT_CASE
     if rotated:
         # Blocks of 32 and of 16 channels, next to the padding of a head.
         case = dataclasses.replace(
-            SPLIT, rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80, dynamic=False,
-            center=True,
+            SPLIT_CASE, rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
+            dynamic=False, center=True,
         )  # fmt: skip
     pages, query, kwargs, expected = prepare_expected(case)
     # Any kernel accepts a plan for the number of programs that it expects.
@@ -415,8 +415,8 @@ def test_a_plan_for_different_lengths_gives_correct_results():
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
 _LATENT = {"latent": True, "heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
 _CHUNK = Case("chunk", lengths=(800, 400), tokens=30, page_size=64, heads=1, q_heads=3, window=600)
-_EDGES = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
-# Grid: parameters change how a tile is computed, but not the set of tiles. So each parameter runs
+_LENGTHS = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
+# Parameters change how a tile is computed, but not the set of tiles. So each parameter runs
 # with a few cases: in both kernels, in few and in many parts.
 _CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
     (_CHUNK, "extend", 40, {"rows": 32}),
@@ -433,8 +433,8 @@ _CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
      "decode", 60, {"tile": 64}),
     (Case("padding, static", q_heads=16, lengths=(255, 128), padding=70, tokens=2, dynamic=False,
           **{**_LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4}),
-    (Case("edges, 3 queries", lengths=_EDGES, tokens=3, q_heads=4, **_LATENT), "decode", 4, {}),
-    (Case("edges", lengths=_EDGES, q_heads=4, **_LATENT), "extend", 4, {}),
+    (Case("edges, 3 queries", lengths=_LENGTHS, tokens=3, q_heads=4, **_LATENT), "decode", 4, {}),
+    (Case("edges", lengths=_LENGTHS, q_heads=4, **_LATENT), "extend", 4, {}),
     *(
         (Case(f"pages of {size}", lengths=(391,), page_size=size, dynamic=tile != 64), kernel, 4,
          {"tile": tile})
@@ -451,7 +451,7 @@ def test_any_launch_parameters_give_the_same_result(case, kernel, sm_count, conf
     assert errors(actual, expected).max() <= max_error(case)
 
 
-# Grid: the slot determines the mask of a tile, and the tokens determine how many tiles need it.
+# The slot determines the mask of a tile, and the tokens determine how many tiles need it.
 @pytest.mark.parametrize(
     ("tokens", "slot", "from_zero", "kernel"),
     pairwise([1, 3, 17], [15, 16, 17], [False, True], list(KERNELS)),
@@ -567,13 +567,13 @@ def test_a_part_may_end_before_the_windows_of_all_rows(kernel, tokens, config):
 
 
 def test_the_length_of_a_chunk_is_not_a_constant():
-    """Otherwise each prompt would wait for a compiler."""
+    """With a constant length, each prompt would wait for a compiler."""
     constants_by_kernel: dict[str, set[str]] = {}
 
     pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, heads=2))
     lengths = torch.tensor([9000], dtype=torch.int32)
     target = dataclasses.replace(target_of(DEVICE), sm_count=132)
-    with assuming(target), recording(starts=False) as recorded:
+    with assuming(target), recording(dry_run=True) as recorded:
         for tokens in range(70, 6000, 90):
             query = torch.zeros(1, 8, tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
@@ -621,7 +621,7 @@ def test_grids_of_a_million_tokens_are_valid():
     """Only the first axis of a grid may exceed 65535."""
     pages = make_pages(Case("long", lengths=(64,), page_size=64))
     query = torch.zeros(32).expand(1, 8, 2**20, 32)
-    with recording(starts=False) as recorded:
+    with recording(dry_run=True) as recorded:
         spec = AttentionSpec(1.0, causal=True)
         extend.attend(query, pages, torch.tensor([64]), 0, 2**20, spec)
     assert recorded.launches
@@ -641,7 +641,7 @@ def test_rows_that_exceed_shared_memory_are_split():
 # -- latents -------------------------------------------------------------------------------------
 
 
-# Grid: test_each_way_to_read_a_format_is_correct runs each format on each target.
+# Test_each_way_to_read_a_format_is_correct runs each format on each target.
 @pytest.mark.parametrize(
     ("name", "target"), alternate(["fp8_e4m3", "fp8_e5m2", "fp8_e2m5", "fp8_e4m3"], _TARGETS)
 )

@@ -36,7 +36,7 @@ pytestmark = [
 
 def make_model(name: str) -> tuple[Any, dict[str, Any]]:
     model, inputs = tiny(name, attn_implementation="fp8_paged")
-    return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
+    return model.to(DEVICE), {name: x.to(DEVICE) for name, x in inputs.items()}
 
 
 def generate_tokens(
@@ -50,9 +50,9 @@ _PREALLOC = {"max_cache_len": 40}
 _CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
 
 
-# Grid: each architecture runs with a growing and a preallocated cache, each format with either.
+# Each architecture runs with a growing and a preallocated cache, each format with either.
 @pytest.mark.parametrize(
-    ("name", "cache"),
+    ("name", "cache_options"),
     [
         ("gqa", {}), ("gqa", {"dtype": "fp8_e3m4", "prefill": "stored"}),
         ("gqa", {**_PREALLOC, **_CENTERS}), ("kv_sharing", _PREALLOC),
@@ -62,10 +62,10 @@ _CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
     ],
     ids=str,
 )  # fmt: skip
-def test_several_architectures_give_equal_tokens(name, cache):
+def test_several_architectures_give_equal_tokens(name, cache_options):
     model, inputs = make_model(name)
-    expected = generate_tokens(model, inputs, "torch", cache)
-    assert_same(generate_tokens(model, inputs, "triton", cache), expected)
+    expected = generate_tokens(model, inputs, "torch", cache_options)
+    assert_same(generate_tokens(model, inputs, "triton", cache_options), expected)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_ways_to_generate_give_equal_tokens(options):
     model, inputs = make_model("gqa")
     if "one_row" in options:  # one sequence is allowed, here the sequence without padding
         row = int(inputs["attention_mask"].sum(1).argmax())
-        inputs = {key: x[row : row + 1] for key, x in inputs.items()}
-        options = {key: x for key, x in options.items() if key != "one_row"}
-    cache = {"prefill": "stored"}
-    expected = generate_tokens(model, inputs, "torch", cache, **options)
-    assert_same(generate_tokens(model, inputs, "triton", cache, **options), expected)
+        inputs = {name: x[row : row + 1] for name, x in inputs.items()}
+        options = {name: x for name, x in options.items() if name != "one_row"}
+    cache_options = {"prefill": "stored"}
+    expected = generate_tokens(model, inputs, "torch", cache_options, **options)
+    assert_same(generate_tokens(model, inputs, "triton", cache_options, **options), expected)
 
 
 @pytest.mark.full
@@ -91,13 +91,13 @@ def test_a_compiled_step_gives_equal_tokens():
     In the fast tier, tests/cache/test_compile.py tests this with the reference.
     """
     model, inputs = make_model("gqa")
-    cache = {"max_cache_len": 40}
-    expected = generate_tokens(model, inputs, "torch", cache, disable_compile=True)
+    expected = generate_tokens(model, inputs, "torch", _PREALLOC, disable_compile=True)
     config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
     config._compile_all_devices = True  # includes CPUs
     torch._dynamo.reset()
     counters.clear()
-    assert_same(generate_tokens(model, inputs, "triton", cache, compile_config=config), expected)
+    actual = generate_tokens(model, inputs, "triton", _PREALLOC, compile_config=config)
+    assert_same(actual, expected)
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
 
@@ -109,7 +109,7 @@ def list_kernels(recorded: Any) -> list[str]:
 def test_a_decode_step_has_two_launches_per_layer():
     """The plan is one additional launch for all layers."""
     model, inputs = make_model("gqa")
-    with recording(starts=False) as recorded:
+    with recording(dry_run=True) as recorded:
         generate_tokens(model, inputs, "triton", max_new_tokens=3)
     num_layers = model.config.num_hidden_layers
     prefill = ["_write"] * num_layers
@@ -124,14 +124,14 @@ def test_a_later_prompt_has_two_launches_per_layer(keywords):
     ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # with two query heads per KV head: 80 rows
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
-        with recording(starts=False) as recorded:
+        with recording(dry_run=True) as recorded:
             model(ids, past_key_values=cache)
     kernels = [name for name in list_kernels(recorded) if name != "_plan"]
     assert kernels == ["_write", "_attend"] * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(("cache", "num_tokens"), [({}, 1), ({}, 2), (_PREALLOC, 1)], ids=str)
-def test_layers_use_the_plan_of_their_query_rows(cache, num_tokens):
+@pytest.mark.parametrize(("options", "num_tokens"), [({}, 1), ({}, 2), (_PREALLOC, 1)], ids=str)
+def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
     """With 16 rows, fewer programs fit on an SM, so layers would replace a plan for more programs.
 
     The model has 16 bits, because with float32 operands a GPU reports how many programs fit.
@@ -139,12 +139,12 @@ def test_layers_use_the_plan_of_their_query_rows(cache, num_tokens):
     sizes = {"num_attention_heads": 16 // num_tokens, "num_key_value_heads": 1}
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", **sizes)
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
-    cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache)
+    cache = FP8PagedCache(model.config, page_size=16, backend="triton", **options)
     # Without a cost, sequences of any length are split.
     target = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
     with torch.no_grad(), assuming(target):
         model(ids, past_key_values=cache)
-        with recording(starts=False) as recorded:
+        with recording(dry_run=True) as recorded:
             model(ids[:, :num_tokens], past_key_values=cache)
     assert list_kernels(recorded).count("_plan") == 1
     assert list_kernels(recorded).count("_attend") == model.config.num_hidden_layers
@@ -159,7 +159,7 @@ def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
     serving.enable(model, backend="triton")
     monkeypatch.setattr(decode, "make_plan", fail)
     # The prompts are too long for this kernel.
-    prompts = [list(range(3, 3 + count)) for count in (6, 9)]
+    prompts = [list(range(3, 3 + num_tokens)) for num_tokens in (6, 9)]
     answers = generate_batch(model, prompts, generation=greedy(max_new_tokens=3))
     assert [len(answer) for answer in answers] == [3, 3]
 
@@ -226,19 +226,19 @@ def test_tokens_are_stored_before_their_memory_changes(is_forked):
             handles = cache.update(*torch.randn(2, 1, 2, 1, 16, generator=generator).to(DEVICE), 0)
             caches[1].update(*torch.randn(2, 1, 2, 80, 16, generator=generator).to(DEVICE), 0)
             query = torch.randn(1, 2, 1, 16, generator=generator).to(DEVICE)
-            fp8_paged_attention(causal_module(), query, *handles, None)
+            fp8_paged_attention(make_causal_module(), query, *handles, None)
         else:
             buffer = torch.empty(2, 1, 2, 3, 16, device=DEVICE)
             for layer in (0, 1, 0, 1):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
                 cache.update(buffer[0], buffer[1], layer)
                 cache.layers[layer].keys  # noqa: B018 (stores the tokens)
-        contents[backend] = [x for item in caches for x in read_dense(item)]
+        contents[backend] = [x for stored_cache in caches for x in read_dense(stored_cache)]
     for x, y in zip(contents["reference"], contents["triton"], strict=True):
         assert_same(y.cpu(), x.cpu())
 
 
-def causal_module() -> torch.nn.Module:
+def make_causal_module() -> torch.nn.Module:
     module = torch.nn.Module().eval()
     module.is_causal = True
     return module
@@ -261,7 +261,7 @@ def test_tokens_stay_stored_if_attention_fails():
     handles = cache.update(key, value, 0)
     query = torch.randn(1, 2, 3, 16, device=DEVICE)
     with MemoryErrorMode(), pytest.raises(MemoryError):
-        fp8_paged_attention(causal_module(), query, *handles, None)
+        fp8_paged_attention(make_causal_module(), query, *handles, None)
     assert ((read_dense(cache)[0] - key).abs() < 0.2).all()
 
 

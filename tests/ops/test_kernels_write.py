@@ -15,7 +15,7 @@ from hf_fp8kv.formats import AUTO, FORMATS, codec
 from hf_fp8kv.ops import Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
 from tests.formats.test_search_scale import (
-    make_ordinary_vectors,
+    make_random_vectors,
     make_special_vectors,
     make_tied_vectors,
 )
@@ -50,9 +50,9 @@ class Case(test_ops.Case):
     lengths: tuple[int, ...] = (5, 0, 30)
     dtype: torch.dtype = torch.bfloat16
     limit: int = UNLIMITED
-    released: int = 0  # freed pages at the start of every table
-    columns: int = 0  # additional columns of the table, negative for missing columns
-    blocks: bool = False
+    num_released: int = 0  # freed pages at the start of every table
+    num_extra_columns: int = 0  # columns that no token needs, negative if columns are missing
+    in_blocks: bool = False
 
     @property
     def stop(self) -> int:
@@ -73,10 +73,10 @@ def make_noise_pages(case: Case) -> Pages:
     for x in (pages.k_codes, pages.v_codes, pages.token_scales):
         if x is not None:
             x.view(torch.uint8).random_(256)
-    columns = -(-case.stop // case.page_size) + case.columns
+    num_columns = -(-case.stop // case.page_size) + case.num_extra_columns
     batch, num_pages = len(case.lengths), len(pages.k_codes)
-    table = 1 + torch.randperm(num_pages - 2)[: batch * columns].view(batch, columns).int()
-    table[:, : case.released] = -1
+    table = 1 + torch.randperm(num_pages - 2)[: batch * num_columns].view(batch, num_columns).int()
+    table[:, : case.num_released] = -1
     return pages._replace(table=table)
 
 
@@ -115,7 +115,7 @@ def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pa
     return new_pages
 
 
-def comparable_bits(x: Tensor, name: str) -> Tensor:
+def to_comparable_bytes(x: Tensor, name: str) -> Tensor:
     """Return the bytes of `x`, with one code for all NaN, because a NaN may have either sign."""
     if x.dtype != torch.uint8:
         return x.contiguous().view(torch.uint8)
@@ -132,20 +132,20 @@ def assert_same_pages(actual: Pages, expected: Pages) -> None:
     }
     for name, (x, y, stored_format) in tensors.items():
         if x is not None and y is not None:
-            bits = [comparable_bits(tensor, stored_format) for tensor in (x.cpu(), y)]
-            num_different = int((bits[0] != bits[1]).sum())
-            assert not num_different, f"{name}: {num_different} of {bits[0].numel()} bytes differ"
+            x, y = (to_comparable_bytes(tensor, stored_format) for tensor in (x.cpu(), y))
+            num_different = int((x != y).sum())
+            assert not num_different, f"{name}: {num_different} of {x.numel()} bytes differ"
 
 
 def check_write(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
     tokens = make_tokens(case)
     key, value = tokens[0] if key is None else key, tokens[1] if value is None else value
     pages = make_noise_pages(case)
-    actual = split_into_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
+    actual = split_into_blocks(pages, device=DEVICE) if case.in_blocks else to_device(pages)
     # Kernels also accept a table that is part of a wider table.
-    columns = actual.table.shape[1]
+    num_columns = actual.table.shape[1]
     wide_table = torch.nn.functional.pad(actual.table, (0, 3), value=1 << 30)
-    actual = actual._replace(table=wide_table[:, :columns])
+    actual = actual._replace(table=wide_table[:, :num_columns])
     write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens, case.limit)
     actual = map_pages(torch.Tensor.cpu, actual)
     assert_same_pages(actual, compute_expected(case, pages, key, value))
@@ -161,11 +161,11 @@ SHAPES = {
     "decode": {"lengths": (5, 15, 16)},
     "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
     "tiles that pages cut": {"lengths": (5, 32), "tokens": 20, "page_size": 6, "heads": 1},
-    "blocks": {"lengths": (63, 64, 65), "tokens": 3, "page_size": 32, "blocks": True},
+    "blocks": {"lengths": (63, 64, 65), "tokens": 3, "page_size": 32, "in_blocks": True},
 }
 
 
-# Grid: each format runs with each kind of scale and each shape.
+# Each format runs with each kind of scale and each shape.
 @pytest.mark.parametrize(
     ("name", "scales", "shape"),
     pairwise(
@@ -181,7 +181,7 @@ def test_tokens_around_the_end_of_a_page_are_written(tokens):
     check_write(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
 
 
-# Grid: single tokens and tiles use two kernels. The head size determines how the values of a token
+# Single tokens and tiles use two kernels. The head size determines how the values of a token
 # are divided into vectors, and the page size how the tokens of a tile are divided.
 @pytest.mark.parametrize(
     ("dims", "page_size", "scales", "dtype", "tokens"),
@@ -223,12 +223,12 @@ def test_inputs_may_have_any_strides(tokens):
 MISSING_PAGES = {
     "limit": {"limit": 41},
     "no room": {"limit": 0},
-    "released": {"released": 3},
-    "short table": {"columns": -1},
+    "released": {"num_released": 3},
+    "short table": {"num_extra_columns": -1},
 }
 
 
-# Grid: missing pages determine which tokens are skipped, and the number of tokens the kernel.
+# Missing pages determine which tokens are skipped, and the number of tokens the kernel.
 @pytest.mark.parametrize(
     ("name", "page_size", "tokens"), pairwise(list(MISSING_PAGES), [6, 16], [1, 3, 40])
 )
@@ -243,7 +243,7 @@ def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size,
 
 @pytest.mark.parametrize(
     "make_rows",
-    [make_special_vectors, make_tied_vectors, make_ordinary_vectors],
+    [make_special_vectors, make_tied_vectors, make_random_vectors],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("name", NAMES)
@@ -282,7 +282,7 @@ def test_the_encoder_rounds_values_of_every_binade_correctly(name):
     actual = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
     _encode[(len(lower),)](x, actual, FORMATS[name], 1 << 16, enable_fp_fusion=False, num_warps=8)
     expected = codec.encode(x.cpu(), FORMATS[name])
-    assert_same(comparable_bits(actual.cpu(), name), comparable_bits(expected, name))
+    assert_same(to_comparable_bytes(actual.cpu(), name), to_comparable_bytes(expected, name))
 
 
 GATHER_CASES = [
@@ -299,7 +299,7 @@ GATHER_CASES += [
 ]  # fmt: skip
 
 
-# Grid: the range determines which pages are read, and the dtype how the result is rounded.
+# The range determines which pages are read, and the dtype how the result is rounded.
 GATHER_ARGUMENTS = pairwise(
     ["k", "v"],
     [torch.float32, torch.bfloat16, torch.float16],
@@ -325,7 +325,7 @@ def test_gather_decodes_all_bytes(case):
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_gather_skips_freed_pages(side):
     """Freed pages are read as page 0, which callers mask."""
-    case = Case(lengths=(40, 50), released=1, k_dim=24, v_dim=40)
+    case = Case(lengths=(40, 50), num_released=1, k_dim=24, v_dim=40)
     pages = make_noise_pages(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     expected = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)
@@ -346,13 +346,13 @@ def test_addresses_past_four_gigabytes_are_correct(tokens, tmp_path):
     pages.block.zero_()
     key, value = make_tokens(case)
     expected = compute_expected(case, pages, key, value)
-    size = pages.block.shape[1]
+    shape = num_pages, pages.block.shape[1]
     if DEVICE.type == "cuda":
-        block = torch.zeros(num_pages, size, dtype=torch.uint8, device=DEVICE)
+        block = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
     else:
-        file = str(tmp_path / "pages")
-        block = torch.from_file(file, shared=True, size=num_pages * size, dtype=torch.uint8)
-        block = block.view(num_pages, size)
+        path = str(tmp_path / "pages")
+        block = torch.from_file(path, shared=True, size=math.prod(shape), dtype=torch.uint8)
+        block = block.view(shape)
     table = torch.tensor([[num_pages - 1]], dtype=torch.int32, device=DEVICE)
     actual = to_device(pages)._replace(block=block, offsets=locate_pages([block]), table=table)
     write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens)

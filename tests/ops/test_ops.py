@@ -83,9 +83,9 @@ class Case:
     @property
     def start(self) -> int:
         """The first position that is visible to some query."""
-        return self.edge(min(self.lengths)) if self.window and not self.from_zero else 0
+        return self.window_start(min(self.lengths)) if self.window and not self.from_zero else 0
 
-    def edge(self, length: int) -> int:
+    def window_start(self, length: int) -> int:
         """Return the first position that is visible to a sequence's first query."""
         return max(0, length - self.tokens - self.window + 1)
 
@@ -104,10 +104,10 @@ def nan_code(name: str) -> int:
 
 
 def make_pages(case: Case) -> Pages:
-    """Return pages in random order, full of NaN codes. The table lacks some of them."""
-    columns = -(-case.stop // case.page_size) + 1
+    """Return pages in random order, full of NaN codes. Some of them are in no table."""
+    num_columns = -(-case.stop // case.page_size) + 1
     batch = len(case.lengths)
-    num_pages = batch * columns + 3
+    num_pages = batch * num_columns + 3
     slots, heads = case.page_size, case.heads
 
     def make_pool(name: str, *shape: int) -> Tensor:
@@ -129,7 +129,7 @@ def make_pages(case: Case) -> Pages:
     return pack_pages(
         k, make_pool(case.key, slots, case.k_dim),
         v, make_pool(case.value, case.v_dim, slots), scales,
-        torch.randperm(num_pages)[: batch * columns].view(batch, columns).int(),
+        torch.randperm(num_pages)[: batch * num_columns].view(batch, num_columns).int(),
     )  # fmt: skip
 
 
@@ -196,6 +196,7 @@ def make_spec(case: Case, pages: Pages) -> dict[str, Any]:
 
 
 def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
+    """Replace the codes and dynamic scales of these positions of a sequence by NaN."""
     for position in positions:
         page, slot = int(pages.table[row, position // pages.page_size]), position % pages.page_size
         for side, codes, index in (
@@ -238,9 +239,9 @@ def max_error(case: Case, backend: str = "") -> float:
 
 NAMES = sorted(FORMATS)
 NEXT_FORMAT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
-# Grid: K and V are read separately, so each format is once the format of K, once of V, next to a
+# K and V are read separately, so each format is once the format of K, once of V, next to a
 # different format. The dtype of the query determines how a code is multiplied by its scale.
-_FORMATS = [
+_FORMAT_CASES = [
     Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name,
          value=NEXT_FORMAT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
          k_dim=64, v_dim=64)
@@ -248,11 +249,11 @@ _FORMATS = [
         [*NAMES, AUTO], [True, False], [torch.float32, torch.bfloat16, torch.float16]
     )
 ]  # fmt: skip
-_FORMATS += [
+_FORMAT_CASES += [
     Case("auto", key=AUTO, value=AUTO, page_size=64),
     Case("auto bf16", key=AUTO, value=AUTO, dtype=torch.bfloat16),
 ]
-_SHAPES = [
+_SHAPE_CASES = [
     Case("one token", lengths=(1,)),
     *(
         Case(f"{n} tokens, pages of {size}", lengths=(n,), page_size=size, dynamic=dynamic)
@@ -273,7 +274,7 @@ _SHAPES = [
     Case("more queries than tokens", tokens=5, lengths=(40, 3)),
     Case("bidirectional, ragged", tokens=3, causal=False, lengths=(150, 33)),
 ]
-_FEATURES = [
+_FEATURE_CASES = [
     Case("window", window=7, lengths=(199, 190)),
     Case("window, 17 queries", window=20, tokens=17, lengths=(199,)),
     Case("window wider than the rest", window=500, tokens=3),
@@ -292,7 +293,7 @@ _FEATURES = [
     Case("everything", window=150, softcap=4.0, sinks=True, center=True, tokens=3, lengths=(199,),
          mask="bias", dynamic=False, key="fp8_e3m4"),
 ]  # fmt: skip
-_ROTATIONS = [
+_ROTATION_CASES = [
     Case("rotated, e2m5", rotated=True, key="fp8_e2m5", value="fp8_e2m5", k_dim=64, v_dim=128,
          center=True, lengths=(199, 33)),
     Case("rotated, int8, static, sinks", rotated=True, key="int8", value="int8", dynamic=False,
@@ -352,7 +353,8 @@ PROMPT_CASES = [
     Case("prompt, K auto bf16", tokens=66, dtype=torch.bfloat16, key=AUTO, value="fp8_e3m4",
          lengths=(199,), window=100),
 ]  # fmt: skip
-CASES = [*_FORMATS, *_SHAPES, *_FEATURES, *_ROTATIONS, *LATENT_CASES, *PROMPT_CASES]
+CASES = _FORMAT_CASES + _SHAPE_CASES + _FEATURE_CASES + _ROTATION_CASES + LATENT_CASES
+CASES += PROMPT_CASES
 
 
 def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
@@ -366,7 +368,7 @@ def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
 
 
 _EDGES = itertools.product((1, 3, 17), (15, 16, 17), (False, True))
-EDGE_CASES = [edge_case(*axes) for axes in _EDGES]
+EDGE_CASES = [edge_case(*edge) for edge in _EDGES]
 
 
 LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
@@ -376,7 +378,7 @@ LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
 
 def parametrize_layouts(cases: list[Case]) -> Any:
     """Parametrize a test with each case and backend, and with alternating layouts."""
-    # Grid: a layout determines where a page is, but not its contents.
+    # A layout determines where a page is, but not its contents.
     parameters = []
     for i, case in enumerate(cases):
         parameters.append(pytest.param(case, "torch", ("whole", "blocks", "gaps")[i % 3]))
@@ -509,7 +511,7 @@ def prepare_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
         for token in range(case.tokens):
             last = length - case.tokens + token
             seen[row, 0, token, last - case.window + 1 : last + 1] = True
-        poison(pages, row, range(case.edge(length)))
+        poison(pages, row, range(case.window_start(length)))
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), *dense, attn_mask=seen, enable_gqa=True, scale=kwargs["scaling"]
     )
@@ -597,7 +599,7 @@ def test_bounds_of_a_mask_do_not_change_the_result(case, backend):
     assert errors(actual, expected).max() <= max_error(case)
 
 
-# Grid: a code or a dynamic scale is NaN, in K or V, in each format.
+# A code or a dynamic scale is NaN, in K or V, in each format.
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize(("name", "side", "dynamic"), pairwise(NAMES, ["k", "v"], [True, False]))
 def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
@@ -619,8 +621,8 @@ SPECIAL_VALUES = torch.tensor(
 
 
 WRITE_CASES = [
-    *_FORMATS,
-    *_ROTATIONS,
+    *_FORMAT_CASES,
+    *_ROTATION_CASES,
     Case("center", center=True, value="fp8_e5m2"),
     Case("center, static", center=True, dynamic=False, key="fp8_e3m4"),
     Case("rotated, Dv 2", rotated=True, dynamic=False, center=True, v_dim=2, value="int8"),
@@ -809,19 +811,19 @@ def test_an_additive_mask_is_a_bias(backend):
 
 # The arguments of a call by name.
 Call = dict[str, Any]
-CHANGEABLE = (
+CHANGED_NAMES = (
     "query", "key", "value", "lengths", "table", "start", "stop", "mask", "bias", "sinks",
     "k_center",
 )  # fmt: skip
 OPERATIONS: dict[str, Callable[[Call, Pages, AttentionSpec, str], Tensor | None]] = {
-    "write": lambda x, pages, _, backend: ops.write(
-        pages, x["key"], x["value"], x["lengths"], backend
+    "write": lambda call, pages, _, backend: ops.write(
+        pages, call["key"], call["value"], call["lengths"], backend
     ),
-    "attend": lambda x, pages, spec, backend: ops.attend(
-        x["query"], pages, x["lengths"], x["start"], x["stop"], spec, backend=backend
+    "attend": lambda call, pages, spec, backend: ops.attend(
+        call["query"], pages, call["lengths"], call["start"], call["stop"], spec, backend=backend
     ),
-    "gather": lambda x, pages, _, backend: ops.gather(
-        pages, x["lengths"], "k", x["start"], x["stop"], torch.float32, True, backend
+    "gather": lambda call, pages, _, backend: ops.gather(
+        pages, call["lengths"], "k", call["start"], call["stop"], torch.float32, True, backend
     ),
 }  # fmt: skip
 
@@ -866,12 +868,12 @@ def change_argument(rng: random.Random, x: Any) -> Any:
     return x.index_select(axis, torch.arange(new_size) % size)
 
 
-def run_operation(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None, Pages]:
+def run_operation(operation: str, call: Call, backend: str) -> tuple[Tensor | type | None, Pages]:
     """Return the result of an operation or the class of its error, and the pages after the call."""
-    pages = copy_pages(unflatten([x[name] for name in PAGE_FIELDS]))
-    spec = AttentionSpec(**{name: x[name] for name in AttentionSpec._fields if name in x})
+    pages = copy_pages(unflatten([call[name] for name in PAGE_FIELDS]))
+    spec = AttentionSpec(**{name: call[name] for name in AttentionSpec._fields if name in call})
     try:
-        return OPERATIONS[operation](x, pages, spec, backend), pages
+        return OPERATIONS[operation](call, pages, spec, backend), pages
     except FP8KVError as error:
         return type(error), pages
 
@@ -893,19 +895,19 @@ def test_all_backends_refuse_the_same_sizes(backends, num_calls):
     rng, num_refused = random.Random(num_calls), 0
     for seed in range(num_calls):
         torch.manual_seed(seed)
-        case, x = draw_call(rng)
+        case, call = draw_call(rng)
         operation, changed_name = rng.choice(list(OPERATIONS)), None
         if rng.random() < 0.7:
-            changed_name = rng.choice([name for name in CHANGEABLE if x.get(name) is not None])
-            x[changed_name] = change_argument(rng, x[changed_name])
+            changed_name = rng.choice([x for x in CHANGED_NAMES if call.get(x) is not None])
+            call[changed_name] = change_argument(rng, call[changed_name])
         with torch.set_grad_enabled(rng.random() < 0.2):
-            expected, expected_pages = run_operation(operation, x, "reference")
+            expected, expected_pages = run_operation(operation, call, "reference")
             num_refused += isinstance(expected, type)
             assert changed_name or not isinstance(expected, type), seed
             for backend in backends:
                 if backend == "triton" and expected is OutOfPagesError:
                     continue  # kernels skip tokens without a page
-                actual, new_pages = run_operation(operation, x, backend)
+                actual, new_pages = run_operation(operation, call, backend)
                 label = f"{seed}: {operation} with a changed {changed_name} by {backend}"
                 assert_same_pool(new_pages, expected_pages, label)
                 if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):

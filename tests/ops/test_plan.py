@@ -24,7 +24,7 @@ GREEDY = {
     "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
     "disable_compile": True,
 }  # fmt: skip
-STEPS = GREEDY["max_new_tokens"] - 1  # the first token comes from the prefill
+NUM_STEPS = GREEDY["max_new_tokens"] - 1  # the first token comes from the prefill
 PREALLOC = {"max_cache_len": 50}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -43,7 +43,7 @@ def make_cache(name: str = "gqa", backend: str = "triton", **keywords: Any) -> t
     return (model, inputs), FP8PagedCache(model.config, page_size=16, backend=backend, **keywords)
 
 
-# Grid: each model and way to generate runs with a growing and with a preallocated cache.
+# Each model and way to generate runs with a growing and with a preallocated cache.
 @pytest.mark.parametrize(
     ("name", "num_groups", "keywords", "options"),
     [
@@ -68,10 +68,10 @@ def test_a_step_makes_one_plan_per_group(
     num_addresses = len({call.plan.data_ptr() for call in plan_calls})
     if keywords:
         # Allocation and prefill each make an additional plan.
-        assert options or len(plan_calls) == (STEPS + 2) * num_groups
+        assert options or len(plan_calls) == (NUM_STEPS + 2) * num_groups
         assert num_addresses == num_groups, "an address changed"
     else:
-        assert len(plan_calls) == STEPS * num_groups
+        assert len(plan_calls) == NUM_STEPS * num_groups
         assert num_addresses == len(plan_calls), "a plan was overwritten"
     if options:
         assert {len(call.lengths) for call in plan_calls} == {6}
@@ -81,7 +81,7 @@ def test_a_plan_is_made_for_the_lengths_and_the_window(plan_calls: list[PlanCall
     (model, inputs), cache = make_cache("sliding_and_full", prefill="stored")
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     window = model.config.sliding_window
-    length = inputs["input_ids"].shape[1] + STEPS
+    length = inputs["input_ids"].shape[1] + NUM_STEPS
     assert {call.lengths[0] for call in plan_calls[-2:]} == {length}
     # `start` excludes positions before the window, for any number of query tokens.
     assert {call.start for call in plan_calls[-2:]} == {0, max(length - window, 0)}
@@ -114,12 +114,12 @@ def test_layers_with_different_head_counts_have_separate_plans(
 @pytest.mark.parametrize("keywords", [{}, PREALLOC], ids=str)
 def test_plans_are_for_the_query_rows(keywords: dict[str, int], plan_calls: list[PlanCall]) -> None:
     """The number of query rows follows from the config and the KV heads of this process."""
-    for heads, size, rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
+    for heads, num_processes, num_rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
         plan_calls.clear()
-        _, cache = make_cache(tensor_parallel=TensorParallel(0, size), **keywords)
+        _, cache = make_cache(tensor_parallel=TensorParallel(0, num_processes), **keywords)
         for num_tokens in (5, 1):
             cache.update(*make_tokens(2, num_tokens, heads), 0)
-        assert {call.rows for call in plan_calls} == {rows}
+        assert {call.rows for call in plan_calls} == {num_rows}
     if not keywords:
         _, cache = make_cache()
         for num_tokens in (5, 3):

@@ -49,12 +49,12 @@ def check_plan() -> None:
     lengths = torch.tensor([700, 130, 64], dtype=torch.int32)
     table = torch.full((plan.plan_rows(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
     plan.make_plan(table, lengths, 1, 0, 0, 2)
-    parts = table[: plan.max_parts(table, 3), 0].tolist()
-    num_parts = sum(table[-3:, 1].tolist())
-    assert sorted(parts[:num_parts]) == sorted(
-        index for index, count in enumerate(table[-3:, 1].tolist()) for _ in range(count)
+    sequences, part_counts = table[: plan.max_parts(table, 3), 0].tolist(), table[-3:, 1].tolist()
+    num_parts = sum(part_counts)
+    assert sorted(sequences[:num_parts]) == sorted(
+        sequence for sequence, count in enumerate(part_counts) for _ in range(count)
     )
-    assert set(parts[num_parts:]) == {-1}
+    assert set(sequences[num_parts:]) == {-1}
 
 
 def check_gather() -> None:

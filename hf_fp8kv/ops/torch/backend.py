@@ -17,9 +17,9 @@ from ..visibility import first_visible, visible
 __all__ = ["attend", "gather", "write"]
 
 # Number of tokens of a chunk.
-CHUNK = 512
-# Latents have longer chunks for at most this number of query rows, so threads wait less often.
-LATENT_CHUNK, MAX_LATENT_ROWS = 2048, 256
+CHUNK_TOKENS = 512
+# With at most MAX_LATENT_ROWS query rows, latents have longer chunks: threads wait less often.
+LATENT_CHUNK_TOKENS, MAX_LATENT_ROWS = 2048, 256
 
 
 def attend(
@@ -32,7 +32,7 @@ def attend(
     rows = groups * tokens
     scaled_query = (query.float() * spec.scaling).reshape(batch, heads, rows, -1)
     # softmax(x + a) = softmax(x), so the center's part of the logits only matters if they are
-    # compared with something that lacks it: a softcap or sinks.
+    # compared with a term that lacks this part: a softcap or sinks.
     offset = None
     if k.center is not None and k.format != AUTO and (spec.softcap or spec.sinks is not None):
         offset = scaled_query @ k.center[..., None]
@@ -56,7 +56,7 @@ def attend(
         l_i = torch.ones_like(m_i)
     out = q.new_zeros((batch, heads, rows, value_side.head_dim))
 
-    chunk_tokens = LATENT_CHUNK if spec.latent and rows <= MAX_LATENT_ROWS else CHUNK
+    chunk_tokens = LATENT_CHUNK_TOKENS if spec.latent and rows <= MAX_LATENT_ROWS else CHUNK_TOKENS
     step = max(chunk_tokens // pages.page_size, 1) * pages.page_size
     for page_start in range(low // step * step, high, step):
         begin, end = max(page_start, low), min(page_start + step, high)

@@ -16,7 +16,7 @@ from .softmax import COMPACT, COMPLETE, NO_MASK
 from .target import Target, next_power_of_2, target_of
 from .tuning import LaunchConfig, Workload
 
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class SidePointers(NamedTuple):
@@ -73,7 +73,7 @@ class Factors(NamedTuple):
     Attributes:
         k_scaling: Factor of products of queries and K's codes: `scaling` times the factors of K's
             codec and rotation. Kernels only compute the sums of a rotation.
-        scaling: Factor of products of queries and keys.
+        scaling: Factor of products of queries and keys, as in `AttentionSpec`.
         softcap: As in `AttentionSpec`. 0 means no softcap.
         v_scaling: Factor of products of queries and V's codes, if these are keys (with latents).
         out: Factor of the output: the factors of the values' codec and rotation.
@@ -90,7 +90,7 @@ class Factors(NamedTuple):
 # create a single object for each set of values.
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Sizes of one side of pages that kernels are compiled for.
+    """Sizes of K or V that kernels are compiled for.
 
     Attributes:
         dim: The head size.
@@ -108,9 +108,9 @@ class Constants:
     """The only constexpr parameter of an attention kernel, `CALL`.
 
     Attributes:
-        heads: KV heads.
-        groups: Query heads per KV head.
-        page_size: Slots of a page.
+        heads: Number of KV heads.
+        groups: Number of query heads per KV head.
+        page_size: Slots (tokens) per page.
         k, v, out: Sizes of K, of V, and of the values. For latents the values are K.
         k_codec, v_codec: How codes become operands of a product.
         causal, windowed, softcapped: As in `ops.attend`.
@@ -162,7 +162,7 @@ class AttentionArgs(NamedTuple):
             table (batch), mask (batch, head, token) and bias (batch, head, token). For a compact
             mask the three are its batch stride, the batch stride of its bounds, and 0.
         target: The GPU.
-        workload: Facts that launch parameters depend on.
+        workload: Properties of the call that launch parameters depend on.
     """
 
     tensors: AttentionTensors
@@ -189,7 +189,7 @@ def side_for(stored: StoredSide) -> Side:
 
 
 def _choose_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
-    stored = _TYPES.get(dtype, tl.float16)
+    stored = _TRITON_DTYPES.get(dtype, tl.float16)
     exact = exact or dtype == torch.float32
     codec = codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
@@ -263,21 +263,19 @@ def prepare(
         latent=spec.latent,
         shifted=k_codec.method == SHIFTED.value,
     )
-    return AttentionArgs(
-        AttentionTensors(query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks),
-        Factors(
-            spec.scaling * k_codec.factor * rotation_factor(k_side.block),
-            spec.scaling,
-            spec.softcap,
-            spec.scaling * v_codec.factor * rotation_factor(v_side.block),
-            value_codec.factor * rotation_factor(value_side.block),
-        ),
-        start,
-        stop,
-        spec.window,
-        (query.stride(0), query.stride(1), query.stride(2)),
-        (pages.table.stride(0), *mask_strides, *bias_strides),
-        constants,
-        target,
-        workload,
+    tensors = AttentionTensors(
+        query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
     )
+    factors = Factors(
+        k_scaling=spec.scaling * k_codec.factor * rotation_factor(k_side.block),
+        scaling=spec.scaling,
+        softcap=spec.softcap,
+        v_scaling=spec.scaling * v_codec.factor * rotation_factor(v_side.block),
+        out=value_codec.factor * rotation_factor(value_side.block),
+    )
+    query_strides = (query.stride(0), query.stride(1), query.stride(2))
+    strides = (pages.table.stride(0), *mask_strides, *bias_strides)
+    return AttentionArgs(
+        tensors, factors, start, stop, spec.window, query_strides, strides, constants, target,
+        workload,
+    )  # fmt: skip

@@ -52,7 +52,7 @@ class Strides(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The positions `low` to `high - 1`, and `start` and `window` of `ops.attend`."""
+    """The positions `low` to `high - 1` to read, and `start` and `window` of `ops.attend`."""
 
     low: Any
     high: Any
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of a program. Rows past the last also have a valid head and token.
+    """Query rows of a program. Rows after the last existing row also have a valid head and token.
 
     Attributes:
         b, h: The sequence and the KV head.
@@ -85,7 +85,7 @@ class View(NamedTuple):
     """The visible range of a program's rows, and the tensors that limit it further.
 
     Attributes:
-        begin, end: The first position that is visible to any row, and the last one plus one.
+        begin, end: The first position that is visible to any row, and the last position plus one.
         start, window: As in `Span`.
         table_ptr: Page numbers of the sequence.
         mask_ptr: The mask of the sequence (COMPACT), or of each row, `[ROWS]` (COMPLETE).
@@ -106,15 +106,15 @@ def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
     """Return the `Rows` of block `block` of a sequence of `length` tokens."""
     GROUPS: tl.constexpr = CALL.groups
     ROWS: tl.constexpr = CALL.config.rows
-    count = GROUPS * tokens
+    num_rows = GROUPS * tokens
     first_row = block * ROWS
     rows = first_row + tl.arange(0, ROWS)
-    row = tl.minimum(rows, count - 1)
+    row = tl.minimum(rows, num_rows - 1)
     t = row // GROUPS
     num_past = length - tokens
-    last_token = (tl.minimum(first_row + ROWS, count) - 1) // GROUPS
+    last_token = (tl.minimum(first_row + ROWS, num_rows) - 1) // GROUPS
     return Rows(
-        b, h, row, h * GROUPS + row % GROUPS, t, num_past + t, rows < count,
+        b, h, row, h * GROUPS + row % GROUPS, t, num_past + t, rows < num_rows,
         num_past + first_row // GROUPS, num_past + last_token,
     )  # fmt: skip
 
@@ -170,9 +170,9 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     # If nothing is visible, no masked tile is read, because the table may end before `begin`.
     first_tile = begin // MASKED_TILE
     last_tile = tl.where(begin < end, tl.cdiv(end, MASKED_TILE), first_tile)
-    PER_TILE: tl.constexpr = TILE // MASKED_TILE
-    num_before = tl.minimum(main * PER_TILE, last_tile) - first_tile
-    after_start = tl.minimum(main_end * PER_TILE, last_tile)
+    MASKED_PER_TILE: tl.constexpr = TILE // MASKED_TILE
+    num_before = tl.minimum(main * MASKED_PER_TILE, last_tile) - first_tile
+    after_start = tl.minimum(main_end * MASKED_PER_TILE, last_tile)
     num_masked = num_before + last_tile - after_start
 
     query = _load_rows(tensors, factors, rows, strides.query, CALL)
@@ -324,29 +324,29 @@ def _attend_tile(
         rope_part = keep_layout(decode_for_dot(v_codes, V_CODEC), V_CODEC)
         if CALL.config.chunks > 1:
             latents = split_chunks(latents, CALL.config.chunks)
-        x = multiply_keys(q, latents, CALL)
-        y = multiply_keys(q_rope, tl.trans(rope_part), CALL)
+        logits = multiply_keys(q, latents, CALL)
+        rope_logits = multiply_keys(q_rope, tl.trans(rope_part), CALL)
         if CALL.k_dynamic:
-            x *= per_column(k_scale, SWAPPED)
+            logits *= per_column(k_scale, SWAPPED)
         if CALL.v_dynamic:
-            y *= per_column(v_scale, SWAPPED)
-        x = x * per_row(factor, SWAPPED) + y * per_row(v_factor, SWAPPED)
+            rope_logits *= per_column(v_scale, SWAPPED)
+        logits = logits * per_row(factor, SWAPPED) + rope_logits * per_row(v_factor, SWAPPED)
     else:
         q, factor, offset = query
-        x = multiply_keys(q, decode_for_dot(k_codes, K_CODEC), CALL)
+        logits = multiply_keys(q, decode_for_dot(k_codes, K_CODEC), CALL)
         if CALL.k_dynamic:
-            x *= per_column(k_scale, SWAPPED)
-        x = x * per_row(factor, SWAPPED) + per_row(offset, SWAPPED)
-    x = change_logits(x, softcap, view, position, CALL)
+            logits *= per_column(k_scale, SWAPPED)
+        logits = logits * per_row(factor, SWAPPED) + per_row(offset, SWAPPED)
+    logits = change_logits(logits, softcap, view, position, CALL)
     if MASKED and not CALL.latent:
         visible, seen = find_visible(position, rows, view, CALL)
     if MASKED:
-        x = tl.where(visible, x, float("-inf"))
+        logits = tl.where(visible, logits, float("-inf"))
     if CALL.latent:
-        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, k_scale, seen, CALL.k_dynamic, SWAPPED)
+        weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, k_scale, seen, CALL.k_dynamic, SWAPPED)
         acc = add_values(acc, alpha, weights.to(K_CODEC.operand), latents, CALL)
     else:
-        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, v_scale, seen, CALL.v_dynamic, SWAPPED)
+        weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, v_scale, seen, CALL.v_dynamic, SWAPPED)
         if MASKED:
             v_codes = tl.where(tl.expand_dims(seen, 0), v_codes, tl.zeros_like(v_codes))
         v = decode_for_dot(v_codes, V_CODEC)

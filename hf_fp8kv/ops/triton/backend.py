@@ -40,7 +40,7 @@ def write(
         writing.write, (pages, key, value, lengths, max_tokens),
         layout=(_shape_and_strides(key), _shape_and_strides(value)),
         tensors=(key, value, lengths), shared=_describe_pages(pages),
-        limit=max_tokens, columns=table.shape[1], table_b=table.stride(0),
+        limit=max_tokens, num_columns=table.shape[1], table_stride=table.stride(0),
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def attend(
             window, softcap, latent, deterministic,
         ),
         tensors=(query, lengths, plan, sinks, mask, bounds), shared=_describe_pages(pages),
-        start=start, stop=stop, table_b=table.stride(0),
+        start=start, stop=stop, table_stride=table.stride(0),
         mask_b=0 if mask is None or len(mask) == 1 else mask.stride(0),
         # A compact mask has no head stride, so `mask_h` is the batch stride of its bounds.
         mask_h=0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
@@ -110,12 +110,11 @@ def _describe_pages(pages: Pages) -> SharedTensors:
     shared: SharedTensors | None = pages.launch_properties
     if shared is None:
         k, v = pages.k, pages.v
-        properties, addresses = describe_tensors(
-            (
-                pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
-                pages.token_scales, pages.table, pages.offsets,
-            )
+        tensors = (
+            pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
+            pages.token_scales, pages.table, pages.offsets,
         )  # fmt: skip
+        properties, addresses = describe_tensors(tensors)
         # Format, head size and rotation of each side, without its tensors.
         sizes = k[2:], v[2:], pages.heads, pages.page_size
         shared = pages.launch_properties = SharedTensors(recordings[properties, sizes], addresses)

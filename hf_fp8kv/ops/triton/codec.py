@@ -17,7 +17,7 @@ from ...formats import AUTO, FORMATS
 from .target import Target
 
 # How codes are decoded (`Codec.method`).
-AS_IS = tl.constexpr(0)  # not at all: values are stored in 16 or 32 bits
+AS_IS = tl.constexpr(0)  # not at all, because values are stored in 16 or 32 bits
 CAST = tl.constexpr(1)  # by an instruction of the hardware
 SHIFTED = tl.constexpr(2)  # by shifting bits
 
@@ -79,9 +79,7 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
     # Shifted codes of finite values must be finite in float16, and infinity (thus also NaN) must be
     # float16's.
-    assert fmt.max_code << shift < 0x7C00, (
-        f"{name}: its largest code overflows float16 when shifted"
-    )
+    assert fmt.max_code << shift < 0x7C00, f"{name}: the largest shifted code overflows float16"
     assert fmt.inf_code is None or fmt.inf_code << shift == 0x7C00, f"{name}: unknown infinity"
     nan = -1
     if keep_nan and fmt.inf_code is None:

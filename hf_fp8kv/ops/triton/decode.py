@@ -17,10 +17,10 @@ from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
-# Partial sums that a program of `_combine` loads at a time, and its channels. This pair was the
-# fastest of five on an H100 in three of four decode cases. A program has one warp, because with
-# several warps ptxas may issue the loads one by one.
-LOADED_SUMS = tl.constexpr(4096)
+# Numbers of partial sums that a program of `_combine` loads at a time, and of its channels. This
+# pair was the fastest of five on an H100 in three of four decode cases. A program has one warp,
+# because with several warps ptxas may issue the loads one by one.
+LOAD_SIZE = tl.constexpr(4096)
 MAX_CHANNELS = tl.constexpr(128)
 
 
@@ -49,8 +49,8 @@ def _fits_plan(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) ->
     """
     if args.workload.rows > config.rows:
         return False
-    batch, programs = len(args.tensors.lengths), count_programs(args, config)
-    return len(plan) <= plan_rows(plan.device, batch, args.constants.heads, programs=programs)
+    batch, num_programs = len(args.tensors.lengths), estimate_num_programs(args, config)
+    return len(plan) <= plan_rows(plan.device, batch, args.constants.heads, programs=num_programs)
 
 
 def launch_attention(
@@ -71,38 +71,38 @@ def launch_attention(
     tensors, constants, query = args.tensors, args.constants, args.tensors.query
     batch, q_heads, tokens, _ = query.shape
     dim, device = constants.out.dim, query.device
-    heads, blocks = constants.heads, cdiv(args.workload.rows, config.rows)
-    partial_sums, parts = None, batch
-    grid: tuple[int, ...] = (heads * batch * blocks,)
+    heads, num_blocks = constants.heads, cdiv(args.workload.rows, config.rows)
+    partial_sums, num_parts = None, batch
+    grid: tuple[int, ...] = (heads * batch * num_blocks,)
     if split and plan is None:
-        programs = count_programs(args, config)
-        rows = plan_rows(device, batch, heads * blocks, programs=programs)
-        plan = allocate((rows, 4), torch.int32, device)
-        make_plan(plan, tensors.lengths, tokens, args.window, args.start, heads * blocks, programs)
+        programs, plan_heads = estimate_num_programs(args, config), heads * num_blocks
+        num_rows = plan_rows(device, batch, plan_heads, programs=programs)
+        plan = allocate((num_rows, 4), torch.int32, device)
+        make_plan(plan, tensors.lengths, tokens, args.window, args.start, plan_heads, programs)
     out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
     if split and plan is not None:
-        parts = max_parts(plan, batch)
-        grid = (heads, parts, blocks)
-        # Partial sums, followed by m_i and l_i of each part.
-        rows = parts * q_heads * tokens if parts > batch else 0
-        partial_sums = allocate((rows * (dim + 2),), torch.float32, device)
+        num_parts = max_parts(plan, batch)
+        grid = (heads, num_parts, num_blocks)
+        # The sums are followed by m_i and l_i of each part.
+        num_sums = num_parts * q_heads * tokens if num_parts > batch else 0
+        partial_sums = allocate((num_sums * (dim + 2),), torch.float32, device)
     launch(
         _attend, grid, tensors, plan, out, partial_sums, batch, tokens, args.start, args.stop,
         args.window, args.factors, args.query_strides, *args.strides, **args.options(config),
     )  # fmt: skip
-    if parts > batch:
+    if num_parts > batch:
         values = tensors.k if constants.latent else tensors.v
         # A program needs all channels that a rotation mixes.
-        channels = max(min(MAX_CHANNELS.value, constants.out.width), constants.out.block)
-        grid = (args.workload.rows, heads * (constants.out.width // channels), batch)
+        num_channels = max(min(MAX_CHANNELS.value, constants.out.width), constants.out.block)
+        grid = (args.workload.rows, heads * (constants.out.width // num_channels), batch)
         launch(
             _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, tokens,
-            parts, args.factors.out, SHAPE=constants, WIDTH=channels, num_warps=1,
+            num_parts, args.factors.out, SHAPE=constants, WIDTH=num_channels, num_warps=1,
         )  # fmt: skip
     return out
 
 
-def count_programs(args: AttentionArgs, config: LaunchConfig) -> int:
+def estimate_num_programs(args: AttentionArgs, config: LaunchConfig) -> int:
     """Return the number of programs of `_attend` that plans assume to run on an SM at once."""
     workload = args.workload
     is_guessed = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
@@ -112,15 +112,15 @@ def count_programs(args: AttentionArgs, config: LaunchConfig) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t", "bias_b",
-        "bias_h", "bias_t",
+        "batch", "start", "stop", "window", "table_stride", "mask_b", "mask_h", "mask_t",
+        "bias_b", "bias_h", "bias_t",
     ],
     # Prompts vary in length. A single token is a constant.
     do_not_specialize_on_alignment=["tokens"],
 )  # fmt: skip
 def _attend(
     tensors, plan_ptr, out_ptr, partial_ptr, batch, tokens, start, stop, window, factors,
-    query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
+    query_strides, table_stride, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over a sequence, or over one part of it.
 
@@ -140,7 +140,7 @@ def _attend(
         start, stop, window: As in `ops.attend`.
         factors: See `Factors`.
         query_strides, mask_b, ..., bias_t: Strides of batch, head and token.
-        table_b: Batch stride of the block table.
+        table_stride: Batch stride of the block table.
         CALL: See `Constants`.
     """
     SWAPPED: tl.constexpr = CALL.config.swapped
@@ -149,8 +149,8 @@ def _attend(
     if plan_ptr is None:
         b = h // HEADS % batch
         # The last rows attend to the most tokens, so they start first.
-        blocks = tl.cdiv(CALL.groups * tokens, CALL.config.rows)
-        block = blocks - 1 - h // HEADS // batch
+        num_blocks = tl.cdiv(CALL.groups * tokens, CALL.config.rows)
+        block = num_blocks - 1 - h // HEADS // batch
         h = h % HEADS
         low = 0
         high = stop
@@ -165,7 +165,9 @@ def _attend(
         slot = tl.load(part_ptr + 3)
     length = tl.load(tensors.lengths + b)
     rows = find_rows(b, h, block, tokens, length, CALL)
-    strides = Strides(query_strides, table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t))
+    strides = Strides(
+        query_strides, table_stride, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t)
+    )
     span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
     if plan_ptr is None or slot < 0:
@@ -173,8 +175,8 @@ def _attend(
     else:
         d = tl.arange(0, CALL.out.width)
         in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
-        count = CALL.groups * tokens
-        row_index = ((slot * CALL.heads + h) * count + rows.row).to(tl.int64)
+        num_rows = CALL.groups * tokens
+        row_index = ((slot * CALL.heads + h) * num_rows + rows.row).to(tl.int64)
         sum_ptrs = partial_ptr + per_row(row_index * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=in_head)
         stats_ptr = _find_stats(partial_ptr, tl.num_programs(1), tokens, CALL)
@@ -201,16 +203,16 @@ def _combine(
         sinks_ptr: Attention sinks, `[Hq]`, floating, or None.
         static_scale_ptr: Static scale of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.
-        SHAPE: See `Constants`.
+        SHAPE: `Constants` without `config`.
     """
     b, h, row = tl.program_id(2), tl.program_id(1) % SHAPE.heads, tl.program_id(0)
     first_slot = tl.load(plan_ptr + (max_parts + b) * 4)
     num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
     if num_splits == 1:
         return
-    count = SHAPE.groups * tokens
+    num_rows = SHAPE.groups * tokens
     stats_ptr = _find_stats(partial_ptr, max_parts, tokens, SHAPE)
-    SPLITS_AT_ONCE: tl.constexpr = LOADED_SUMS // (WIDTH if WIDTH > MAX_CHANNELS else MAX_CHANNELS)
+    SPLITS_AT_ONCE: tl.constexpr = LOAD_SIZE // (WIDTH if WIDTH > MAX_CHANNELS else MAX_CHANNELS)
     i = tl.arange(0, SPLITS_AT_ONCE)
     d = tl.program_id(1) // SHAPE.heads * WIDTH + tl.arange(0, WIDTH)
     in_head = d < SHAPE.out.dim
@@ -219,7 +221,7 @@ def _combine(
     l_i = tl.zeros([1], tl.float32)
     for begin in range(0, num_splits, SPLITS_AT_ONCE):
         in_range = begin + i < num_splits
-        row_index = (((first_slot + begin + i) * SHAPE.heads + h) * count + row).to(tl.int64)
+        row_index = (((first_slot + begin + i) * SHAPE.heads + h) * num_rows + row).to(tl.int64)
         split_m = tl.load(stats_ptr + row_index * 2, mask=in_range, other=float("-inf"))
         split_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
         split_acc = tl.load(

@@ -122,7 +122,7 @@ def search_scale_at_once(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def _candidate_scales(min_scale, j):
-    """Return `first * 2^(j / SEARCH_STEPS)` rounded up to bfloat16.
+    """Return `min_scale * 2^(j / SEARCH_STEPS)` rounded up to bfloat16.
 
     The hardware's power of two is accurate enough. Unless it is exact, no product is closer to a
     bfloat16 value than 2^-19 of itself.
@@ -132,7 +132,7 @@ def _candidate_scales(min_scale, j):
 
 @triton.jit
 def _rounding_cost(x, scales, min_scale, FORMAT: tl.constexpr):
-    """Return the squared rounding errors of rows of `x` with `scales`, relative to `first`."""
+    """Return the squared rounding errors of rows of `x` with `scales`, relative to `min_scale`."""
     scaled_x = x * tl.div_rn(1.0, scales)[:, None]
     # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
     DROP: tl.constexpr = 23 - FORMAT.mantissa_bits

@@ -4,8 +4,9 @@ If blocks of query rows give fewer programs than the GPU has SMs (a short chunk 
 prefix), sequences are split as in decoding.
 
 Many blocks of rows read the same codes. With at least `MIN_WIDENED_BLOCKS` blocks, a kernel first
-decodes the codes of a layer to 16 bits. The operands of products stay equal, so results are bitwise
-equal. On an H100, 2,048 tokens over 8,192 take 0.85 of the time, and 0.74 with a third stage.
+decodes the codes of a layer to 16 bits. The operands of products stay the same, so the results are
+bitwise equal. On an H100, attention of 2,048 new tokens to 8,192 stored tokens then takes 0.85 of
+the time, and 0.74 with a third pipeline stage.
 """
 
 import torch
@@ -29,7 +30,7 @@ MAX_UNSPLIT_TOKENS = 256
 MIN_WIDENED_BLOCKS, MIN_WIDENED_TOKENS = 8, 1024
 # Maximum size of the widened pages of a layer, in bytes: 65,536 tokens of 8 heads of 128.
 MAX_WIDENED_BYTES = 1 << 28
-_TORCH_TYPES = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
+_TORCH_DTYPES = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
 
 def attend(
@@ -43,74 +44,76 @@ def attend(
     """Compute attention as `backend.attend`, for any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     config = extend_config(args.target, args.workload)
-    blocks = cdiv(args.workload.rows, config.rows)
-    wide_pages = None if spec.deterministic else _widen_pages(args, pages, blocks)
+    num_blocks = cdiv(args.workload.rows, config.rows)
+    wide_pages = None if spec.deterministic else _widen_pages(args, pages, num_blocks)
     if wide_pages is not None:
         args = prepare(query, wide_pages, lengths, start, stop, spec)
         config = extend_config(args.target, args.workload, widened=True)
-    is_small = pages.heads * len(lengths) * blocks < args.target.sm_count
-    may_split = is_small and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
+    has_idle_sms = pages.heads * len(lengths) * num_blocks < args.target.sm_count
+    may_split = has_idle_sms and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
     return launch_attention(args, config, split=may_split)
 
 
-def _widen_pages(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
+def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | None:
     """Copy the pages of tokens before `args.stop`, with codes decoded to the 16-bit operand dtype.
 
     Returns:
-        The copies, or None if they would not pay off: with few blocks of rows or a window, which
-        limit the shared codes, with latents, float32 products or complete masks, whose sums would
-        spill, without 8-bit codes, on GPUs whose products do not read K and V from shared memory,
-        and above `MAX_WIDENED_BYTES`.
+        The copies, or None if they would not pay off or not fit:
+
+        * few blocks of rows or positions, or a window, which limits the codes that blocks share
+        * GPUs whose products do not read K and V from shared memory
+        * latents, float32 products or complete masks, whose sums would spill
+        * no 8-bit codes
+        * copies above `MAX_WIDENED_BYTES`
     """
     workload, stop = args.workload, args.stop
-    is_long = blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
-    if not is_long or args.start or args.window or family_of(args.target).widened is None:
+    is_large = num_blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
+    if not is_large or args.start or args.window or family_of(args.target).widened_stages is None:
         return None
     may_spill = workload.exact or workload.latent or workload.complete
     if may_spill or pages.k.format == pages.v.format == AUTO:
         return None
     codecs = args.constants.k_codec, args.constants.v_codec
-    dtypes = [_TORCH_TYPES[codec.operand] for codec in codecs]
+    dtypes = [_TORCH_DTYPES[codec.operand] for codec in codecs]
     heads, slots, dims = pages.heads, pages.page_size, (pages.k.head_dim, pages.v.head_dim)
     layout = page_layout(heads, slots, *dims, dtypes[0], dtypes[1], pages.has_scales)
-    batch, columns = len(args.tensors.lengths), cdiv(stop, slots)
-    if batch * columns * layout.size > MAX_WIDENED_BYTES:
+    batch, num_columns = len(args.tensors.lengths), cdiv(stop, slots)
+    if batch * num_columns * layout.size > MAX_WIDENED_BYTES:
         return None
-    block = pages.block.new_empty((batch * columns, layout.size))
-    table = pages.table.new_empty((batch, columns))
-    offsets = pages.offsets.new_empty(batch * columns)
-    wide = Pages(
+    block = pages.block.new_empty((batch * num_columns, layout.size))
+    table = pages.table.new_empty((batch, num_columns))
+    offsets = pages.offsets.new_empty(batch * num_columns)
+    wide_pages = Pages(
         pages.k, pages.v, block, table, offsets, heads, slots, dtypes[0], dtypes[1],
         pages.has_scales,
     )  # fmt: skip
     launch(
-        _widen_codes, (heads, columns, batch), pointers_to(pages, "k"), pointers_to(pages, "v"),
-        pages.token_scales, pages.table, args.tensors.lengths, pointers_to(wide, "k"),
-        pointers_to(wide, "v"), wide.token_scales, table, layout.size, pages.table.stride(0),
-        SLOTS=slots,
-        K_SIZE=slots * dims[0], V_SIZE=slots * dims[1], K_CODEC=codecs[0], V_CODEC=codecs[1],
-        WORDS=next_power_of_2(slots), num_warps=4,
+        _widen_codes, (heads, num_columns, batch), pointers_to(pages, "k"),
+        pointers_to(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
+        pointers_to(wide_pages, "k"), pointers_to(wide_pages, "v"), wide_pages.token_scales, table,
+        layout.size, pages.table.stride(0), SLOTS=slots, K_SIZE=slots * dims[0],
+        V_SIZE=slots * dims[1], K_CODEC=codecs[0], V_CODEC=codecs[1],
+        SLOTS_WIDTH=next_power_of_2(slots), num_warps=4,
     )  # fmt: skip
-    return wide
+    return wide_pages
 
 
-@triton.jit(do_not_specialize=["page_bytes", "table_b"])
+@triton.jit(do_not_specialize=["page_bytes", "table_stride"])
 def _widen_codes(
     k, v, scales_ptr, table_ptr, lengths_ptr, wide_k, wide_v, wide_scales_ptr, wide_table_ptr,
-    page_bytes, table_b,
-    SLOTS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_CODEC: tl.constexpr,
-    V_CODEC: tl.constexpr, WORDS: tl.constexpr,
+    page_bytes, table_stride, SLOTS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SLOTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Convert the codes of one head of one page, and write the new table and offsets.
+    """Decode the codes of one head of one page, and write the new table and offsets.
 
     Args:
-        k, v, wide_k, wide_v: `SidePointers`.
-        scales_ptr, wide_scales_ptr: `Pages.token_scales`.
+        k, v, wide_k, wide_v: Pointers to pages and to widened pages, see `SidePointers`.
+        scales_ptr, wide_scales_ptr: See `Pages.token_scales`.
         table_ptr: Block table, `[B, M]`, int32.
-        wide_table_ptr: Block table of widened pages, `[B, count]`, int32.
+        wide_table_ptr: Block table of widened pages, `[B, num_columns]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
         page_bytes: Size of a widened page, in bytes.
-        table_b: Batch stride of the block table.
+        table_stride: Batch stride of the block table.
     """
     h, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wide_page = b * tl.num_programs(1) + i
@@ -120,12 +123,12 @@ def _widen_codes(
         tl.store(wide_k.offsets + wide_page, wide_offset)
     if i * SLOTS >= tl.load(lengths_ptr + b):
         return
-    page = tl.maximum(tl.load(table_ptr + b.to(tl.int64) * table_b + i), 0)
+    page = tl.maximum(tl.load(table_ptr + b.to(tl.int64) * table_stride + i), 0)
     page_offset = load_page_offset(k, page)
     _widen_side(k, wide_k, page_offset, wide_offset, h, K_SIZE, K_CODEC)
     _widen_side(v, wide_v, page_offset, wide_offset, h, V_SIZE, V_CODEC)
     if scales_ptr is not None:
-        n = tl.arange(0, WORDS)
+        n = tl.arange(0, SLOTS_WIDTH)
         words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         words = tl.load(head_pointer(words_ptr, page_offset, h, SLOTS) + n, mask=n < SLOTS)

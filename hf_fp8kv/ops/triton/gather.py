@@ -28,26 +28,24 @@ def gather(
     heads, dim = pages.heads, stored.head_dim
     batch = pages.table.shape[0]
     out = pages.block.new_empty((batch, heads, stop - start, dim), dtype=dtype)
-    tile, constants = tile_size(pages.page_size), side_for(stored)
-    codec = codec_for(
-        stored.format, target_of(out.device), tl.float32, exact=True, keep_nan=True
-    )  # fmt: skip
+    tile_tokens, sizes = tile_size(pages.page_size), side_for(stored)
+    codec = codec_for(stored.format, target_of(out.device), tl.float32, exact=True, keep_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
-    tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
+    num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(
-        _gather, (tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out, lengths,
-        pages.table, start, stop, pages.table.stride(0), SIDE=constants, CODEC=codec, HEADS=heads,
-        PAGE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
-        **launch_options(out.device, constants.width, rotated=stored.rotated),
+        _gather, (num_tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out,
+        lengths, pages.table, start, stop, pages.table.stride(0), SIDE=sizes, CODEC=codec,
+        HEADS=heads, PAGE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile_tokens,
+        **launch_options(out.device, sizes.width, rotated=stored.rotated),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["start", "stop", "table_b"])
+@triton.jit(do_not_specialize=["start", "stop", "table_stride"])
 def _gather(
-    side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_b, SIDE: tl.constexpr,
-    CODEC: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    RAGGED: tl.constexpr, TILE: tl.constexpr,
+    side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_stride,
+    SIDE: tl.constexpr, CODEC: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write dense K, or V if TRANSPOSED. The grid is tiles of positions, KV heads and sequences.
 
@@ -57,7 +55,7 @@ def _gather(
         out_ptr: Output, `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: Number of stored tokens, `[B]`, int32, only read if RAGGED.
         table_ptr: Block table, `[B, M]`, int32.
-        table_b: Batch stride of the block table.
+        table_stride: Batch stride of the block table.
         SIDE, CODEC: See `Side` and `Codec`.
     """
     DIM: tl.constexpr = SIDE.dim
@@ -77,7 +75,7 @@ def _gather(
     in_head = (d < DIM)[None, :]
 
     # A freed page is outside the window. Page 0 is read instead, and the caller masks it.
-    table_ptr += b.to(tl.int64) * table_b
+    table_ptr += b.to(tl.int64) * table_stride
     if PAGE % TILE == 0:
         # The tile lies in one page, so every slot of it exists.
         page = tl.load(table_ptr + tile_start // PAGE)

@@ -14,8 +14,8 @@ def load_page_offset(side, page):
 def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
     """Return a pointer to the SIZE elements of head `h` in a page, with the shape of `page_offset`.
 
-    `pointer` points to the elements of head 0 in the first page. ALIKE is the number of consecutive
-    offsets that are equal.
+    `pointer` points to the elements of head 0 in the first page. NUM_EQUAL is the number of
+    consecutive offsets that are equal.
     """
     # Parts of a page begin at multiples of 16 bytes, which Triton cannot derive from an offset. The
     # cast to an integer is needed: for a pointer plus an offset, compilers still load single bytes.

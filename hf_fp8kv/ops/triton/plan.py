@@ -27,7 +27,7 @@ from .target import cdiv, launch, next_power_of_2, target_of
 from .tuning import PlanConfig, expected_programs, plan_config
 
 NO_END = tl.constexpr(2**31 - 1)
-# Added to the length of a part so that it sorts before all parts without it.
+# Added to the sort key of a part, so that the part comes before all parts without the bonus.
 EARLY_BONUS = tl.constexpr(2**30)
 # CUDA's limit for the second axis of a grid.
 MAX_PARTS = 65_535
@@ -57,18 +57,18 @@ def plan_rows(
     """
     target = target_of(device)
     capacity = target.sm_count * (programs or expected_programs(target, rows))
-    ranges = max(1, min(capacity // heads, MAX_PARTS + 1 - batch))
+    num_ranges = max(1, min(capacity // heads, MAX_PARTS + 1 - batch))
     if length is not None and not pays_if_even(length, batch, heads, capacity, plan_config(target)):
-        ranges = 1
-    return 2 * batch + ranges - 1
+        num_ranges = 1
+    return 2 * batch + num_ranges - 1
 
 
 def max_parts(plan: torch.Tensor, batch: int) -> int:
     """Return the number of parts that a plan has room for, `batch` if no sequence can be split."""
-    parts = plan.shape[0] - batch
+    num_parts = plan.shape[0] - batch
     assert plan.shape[1] == 4
-    assert parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} sequences"
-    return parts
+    assert num_parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} sequences"
+    return num_parts
 
 
 def make_plan(
@@ -84,30 +84,30 @@ def make_plan(
     batch, target = lengths.shape[0], target_of(lengths.device)
     config = plan_config(target)
     assert plan.is_contiguous()
-    parts = max_parts(plan, batch)
+    num_parts = max_parts(plan, batch)
     capacity = target.sm_count * (programs or expected_programs(target))
-    ranges, max_ranges = max(1, capacity // heads), parts - batch + 1
-    if 1 < max_ranges < ranges:
+    num_ranges, max_ranges = max(1, capacity // heads), num_parts - batch + 1
+    if 1 < max_ranges < num_ranges:
         # The plan was sized for fewer programs.
         capacity = max_ranges * heads
-    ranges = min(ranges, max_ranges)
+    num_ranges = min(num_ranges, max_ranges)
     launch(
-        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, capacity,
-        parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),
+        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, num_ranges, capacity,
+        num_parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(max_ranges),
         UNIT=config.unit, BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 
 def pays_if_even(length: int, batch: int, heads: int, capacity: int, config: PlanConfig) -> bool:
     """Return the result of `_splitting_pays` for sequences of equal length."""
-    units, count = cdiv(length, config.unit), batch * heads
-    late, half, cost = count % capacity, capacity // 2, config.split_cost
-    if count <= capacity:
-        unsplit_time = units * max(half, count)
+    units, programs = cdiv(length, config.unit), batch * heads
+    late, half, cost = programs % capacity, capacity // 2, config.split_cost
+    if programs <= capacity:
+        unsplit_time = units * max(half, programs)
     else:
-        unsplit_time = units * (count - late + (max(late, half) if late else 0))
+        unsplit_time = units * (programs - late + (max(late, half) if late else 0))
         cost //= 2
-    return (unsplit_time - units * count) * config.unit > cost * capacity
+    return (unsplit_time - units * programs) * config.unit > cost * capacity
 
 
 @triton.jit
@@ -127,14 +127,14 @@ def _splitting_pays(units, total, longest, batch, heads, capacity, unit, cost):
             is halved if not all programs start at once, because other programs read during that
             time.
     """
-    count = batch * heads
-    late = count % capacity
+    programs = batch * heads
+    late = programs % capacity
     half = (capacity // 2).to(tl.int64)
     split_time = total.to(tl.int64) * heads
     longest = longest.to(tl.int64)
     last_programs = tl.where(late > 0, tl.maximum(late, half), 0)
-    unsplit_time = longest * (count - late + last_programs)
-    if count <= capacity:
+    unsplit_time = longest * (programs - late + last_programs)
+    if programs <= capacity:
         # All programs start at once and share the bandwidth while more than half of them run. The
         # maximum over several times finds the time from which fewer than half run.
         unsplit_time = tl.maximum(longest * half, split_time)
@@ -149,13 +149,13 @@ def _splitting_pays(units, total, longest, batch, heads, capacity, unit, cost):
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "tokens", "window", "start", "heads", "ranges", "capacity", "max_parts", "cost",
-        "merge_cost",
+        "batch", "tokens", "window", "start", "heads", "num_ranges", "capacity", "max_parts",
+        "cost", "merge_cost",
     ]
 )  # fmt: skip
 def _plan(
-    plan_ptr, lengths_ptr, batch, tokens, window, start, heads, ranges, capacity, max_parts, cost,
-    merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
+    plan_ptr, lengths_ptr, batch, tokens, window, start, heads, num_ranges, capacity, max_parts,
+    cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Write a plan. Each sequence has a program, which computes all parts and writes its own.
@@ -165,7 +165,7 @@ def _plan(
         lengths_ptr: Number of stored tokens, `[B]`, int32.
         batch, heads: B and H.
         tokens, window, start: As in `ops.make_plan`.
-        ranges: Maximum number of ranges. 1 means that no sequence is split.
+        num_ranges: Maximum number of ranges. 1 means that no sequence is split.
         capacity: Number of programs that the GPU runs at once.
         cost: As in `_splitting_pays`.
         merge_cost: Number of tokens that a program reads in the time in which one part is merged.
@@ -187,30 +187,31 @@ def _plan(
     longest = tl.max(units, 0)
     # This n minimizes the time to read a range of n tokens and to merge `longest / n` parts.
     min_tokens = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
-    length = tl.maximum(tl.cdiv(total, ranges), (min_tokens / UNIT).to(tl.int32))
+    even_units = tl.cdiv(total, num_ranges)
+    range_units = tl.maximum(even_units, (min_tokens / UNIT).to(tl.int32))
     # With many parts to merge, half of the programs suffice for the bandwidth.
-    length = tl.maximum(length, tl.minimum(tl.cdiv(total, ranges) * 2, longest // PARTS_PER_US))
+    range_units = tl.maximum(range_units, tl.minimum(even_units * 2, longest // PARTS_PER_US))
     split = _splitting_pays(units, total, longest, batch, heads, capacity, UNIT, cost)
-    length = tl.where(split, length, total)
+    range_units = tl.where(split, range_units, total)
 
-    first_range = begin // length
-    num_parts = tl.where(exists, (stop - 1) // length - first_range + 1, 0)
+    first_range = begin // range_units
+    num_parts = tl.where(exists, (stop - 1) // range_units - first_range + 1, 0)
     slot = tl.cumsum(num_parts, 0) - num_parts
     total_parts = tl.sum(num_parts, 0)
     # Parts in the middle of a sequence are whole ranges.
     num_middle = tl.maximum(num_parts - 2, 0)
     middle_row = tl.cumsum(num_middle, 0) - num_middle
     total_middle = tl.sum(num_middle, 0)
-    # Parts are sorted by length, the longest first. If most programs read whole sequences, possibly
-    # of equal length, parts that begin a range come before all others. Their lengths differ, so
-    # that programs do not all end, and leave the memory idle, at the same time.
-    is_uniform = (longest <= length) | (batch * heads >= 2 * capacity)
+    # The sort key of a part is its length, and the longest part comes first. If most programs read
+    # whole sequences, possibly of equal length, a bonus puts parts that begin a range first. Their
+    # lengths differ, so that programs do not all end, and leave the memory idle, at the same time.
+    is_uniform = (longest <= range_units) | (batch * heads >= 2 * capacity)
     bonus = tl.where(is_uniform, EARLY_BONUS, 0)
-    head = tl.minimum(stop, (first_range + 1) * length) - begin
-    head += tl.where(begin == first_range * length, bonus, 0)
-    head = tl.where(exists, head, 0)
-    tail = stop - (stop - 1) // length * length + bonus
-    tail = tl.where(num_parts > 1, tail, 0)
+    first_key = tl.minimum(stop, (first_range + 1) * range_units) - begin
+    first_key += tl.where(begin == first_range * range_units, bonus, 0)
+    first_key = tl.where(exists, first_key, 0)
+    last_key = stop - (stop - 1) // range_units * range_units + bonus
+    last_key = tl.where(num_parts > 1, last_key, 0)
 
     is_own = b == own_b
     own_begin = _pick_own(begin, is_own)
@@ -218,16 +219,16 @@ def _plan(
     own_range = _pick_own(first_range, is_own)
     own_parts = _pick_own(num_parts, is_own)
     own_slot = _pick_own(slot, is_own)
-    own_head = _pick_own(head, is_own)
-    own_tail = _pick_own(tail, is_own)
-    head_row = total_middle + _count_before(head, tail, own_head, b < own_b, b < own_b)
-    tail_row = total_middle + _count_before(head, tail, own_tail, b <= own_b, b < own_b)
+    own_first = _pick_own(first_key, is_own)
+    own_last = _pick_own(last_key, is_own)
+    first_row = total_middle + _count_before(first_key, last_key, own_first, b < own_b, b < own_b)
+    last_row = total_middle + _count_before(first_key, last_key, own_last, b <= own_b, b < own_b)
 
     i = tl.arange(0, PARTS_WIDTH)
-    row = tl.where(i == own_parts - 1, tail_row, _pick_own(middle_row, is_own) + i - 1)
-    row = tl.where(i == 0, head_row, row)
-    part_begin = ((own_range + i) * length - own_begin + own_low) * UNIT
-    part_end = part_begin + length * UNIT
+    row = tl.where(i == own_parts - 1, last_row, _pick_own(middle_row, is_own) + i - 1)
+    row = tl.where(i == 0, first_row, row)
+    part_begin = ((own_range + i) * range_units - own_begin + own_low) * UNIT
+    part_end = part_begin + range_units * UNIT
     row_ptrs = plan_ptr + row * 4
     is_own_part = i < own_parts
     tl.store(row_ptrs, own_b, mask=is_own_part)
@@ -249,12 +250,12 @@ def _pick_own(x, is_own):
 
 
 @triton.jit
-def _count_before(head, tail, size, tied_heads, tied_tails):
-    """Return the number of first and last parts that come before a part of length `size`.
+def _count_before(first_key, last_key, key, tied_first, tied_last):
+    """Return the number of first and last parts that come before a part with the sort key `key`.
 
-    These are longer parts, and parts of equal length in `tied_heads` and `tied_tails`.
+    These are parts with a larger key, and parts with this key in `tied_first` and `tied_last`.
     """
-    is_before = (head > size) | ((head == size) & tied_heads)
-    count = tl.sum(is_before.to(tl.int32), 0)
-    is_before = (tail > size) | ((tail == size) & tied_tails)
-    return count + tl.sum(is_before.to(tl.int32), 0)
+    is_before = (first_key > key) | ((first_key == key) & tied_first)
+    num_first = tl.sum(is_before.to(tl.int32), 0)
+    is_before = (last_key > key) | ((last_key == key) & tied_last)
+    return num_first + tl.sum(is_before.to(tl.int32), 0)

@@ -33,7 +33,7 @@ import torch
 import triton
 from triton import knobs
 
-from .target import Recorded, Target, is_recording, recording, target_of
+from .target import LaunchRecord, Target, is_recording, recording, target_of
 
 # Triton launches kernels in the same way from the first version to the version before the last.
 _SUPPORTED = ((3, 6), (3, 10))
@@ -98,7 +98,7 @@ def run_or_replay(
         integers: Integers that differ in each call. Kernels take them under these names, without
             specialization, or not at all.
     """
-    if not _REPLAYS or is_recording() or _is_unusual():
+    if not _REPLAYS or is_recording() or _has_unusual_settings():
         return operation(*args)
     first = tensors[0]
     assert first is not None
@@ -127,7 +127,7 @@ def run_or_replay(
     return replay(addresses, **integers)
 
 
-def _is_unusual() -> bool:
+def _has_unusual_settings() -> bool:
     """Return whether hooks observe launches, or settings that affect compilation are changed."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -140,7 +140,7 @@ def _is_unusual() -> bool:
 
 
 def _compile_replay(
-    recorded: Recorded,
+    recorded: LaunchRecord,
     result: torch.Tensor | None,
     target: Target,
     device: torch.device,
@@ -181,7 +181,7 @@ def _compile_replay(
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         handles = compiled.function, compiled.packed_metadata
-        # No metadata and no hooks, because `_is_unusual` excludes them.
+        # No metadata and no hooks, because `_has_unusual_settings` excludes them.
         elements = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(bind, handles), *["None"] * 3]
         for parameter, x in zip(kernel.params, args, strict=False):
             if parameter.name not in integers:

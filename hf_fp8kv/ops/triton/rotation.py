@@ -19,9 +19,9 @@ def rotate(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def lay_out_like(x, reference):
-    """Return `x`, float32, in the layout of `given`, which has the same shape.
+    """Return `x`, float32, in the layout of `reference`, which has the same shape.
 
-    Triton propagates layouts of loads and products, but not through all of `mix`, so later
+    Triton propagates layouts of loads and products, but not through all of `mix_channels`, so later
     operations would get an arbitrary layout. Triton does not detect that the condition is always
     true. LLVM does, and removes it.
     """
@@ -31,7 +31,7 @@ def lay_out_like(x, reference):
 
 @triton.jit
 def mix_channels(x, BLOCK: tl.constexpr, SWAPPED: tl.constexpr = False):
-    """Rotate rows without the factor at the end. SWAPPED rotates the columns of `[W, N]`."""
+    """Rotate rows, without the final factor. With SWAPPED, rotate the columns of `[W, N]`."""
     if BLOCK > 1:
         # With columns, a thread holds more values and exchanges fewer with other threads.
         columns = x if SWAPPED else tl.trans(x)

@@ -61,7 +61,7 @@ class Target:
     @classmethod
     def parse(cls, name: str) -> "Target":
         """Return a target with this name and the size of a common chip."""
-        sm_count, _ = CHIPS.get(name, _UNKNOWN)
+        sm_count, _ = CHIPS.get(name, _UNKNOWN_CHIP)
         if name.startswith("sm_"):
             return cls("cuda", int(name[3:]), sm_count)
         return cls("hip", name, sm_count)
@@ -84,7 +84,7 @@ class Target:
     @property
     def sm_resources(self) -> Resources:
         """Resources of one SM, as reported by the device or of a chip with this name."""
-        return self.resources or CHIPS.get(self.name, _UNKNOWN)[1]
+        return self.resources or CHIPS.get(self.name, _UNKNOWN_CHIP)[1]
 
     def fit(self, registers: int, warps: int, shared: int) -> int:
         """Return the number of programs that one SM runs at once.
@@ -99,7 +99,7 @@ class Target:
             # Registers are allocated to warps in steps of eight per thread.
             by_registers = available.registers // (cdiv(registers, 8) * 8 * 32 * warps)
             by_threads = available.threads // (32 * warps)
-            return min(by_registers, by_threads, available.shared // (shared + _RESERVED))
+            return min(by_registers, by_threads, available.shared // (shared + _RESERVED_BYTES))
         # A compute unit has four SIMDs, each with 512 registers per lane and at most eight warps.
         per_unit = min(8, 512 // (cdiv(max(registers, 1), 8) * 8))
         return min(per_unit * 4 // warps, available.shared // max(shared, 1))
@@ -130,9 +130,9 @@ CHIPS = {
     "sm_100": (148, Resources(228 << 10, 2048)), "sm_120": (170, Resources(100 << 10, 1536)),
     "gfx942": (304, Resources(64 << 10, 2048)), "gfx950": (256, Resources(160 << 10, 2048)),
 }  # fmt: skip
-_UNKNOWN = (128, Resources(64 << 10, 1536))
+_UNKNOWN_CHIP = (128, Resources(64 << 10, 1536))
 # Shared memory that the system reserves for each program on NVIDIA GPUs, in bytes.
-_RESERVED = 1024
+_RESERVED_BYTES = 1024
 
 
 def cdiv(x: int, y: int) -> int:
@@ -150,7 +150,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-_assumed: Target | None = None
+_assumed_target: Target | None = None
 
 
 @functools.cache
@@ -173,21 +173,21 @@ def _detect(device: torch.device) -> Target:
 
 def target_of(device: torch.device) -> Target:
     """Return the GPU that kernels for tensors on `device` are compiled for."""
-    return _detect(device) if _assumed is None else _assumed
+    return _detect(device) if _assumed_target is None else _assumed_target
 
 
 @contextmanager
 def assuming(target: Target) -> Iterator[None]:
     """Compile kernels for `target` inside the `with` block, on any device. For tests and checks."""
-    global _assumed
-    before, _assumed = _assumed, target
+    global _assumed_target
+    previous, _assumed_target = _assumed_target, target
     try:
         yield
     finally:
-        _assumed = before
+        _assumed_target = previous
 
 
-class Launched(NamedTuple):
+class Launch(NamedTuple):
     """A launch, with the compiled kernel that Triton used for it."""
 
     kernel: Any
@@ -198,41 +198,41 @@ class Launched(NamedTuple):
 
 
 @dataclass
-class Recorded:
+class LaunchRecord:
     """Launches and allocations of operations within `recording`.
 
     Attributes:
-        starts: Whether kernels are launched. Otherwise `compiled` of each launch is None.
+        dry_run: Whether kernels are not launched. Then `compiled` of each launch is None.
         launches: All launches, in order.
         allocations: The results of `allocate`, in order.
     """
 
-    starts: bool
-    launches: list[Launched] = field(default_factory=list)
+    dry_run: bool
+    launches: list[Launch] = field(default_factory=list)
     allocations: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Recorder(threading.local):
-    recorded: Recorded | None = None
+    recorded: LaunchRecord | None = None
 
 
 _recorder = _Recorder()
 
-# Default options of kernels. Triton 3.9 warns without this one because 3.10 changes the default.
+# Default options of kernels. Triton 3.9 warns without this option, whose default 3.10 changes.
 _OPTIONS = {"enable_fp_fusion": True}
 
 
 @contextmanager
-def recording(*, starts: bool = True) -> Iterator[Recorded]:
+def recording(*, dry_run: bool = False) -> Iterator[LaunchRecord]:
     """Record this thread's launches within the `with` block. None of them is replayed.
 
-    With `starts=False`, kernels are not launched.
+    With `dry_run`, kernels are not launched.
     """
-    before, _recorder.recorded = _recorder.recorded, Recorded(starts)
+    previous, _recorder.recorded = _recorder.recorded, LaunchRecord(dry_run)
     try:
         yield _recorder.recorded
     finally:
-        _recorder.recorded = before
+        _recorder.recorded = previous
 
 
 def is_recording() -> bool:
@@ -259,8 +259,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if 0 in grid:
         return
     constants, recorded = _OPTIONS | constants, _recorder.recorded
-    if recorded is not None and not recorded.starts:
-        recorded.launches.append(Launched(kernel, grid, args, constants, None))
+    if recorded is not None and recorded.dry_run:
+        recorded.launches.append(Launch(kernel, grid, args, constants, None))
         return
     # Triton launches kernels on the current device. In a model that is spread over several GPUs,
     # that is the wrong device for most layers.
@@ -280,4 +280,4 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             "pass backend='torch', which is slower"
         ) from error
     if recorded is not None:
-        recorded.launches.append(Launched(kernel, grid, args, constants, compiled))
+        recorded.launches.append(Launch(kernel, grid, args, constants, compiled))

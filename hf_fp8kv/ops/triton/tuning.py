@@ -87,45 +87,45 @@ class Family:
     """Launch parameters for similar GPUs. The key of a table is the maximum head size of a row.
 
     Attributes:
-        needs: Resources of a program in decoding, by the maximum number of query rows:
+        resources: Resources of a program in decoding, by the maximum number of query rows:
             registers per thread, warps, and shared memory in bytes. Plans are made for all layers
             before a kernel is compiled. `make kernels` checks that the number of programs fits.
-        guess: Assumed registers per thread and shared memory of any other program.
-        guess_large: As `guess`, for latents and for more than 32 rows per program.
+        other_resources: Assumed registers per thread and shared memory of any other program.
+        large_resources: As `other_resources`, for latents and for more than 32 rows per program.
         decode: (tile, warps, stages, registers) with swapped operands, by number of rows and head
             size.
         decode_rows_first: As `decode`, without swapped operands, by head size.
         extend: (rows, tile, warps, stages) for extending, by head size.
-        wide: Maximum head size for which 16-bit tiles have the same number of stages as 8-bit
-            tiles.
-        widened: Additional stages for extending if codes were widened. None if products do
+        max_wide_dim: Maximum head size for which 16-bit tiles have the same number of stages as
+            8-bit tiles.
+        widened_stages: Additional stages for extending if codes were widened. None if products do
             not read K and V from shared memory, so that codes are never widened.
-        limits: Whether extending with a complete mask has a limit of registers.
-        latent, latent_stages: Warps and stages for latents with 16 rows per program.
+        limits_registers: Whether extending with a complete mask has a limit of registers.
+        latent_warps, latent_stages: Warps and stages for latents with 16 rows per program.
         latent_many: (rows, tile, warps, stages) with swapped operands for latents with more than
             FEW_LATENT_ROWS rows. None means 16 rows per program.
-        latent_masked: Warps for latents with a complete mask or a bias.
-        latent_rotated: Warps for latents with a rotated query, which is then split into chunks.
-            None means no special case.
-        latent_shifted: Whether latents whose codes are decoded by shifting bits are split into
+        masked_latent_warps: Warps for latents with a complete mask or a bias.
+        rotated_latent_warps: Warps for latents with a rotated query, which is then split into
+            chunks. None means no special case.
+        chunks_shifted: Whether latents whose codes are decoded by shifting bits are split into
             chunks.
     """
 
-    needs: Mapping[int, tuple[int, int, int]]
-    guess: tuple[int, int]
-    guess_large: tuple[int, int]
+    resources: Mapping[int, tuple[int, int, int]]
+    other_resources: tuple[int, int]
+    large_resources: tuple[int, int]
     decode: Mapping[int, _Table]
     decode_rows_first: _Table
     extend: _ExtendTable
-    wide: int = 0
-    widened: int | None = None
-    limits: bool = False
-    latent: int = 8
+    max_wide_dim: int = 0
+    widened_stages: int | None = None
+    limits_registers: bool = False
+    latent_warps: int = 8
     latent_stages: int = 2
     latent_many: tuple[int, int, int, int] | None = None
-    latent_masked: int = 8
-    latent_rotated: int | None = None
-    latent_shifted: bool = False
+    masked_latent_warps: int = 8
+    rotated_latent_warps: int | None = None
+    chunks_shifted: bool = False
 
 
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
@@ -137,9 +137,9 @@ _DECODE_FEW_ROWS: _Table = {
 }  # fmt: skip
 # Without instructions for warp groups, each warp reads all of K and V and runs short of registers.
 _CUDA = Family(
-    needs={8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
-    guess=(255, 48 << 10),
-    guess_large=(255, 72 << 10),
+    resources={8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
+    other_resources=(255, 48 << 10),
+    large_resources=(255, 72 << 10),
     decode={
         8: _DECODE_FEW_ROWS,
         16: {width: (*row[:3], row[3] and 240) for width, row in _DECODE_FEW_ROWS.items()},
@@ -151,29 +151,30 @@ _CUDA = Family(
         1024: (16, 8, 2, None),
     },
     extend={128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)},
-    limits=True,
+    limits_registers=True,
 )  # fmt: skip
 # Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
-    _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, wide=256, widened=1, limits=False,
-    latent=4, latent_stages=3, latent_many=(64, 32, 8, 2),
+    _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, max_wide_dim=256, widened_stages=1,
+    limits_registers=False, latent_warps=4, latent_stages=3, latent_many=(64, 32, 8, 2),
 )  # fmt: skip
 _FAMILIES = {
     "sm_80": replace(
-        _CUDA, extend={**_CUDA.extend, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)}, latent_rotated=4
+        _CUDA, extend={**_CUDA.extend, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)},
+        rotated_latent_warps=4,
     ),
     "sm_90": _SM_90,
     # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
-        _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, wide=128, widened=0, latent=8,
-        latent_stages=2, latent_many=None,
+        _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, max_wide_dim=128, widened_stages=0,
+        latent_warps=8, latent_stages=2, latent_many=None,
     ),
     "sm_": _CUDA,
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
     "gfx": Family(
-        needs={16: (256, 1, 16 << 10)},
-        guess=(256, 16 << 10),
-        guess_large=(512, 16 << 10),
+        resources={16: (256, 1, 16 << 10)},
+        other_resources=(256, 16 << 10),
+        large_resources=(512, 16 << 10),
         decode={16: {128: (32, 1, 2, None), 256: (32, 2, 2, None)}},
         decode_rows_first={
             128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None),
@@ -183,7 +184,7 @@ _FAMILIES = {
             64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1),
             1024: (16, 16, 8, 1),
         },
-        latent=4, latent_masked=4, latent_shifted=True,
+        latent_warps=4, masked_latent_warps=4, chunks_shifted=True,
     ),
 }  # fmt: skip
 # For float32 operands, which need many registers.
@@ -193,7 +194,7 @@ _EMPTY_TABLE: _Table = {}
 
 
 def plan_config(target: Target) -> PlanConfig:
-    """Return the parameters of splitting sequences."""
+    """Return the parameters by which plans split sequences."""
     return _apply_parameters(PlanConfig(), target)
 
 
@@ -218,11 +219,12 @@ def expected_programs(
     if config is None and rows > FEW_ROWS:
         config = decode_config(target, Workload(128, rows, False, False, False))
     if config is None:
-        needs = family.needs[min(limit for limit in family.needs if rows <= limit)]
+        resources = family.resources[min(n for n in family.resources if rows <= n)]
     else:
-        registers, shared = family.guess_large if latent or config.rows > 32 else family.guess
-        needs = config.registers or registers, config.warps, shared
-    return int(target.parameters.get("programs") or max(1, target.fit(*needs)))
+        is_large = latent or config.rows > 32
+        registers, shared = family.large_resources if is_large else family.other_resources
+        resources = config.registers or registers, config.warps, shared
+    return int(target.parameters.get("programs") or max(1, target.fit(*resources)))
 
 
 def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
@@ -230,7 +232,7 @@ def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
 
 
 class Workload(NamedTuple):
-    """Facts about a call that launch parameters depend on, in addition to the GPU.
+    """Properties of a call that launch parameters depend on, in addition to the GPU.
 
     Attributes:
         width: The larger head size, padded to a power of two.
@@ -261,7 +263,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     if workload.latent:
         return _latent_config(target, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
-    max_rows = min((limit for limit in (*family.needs, 32) if rows <= limit), default=64)
+    max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
     rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
     swapped_table = family.decode.get(rows, _EMPTY_TABLE)
@@ -284,27 +286,27 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
 def extend_config(target: Target, workload: Workload, *, widened: bool = False) -> LaunchConfig:
     """Return the launch parameters for extending.
 
-    `widened` means that codes were converted before, so their tiles are operands of products.
+    `widened` means that codes were decoded before, so their tiles are operands of products.
     """
     family = family_of(target)
     if workload.latent:
         return _latent_config(target, workload)
     table = _EXTEND_FLOAT32 if workload.exact else family.extend
     rows, tile, warps, stages = _look_up(table, workload.width)
-    if workload.wide and not workload.exact and workload.width > family.wide:
+    if workload.wide and not workload.exact and workload.width > family.max_wide_dim:
         stages = max(1, stages - 1)
     if widened:
-        stages += family.widened or 0
+        stages += family.widened_stages or 0
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
-    if family.limits and workload.complete and not workload.exact:
+    if family.limits_registers and workload.complete and not workload.exact:
         config = replace(config, registers=_MANY_REGISTERS)
     return _apply_parameters(config, target)
 
 
 def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
     family = family_of(target)
-    rows, tile, warps, stages = 16, 32, family.latent, family.latent_stages
-    in_chunks = family.latent_shifted and workload.shifted
+    rows, tile, warps, stages = 16, 32, family.latent_warps, family.latent_stages
+    in_chunks = family.chunks_shifted and workload.shifted
     is_masked, swapped = workload.complete or workload.biased, False
     if workload.exact or workload.width > 512:
         tile, warps, stages = 16, 8, 1
@@ -312,10 +314,10 @@ def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
         (rows, tile, warps, stages), swapped = family.latent_many, True
     else:
         if is_masked:
-            warps = family.latent_masked
-        if workload.rotated and family.latent_rotated:
+            warps = family.masked_latent_warps
+        if workload.rotated and family.rotated_latent_warps:
             # With the sums of rotation, whole query rows would need too many registers.
-            warps, in_chunks = family.latent_rotated, True
+            warps, in_chunks = family.rotated_latent_warps, True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
     config = LaunchConfig(rows, tile, warps, stages, swapped=swapped, chunks=chunks)
     config = _apply_parameters(config, target)

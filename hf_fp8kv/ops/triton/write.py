@@ -26,9 +26,9 @@ from .tuning import MAX_DECODE_TOKENS
 # V's transposed rows are stored in runs of bytes.
 TILE = 32
 MIN_TILE = 16
-# Channels per warp, and bounds of the number of warps.
+# Number of warps: one for each 32 channels, within these bounds.
 CHANNELS_PER_WARP = 32
-WARPS = (4, 16)
+MIN_WARPS, MAX_WARPS = 4, 16
 # The limit of a growing cache.
 UNLIMITED = 2**31 - 1
 
@@ -46,19 +46,19 @@ def write(
     """
     batch, heads, tokens, _ = key.shape
     k_side, v_side = side_for(pages.k), side_for(pages.v)
-    tile = 1 if tokens <= MAX_DECODE_TOKENS else tile_size(pages.page_size)
+    tile_tokens = 1 if tokens <= MAX_DECODE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
-    tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
+    num_tiles = (tokens + tile_tokens - 2) // tile_tokens + 1 if tokens else 0
     options = launch_options(
         pages.table.device, max(k_side.width, v_side.width),
         rotated=pages.k.rotated or pages.v.rotated,
     )  # fmt: skip
     launch(
-        _write, (tiles, 2 * heads, batch), key, value, lengths, pages.table,
+        _write, (num_tiles, 2 * heads, batch), key, value, lengths, pages.table,
         pointers_to(pages, "k"), pointers_to(pages, "v"), pages.token_scales, tokens,
         limit, pages.table.shape[1], pages.table.stride(0), key.stride(), value.stride(),
         K=k_side, V=v_side, K_FORMAT=FORMATS.get(pages.k.format),
-        V_FORMAT=FORMATS.get(pages.v.format), HEADS=heads, PAGE=pages.page_size, TILE=tile,
+        V_FORMAT=FORMATS.get(pages.v.format), HEADS=heads, PAGE=pages.page_size, TILE=tile_tokens,
         **options,
     )  # fmt: skip
 
@@ -69,8 +69,8 @@ def launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[s
     Products are not fused with sums, see encoder.py. Rotations have a limit of registers, because
     without it ptxas spills on sm_100 and sm_120 before it uses all available registers.
     """
-    warps = min(max(width // CHANNELS_PER_WARP, WARPS[0]), WARPS[1])
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    num_warps = min(max(width // CHANNELS_PER_WARP, MIN_WARPS), MAX_WARPS)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
     return options | ({"maxnreg": 128} if rotated and target_of(device).is_nvidia else {})
 
 
@@ -80,19 +80,20 @@ def tile_size(page_size: int) -> int:
     return divisor if divisor >= MIN_TILE else TILE
 
 
-@triton.jit(do_not_specialize=["tokens", "limit", "columns", "table_b"])
+@triton.jit(do_not_specialize=["tokens", "limit", "num_columns", "table_stride"])
 def _write(
-    key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, tokens, limit, columns, table_b,
-    key_strides, value_strides, K: tl.constexpr, V: tl.constexpr, K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, tokens, limit, num_columns,
+    table_stride, key_strides, value_strides, K: tl.constexpr, V: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens. The grid is tiles of positions, KV heads (K's, then V's), and sequences.
 
     Args:
         key_ptr, value_ptr: Keys and values, `[B, Hkv, T, D]`, floating, with any strides.
         lengths_ptr: Number of stored tokens, including the new tokens, `[B]`, int32.
-        table_ptr: Block table, `[B, columns]`, int32.
-        table_b: Batch stride of the block table.
+        table_ptr: Block table, `[B, num_columns]`, int32.
+        table_stride: Batch stride of the block table.
         k, v: Pointers, see `SidePointers`.
         scales_ptr: See `Pages.token_scales`.
         tokens: Number of new tokens, T.
@@ -102,9 +103,9 @@ def _write(
     """
     h = tl.program_id(1) % HEADS
     b = tl.program_id(2)
-    length = tl.load(lengths_ptr + b) - tokens
-    tile = length // TILE + tl.program_id(0)
-    table_ptr += b.to(tl.int64) * table_b
+    num_past = tl.load(lengths_ptr + b) - tokens
+    tile = num_past // TILE + tl.program_id(0)
+    table_ptr += b.to(tl.int64) * table_stride
     # The pointers need different names in the branches, because K and V may have different dtypes.
     if tl.program_id(1) < HEADS:
         k_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
@@ -112,24 +113,24 @@ def _write(
         if center_ptr is not None:
             center_ptr += (b.to(tl.int64) * HEADS + h) * K.dim
         write_side(
-            k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens,
-            limit, columns, K, K_FORMAT, PAGE, TILE, TRANSPOSED=False,
+            k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, num_past, tokens,
+            limit, num_columns, K, K_FORMAT, PAGE, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         v_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
-            v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit,
-            columns, V, V_FORMAT, PAGE, TILE, TRANSPOSED=True,
+            v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, num_past, tokens, limit,
+            num_columns, V, V_FORMAT, PAGE, TILE, TRANSPOSED=True,
         )  # fmt: skip
 
 
 @triton.jit
 def write_side(
-    x_ptr, strides, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit,
-    columns, SIDE: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, strides, side, scales_ptr, center_ptr, table_ptr, h, tile, num_past, tokens, limit,
+    num_columns, SIDE: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Store one tile of K, or of V if TRANSPOSED, for one head."""
+    """Store one tile of K, or of V if TRANSPOSED, for one head, after `num_past` stored tokens."""
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
     BLOCK: tl.constexpr = SIDE.block
@@ -137,40 +138,40 @@ def write_side(
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = start + i
-    t = position - length
+    t = position - num_past
     is_new = (t >= 0) & (t < tokens)
     in_head = (d < DIM)[None, :]
     x_ptrs = x_ptr + (t.to(tl.int64) * strides[2])[:, None]
     x_ptrs += (d.to(tl.int64) * strides[3])[None, :]
-    is_given = is_new[:, None] & in_head
+    is_input = is_new[:, None] & in_head
     is_new &= position < limit
 
     if PAGE % TILE == 0:
         column = start // PAGE
-        page = tl.load(table_ptr + column, mask=column < columns, other=-1)
+        page = tl.load(table_ptr + column, mask=column < num_columns, other=-1)
         slot = (tile % (PAGE // TILE)) * TILE + i
     else:
         column = position // PAGE
-        page = tl.load(table_ptr + column, mask=is_new & (column < columns), other=-1)
+        page = tl.load(table_ptr + column, mask=is_new & (column < num_columns), other=-1)
         slot = position % PAGE
     exists = is_new & (page >= 0)
     page_offset = load_page_offset(side, tl.maximum(page, 0))
     codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
 
     if FORMAT is None:
-        codes = tl.load(x_ptrs, mask=is_given, other=0.0).to(side.codes.dtype.element_ty)
+        codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
-        x = rotate(_load_centered(x_ptrs, is_given, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), BLOCK)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], FORMAT)
     else:
-        x = rotate(_load_centered(x_ptrs, is_given, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), BLOCK)
         if TRANSPOSED:
             scale = smallest_scale(x, FORMAT)
         elif TILE == 1:
             # Load a copy for each scale to try, so that every thread has values to work on.
             zeros = tl.zeros([SEARCH_STEPS, 1], tl.int32)
-            copies = _load_centered(x_ptrs + zeros, is_given & (zeros == 0), center_ptr, d, DIM)
+            copies = _load_centered(x_ptrs + zeros, is_input & (zeros == 0), center_ptr, d, DIM)
             if BLOCK > 1:
                 copies = lay_out_like(tl.broadcast_to(x, [SEARCH_STEPS, WIDTH]), copies)
             scale = search_scale_at_once(copies, FORMAT)
@@ -187,7 +188,7 @@ def write_side(
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
     if TRANSPOSED and TILE > 1 and PAGE % TILE == 0:
         end = start + TILE
-        if (page >= 0) & (start >= length) & (end <= length + tokens) & (end <= limit):
+        if (page >= 0) & (start >= num_past) & (end <= num_past + tokens) & (end <= limit):
             # No token is masked, so the bytes of a run are stored together.
             tl.store(code_ptrs, codes, mask=in_head)
         else:

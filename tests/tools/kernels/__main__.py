@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", nargs="+", action="extend", choices=TARGETS, help="default all")
     parser.add_argument("--variant", nargs="+", action="extend", choices=names, metavar="NAME",
                         default=[], help="variants to compile (default: all)")  # fmt: skip
-    parser.add_argument("--summary", action="store_true", help="decode and extend, head size 128")
+    parser.add_argument("--summary", action="store_true", help="only decode and extend, size 128")
     parser.add_argument("--before", type=read_rows, default={}, metavar="FILE",
                         help="report of a run with --json, to show changes")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
@@ -69,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         rows.sort(key=lambda row: ([*names, ""].index(row["variant"]), row["kernel"]))
         table_rows = [make_cells(row, options.before) for row in rows]
-        texts = [list(map(str, cells.values())) for cells in table_rows]
-        table = build_table(dict.fromkeys(table_rows[0], "left"), texts)
+        text_rows = [list(map(str, cells.values())) for cells in table_rows]
+        table = build_table(dict.fromkeys(table_rows[0], "left"), text_rows)
         Console(width=None if sys.stdout.isatty() else 200).print(table)
     return int(any(row["violations"] for row in rows))
 

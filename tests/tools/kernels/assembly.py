@@ -20,18 +20,18 @@ class Assembly:
 
     Attributes:
         registers: Registers per thread. On AMD, the sum of vector and accumulation registers.
-        spills: Instructions that access local memory (NVIDIA), or spilled vector registers (AMD).
-        loop_spills: Spills in the main loop. NVIDIA only.
-        doubles: Instructions on float64.
-        loop: Instructions of the main loop, or 0. The main loop is the innermost loop with matrix
+        spills: Number of accesses to local memory (NVIDIA), or of spilled vector registers (AMD).
+        loop_spills: Number of spills in the main loop. NVIDIA only.
+        doubles: Number of float64 instructions.
+        loop: Number of instructions of the main loop, or 0. This is the innermost loop with matrix
             products that has the most 16-byte loads, or the shortest of several such loops.
         wide_bytes: Bytes that a thread loads in the loop with 16-byte loads from global memory.
-        byte_loads: Loads of single bytes from shared memory in the loop.
-        conversions: Instructions that convert 8-bit floating-point values, in the loop, or in the
-            whole kernel if it has no loop.
-        rounds_ahead: Rounds whose 16-byte loads are in flight during a product. A fraction is a
-            share of the loads of one round.
-        fused: Products with log2(e) that are fused with a sum, without rounding. NVIDIA only.
+        byte_loads: Number of loads of single bytes from shared memory in the loop.
+        conversions: Number of instructions that convert 8-bit floating-point values, in the loop,
+            or in the whole kernel if it has no loop.
+        rounds_ahead: Number of rounds whose 16-byte loads are in flight during a product. A
+            fraction is a share of the loads of one round.
+        fused: Number of products with log2(e) fused with a sum, without rounding. NVIDIA only.
     """
 
     registers: int
@@ -100,10 +100,10 @@ def _count_rounds_ahead(loop: Sequence[str]) -> float:
     The strictest wait leaves some groups in flight, and a round adds its groups. Loads to registers
     do not count, because the same round waits for their values.
     """
-    groups = _count(r"LDGDEPBAR\b", loop)
-    groups_left = [int(m[1], 16) for x in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", x))]
-    has_copies = groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
-    return (min(groups_left) + groups) / groups if has_copies else 0.0
+    num_groups = _count(r"LDGDEPBAR\b", loop)
+    nums_left = [int(m[1], 16) for x in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", x))]
+    has_copies = num_groups and nums_left and _count(r"LDGSTS\.\S*\b128\b", loop)
+    return (min(nums_left) + num_groups) / num_groups if has_copies else 0.0
 
 
 # "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"

@@ -84,7 +84,7 @@ def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
     seen_hashes: set[str] = set()
     for variant in variants:
         try:
-            with assuming(target), recording(starts=False) as recorded:
+            with assuming(target), recording(dry_run=True) as recorded:
                 call_variant(variant)
             for kernel, grid, args, constants, _ in recorded.launches:
                 compiled = kernel.warmup(*args, grid=grid, **constants)
@@ -116,12 +116,14 @@ def set_target(name: str) -> None:
 
 
 def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
-    """Return the properties of a compiled kernel: the fields of Assembly, resources and ratios.
+    """Return the properties of a compiled kernel, among them the fields of Assembly and these keys:
 
-    "rows" is the number of query rows of a program, and "tile" the number of tokens that a round of
-    the main loop reads. "per_tile" counts the instructions of all warps in a round, and "per_kib"
-    divides them by the KiB of keys and values. "programs" is the number of programs that fit on one
-    SM, and "in_flight" the number of bytes of keys and values that they load while they compute.
+    * rows: Number of query rows of a program.
+    * tile: Number of tokens that a round of the main loop reads.
+    * per_tile: Number of instructions of all warps in a round.
+    * per_kib: Number of these instructions per KiB of keys and values.
+    * programs: Number of programs that fit on one SM.
+    * in_flight: Bytes of keys and values that these programs load while they compute.
     """
     assembly = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared

@@ -25,9 +25,9 @@ class Variant:
         k, v: Formats of K and V.
         static: Whether the scales are static.
         dims: Head sizes of K and V.
-        groups: Query heads per KV head.
+        groups: Number of query heads per KV head.
         tokens: Number of new tokens per sequence.
-        page_size: Slots of a page.
+        page_size: Slots (tokens) per page.
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
             "complete" is a mask with a row per query token. "latent" means one head whose K holds
@@ -70,8 +70,8 @@ class Variant:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V of one head, without scales."""
-        width = (self.dtype.itemsize if name == AUTO else 1 for name in (self.k, self.v))
-        return sum(w * d for w, d in zip(width, self.dims, strict=True))
+        itemsizes = (self.dtype.itemsize if name == AUTO else 1 for name in (self.k, self.v))
+        return sum(size * dim for size, dim in zip(itemsizes, self.dims, strict=True))
 
 
 def list_variants(names: Collection[str] = ()) -> list[Variant]:
@@ -122,14 +122,14 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     variants = [
         *(Variant("decode", **call, is_main=True) for call in main_calls),
         *(Variant("decode", **call) for call in other_calls),
-        *(Variant("extend", **extend, tokens=1024) for extend in (*extend_calls, *mla_calls)),
+        *(Variant("extend", **call, tokens=1024) for call in (*extend_calls, *mla_calls)),
         # Within a window, codes are not widened.
         *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
         # Sequences are split as in decoding if there are too few programs for a GPU.
-        *(Variant("extend", **extend, tokens=128) for extend in ({}, all_features, full_mask)),
-        *(Variant("write", **write, tokens=tokens) for write in write_calls for tokens in (1, 128)),
-        *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
-          for gather in ({}, static, *shifted_formats, rotation) for side in "kv"),
+        *(Variant("extend", **call, tokens=128) for call in ({}, all_features, full_mask)),
+        *(Variant("write", **call, tokens=tokens) for call in write_calls for tokens in (1, 128)),
+        *(Variant("gather", **{**call, "extras": (side, *call.get("extras", ()))})
+          for call in ({}, static, *shifted_formats, rotation) for side in "kv"),
     ]  # fmt: skip
     return [variant for variant in variants if not names or variant.name in names]
 

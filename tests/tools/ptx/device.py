@@ -31,7 +31,7 @@ OPCODES: set[str] = set()
 class Kernel(NamedTuple):
     """A compiled kernel: its PTX, and the bytes of shared memory of a program."""
 
-    text: str
+    ptx: str
     shared_size: int
 
 
@@ -40,9 +40,9 @@ edit_ptx: Callable[[str], str] | None = None
 
 
 @functools.lru_cache(512)
-def _parse_and_compile(text: str) -> tuple[Program, list[Any]]:
-    program = parse(text)
-    OPCODES.update(".".join(instruction.opcode) for instruction in program.code)
+def _parse_and_compile(ptx: str) -> tuple[Program, list[Any]]:
+    program = parse(ptx)
+    OPCODES.update(".".join(instruction.opcode) for instruction in program.instructions)
     COUNTS[program.name] += 1
     return program, compile_program(program)
 
@@ -92,8 +92,8 @@ class _Launcher:
         # The offsets of pages may lead to blocks that are not arguments themselves.
         tensors += [block for x in tensors for block in vars(x).get("blocks", ())]
         arguments = [_to_bits(type_name, value) for type_name, value in leaves]
-        text = edit_ptx(kernel.text) if edit_ptx is not None else kernel.text
-        program, steps = _parse_and_compile(text)
+        ptx = edit_ptx(kernel.ptx) if edit_ptx is not None else kernel.ptx
+        program, steps = _parse_and_compile(ptx)
         COUNTS["launches"] += 1
         COUNTS["programs"] += x * y * z
         # The last two parameters are addresses of scratch memory, which no kernel uses.

@@ -20,7 +20,7 @@ def compile_program(program: Program) -> list[tuple[str, bool, int, Step | None]
     Branches and ends have no function. The target of an end is -1.
     """
     steps = []
-    for instruction in program.code:
+    for instruction in program.instructions:
         name, target, step = instruction.opcode[0], -1, None
         if name == "bra":
             (label,) = instruction.operands
@@ -47,7 +47,7 @@ def _make_operation(operation: Operation, operands: Any, program: Program) -> St
     dst, *sources = operands
     compute, types, result = operation
     readers = [make_reader(x, dtype, program) for x, dtype in zip(sources, types, strict=True)]
-    reg_type = REG_TYPES[program.registers[dst]]
+    reg_type = REG_TYPES[program.register_widths[dst]]
     # A narrow result is sign-extended if it is signed, and zero-extended otherwise.
     extended_type = reg_type if result.kind != "i" else np.dtype(f"i{reg_type.itemsize}")
 
@@ -85,7 +85,7 @@ def _make_move(instruction: Instruction, program: Program) -> Step:
 def _make_load(instruction: Instruction, program: Program) -> Step:
     names, src = register_names(instruction.operands[0]), instruction.operands[1]
     dtype = TYPES[instruction.opcode[-1]]
-    types = [REG_TYPES[program.registers[name]] for name in names]
+    types = [REG_TYPES[program.register_widths[name]] for name in names]
     if "param" in instruction.opcode:
         read_address = make_address_reader(src, program)
 
@@ -157,12 +157,9 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
         values = np.zeros((len(threads), copy_size), np.uint8)
         for n in np.unique(sizes[sizes > 0]):
             selected = sizes == n
-            count, unit = (1, copy_size) if n == copy_size and copy_size < 16 else (int(n) // 4, 4)
-            if count * unit != n:
-                count, unit = int(n), 1
-            loaded = machine.memory.load(
-                sources[selected], unit, count, machine.program_ids_of(threads[selected])
-            )
+            unit = copy_size if n == copy_size and copy_size < 16 else 1 if n % 4 else 4
+            programs = machine.program_ids_of(threads[selected])
+            loaded = machine.memory.load(sources[selected], unit, int(n) // unit, programs)
             values[selected, :n] = loaded.view(np.uint8)
         machine.shared.begin_copy(threads, addresses, copy_size)
         groups = machine.copy_groups.reshape(-1)[threads]

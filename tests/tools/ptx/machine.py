@@ -1,5 +1,6 @@
 """Execute the programs of a launch together. The threads at the lowest instruction run next."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +53,8 @@ class Machine:
         grid: Sequence[int], program_ids: Ints, memory: GlobalMemory, shared_size: int,
     ) -> None:  # fmt: skip
         self.program, self.steps, self.parameters, self.memory = program, steps, parameters, memory
-        threads = program.num_threads
-        self.shape = len(program_ids), threads
+        num_threads = program.num_threads
+        self.shape = len(program_ids), num_threads
         self.program_ids = program_ids
         self.registers: dict[str, Array] = {}
         x, yz = program_ids % grid[0], program_ids // grid[0]
@@ -62,17 +63,17 @@ class Machine:
         sizes = dict(zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True))
         for name, axis in axes.items():
             self.registers[name] = axis[:, None].astype(np.uint32)
-        for name, size in {**sizes, "%tid.y": 0, "%tid.z": 0, "%ntid.x": threads}.items():
+        for name, size in {**sizes, "%tid.y": 0, "%tid.z": 0, "%ntid.x": num_threads}.items():
             self.registers[name] = np.full((1, 1), size, np.uint32)
-        self.registers["%tid.x"] = np.arange(threads, dtype=np.uint32)[None]
+        self.registers["%tid.x"] = np.arange(num_threads, dtype=np.uint32)[None]
         self.registers["%laneid"] = self.registers["%tid.x"] % 32
-        self.shared = SharedMemory(len(program_ids), threads, shared_size, _find_grain(program))
+        self.shared = SharedMemory(*self.shape, shared_size, _find_grain(program))
         self.copy_groups = np.zeros(self.shape, np.int32)  # number of committed groups of copies
         self.copies: list[Copy] = []
         # Results of unfinished products by register, the products, and the number of their groups.
-        self.unfinished: dict[str, Array] = {}
+        self.unfinished_results: dict[str, Array] = {}
         self.products: list[Product] = []
-        self.product_groups = 0
+        self.num_product_groups = 0
         self.live_threads = np.ones(self.shape, bool)
         self.pc_masks: dict[int, Array] = {}  # threads that wait at each instruction
         self.num_executed = 0
@@ -87,7 +88,7 @@ class Machine:
                     threads = self.pc_masks.pop(pc)
                     self._run_threads(pc, min(self.pc_masks, default=len(self.steps)), threads)
         except Fault as fault:
-            fault.add_note(f"{self.program.name}, {self.program.code[self.pc].text}")
+            fault.add_note(f"{self.program.name}, {self.program.instructions[self.pc].text}")
             raise
         if self.copies:
             raise Fault(f"{self.program.name}: a program ends before its copies complete")
@@ -158,20 +159,20 @@ class Machine:
     def set_register(self, name: str, value: Array, mask: Mask) -> None:
         """Set a register of the threads in a mask."""
         if mask is not None:
-            old = self.registers.get(name)
-            value = np.where(mask, value, self.make_garbage(name) if old is None else old)
+            old_value = self.registers.get(name)
+            old_value = self.make_garbage(name) if old_value is None else old_value
+            value = np.where(mask, value, old_value)
         self.registers[name] = value
 
     def make_garbage(self, name: str) -> Array:
         """Return arbitrary values for an unset register. Compilers do not store their results."""
-        width = self.program.registers[name]
+        width = self.program.register_widths[name]
         garbage = np.array([[_GARBAGE & (1 << width) - 1]], np.uint64)
         return garbage.astype("?" if width == 1 else f"u{width // 8}")
 
     def thread_ids(self, mask: Mask) -> Ints:
         """Return the indices of the threads in a mask."""
-        size = self.shape[0] * self.shape[1]
-        return np.arange(size) if mask is None else np.flatnonzero(mask)
+        return np.arange(math.prod(self.shape)) if mask is None else np.flatnonzero(mask)
 
     def gather(self, x: Array, threads: Ints) -> Array:
         """Return the elements of `x` that belong to `threads`."""
@@ -187,7 +188,7 @@ class Machine:
         self.set_register(name, all_values, mask)
 
     def select_programs(self, mask: Mask) -> Array:
-        """Return whether each program is in a mask. It must contain all or none of its threads."""
+        """Return whether each program is in a mask, which must have all or none of its threads."""
         threads = np.broadcast_to(True if mask is None else mask, self.shape)
         if (threads.any(1) != threads.all(1)).any():
             raise Fault("some threads of a program do not arrive")
@@ -195,10 +196,9 @@ class Machine:
 
     def warp_ids(self, mask: Mask) -> Ints:
         """Return the indices of the warps in a mask, which must contain all of their threads."""
-        count = self.shape[0] * self.shape[1] // 32
         if mask is None:
-            return np.arange(count)
-        threads = np.broadcast_to(mask, self.shape).reshape(count, 32)
+            return np.arange(math.prod(self.shape) // 32)
+        threads = np.broadcast_to(mask, self.shape).reshape(-1, 32)
         if (threads.any(1) != threads.all(1)).any():
             raise Fault("some threads of a warp do not arrive")
         return np.flatnonzero(threads[:, 0])
@@ -220,7 +220,7 @@ class Machine:
 def _find_grain(program: Program) -> int:
     """Return the bytes of the narrowest access to shared memory, at most 4."""
     sizes = [4]
-    for instruction in program.code:
+    for instruction in program.instructions:
         if instruction.opcode[0] in ("ld", "st") and "shared" in instruction.opcode:
             sizes.append(TYPES[instruction.opcode[-1]].itemsize)
     return min(sizes)

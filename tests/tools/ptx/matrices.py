@@ -113,7 +113,7 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
     if instruction.opcode[1] == "commit_group":
 
         def commit(machine: Machine, _: Mask) -> None:
-            machine.product_groups += 1
+            machine.num_product_groups += 1
 
         return commit
     if instruction.opcode[1] == "wait_group":
@@ -121,12 +121,12 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
         return lambda machine, _: _wait_for_products(machine, int(num_left))
     sizes = re.fullmatch(r"m64n(\d+)k(\d+)", instruction.opcode[4])
     assert sizes is not None, instruction.text
-    columns, depth = int(sizes[1]), int(sizes[2])
+    num_columns, depth = int(sizes[1]), int(sizes[2])
     dtype = instruction.opcode[6]
     dst, a, b, *flags = instruction.operands
     dst = register_names(dst)
-    in_registers = isinstance(a, tuple)
-    bits = 32 if in_registers else 64
+    a_in_registers = isinstance(a, tuple)
+    bits = 32 if a_in_registers else 64
     readers = [make_reader(x, REG_TYPES[bits], program) for x in register_names(a)]
     read_b = make_reader(b, REG_TYPES[64], program)
     read_accumulates = make_reader(flags[0], REG_TYPES[1], program)
@@ -145,7 +145,7 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
         groups = warps[::4] // 4
         if (warps.reshape(-1, 4) != groups[:, None] * 4 + np.arange(4)).any():
             raise Fault("some of the four warps of a group do not arrive")
-        if in_registers:
+        if a_in_registers:
             words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 2)
             x, a_grains = _gather_rows(convert(words), depth), []
         else:
@@ -154,21 +154,21 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
             x, a_grains = x.reshape(-1, 16, depth), [grains]
         descriptors = machine.select_warps(read_b(machine), warps)[::4, 0]
         b_transposed = bool(transposed) and transposed[-1]
-        y, grains = load(machine, descriptors, groups, columns, b_transposed)
+        y, grains = load(machine, descriptors, groups, num_columns, b_transposed)
         product = _distribute(x @ np.repeat(y.transpose(0, 2, 1), 4, 0))
         accumulates = machine.select_warps(read_accumulates(machine), warps)
         for i, name in enumerate(dst):
-            unfinished = machine.unfinished.pop(name, None)
-            if unfinished is not None:
-                machine.registers[name] = unfinished
+            result = machine.unfinished_results.pop(name, None)
+            if result is not None:
+                machine.registers[name] = result
             values = product[:, :, i]
             if accumulates.any():
                 old_values = machine.select_warps(machine.registers[name], warps).view(np.float32)
                 values = np.where(accumulates, values + old_values, values)
             machine.set_warps(name, values.view(np.uint32), warps, mask)
-            machine.unfinished[name] = machine.registers.pop(name)
+            machine.unfinished_results[name] = machine.registers.pop(name)
         grains = np.concatenate([grains, *a_grains])
-        machine.products.append(Product(machine.product_groups, dst, grains))
+        machine.products.append(Product(machine.num_product_groups, dst, grains))
 
     return multiply
 
@@ -197,13 +197,12 @@ def _find_addresses(
 
 def _wait_for_products(machine: Machine, num_unfinished: int) -> None:
     """End the products of all groups except the last `num_unfinished` groups."""
-    finished = [x for x in machine.products if x.group < machine.product_groups - num_unfinished]
-    machine.products = [
-        x for x in machine.products if x.group >= machine.product_groups - num_unfinished
-    ]
+    num_finished = machine.num_product_groups - num_unfinished
+    finished = [x for x in machine.products if x.group < num_finished]
+    machine.products = [x for x in machine.products if x.group >= num_finished]
     unfinished_names = {name for product in machine.products for name in product.names}
-    for name in [name for name in machine.unfinished if name not in unfinished_names]:
-        machine.registers[name] = machine.unfinished.pop(name)
+    for name in [name for name in machine.unfinished_results if name not in unfinished_names]:
+        machine.registers[name] = machine.unfinished_results.pop(name)
     machine.shared.end_products([x.grains for x in finished], [x.grains for x in machine.products])
 
 

@@ -19,8 +19,8 @@ _FLOAT = re.compile(r"0([fd])([0-9A-Fa-f]+)")
 def make_reader(operand: Any, dtype: np.dtype[Any], program: Program) -> Callable[[Machine], Array]:
     """Return a function that returns an operand of a `Machine`, as values of type `dtype`."""
     width = 1 if dtype == TYPES["pred"] else 8 * dtype.itemsize
-    if operand in program.registers or operand[0] == "%":
-        reg_type = REG_TYPES[program.registers.get(operand, 32)]
+    if operand in program.register_widths or operand[0] == "%":
+        reg_type = REG_TYPES[program.register_widths.get(operand, 32)]
         if reg_type == dtype:
             return lambda machine: _read_register(machine, operand)
         if reg_type.itemsize == dtype.itemsize:
@@ -43,7 +43,7 @@ def make_reader(operand: Any, dtype: np.dtype[Any], program: Program) -> Callabl
 def _read_register(machine: Machine, name: str) -> Array:
     value = machine.registers.get(name)
     if value is None:
-        if name in machine.unfinished:
+        if name in machine.unfinished_results:
             raise Fault(f"register {name} is read before a wait for its product")
         value = machine.make_garbage(name)
     return value
@@ -58,5 +58,5 @@ def make_address_reader(operand: str, program: Program) -> Callable[[Machine], A
     """Return a function that returns the int64 addresses of an operand such as "[%r1+4]"."""
     base, _, offset = operand.strip("[] ").partition("+")
     base, displacement = base.strip(), int(offset.strip() or "0", 0)
-    read = make_reader(base, REG_TYPES[program.registers.get(base, 32)], program)
+    read = make_reader(base, REG_TYPES[program.register_widths.get(base, 32)], program)
     return lambda machine: read(machine).astype(np.int64) + displacement

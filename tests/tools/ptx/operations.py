@@ -75,9 +75,9 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     if name == "mov":
         return Operation(lambda x: x, [dtype], dtype)
     if name in ("mul", "mad") and "wide" in parts:
-        wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
-        sources = [dtype, dtype, *([wide] if name == "mad" else [])]
-        return Operation(_multiply_wide, sources, wide)
+        wide_type = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
+        sources = [dtype, dtype, *([wide_type] if name == "mad" else [])]
+        return Operation(_multiply_wide, sources, wide_type)
     kind = "f" if dtype.kind == "f" else "b" if dtype == _PRED else "i"
     compute = _OPERATIONS.get((key, kind))
     if (
@@ -131,13 +131,13 @@ def _bfe(x: Array, start: Array, length: Array) -> Array:
 
 
 def _multiply_wide(a: Array, b: Array, *addend: Array) -> Array:
-    wide = np.dtype(f"{a.dtype.kind}{2 * a.itemsize}")
-    product = a.astype(wide) * b
+    wide_type = np.dtype(f"{a.dtype.kind}{2 * a.itemsize}")
+    product = a.astype(wide_type) * b
     return product + addend[0] if addend else product
 
 
 def _divide(a: Array, b: Array) -> Array:
-    # Rounds toward zero. The result of a division by zero is undefined in PTX.
+    # The quotient is rounded toward zero. PTX does not define the result of a division by zero.
     b = np.where(b == 0, b.dtype.type(1), b)
     return (a - np.fmod(a, b)) // b
 
@@ -269,9 +269,8 @@ def _from_e4m3x2(codes: Array) -> Array:
 
 
 def _from_e5m2x2(codes: Array) -> Array:
-    return (codes & _U16.type(0xFF00)).astype(np.uint32) << 16 | (codes & 0xFF).astype(
-        np.uint32
-    ) << 8
+    high, low = codes & _U16.type(0xFF00), codes & 0xFF
+    return high.astype(np.uint32) << 16 | low.astype(np.uint32) << 8
 
 
 def _to_integer(dtype: np.dtype[Any], rounding: Callable[[Array], Array]) -> Callable[..., Array]:
