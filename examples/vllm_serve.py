@@ -47,8 +47,9 @@ def main() -> None:
         cache = FP8PagedCache(model.config, scales=scales, prefill="stored")
         options = {"max_new_tokens": args.new_tokens, "do_sample": False}
         output = model.generate(torch.tensor([ids]), past_key_values=cache, **options)
-        is_equal = output[0, len(ids) :].tolist() == list(answer.outputs[0].token_ids)
-        print(f"{text!r}: {answer.outputs[0].text!r}, {'the same' if is_equal else 'other'} tokens")
+        completion = answer.outputs[0]
+        is_equal = output[0, len(ids) :].tolist() == list(completion.token_ids)
+        print(f"{text!r}: {completion.text!r}, {'the same' if is_equal else 'different'} tokens")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def add_overflow(folder: str) -> None:
     model.save_pretrained(folder)
 
 
-def generate_answer(folder: str, question: str, num_tokens: int, **options: object) -> str:
+def generate_paged(folder: str, question: str, num_tokens: int, **options: object) -> str:
     """Return the answer of `generate()` with FP8 pages and a prefill that reads stored values."""
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -140,7 +140,7 @@ def encode(text: str) -> list[int]:
     return [ord(character) - 32 for character in text]
 
 
-def generate(model: Any, prompt: str, num_tokens: int, *processors: LogitsProcessor) -> str:
+def generate_dense(model: Any, prompt: str, num_tokens: int, *processors: LogitsProcessor) -> str:
     """Return the greedy answer of `generate()` with transformers' default cache."""
     inputs = torch.tensor([encode(prompt)])
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.prefix import engine as engine_module
 from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE
-from tests.helpers.serve_process import generate_answer, hosting, save_chat_model, text_in
+from tests.helpers.serve_process import generate_paged, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import PAGE, open_manager, request_answer
 from tests.helpers.tiny_models import tiny
 
@@ -332,7 +332,7 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
         for server in servers:
             answers.append(text_in(server.answer("/v1/chat/completions", **request_body)))
             store_tokens.append(server.metrics()["store_tokens_total"])
-    assert answers[0] == answers[1] == generate_answer(model, question, 8)
+    assert answers[0] == answers[1] == generate_paged(model, question, 8)
     # The prompt is "u:", the question and ";a:". Its last token is always computed.
     assert store_tokens == [0, (len(question) + 5 - 1) // SERVED_PAGE * SERVED_PAGE]
 

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from tests.helpers.margins import wide_margins
-from tests.helpers.serve_process import Endpoint, generate, hosting, save_chat_model, text_in
+from tests.helpers.serve_process import Endpoint, generate_dense, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
@@ -106,7 +106,7 @@ def generate_answers(folder: str, kind: str, num_requests: int) -> list[str]:
             ],
             "seeds": [SeededSampling(index // 2)],
         }[kind]  # fmt: skip
-        answer = generate(model, prompt, NEW_TOKENS, *processors, *wide_margins(1e-4))
+        answer = generate_dense(model, prompt, NEW_TOKENS, *processors, *wide_margins(1e-4))
         answers.append(answer.replace("?", ""))  # "?" is the tokenizer's special token
     return answers
 

@@ -22,7 +22,7 @@ from tests.helpers.serve_process import (
     PAGE_SIZE,
     Endpoint,
     encode,
-    generate,
+    generate_dense,
     hosting,
     save_chat_model,
 )
@@ -332,7 +332,7 @@ def test_an_invalid_prompt_of_several_fails_the_request(server, stream):
 
 
 def test_penalties_and_biases_match_generate(server, model):
-    plain_text = generate(model, PROMPT, 40)
+    plain_text = generate_dense(model, PROMPT, 40)
     logit_bias = dict.fromkeys(encode(plain_text[:2]), -3.0) | {7: 2.5}
     processor = SequenceBiasLogitsProcessor({(token,): x for token, x in logit_bias.items()})
     cases = [
@@ -344,7 +344,7 @@ def test_penalties_and_biases_match_generate(server, model):
         ({"logit_bias": {str(token): x for token, x in logit_bias.items()}}, [processor]),
     ]
     for fields, processors in cases:
-        expected = generate(model, PROMPT, 40, *processors)
+        expected = generate_dense(model, PROMPT, 40, *processors)
         assert expected != plain_text
         (completion,) = get_choices(server, prompt=PROMPT, max_tokens=40, **fields)
         response = server.answer(RESPONSES, input=PROMPT, max_output_tokens=40, **fields)
@@ -354,7 +354,7 @@ def test_penalties_and_biases_match_generate(server, model):
 
 
 def test_bad_words_do_not_occur(server, model):
-    plain_text = generate(model, PROMPT, 40)
+    plain_text = generate_dense(model, PROMPT, 40)
     letter, pair = plain_text[0], plain_text[10:12]
     (choice,) = get_choices(server, prompt=PROMPT, max_tokens=40, bad_words=[letter, pair])
     assert letter not in choice["text"]
@@ -364,7 +364,7 @@ def test_bad_words_do_not_occur(server, model):
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_stop_tokens_end_an_answer_after_min_tokens(server, model, stream):
-    text = generate(model, PROMPT, 60)
+    text = generate_dense(model, PROMPT, 60)
     stop = text[12]
     first_end, second_end = text.index(stop), text.index(stop, text.index(stop) + 1)
     fields = {"prompt": PROMPT, "max_tokens": 60, "stream": stream}

@@ -12,7 +12,7 @@ from hf_fp8kv.errors import ConfigError
 from tests.helpers.serve_process import (
     NUM_PAGES,
     PAGE_SIZE,
-    generate_answer,
+    generate_paged,
     parse_events,
     save_chat_model,
     text_in,
@@ -68,7 +68,7 @@ def test_a_mounted_application_answers_like_generate(make_application, folder, p
         answer = client.post(f"{path}{CHAT}", json=REQUEST)
         assert answer.status_code == 200, answer.text
         stream_text = client.post(f"{path}{CHAT}", json={**REQUEST, "stream": True}).text
-        expected = generate_answer(folder, QUESTION, 12)
+        expected = generate_paged(folder, QUESTION, 12)
         assert text_in(answer.json()) == text_in(parse_events(stream_text)) == expected
         assert client.get(f"{path}/health").json()["status"] == "ok"
         assert len(client.get(f"{path}/v1/models").json()["data"]) == 1

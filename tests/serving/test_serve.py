@@ -28,7 +28,7 @@ from tests.helpers.serve_process import (
     NUM_PAGES,
     PAGE_SIZE,
     Server,
-    generate_answer,
+    generate_paged,
     hosting,
     parse_events,
     save_chat_model,
@@ -95,7 +95,7 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(model, tmp_path, m
     monkeypatch.setattr(
         hf_fp8kv.serving, "resolve_plan", lambda *args: plans.append(resolve(*args)) or plans[-1]
     )
-    expected = generate_answer(model, "which plan", 12, plan=plan)
+    expected = generate_paged(model, "which plan", 12, plan=plan)
     for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with hosting(model, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
@@ -114,7 +114,7 @@ def test_sixteen_concurrent_requests_match_generate(server, model):
         ]
         answers = [future.result() for future in futures]
     assert answers[:8] == answers[8:]
-    assert answers[:8] == [generate_answer(model, question, 40) for question in questions[:8]]
+    assert answers[:8] == [generate_paged(model, question, 40) for question in questions[:8]]
     assert len(set(answers)) == 8
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 

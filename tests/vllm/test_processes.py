@@ -80,7 +80,8 @@ def test_the_example_gives_greedy_answers():
         [sys.executable, example, *arguments], env=environment, capture_output=True, text=True,
         timeout=400, check=False,
     )  # fmt: skip
-    matches = re.findall(r"^(['\"].*): (['\"].*), (?:the same|other) tokens$", process.stdout, re.M)
+    pattern = r"^(['\"].*): (['\"].*), (?:the same|different) tokens$"
+    matches = re.findall(pattern, process.stdout, re.MULTILINE)
     assert len(matches) == 3, process.stdout[-2000:] + process.stderr[-2000:]
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
