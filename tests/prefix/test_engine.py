@@ -14,7 +14,7 @@ import torch
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.prefix import engine as engine_module
 from hf_fp8kv.prefix.file import Page, pack
-from tests.helpers.serve_process import PAGE as SERVED_PAGE
+from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE
 from tests.helpers.serve_process import generate_answer, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import PAGE, open_manager, request_answer
 from tests.helpers.tiny_models import tiny
