@@ -36,7 +36,7 @@ if not HAS_GPU:
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _IS_WORKER else 2))
 
-# No deadline is set, because the first example of a test may compile a kernel. CI draws the same
+# Examples have no time limits, because the first one may compile a kernel. CI draws the same
 # examples in every run. Tests do not set a number of examples. `make test` uses the fast profile,
 # which does not shrink failures, because that takes minutes. The full profile shrinks them.
 _CI = bool(os.environ.get("CI"))
@@ -44,6 +44,7 @@ for _name, _max_examples, _max_steps in (("fast", 25, 20), ("full", 60, 30)):
     hypothesis.settings.register_profile(
         _name,
         deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
         derandomize=_CI,
         print_blob=_CI,
         max_examples=_max_examples,

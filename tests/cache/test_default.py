@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.first_call import Operations
+from benchmarks.first_call import OperationCounter
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import decode, encode, search_scale
@@ -161,7 +161,7 @@ def test_a_first_call_adds_few_operations(name: str, max_len: int | None, is_pad
             cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=max_len)
             removed_layers = model.model.layers[num_layers:]
             model.model.layers = model.model.layers[:num_layers]
-            with Operations() as operations:
+            with OperationCounter() as operations:
                 model.model(ids, attention_mask=mask, past_key_values=cache)
             model.model.layers.extend(removed_layers)
             counts.append(operations.count)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks.first_call import Operations
+from benchmarks.first_call import OperationCounter
 from benchmarks.outliers import planted_outliers
 from hf_fp8kv import (
     ConfigError,
@@ -438,10 +438,10 @@ def test_choosing_a_plan_needs_few_operations(token_lists: Any, num_reads: int) 
         hook = model.register_forward_pre_hook(
             lambda _, args, keywords: calls.append(keywords), with_kwargs=True
         )
-        with Operations() as operations:
+        with OperationCounter() as operations:
             choose_plan(model, token_lists)
         hook.remove()
-        with Operations() as forward, torch.no_grad():
+        with OperationCounter() as forward, torch.no_grad():
             for keywords in calls:
                 model(**keywords | {CACHE: DynamicCache(config=model.config)})
         assert len(calls) == num_reads
