@@ -73,23 +73,23 @@ def sample_answers(
         return scores.argmax(-1, keepdim=True).to(logits.device)
 
     ids = sample(prompts.logits[rows], 0)
-    chunks, kl = [], {name: [] for name in compared}
+    answers = ids.new_empty(len(ids), length)
+    kl = {name: torch.empty(answers.shape, dtype=torch.float64) for name in compared}
     chunk_size = max(min(_MAX_CHUNK, _MAX_LOGITS // prompts.logits[rows].numel()), 1)
     with _speed_up_few_rows(model):
         for positions in torch.arange(length).split(chunk_size):
             steps = []
             for position in positions.tolist():
-                logits = compute_logits(model, ids, cache, {}, scored=True)
-                steps.append((ids, logits))
-                ids = sample(logits, position + 1)
-            chunk_ids, logits = (torch.cat(x, 1) for x in zip(*steps, strict=True))
-            chunks.append(chunk_ids)
+                answers[:, position] = ids[:, 0]
+                steps.append(compute_logits(model, ids, cache, {}, scored=True))
+                ids = sample(steps[-1], position + 1)
+            chunk_ids, logits = answers[:, positions], torch.cat(steps, 1)
             for name, contender in compared.items():
                 pair = logits, compute_logits(model, chunk_ids, other_caches[name], {}, scored=True)
                 exact_logits, quantized_logits = pair[::-1] if contender is UNQUANTIZED else pair
                 scores = compute_scores(exact_logits, quantized_logits, chunk_ids)
-                kl[name].append(scores.kl.view(chunk_ids.shape))
-    return torch.cat(chunks, 1), {name: torch.cat(parts, 1) for name, parts in kl.items()}
+                kl[name][:, positions] = scores.kl.view(chunk_ids.shape)
+    return answers, kl
 
 
 @contextmanager

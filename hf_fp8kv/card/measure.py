@@ -35,7 +35,7 @@ from .drift import (
     format_change,
     sample_answers,
 )  # fmt: skip
-from .predictions import Prefill, compare_states, prefill, score_text
+from .predictions import compare_states, prefill, score_text
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
 
@@ -209,7 +209,6 @@ class _Card:
             for kind in KINDS
         }  # fmt: skip
         self.first_text = next(iter(self.texts.values()))[0]
-        self.sample_states = prefill(model, self.first_text[:, :_PROMPT_TOKENS]).states
         self.haystacks: dict[str, list[Haystack]] = {}
         self.refusals: dict[str, str] = {}
         for task in TASKS if size.asked else ():
@@ -221,7 +220,8 @@ class _Card:
         prompts = [
             x for kind in KINDS for x in read_texts(tokenizer, kind, num_per_kind, _PROMPT_TOKENS)
         ]
-        self.prompt_ids = torch.cat(prompts)[: size.answers].to(model.device)
+        self.prompts = prefill(model, torch.cat(prompts)[: size.answers].to(model.device))
+        self.sample_states = [(keys[:1], values[:1]) for keys, values in self.prompts.states]
 
     def list_parts(self) -> dict[str, Callable[[], Any]]:
         """Return functions that compute the parts, in order. Some parts read earlier results."""
@@ -247,8 +247,8 @@ class _Card:
         return prefill(self.model, self.first_text).states
 
     def _count_bytes(self) -> dict[str, float]:
-        caches = self.all_caches.items()
-        return {name: measure_bytes(x, self.model, self.sample_states) for name, x in caches}
+        caches, states = self.all_caches.items(), self.sample_states
+        return {name: measure_bytes(cache, self.model, states) for name, cache in caches}
 
     def _score_text(self, kind: str, number: int) -> dict[str, Any]:
         ids = self.texts[kind][number]
@@ -265,11 +265,6 @@ class _Card:
     def _compare_states(self) -> dict[str, Any]:
         return {n: compare_states(c, self.model, self.states) for n, c in self.contenders.items()}
 
-    @cached_property
-    def prompts(self) -> Prefill:
-        """The prefill of the prompts of all answers."""
-        return prefill(self.model, self.prompt_ids)
-
     def _measure_drift(self, start: int) -> dict[str, Any]:
         """Return unquantized answers, and windows of divergences of each cache along them."""
         answers, kl = sample_answers(
@@ -285,12 +280,11 @@ class _Card:
         return [group for part, group in self.results.items() if part.startswith("drift:")]
 
     def _run_freely(self, name: str) -> dict[str, Any]:
-        length = self.size.free
         answers, kl = sample_answers(
             self.model, self.prompts, slice(None), self.contenders[name], {name: UNQUANTIZED},
-            length,
+            self.size.free,
         )  # fmt: skip
-        rows = [row[:length] for group in self._drift_groups for row in group["answers"]]
+        rows = [row[: self.size.free] for group in self._drift_groups for row in group["answers"]]
         return compare_answers(answers.cpu(), torch.tensor(rows), kl[name])
 
     def _time_steps(self, length: int) -> dict[str, Any]:

@@ -103,19 +103,18 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the columns of the table by title: labels under "", and the values of each cache."""
-    settings, columns = card["settings"], {}
+    settings = card["settings"]
+    columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
         rows = [row for row in cache["predictions"] if row["kind"] == ALL_KINDS]
         drift, steps = cache["drift"], cache["steps"]
         values = {
             "bytes per token": f"{cache['bytes_per_token']:,.0f}",
             f"tokens in {settings['memory_gib']:g} GiB": f"{cache['tokens']:,}",
-            **{
-                f"KL at {row['position']:,}": _format_kl(row["kl"], row["kl_error"]) for row in rows
-            },
+            **{f"KL at {x['position']:,}": _format_kl(x["kl"], x["kl_error"]) for x in rows},
             "99th percentile": _format_kl(rows[-1]["kl_p99"]),
             "largest KL": _format_kl(rows[-1]["kl_max"]),
-            **{f"top-1 at {row['position']:,}": f"{row['top1']:.1%}" for row in rows},
+            **{f"top-1 at {x['position']:,}": f"{x['top1']:.1%}" for x in rows},
             "KL of answers": _format_kl(drift["kl"]),
             "drift": "",
             "detectable drift": "",
