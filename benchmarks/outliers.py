@@ -17,7 +17,7 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.rope_rotation import RopeRotation
 from hf_fp8kv.card.caches import CONTENDERS, Contender
 from hf_fp8kv.card.measure import summarize_scores
-from hf_fp8kv.card.predictions import read_states, score_text
+from hf_fp8kv.card.predictions import prefill, score_text
 from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils.environment import describe_run
@@ -60,7 +60,7 @@ def measure_outliers(
         for kind in _TEXT_KINDS:
             progress(kind)
             ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
-            states = read_states(model, ids)
+            states = prefill(model, ids).states
             scores.append(
                 score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED_TOKENS)
             )

@@ -112,8 +112,8 @@ def _examples() -> Iterator[str]:
 
 
 def _board(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
-    """Yield the page of all cards, and add their pictures."""
-    from hf_fp8kv.card.report import draw_badge, draw_picture, format_markdown, state_verdict
+    """Yield the page of all cards, and add their plots."""
+    from hf_fp8kv.card.report import draw_badge, draw_plot, format_markdown, format_verdict
 
     yield (
         "# Cards\n\nWhat models lose with an 8-bit cache, by `hf-fp8kv card`. "
@@ -122,11 +122,11 @@ def _board(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
     )
     cards = {path.stem: json.loads(path.read_text()) for path in sorted(CARDS.glob("*.json"))}
     for name, card in cards.items():
-        yield f"* [{card['settings']['model']}](#{name}): {state_verdict(card)}\n"
+        yield f"* [{card['settings']['model']}](#{name}): {format_verdict(card)}\n"
     for name, card in cards.items():
         title, _, rest = format_markdown(card).partition("\n")
         add(f"cards/{name}.svg", draw_badge(card))
-        add(f"cards/{name}.png", draw_picture(card))
+        add(f"cards/{name}.png", draw_plot(card))
         yield f"\n#{title} {{ #{name} }}\n\n![badge](cards/{name}.svg)\n{rest}"
         yield f"\n![KL by position of the answer](cards/{name}.png)\n"
 

@@ -1,58 +1,70 @@
-"""Answer tasks under each cache, and count the right answers that each cache loses and wins."""
+"""Answer tasks with each cache, and count the correct answers that it loses and gains."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..calibration.divergence import compute_logits
 from .caches import UNQUANTIZED, Contender
-from .predictions import read_states
+from .predictions import prefill
 from .tasks import Haystack, Question
 
-# Share of right answers under the unquantized cache below which a task is too hard for the model.
-_MIN_RIGHT = 0.5
+# A task is too hard for a model with a smaller share of correct answers without quantization.
+_MIN_CORRECT = 0.5
+_MAX_ROWS = 8  # maximum number of questions in a call, each with a copy of the haystack's states
 
 
 def run_task(
     model: PreTrainedModel, haystacks: Sequence[Haystack], contenders: Mapping[str, Contender]
 ) -> dict[str, Any]:
-    """Answer the questions of a task under each cache.
-
-    The task is dropped if fewer than half of the answers are right under the unquantized cache.
+    """Answer the questions of a task with each cache.
 
     Args:
         model: The model, with the attention implementation to measure.
-        haystacks: The texts and questions of the task.
-        contenders: The caches by name.
+        haystacks: Long texts with hidden facts, and questions about them.
+        contenders: The caches to compare, by name.
 
     Returns:
-        `asked` and `right`, the numbers of answers and of right answers under the unquantized
-        cache, `dropped`, and `caches`. `caches` has for each cache the numbers of right
-        answers `lost` and `won` against the unquantized cache. It is empty for a dropped task.
+        A dictionary with these entries:
+
+        * `asked`: number of answers.
+        * `right`: number of correct answers with the unquantized cache.
+        * `dropped`: whether the task is too hard, with fewer than half of the answers correct.
+        * `caches`: for each cache, the numbers of correct answers `lost` and `won` compared with
+          the unquantized cache. Empty for a dropped task.
     """
-    states = [read_states(model, haystack.ids.to(model.device)) for haystack in haystacks]
+    states = [prefill(model, haystack.ids.to(model.device)).states for haystack in haystacks]
 
     def answer_all(contender: Contender) -> list[bool]:
-        correct = []
+        is_correct = []
         for haystack_states, haystack in zip(states, haystacks, strict=True):
-            for question in haystack.questions:
-                correct += _answer(model, question, contender.fill(model, haystack_states))
-        return correct
+            for start in range(0, len(haystack.questions), _MAX_ROWS):
+                questions = haystack.questions[start : start + _MAX_ROWS]
+                shape = len(questions), -1, -1, -1
+                rows = [(k.expand(shape), v.expand(shape)) for k, v in haystack_states]
+                is_correct += _check_answers(model, questions, contender.fill(model, rows))
+        return is_correct
 
-    expected = answer_all(UNQUANTIZED)
-    dropped = sum(expected) < _MIN_RIGHT * len(expected)
+    unquantized_correct = answer_all(UNQUANTIZED)
+    num_asked, num_correct = len(unquantized_correct), sum(unquantized_correct)
+    dropped = num_correct < _MIN_CORRECT * num_asked
     caches = {}
     for name, contender in {} if dropped else contenders.items():
-        pairs = [*zip(expected, answer_all(contender), strict=True)]
-        caches[name] = {"lost": pairs.count((True, False)), "won": pairs.count((False, True))}
-    return {"asked": len(expected), "right": sum(expected), "dropped": dropped, "caches": caches}
+        outcomes = [*zip(unquantized_correct, answer_all(contender), strict=True)]
+        caches[name] = {"lost": outcomes.count((True, False)), "won": outcomes.count((False, True))}
+    return {"asked": num_asked, "right": num_correct, "dropped": dropped, "caches": caches}
 
 
-def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:
+def _check_answers(model: PreTrainedModel, questions: Sequence[Question], cache: Any) -> list[bool]:
     """Return whether all tokens of each answer have higher logits than the wrong candidates."""
-    logits = compute_logits(model, question.ids.to(model.device), cache, {}, scored=True)[0].cpu()
+    # Shorter questions are padded at the end, which no scored token attends to.
+    ids = pad_sequence([question.ids[0] for question in questions], batch_first=True)
+    logits = compute_logits(model, ids.to(model.device), cache, {}, scored=True).cpu()
     return [
-        all(logits[x.index, x.right_id] > logits[x.index, list(x.wrong_ids)].max() for x in tokens)
+        all(row[token.index, token.correct_id] > row[token.index, list(token.wrong_ids)].max()
+            for token in tokens)
+        for row, question in zip(logits, questions, strict=True)
         for tokens in question.answers
-    ]
+    ]  # fmt: skip

@@ -1,18 +1,21 @@
 """Measure the drift of the divergence along long answers, and answers sampled with each cache."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..calibration.divergence import compare_caches, compute_logits, compute_scores
+from ..cache.cache import FP8PagedCache
+from ..calibration.divergence import compute_logits, compute_scores
 from .caches import UNQUANTIZED, Contender
+from .predictions import Prefill
 
+# Pages in the model's dtype store the bits of DynamicCache, and a step does not copy them.
+UNQUANTIZED_PAGES = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
 WINDOW = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
 _TEMPERATURE = 0.7
@@ -25,33 +28,68 @@ _MIN_WINDOWS = 8  # windows of 128 tokens that a slope needs
 _POWER = 0.8  # probability of finding the detectable slope
 
 
+@torch.inference_mode()  # reduces the time of a step by a tenth
 def sample_answers(
-    model: PreTrainedModel, prompts: torch.Tensor, contender: Contender, tokens: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the logits `[B, 1, vocabulary]` and the tokens `[B, 1]` of answers by position.
+    model: PreTrainedModel,
+    prompts: Prefill,
+    rows: slice,
+    sampled: Contender,
+    compared: Mapping[str, Contender],
+    length: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sample answers with one cache, and compare the predictions of other caches along them.
 
-    Tokens are sampled at a temperature of 0.7 under a cache. The noise of a token depends on its
-    row and position, not on the cache: two caches give different tokens only if their logits
-    differ. The token that ends a text is not sampled.
+    Tokens are sampled one by one at a temperature of 0.7. The noise of a token depends on its row
+    and position, not on the cache: two caches give different tokens only if their logits differ.
+    The token that ends a text is not sampled. The other caches read the answers in chunks. The
+    tokens of a chunk attend to stored keys and values only, so they read the bytes that decoding
+    reads, and their logits differ from decoding by rounding. One call computes the states of a
+    prompt, as in `generate`, and all caches store the same states.
 
     Args:
         model: The model, with the attention implementation to measure.
-        prompts: Tokens, `[B, P]`, int64, on the model's device.
-        contender: The cache.
-        tokens: Number of tokens of each answer.
+        prompts: The prefill of the prompts of all answers.
+        rows: Rows of the prompts to answer.
+        sampled: The cache to sample with.
+        compared: The other caches by name.
+        length: Number of tokens of each answer.
+
+    Returns:
+        The answers, `[B, length]`, int64, and by name the divergences after each of their tokens,
+        `[B, length]`, float64.
     """
+    states = [(keys[rows], values[rows]) for keys, values in prompts.states]
+    cache = sampled.fill(model, states)
+    other_caches = {name: contender.fill(model, states) for name, contender in compared.items()}
     end_ids = getattr(model.generation_config, "eos_token_id", None)
     excluded_ids = torch.tensor([] if end_ids is None else end_ids, dtype=torch.long).flatten()
-    cache, ids = contender.make(model), prompts
+
+    def sample(logits: torch.Tensor, position: int) -> torch.Tensor:
+        scores = logits[:, -1].float().cpu().index_fill(1, excluded_ids, -math.inf)
+        generator = torch.Generator().manual_seed(position)
+        noise = torch.rand((len(prompts.logits), scores.shape[1]), generator=generator)
+        # The logarithms are minus Gumbel noise: the largest sum is a sample of the softmax.
+        scores = scores / _TEMPERATURE - noise[rows].log().neg().log()
+        return scores.argmax(-1, keepdim=True).to(logits.device)
+
+    ids = sample(prompts.logits[rows], 0)
+    answers = ids.new_empty(len(ids), length)
+    kl = {name: torch.empty(answers.shape, dtype=torch.float64) for name in compared}
+    chunk_size = max(min(_MAX_CHUNK, _MAX_LOGITS // prompts.logits[rows].numel()), 1)
     with _speed_up_few_rows(model):
-        for position in range(tokens):
-            logits = compute_logits(model, ids, cache, {}, scored=False)[:, -1:]
-            scores = logits[:, -1].float().cpu().index_fill(1, excluded_ids, -math.inf)
-            generator = torch.Generator().manual_seed(position)
-            noise = torch.rand(scores.shape, generator=generator).log().neg().log()
-            # Minus Gumbel noise: the largest sum is a sample of the softmax.
-            ids = (scores / _TEMPERATURE - noise).argmax(-1, keepdim=True).to(prompts.device)
-            yield logits, ids
+        for positions in torch.arange(length).split(chunk_size):
+            steps = []
+            for position in positions.tolist():
+                answers[:, position] = ids[:, 0]
+                steps.append(compute_logits(model, ids, cache, {}, scored=True))
+                ids = sample(steps[-1], position + 1)
+            chunk_ids, logits = answers[:, positions], torch.cat(steps, 1)
+            for name, contender in compared.items():
+                pair = logits, compute_logits(model, chunk_ids, other_caches[name], {}, scored=True)
+                exact_logits, quantized_logits = pair[::-1] if contender is UNQUANTIZED else pair
+                scores = compute_scores(exact_logits, quantized_logits, chunk_ids)
+                kl[name][:, positions] = scores.kl.view(chunk_ids.shape)
+    return answers, kl
 
 
 @contextmanager
@@ -71,47 +109,13 @@ def _speed_up_few_rows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _apply_linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
-    num_rows = states.numel() // states.shape[-1]
-    if num_rows > _FEW_ROWS:
+    rows = states.reshape(-1, states.shape[-1])
+    if len(rows) > _FEW_ROWS:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)
-    states = states.contiguous()  # otherwise the product takes two to four times as long
-    product = (layer.weight @ states.reshape(num_rows, -1).T).T.view(*states.shape[:-1], -1)
+    # Without a contiguous input, the product takes two to four times as long.
+    product = torch.nn.functional.linear(layer.weight, rows.contiguous()).T.contiguous()
+    product = product.view(*states.shape[:-1], -1)
     return product if layer.bias is None else product + layer.bias
-
-
-def follow_answers(
-    model: PreTrainedModel,
-    prompts: torch.Tensor,
-    answers: torch.Tensor,
-    contenders: dict[str, Contender],
-) -> dict[str, torch.Tensor]:
-    """Return the divergence at each token of answers, `[B, T]`, by name of the cache.
-
-    One call reads the prompt, as in `generate`. The answer follows in chunks. Its tokens attend to
-    stored keys and values only, even within the chunk, so they read the bytes that decoding reads.
-
-    Args:
-        model: The model, with the attention implementation to measure.
-        prompts: Tokens, `[B, P]`, int64, on the model's device.
-        answers: Tokens, `[B, T]`, int64.
-        contenders: The caches by name.
-    """
-    num_answers, length = answers.shape
-    chunk = _choose_chunk(model, num_answers)
-    makers = {name: partial(contender.make, model) for name, contender in contenders.items()}
-    scores = compare_caches(
-        model, torch.cat((prompts, answers), 1), makers, prefill=prompts.shape[1], chunk=chunk
-    )
-    sizes = [num_answers * min(chunk, length - start) for start in range(0, length, chunk)]
-    return {
-        name: torch.cat([part.view(num_answers, -1) for part in scores[name].kl.split(sizes)], 1)
-        for name in contenders
-    }
-
-
-def _choose_chunk(model: PreTrainedModel, num_answers: int) -> int:
-    vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-    return max(min(_MAX_CHUNK, _MAX_LOGITS // (num_answers * vocab_size)), 1)
 
 
 def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
@@ -191,38 +195,26 @@ def student_quantile(probability: float, degrees: int) -> float:
     return float(degrees**0.5 * math.tan(angle[index + 1].item()))
 
 
-def run_freely(
-    model: PreTrainedModel, prompts: torch.Tensor, expected: torch.Tensor, contender: Contender
+def compare_answers(
+    answers: torch.Tensor, unquantized_answers: torch.Tensor, kl: torch.Tensor
 ) -> dict[str, Any]:
-    """Sample answers under a cache, and compare them with the unquantized answers.
+    """Compare answers sampled with a cache with the unquantized answers.
 
     Args:
-        model: The model, with the attention implementation to measure.
-        prompts: Tokens, `[B, P]`, int64, on the model's device.
-        expected: The unquantized answers, `[B, T]`.
-        contender: The cache.
+        answers, unquantized_answers: Tokens, `[B, T]`, int64, on the CPU.
+        kl: The divergence after each token of `answers`, `[B, T]`.
 
     Returns:
         `first`, the position of the first different token of each answer or None, and `kl_before`
         and `kl_after`, the mean divergences of the predictions before that token, and from that
         token on.
     """
-    exact_cache, last_ids, kl = UNQUANTIZED.make(model), prompts, []
-    num_answers, length = expected.shape
-    chunk = _choose_chunk(model, num_answers)
-    answers = sample_answers(model, prompts, contender, length)
-    sampled_ids = prompts[:, :0]
-    while steps := [*islice(answers, chunk)]:
-        logits, ids = (torch.cat(x, 1) for x in zip(*steps, strict=True))
-        inputs = torch.cat((last_ids, ids[:, :-1]), 1)
-        exact_logits = compute_logits(model, inputs, exact_cache, {}, scored=True)[:, -len(steps) :]
-        kl.append(compute_scores(exact_logits, logits, ids).kl.view(num_answers, -1))
-        sampled_ids, last_ids = torch.cat((sampled_ids, ids), 1), ids[:, -1:]
-    is_different = (sampled_ids != expected).cpu().cumsum(1) > 0
+    is_different = (answers != unquantized_answers).cumsum(1) > 0
     first_differences = [int(row.int().argmax()) if row.any() else None for row in is_different]
-
-    def average_kl(is_selected: torch.Tensor) -> float | None:
-        return torch.cat(kl, 1)[is_selected].mean().item() if is_selected.any() else None
-
-    kl_before, kl_after = average_kl(~is_different), average_kl(is_different)
-    return {"first": first_differences, "kl_before": kl_before, "kl_after": kl_after}
+    # The prompt predicts the first token, without a divergence.
+    predictions = torch.nn.functional.pad(kl[:, :-1], (1, 0))
+    means = {
+        name: predictions[is_selected].mean().item() if is_selected.any() else None
+        for name, is_selected in (("kl_before", ~is_different), ("kl_after", is_different))
+    }
+    return {"first": first_differences, **means}

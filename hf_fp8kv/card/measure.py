@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention.switching import paged_attention
 from ..bench.contenders import Step, ratios, take_turns
-from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import Scores, compute_logits
 from ..errors import ConfigError
 from ..utils.digests import digest_weights
@@ -29,14 +28,14 @@ from ..utils.files import write_all
 from .answers import run_task
 from .caches import FLOOR, UNQUANTIZED, Contender, States, choose_contenders, measure_bytes
 from .drift import (
+    UNQUANTIZED_PAGES,
     average_windows,
+    compare_answers,
     describe_drift,
-    follow_answers,
     format_change,
-    run_freely,
     sample_answers,
 )  # fmt: skip
-from .predictions import compare_states, read_states, score_text
+from .predictions import compare_states, prefill, score_text
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
 
@@ -79,11 +78,10 @@ class Size:
 
     def fit(self, limit: int) -> "Size":
         """Return this size, reduced for a model with `limit` positions."""
-        positions = sorted({min(position, limit) for position in self.positions})
         drift = min(self.drift, limit - _PROMPT_TOKENS)
         return replace(
-            self, positions=tuple(positions), drift=drift, free=min(self.free, drift),
-            length=min(self.length, limit),
+            self, positions=tuple(sorted({min(n, limit) for n in self.positions})),
+            drift=drift, free=min(self.free, drift), length=min(self.length, limit),
             stored=tuple(sorted({min(n, limit - 2 * _TIMED_STEPS) for n in self.stored})),
         )  # fmt: skip
 
@@ -203,6 +201,7 @@ class _Card:
         contenders: dict[str, Contender],
     ) -> None:  # fmt: skip
         self.model, self.size, self.contenders = model, size, contenders
+        self.all_caches = {UNQUANTIZED.title: UNQUANTIZED, **contenders}
         self.results: dict[str, Any] = {}
         self.texts = {
             kind: [ids.to(model.device) for ids in read_texts(
@@ -210,7 +209,6 @@ class _Card:
             for kind in KINDS
         }  # fmt: skip
         self.first_text = next(iter(self.texts.values()))[0]
-        self.sample_states = read_states(model, self.first_text[:, :_PROMPT_TOKENS])
         self.haystacks: dict[str, list[Haystack]] = {}
         self.refusals: dict[str, str] = {}
         for task in TASKS if size.asked else ():
@@ -222,7 +220,8 @@ class _Card:
         prompts = [
             x for kind in KINDS for x in read_texts(tokenizer, kind, num_per_kind, _PROMPT_TOKENS)
         ]
-        self.prompts = torch.cat(prompts)[: size.answers].to(model.device)
+        self.prompts = prefill(model, torch.cat(prompts)[: size.answers].to(model.device))
+        self.sample_states = [(keys[:1], values[:1]) for keys, values in self.prompts.states]
 
     def list_parts(self) -> dict[str, Callable[[], Any]]:
         """Return functions that compute the parts, in order. Some parts read earlier results."""
@@ -232,9 +231,8 @@ class _Card:
             for kind in KINDS:
                 parts[f"text: {kind} {number + 1}"] = partial(self._score_text, kind, number)
         parts["stored states"] = self._compare_states
-        parts["answers"] = self._write_answers
         for start in range(0, size.answers, _GROUP_SIZE):
-            parts[f"drift: answers from {start + 1}"] = partial(self._follow_answers, start)
+            parts[f"drift: answers from {start + 1}"] = partial(self._measure_drift, start)
         for name in self.contenders if size.free else ():
             parts[f"free: {name}"] = partial(self._run_freely, name)
         for task, haystacks in self.haystacks.items():
@@ -246,15 +244,15 @@ class _Card:
     @cached_property
     def states(self) -> list[States]:
         """Keys and values of the first text, by layer."""
-        return read_states(self.model, self.first_text)
+        return prefill(self.model, self.first_text).states
 
     def _count_bytes(self) -> dict[str, float]:
-        all_caches = {UNQUANTIZED.title: UNQUANTIZED, **self.contenders}
-        return {n: measure_bytes(c, self.model, self.sample_states) for n, c in all_caches.items()}
+        caches, states = self.all_caches.items(), self.sample_states
+        return {name: measure_bytes(cache, self.model, states) for name, cache in caches}
 
     def _score_text(self, kind: str, number: int) -> dict[str, Any]:
         ids = self.texts[kind][number]
-        states = self.states if ids is self.first_text else read_states(self.model, ids)
+        states = self.states if ids is self.first_text else prefill(self.model, ids).states
         scores = score_text(
             self.model, ids, states, self.contenders,
             positions=self.size.positions, scored=self.size.scored,
@@ -267,35 +265,38 @@ class _Card:
     def _compare_states(self) -> dict[str, Any]:
         return {n: compare_states(c, self.model, self.states) for n, c in self.contenders.items()}
 
-    def _write_answers(self) -> list[list[int]]:
-        # Pages in the model's dtype store the bits of DynamicCache, and copy no history.
-        pages = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
-        tokens = sample_answers(self.model, self.prompts, pages, self.size.drift)
-        answers: list[list[int]] = torch.cat([ids for _, ids in tokens], 1).tolist()
-        return answers
+    def _measure_drift(self, start: int) -> dict[str, Any]:
+        """Return unquantized answers, and windows of divergences of each cache along them."""
+        answers, kl = sample_answers(
+            self.model, self.prompts, slice(start, start + _GROUP_SIZE), UNQUANTIZED_PAGES,
+            self.contenders, self.size.drift,
+        )  # fmt: skip
+        windows = {name: average_windows(cache_kl).tolist() for name, cache_kl in kl.items()}
+        return {"answers": answers.tolist(), "windows": windows}
 
-    def _follow_answers(self, start: int) -> dict[str, list[list[float]]]:
-        group = slice(start, start + _GROUP_SIZE)
-        answers = torch.tensor(self.results["answers"][group], device=self.model.device)
-        kl_by_cache = follow_answers(self.model, self.prompts[group], answers, self.contenders)
-        return {name: average_windows(kl).tolist() for name, kl in kl_by_cache.items()}
+    @property
+    def _drift_groups(self) -> list[dict[str, Any]]:
+        """The results of `_measure_drift`."""
+        return [group for part, group in self.results.items() if part.startswith("drift:")]
 
     def _run_freely(self, name: str) -> dict[str, Any]:
-        answers = torch.tensor(self.results["answers"], device=self.model.device)
-        expected = answers[:, : self.size.free]
-        return run_freely(self.model, self.prompts, expected, self.contenders[name])
+        answers, kl = sample_answers(
+            self.model, self.prompts, slice(None), self.contenders[name], {name: UNQUANTIZED},
+            self.size.free,
+        )  # fmt: skip
+        rows = [row[: self.size.free] for group in self._drift_groups for row in group["answers"]]
+        return compare_answers(answers.cpu(), torch.tensor(rows), kl[name])
 
     def _time_steps(self, length: int) -> dict[str, Any]:
         """Return milliseconds of a decode step, and its ratio to DynamicCache's."""
         repeats = 1, 1, -(-length // _PROMPT_TOKENS), 1
         states = [(k.repeat(repeats), v.repeat(repeats)) for k, v in self.sample_states]
-        timed_caches = {name: c for name, c in self.contenders.items() if c.bits is None}
         steps: dict[str, Step] = {
             name: partial(
                 compute_logits, self.model, self.first_text[:, :1],
                 contender.fill(self.model, states, length), {}, scored=True,
             )
-            for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **timed_caches}.items()
+            for name, contender in self.all_caches.items() if contender.bits is None
         }  # fmt: skip
         seconds = take_turns(steps, _TIMED_STEPS, str(self.model.device))
         return {
@@ -308,7 +309,7 @@ class _Card:
 
     def describe_cache(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache."""
-        groups = [group for part, group in self.results.items() if part.startswith("drift:")]
+        groups = [group["windows"] for group in self._drift_groups]
         windows, floor = (
             torch.tensor([row for x in groups for row in x.get(cache, ())], dtype=torch.float64)
             for cache in (name, FLOOR)
@@ -390,14 +391,14 @@ def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> di
     if jump := drift["jump"]:
         findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
     tasks = [task for task in cache["tasks"].values() if task]
-    num_lost, num_won = (sum(task[key] for task in tasks) for key in ("lost", "won"))
-    if _sign_test(num_lost, num_won) < _SIGNIFICANCE:
-        findings.append(f"It loses {num_lost} right answers and wins {num_won}.")
+    num_lost, num_gained = (sum(task[key] for task in tasks) for key in ("lost", "won"))
+    if _sign_test(num_lost, num_gained) < _SIGNIFICANCE:
+        findings.append(f"It loses {num_lost} correct answers and gains {num_gained}.")
     tier = next(tier for tier, max_kl in TIERS.items() if kl <= max_kl)
     return {"tier": tier, "kl": kl, "findings": findings}
 
 
-def _sign_test(num_lost: int, num_won: int) -> float:
-    """Return the probability of `num_lost` losses or more if losses and wins are equally likely."""
-    trials = num_lost + num_won
-    return float(sum(math.comb(trials, n) for n in range(num_lost, trials + 1)) / 2**trials)
+def _sign_test(num_lost: int, num_gained: int) -> float:
+    """Return the probability of at least `num_lost` losses if a loss is as likely as a gain."""
+    total = num_lost + num_gained
+    return float(sum(math.comb(total, n) for n in range(num_lost, total + 1)) / 2**total)

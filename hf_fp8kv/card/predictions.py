@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -25,17 +25,19 @@ _LOST_ERROR = 0.5
 _EPSILON = 1e-30
 
 
-def read_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
-    """Return keys and values of each layer from one call, with all tokens of a window layer.
+class Prefill(NamedTuple):
+    """The results of one call on an empty cache."""
 
-    Args:
-        model: A decoder with attention layers only.
-        ids: Tokens, `[B, N]`, int64, on the model's device.
-    """
+    states: list[States]  # of each layer, with all tokens of a window layer
+    logits: torch.Tensor  # of the last tokens, [B, 1, vocabulary]
+
+
+def prefill(model: PreTrainedModel, ids: torch.Tensor) -> Prefill:
+    """Call a decoder of attention layers on the tokens `ids`, `[B, N]`, int64, on its device."""
     recorded_cache = DynamicCache()  # without a config, no layer has a window
-    compute_logits(model, ids, recorded_cache, {}, scored=False)
+    logits = compute_logits(model, ids, recorded_cache, {}, scored=False)[:, -1:]
     layers: list[Any] = recorded_cache.layers
-    return [(layer.keys, layer.values) for layer in layers]
+    return Prefill([(layer.keys, layer.values) for layer in layers], logits)
 
 
 def score_text(
@@ -65,11 +67,11 @@ def score_text(
         start = position - scored
         scored_ids, next_ids = ids[:, start:position], ids[:, start + 1 : position]
         exact_cache = UNQUANTIZED.fill(model, states, start)
-        expected = compute_logits(model, scored_ids, exact_cache, {}, scored=True)
+        exact_logits = compute_logits(model, scored_ids, exact_cache, {}, scored=True)
         for name, contender in contenders.items():
             cache = contender.fill(model, states, start)
             logits = compute_logits(model, scored_ids, cache, {}, scored=True)
-            scores[position, name] = compute_scores(expected, logits, next_ids)
+            scores[position, name] = compute_scores(exact_logits, logits, next_ids)
     return scores
 
 
@@ -84,11 +86,12 @@ def compare_states(
         states: Exact keys and values of a text, by layer.
 
     Returns:
-        None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
-        `k_error` and `v_error` are RMS errors relative to the RMS of the states. `k_gain` and
-        `v_gain` are the mean factor between stored and exact states, minus 1. `center` is the error
-        of K relative to the error without centers, by the squares of all layers, and `lost` has the
-        positions of tokens whose error is larger than half of their norm.
+        None for caches other than `FP8PagedCache`, otherwise a dictionary with these entries:
+
+        * `k_error`, `v_error`: largest RMS error of a layer, relative to the RMS of its states.
+        * `k_gain`, `v_gain`: largest factor of a layer between stored and exact states, minus 1.
+        * `center`: RMS error of K over all layers, relative to the error without centers.
+        * `lost`: positions of tokens whose error is larger than half of their norm.
     """
     cache = contender.fill(model, states)
     if not isinstance(cache, FP8PagedCache):

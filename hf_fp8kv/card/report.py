@@ -1,16 +1,17 @@
-"""Format a card as a table for a terminal, as Markdown, as a badge, and as a picture."""
+"""Format a card as a table for a terminal, as Markdown, as a badge, and as a plot."""
 
 import io
 import math
 import statistics
 from collections.abc import Iterator, Mapping
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..bench.reporting import build_table
 from .caches import FLOOR
 from .drift import WINDOW, format_change
 from .measure import ALL_KINDS, TIERS
+from .texts import KINDS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,10 +26,10 @@ _BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), st
 _CHARACTER_WIDTH = 7  # pixels
 # Colors for color-blind readers (Okabe and Ito).
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
-_SMOOTHING = 4  # windows whose divergences are averaged for the picture
+_SMOOTHING = 4  # number of windows whose divergences are averaged for a point of the plot
 
 
-def state_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
+def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
     """Return the verdict on a cache as one line. None means the first cache of the card."""
     name = name or next(iter(card["caches"]))
     cache = card["caches"][name]
@@ -47,14 +48,13 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
     from rich.console import Group
 
     settings, columns = card["settings"], make_columns(card)
-    alignments: dict[str, Literal["left", "right"]] = dict.fromkeys(columns, "right")
-    alignments[next(iter(columns))] = "left"
     table = build_table(
-        alignments, zip(*columns.values(), strict=True), caption=_describe_run(card),
+        {title: "right" if title else "left" for title in columns},
+        zip(*columns.values(), strict=True), caption=_describe_run(card),
         title=f"{settings['model']}, {settings['dtype']}",
     )  # fmt: skip
     refusals = [f"{name}: not measured. {reason}" for name, reason in card["refused"].items()]
-    return Group(table, *(state_verdict(card, name) for name in card["caches"]), *refusals)
+    return Group(table, *(format_verdict(card, name) for name in card["caches"]), *refusals)
 
 
 def format_markdown(card: Mapping[str, Any]) -> str:
@@ -63,15 +63,15 @@ def format_markdown(card: Mapping[str, Any]) -> str:
     lines = [
         f"# {card['settings']['model']}: losses with an 8-bit KV cache",
         "",
-        state_verdict(card),
+        format_verdict(card),
         "",
         f"| {' | '.join(columns)} |",
         f"|---|{'--:|' * (len(columns) - 1)}",
         *(f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True)),
         "",
-        *_explain_measures(card),
+        *_describe_measures(card),
         "",
-        *(f"* {state_verdict(card, name)}" for name in card["caches"]),
+        *(f"* {format_verdict(card, name)}" for name in card["caches"]),
         *(f"* {name} was not measured. {reason}" for name, reason in card["refused"].items()),
         "",
         _describe_run(card),
@@ -79,59 +79,62 @@ def format_markdown(card: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _explain_measures(card: Mapping[str, Any]) -> Iterator[str]:
+def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
     settings = card["settings"]
     floor = ", relative to rounding to bfloat16" if FLOOR in card["caches"] else ""
     yield (
-        f"KL (1e-3) and top-1 compare {settings['scored']} predictions of each of "
-        f"{5 * settings['texts']} texts before a position with the unquantized cache. "
-        f"Drift is the change of KL per 1,000 tokens along {settings['answers']} answers of "
-        f"{settings['drift']:,} tokens (at least 1,024){floor}, with a 95 % interval. "
-        "The detectable drift would have been found with a probability of 80 %."
+        f"KL (1e-3) and top-1 compare the last {settings['scored']} predictions before each "
+        f"position, in each of {len(KINDS) * settings['texts']} texts, with the predictions of the "
+        "unquantized cache. Drift is the change of KL per 1,000 tokens along "
+        f"{settings['answers']} answers of {settings['drift']:,} tokens (at least 1,024){floor}, "
+        "with a 95 % interval. A drift of the detectable size is found with a probability of 80 %."
     )
     if settings["free"]:
         yield (
-            f'"First" is the position of the first different token of {settings["free"]} sampled '
-            "tokens, for each answer."
+            '"First difference" is the position of the first different token of each answer, in '
+            f"{settings['free']} sampled tokens."
         )
     tasks = card["tasks"].items()
     if counts := [f"{n} ({x['right']} of {x['asked']})" for n, x in tasks if not x["dropped"]]:
-        yield f"Right answers of the unquantized cache: {', '.join(counts)}."
+        yield f"Correct answers with the unquantized cache: {', '.join(counts)}."
     if dropped_tasks := [name for name, task in tasks if task["dropped"]]:
         yield f"Too hard for this model: {', '.join(dropped_tasks)}."
 
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the measures, and the values of each cache by its name."""
+    """Return the columns of the table by title: labels under "", and the values of each cache."""
     settings = card["settings"]
-    positions, lengths = settings["positions"], settings["stored"]
-    columns = {
-        "": [
-            "bytes per token", f"tokens in {settings['memory_gib']:g} GiB",
-            *(f"KL at {position:,}" for position in positions),
-            "99th percentile", "largest KL", *(f"top-1 at {position:,}" for position in positions),
-            "KL of answers", "drift", "detectable drift", *["first"] * bool(settings["free"]),
-            *["answers lost, won"] * bool(card["tasks"]),
-            *(f"step at {length:,}" for length in lengths),
-        ]
-    }  # fmt: skip
+    columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
         rows = [row for row in cache["predictions"] if row["kind"] == ALL_KINDS]
-        drift, steps = cache["drift"], (cache["steps"][str(length)] for length in lengths)
-        slopes = ["", ""]
+        drift, steps = cache["drift"], cache["steps"]
+        values = {
+            "bytes per token": f"{cache['bytes_per_token']:,.0f}",
+            f"tokens in {settings['memory_gib']:g} GiB": f"{cache['tokens']:,}",
+            **{f"KL at {x['position']:,}": _format_kl(x["kl"], x["kl_error"]) for x in rows},
+            "99th percentile": _format_kl(rows[-1]["kl_p99"]),
+            "largest KL": _format_kl(rows[-1]["kl_max"]),
+            **{f"top-1 at {x['position']:,}": f"{x['top1']:.1%}" for x in rows},
+            "KL of answers": _format_kl(drift["kl"]),
+            "drift": "",
+            "detectable drift": "",
+        }
         if name != FLOOR and drift["slope"] is not None:
             slope, low, high = (format_change(drift[field]) for field in ("slope", "low", "high"))
-            slopes = [f"{slope} [{low}, {high}]", format_change(drift["detectable"])]
-        columns[name] = [
-            f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
-            *(_format_kl(row["kl"], row["kl_error"]) for row in rows),
-            _format_kl(rows[-1]["kl_p99"]), _format_kl(rows[-1]["kl_max"]),
-            *(f"{row['top1']:.1%}" for row in rows), _format_kl(drift["kl"]),
-            *slopes,
-            *map(_format_differences, [cache["free"]] * bool(settings["free"])),
-            *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
-            *(f"{step['ratio']:.2f}" if step else "" for step in steps),
-        ]  # fmt: skip
+            values["drift"] = f"{slope} [{low}, {high}]"
+            values["detectable drift"] = format_change(drift["detectable"])
+        if settings["free"]:
+            positions = ["none" if x is None else f"{x}" for x in cache["free"]["first"][:4]]
+            values["first difference"] = ", ".join(positions)
+        if card["tasks"]:
+            tasks = [task for task in cache["tasks"].values() if task]
+            num_lost, num_gained = (sum(task[key] for task in tasks) for key in ("lost", "won"))
+            values["answers lost, gained"] = f"{num_lost}, {num_gained}"
+        for length in settings["stored"]:
+            step = steps[str(length)]
+            values[f"step at {length:,}"] = f"{step['ratio']:.2f}" if step else ""
+        columns.setdefault("", [*values])
+        columns[name] = [*values.values()]
     return columns
 
 
@@ -141,22 +144,12 @@ def _format_kl(mean: float, error: float | None = None) -> str:
     return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
 
 
-def _format_differences(free_run: Mapping[str, Any]) -> str:
-    """Return the positions of the first differences of at most four answers."""
-    return ", ".join("none" if first is None else f"{first}" for first in free_run["first"][:4])
-
-
-def _format_answers(tasks: Mapping[str, Any]) -> str:
-    lost, won = (sum(task[key] for task in tasks.values() if task) for key in ("lost", "won"))
-    return f"{lost}, {won}"
-
-
 def _describe_run(card: Mapping[str, Any]) -> str:
     hardware, versions = card["hardware"], card["versions"]
     device = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
     return (
-        f"Steps are times of a decode step in {card['settings']['dtype']} relative to "
-        f"DynamicCache. {device}, {hardware['threads']} threads, torch {versions['torch']}, "
+        f"Times of decode steps, in {card['settings']['dtype']}, are relative to DynamicCache. "
+        f"{device}, {hardware['threads']} threads, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, hf-fp8kv {versions['hf-fp8kv']}, "
         f"{card['date'][:10]}."
     )
@@ -176,7 +169,7 @@ def draw_badge(card: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
-def draw_picture(card: Mapping[str, Any]) -> bytes:
+def draw_plot(card: Mapping[str, Any]) -> bytes:
     """Return a PNG of the divergence by position of the answer."""
     from matplotlib.figure import Figure
 
@@ -190,11 +183,10 @@ def draw_picture(card: Mapping[str, Any]) -> bytes:
         means = [1e3 * statistics.mean(group) for group in groups]
         axes.plot(positions, means, color=color, label=cache["title"])
     axes.set_title(card["settings"]["model"], loc="left", parse_math=False)
-    axes.set_xlabel("position in the answer, tokens")
-    axes.set_ylabel("mean KL from the unquantized cache, 1e-3")
-    axes.set_yscale("log")
+    label = "mean KL from the unquantized cache, 1e-3"
+    axes.set(xlabel="position in the answer, tokens", ylabel=label, yscale="log")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=100, format="png")
-    return picture.getvalue()
+    png = io.BytesIO()
+    figure.savefig(png, dpi=100, format="png")
+    return png.getvalue()

@@ -2,8 +2,8 @@
 
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
 a unique key is found with any cache. Nothing is generated. Questions are beginnings of sentences.
-An answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
-The question continues with the right answer, even if the model's answer is wrong.
+An answer is correct if each of its tokens has a higher logit than the tokens of all wrong
+candidates. The question continues with the correct answer, even if the model's answer is wrong.
 """
 
 import random
@@ -55,7 +55,7 @@ class AnswerToken:
     """A token of an answer. At `index` of a question, its logit must exceed the wrong logits."""
 
     index: int
-    right_id: int
+    correct_id: int
     wrong_ids: tuple[int, ...]
 
 
@@ -77,7 +77,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a question: its text, the right answer, and wrong candidates."""
+    """A part of a question: its text, the correct answer, and wrong candidates."""
 
     text: str
     answer: str

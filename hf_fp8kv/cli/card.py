@@ -44,7 +44,7 @@ def card(
 ) -> None:
     """Measure a model with each cache: KL, drift, lost answers, bytes and speed."""
     from ..card.measure import SIZES, measure_card
-    from ..card.report import draw_badge, draw_picture, format_markdown, format_table
+    from ..card.report import draw_badge, draw_plot, format_markdown, format_table
     from ..utils.files import write_all
 
     if quick and long:
@@ -65,7 +65,7 @@ def card(
         folder / "badge.svg": draw_badge(result).encode(),
     }
     if importlib.util.find_spec("matplotlib"):
-        files[folder / "drift.png"] = draw_picture(result)
+        files[folder / "drift.png"] = draw_plot(result)
     else:
         print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
     write_all({**files, parts_path: None})

@@ -26,14 +26,13 @@ from hf_fp8kv.card.caches import (
     round_to_q8_0,
 )  # fmt: skip
 from hf_fp8kv.card.drift import (
+    compare_answers,
     describe_drift,
-    follow_answers,
-    run_freely,
     sample_answers,
     student_quantile,
 )  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge_cache
-from hf_fp8kv.card.predictions import States, compare_states, read_states, score_text
+from hf_fp8kv.card.predictions import States, compare_states, prefill, score_text
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
 from hf_fp8kv.errors import ConfigError
@@ -93,15 +92,15 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monke
     ET.fromstring((tmp_path / "whole" / "badge.svg").read_text())
 
     started_parts: list[str] = []
-    follow_original = measure.follow_answers
+    sample_original = measure.sample_answers
 
     def interrupt(*arguments: Any) -> Any:
-        started_parts.append("drift")
-        if started_parts.count("drift") == 1:
+        started_parts.append("answers")
+        if started_parts.count("answers") == 2:
             raise KeyboardInterrupt
-        return follow_original(*arguments)
+        return sample_original(*arguments)
 
-    monkeypatch.setattr(measure, "follow_answers", interrupt)
+    monkeypatch.setattr(measure, "sample_answers", interrupt)
     score = measure.score_text
     monkeypatch.setattr(
         measure,
@@ -110,9 +109,9 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monke
     )
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 130
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
-    assert started_parts == ["text"] * 5 + ["drift"]
+    assert started_parts == ["text"] * 5 + ["answers"] * 2
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 0
-    assert started_parts == ["text"] * 5 + ["drift"] * 2, "finished parts must not be repeated"
+    assert started_parts == ["text"] * 5 + ["answers"] * 5, "finished parts must not be repeated"
     resumed = json.loads((tmp_path / "resumed" / "card.json").read_text())
     assert remove_times(resumed) == remove_times(card)
 
@@ -148,7 +147,7 @@ def test_a_card_omits_free_answers_and_tasks(run_command, folder, monkeypatch, t
 def test_cards_support_windows_latents_and_shared_layers(name):
     """Layers with a window count only tokens in the window, with and without quantization."""
     model, _ = tiny(name)
-    states = read_states(model, torch.randint(4, 90, (1, 80)))
+    states = prefill(model, torch.randint(4, 90, (1, 80))).states
     assert not _find_defects(CONTENDERS["default"], model, states)
     unquantized = measure_bytes(UNQUANTIZED, model, states)
     assert unquantized == measure_bytes(CONTENDERS["bf16"], model, states)
@@ -223,7 +222,7 @@ def _find_defects(contender: Contender, model: Any, states: list[States]) -> lis
 
 def test_planted_defects_of_stored_states_are_found():
     model, _ = tiny("llama", num_hidden_layers=2)
-    states = read_states(model, torch.randint(4, 90, (1, 80)))
+    states = prefill(model, torch.randint(4, 90, (1, 80))).states
     for name in ("default", "adaptive", "fp8"):
         assert not _find_defects(CONTENDERS[name], model, states)
     defects = {
@@ -248,29 +247,43 @@ def test_a_jump_is_found_and_a_trend_is_not():
     assert 30 < jump["factor"] < 300
 
 
-def test_an_answer_is_followed_as_it_was_decoded():
-    """An answer that is scored in chunks has the divergences of decoding it token by token."""
+def test_predictions_along_an_answer_match_decoding():
+    """Chunks of an answer have the divergences of decoding it token by token."""
     model, _ = tiny("llama", num_hidden_layers=2)
-    prompts = torch.randint(4, 90, (2, 24))
+    prompt_ids = torch.randint(4, 90, (2, 24))
+    contender = CONTENDERS["default"]
     with paged_attention(model):
-        samples = sample_answers(model, prompts, CONTENDERS["default"], 12)
-        answers = torch.cat([ids for _, ids in samples], 1)
-        free_result = run_freely(model, prompts, answers, CONTENDERS["default"])
-        assert free_result["first"] == [None, None]
-        kl = follow_answers(model, prompts, answers, {"default": CONTENDERS["default"]})
+        prompts = prefill(model, prompt_ids)
+        answers, kl = sample_answers(
+            model, prompts, slice(None), UNQUANTIZED, {"default": contender}, 12
+        )
+        last_answer, _ = sample_answers(model, prompts, slice(1, 2), UNQUANTIZED, {}, 12)
+        free_answers, free_kl = sample_answers(
+            model, prompts, slice(None), contender, {"exact": UNQUANTIZED}, 12
+        )
         caches = DynamicCache(config=model.config), FP8PagedCache(model.config)
         decoded_kls = []
         for step in range(-1, 12):
-            ids = prompts if step < 0 else answers[:, step : step + 1]
+            ids = prompt_ids if step < 0 else answers[:, step : step + 1]
             with torch.no_grad():
                 logits = [model(ids, past_key_values=cache).logits[:, -1] for cache in caches]
             expected, actual = (x.double().log_softmax(-1) for x in logits)
             decoded_kls.append((expected.exp() * (expected - actual)).sum(-1))
+    assert torch.equal(last_answer, answers[1:]), "noise must not depend on the group of answers"
     decoded_kl = torch.stack(decoded_kls[1:], 1)
     assert decoded_kl.min() > 0
     torch.testing.assert_close(kl["default"], decoded_kl, rtol=0.02, atol=1e-10)
+    torch.testing.assert_close(free_kl["exact"], decoded_kl, rtol=0.02, atol=1e-10)
+    comparison = compare_answers(free_answers, answers, free_kl["exact"])
     mean_kl = torch.stack(decoded_kls[:-1]).mean().item()
-    assert free_result["kl_before"] == pytest.approx(mean_kl, rel=0.02)
+    assert (comparison["first"], comparison["kl_after"]) == ([None, None], None)
+    assert comparison["kl_before"] == pytest.approx(mean_kl, rel=0.02)
+    other_answers = answers.clone()
+    other_answers[1, 3] += 1
+    comparison = compare_answers(free_answers, other_answers, free_kl["exact"])
+    after_kl = torch.stack(decoded_kls[3:-1], 1)[1].mean().item()
+    assert comparison["first"] == [None, 3]
+    assert comparison["kl_after"] == pytest.approx(after_kl, rel=0.02)
 
 
 def test_slopes_and_intervals_match_planted_drift():
@@ -304,13 +317,13 @@ def test_a_lost_token_changes_predictions():
         "forgetful": Contender("", lambda model: TokenLossCache(model.config, dtype="model")),
     }
     with paged_attention(model):
-        states = read_states(model, ids)
+        states = prefill(model, ids).states
         scores = score_text(model, ids, states, contenders, positions=[60], scored=10)
     assert scores[60, "whole"].summarize().kl == 0
     assert scores[60, "forgetful"].summarize().kl > 1e-6
 
 
-def test_an_answer_is_right_if_its_token_beats_all_wrong_tokens():
+def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
     model, _ = tiny("llama", num_hidden_layers=2)
     ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
     questions = []
@@ -342,7 +355,7 @@ def test_questions_have_their_answers_in_the_text(task):
         for question in haystack.questions:
             assert haystack.ids.shape[1] + question.ids.shape[1] <= 1024
             for steps in question.answers:
-                assert all(step.right_id not in step.wrong_ids for step in steps)
+                assert all(step.correct_id not in step.wrong_ids for step in steps)
             if task == "confusable keys":
                 key = tokenizer.decode(question.ids[0]).split("number for ")[1].split(" is")[0]
                 assert f"for {key} is" in text
@@ -350,7 +363,7 @@ def test_questions_have_their_answers_in_the_text(task):
                 assert sum(f"for {other_key} is" in text for other_key in other_keys) == 3
 
 
-def test_lost_and_won_answers_cancel():
+def test_lost_and_gained_answers_cancel():
     row = {"kind": measure.ALL_KINDS, "kl": 5e-3}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
 
@@ -360,7 +373,7 @@ def test_lost_and_won_answers_cancel():
         return judge_cache(cache, None)
 
     assert judge_answers(3, 3)["findings"] == judge_answers(1, 0)["findings"] == []
-    assert judge_answers(6, 0)["findings"] == ["It loses 6 right answers and wins 0."]
+    assert judge_answers(6, 0)["findings"] == ["It loses 6 correct answers and gains 0."]
     assert judge_answers(0, 0)["tier"] == "close"
     tiers = [*measure.TIERS.values()]
     assert all(a < b for a, b in pairwise(tiers))
