@@ -28,7 +28,7 @@ _MIN_WINDOWS = 8  # windows of 128 tokens that a slope needs
 _POWER = 0.8  # probability of finding the detectable slope
 
 
-@torch.inference_mode()  # reduces the time of a step by a tenth
+@torch.inference_mode()  # saves work in each of the many small operators of a step
 def sample_answers(
     model: PreTrainedModel,
     prompts: Prefill,
