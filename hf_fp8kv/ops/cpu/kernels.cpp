@@ -1,9 +1,10 @@
 // Kernels of the "cpu" backend. Python fills one struct per call (records.py). Every field has
 // eight bytes, addresses are integers, and strides are in bytes. ops/reference.py specifies the
-// results. build.py compiles this file for each instruction set. `-ffp-contract=off` prevents fused
-// products and sums, because stored bytes must equal the reference's. Other code calls `fma`
+// results. build.py compiles this file for each instruction set. `-ffp-contract=off` prevents
+// fused multiply-adds, because stored bytes must equal the reference's. Other code calls `fma`
 // explicitly.
 
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -18,16 +19,16 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr int LANES = 16, SUMS = 16;
+constexpr int LANES = 16, MAX_SUMS = 16;
 #else
-constexpr int LANES = 8, SUMS = 8;
+constexpr int LANES = 8, MAX_SUMS = 8;
 #endif
-constexpr int STEP = 16;             // values that are decoded at a time
-constexpr int PARTS = STEP / LANES;  // vectors per step
-constexpr int TILE = 256;            // positions per tile of logits
-constexpr int LATENTS = 64;  // positions per tile of latents: decoded, they fit the L2 cache
-constexpr int ROWS = 4;      // query rows that share decoded values
-constexpr float NOTHING = -INFINITY;
+constexpr int STEP = 16;               // values that are decoded at a time
+constexpr int VECTORS = STEP / LANES;  // vectors per step
+constexpr int TILE = 256;              // positions per tile of logits
+constexpr int LATENT_TILE = 64;  // positions per tile of latents: decoded, they fit in the L2 cache
+constexpr int MAX_ROWS = 4;  // query rows that share decoded values
+constexpr float MASKED = -INFINITY;  // logit of a position that a query does not see
 
 // Arrays of vectors stay in registers only if the loops over them are unrolled early.
 #define UNROLL _Pragma("GCC unroll 16")
@@ -52,7 +53,7 @@ inline T load(const void* p) {
 
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
-// Start to load `count` bytes into the L2 cache. The next product needs more than the L1 cache has.
+// Start to load `count` bytes into the L2 cache. The data of the next product exceeds the L1 cache.
 inline void prefetch(const char* p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
@@ -67,12 +68,10 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Floats where(Ints condition, Floats a, Floats b) { return condition ? a : b; }
-
 // exp(x) for x <= 0, within 2 units in the last place. The result is 0 below -87. NaN stays NaN.
 inline Floats exp(Floats x) {
   const Floats magic = splat(12582912.0f);  // adding it rounds to an integer
-  Floats low = where(x < -87.0f, splat(-87.0f), x);
+  Floats low = x < -87.0f ? splat(-87.0f) : x;
   Floats n = fma(low, splat(1.4426950408889634f), magic) - magic;
   Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), low));
   Floats y = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
@@ -82,18 +81,19 @@ inline Floats exp(Floats x) {
   y = fma(y, r, splat(5.0000001201e-1f));
   y = fma(r * r, y, r) + 1.0f;
   Ints power = ((Ints)(n + magic) << 23) + 0x3F800000;
-  return where(x < -87.0f, Floats{}, y * (Floats)power);
+  return x < -87.0f ? Floats{} : y * (Floats)power;
 }
 
 // ---- groups of fields ---------------------------------------------------------------------------
 
+// The block table, and the memory of the pages.
 struct Table {
-  int64_t slots;
-  const int32_t* table;
+  int64_t slots;         // tokens per page
+  const int32_t* table;  // page numbers, [sequences, columns]
   int64_t stride, columns;
-  const int32_t* lengths;
+  const int32_t* lengths;  // tokens of each sequence
   const char* block;
-  const int64_t* offsets;
+  const int64_t* offsets;  // of each page from `block`
 
   const char* page_of(int64_t sequence, int64_t position) const {
     auto row = (const int32_t*)((const char*)table + sequence * stride);
@@ -107,28 +107,29 @@ struct Table {
   }
 };
 
-struct Stored {
+// Stored keys or values. `codes` and `token_scales` are offsets in a page (see records.py).
+struct StoredSide {
   int64_t codes, kind, dim, token_scales;
   const float *static_scale, *center;
   int64_t rotation;
 };
 
-// Keys or values to read, and their format.
-struct Side : Stored {
-  const float* numbers;  // of the 256 codes
+// Keys or values to read, and the fields that `decoding_fields` in records.py explains.
+struct Side : StoredSide {
+  const float* code_values;  // of the 256 codes
   int64_t shift, mask, nan_mask, nan_code;
   double factor;
 };
 
 struct Strided {
   const char* data;
-  int64_t kind, b, h, t;
+  int64_t kind, b, h, t;  // strides of batch, head and token
 };
 
 // ---- numbers in memory --------------------------------------------------------------------------
 
 #ifndef __AVX2__
-inline float from_half(uint16_t h) {
+inline float from_float16(uint16_t h) {
   // 2^112 adjusts the exponent. The exponent of infinity and NaN becomes the largest one.
   uint32_t raw = (uint32_t)(h & 0x7FFF) << 13;
   float x = load<float>(&raw) * 0x1p112f;
@@ -136,7 +137,7 @@ inline float from_half(uint16_t h) {
   return load<float>(&raw);
 }
 
-inline uint16_t to_half(float x) {
+inline uint16_t to_float16(float x) {
   const uint32_t raw = load<uint32_t>(&x), sign = raw >> 16 & 0x8000, size = raw & 0x7FFFFFFF;
   if (size > 0x7F800000) return sign | 0x7E00;
   if (size >= 0x477FF000) return sign | 0x7C00;
@@ -148,43 +149,43 @@ inline uint16_t to_half(float x) {
 }
 #endif
 
-struct Sixteen {
-  Floats part[PARTS];
+struct StepValues {
+  Floats vectors[VECTORS];
 };
 
-struct ReadFloats {
+struct ReadFloat32 {
   static constexpr int64_t WIDTH = 4;
-  inline Sixteen operator()(const char* p) const {
-    Sixteen out;
+  inline StepValues operator()(const char* p) const {
+    StepValues out;
     UNROLL
-    for (int part = 0; part < PARTS; part++) out.part[part] = load<Floats>(p + 4 * LANES * part);
+    for (int v = 0; v < VECTORS; v++) out.vectors[v] = load<Floats>(p + 4 * LANES * v);
     return out;
   }
 };
 
-struct ReadBrains {
+struct ReadBFloat16 {
   static constexpr int64_t WIDTH = 2;
-  inline Sixteen operator()(const char* p) const {
-    Sixteen out;
+  inline StepValues operator()(const char* p) const {
+    StepValues out;
     auto raw = (const uint16_t*)p;
     UNROLL
-    for (int part = 0; part < PARTS; part++) {
+    for (int v = 0; v < VECTORS; v++) {
       Ints wide;
 #if defined(__AVX512F__)
       wide = (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)raw));
 #elif defined(__AVX2__)
-      wide = (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(raw + 8 * part)));
+      wide = (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(raw + 8 * v)));
 #else
-      for (int i = 0; i < LANES; i++) wide[i] = raw[LANES * part + i];
+      for (int i = 0; i < LANES; i++) wide[i] = raw[LANES * v + i];
 #endif
-      out.part[part] = (Floats)(wide << 16);
+      out.vectors[v] = (Floats)(wide << 16);
     }
     return out;
   }
 };
 
 #ifdef __AVX2__
-inline Sixteen from_halves(__m256i h) {
+inline StepValues from_float16(__m256i h) {
 #ifdef __AVX512F__
   return {(Floats)_mm512_cvtph_ps(h)};
 #else
@@ -195,15 +196,15 @@ inline Sixteen from_halves(__m256i h) {
 }
 #endif
 
-struct ReadHalves {
+struct ReadFloat16 {
   static constexpr int64_t WIDTH = 2;
-  inline Sixteen operator()(const char* p) const {
+  inline StepValues operator()(const char* p) const {
 #ifdef __AVX2__
-    return from_halves(_mm256_loadu_si256((const __m256i*)p));
+    return from_float16(_mm256_loadu_si256((const __m256i*)p));
 #else
-    Sixteen out;
+    StepValues out;
     for (int i = 0; i < STEP; i++)
-      out.part[i / LANES][i % LANES] = from_half(load<uint16_t>(p + 2 * i));
+      out.vectors[i / LANES][i % LANES] = from_float16(load<uint16_t>(p + 2 * i));
     return out;
 #endif
   }
@@ -211,10 +212,10 @@ struct ReadHalves {
 
 struct ReadTable {  // decodes any code, by a table
   static constexpr int64_t WIDTH = 1;
-  const float* numbers;
-  inline Sixteen operator()(const char* p) const {
-    Sixteen out;
-    for (int i = 0; i < STEP; i++) out.part[i / LANES][i % LANES] = numbers[(uint8_t)p[i]];
+  const float* code_values;
+  inline StepValues operator()(const char* p) const {
+    StepValues out;
+    for (int i = 0; i < STEP; i++) out.vectors[i / LANES][i % LANES] = code_values[(uint8_t)p[i]];
     return out;
   }
 };
@@ -226,9 +227,9 @@ struct ReadCodes {  // decodes finite codes, up to a factor
   __m256i mask;
   explicit ReadCodes(const Side& s)
       : shift(_mm_cvtsi64_si128(s.shift)), mask(_mm256_set1_epi16((short)s.mask)) {}
-  inline Sixteen operator()(const char* p) const {
+  inline StepValues operator()(const char* p) const {
     __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-    return from_halves(_mm256_and_si256(_mm256_sll_epi16(wide, shift), mask));
+    return from_float16(_mm256_and_si256(_mm256_sll_epi16(wide, shift), mask));
   }
 };
 #endif
@@ -273,7 +274,7 @@ struct ReadIntegers {
 
 // Read `count` < 16 values without touching memory after them. The remaining values are zero.
 template <class Read>
-inline Sixteen read_some(const Read& read, const char* p, int64_t count) {
+inline StepValues read_some(const Read& read, const char* p, int64_t count) {
   char buffer[STEP * Read::WIDTH] = {};
   std::memcpy(buffer, p, count * Read::WIDTH);
   return read(buffer);
@@ -281,12 +282,8 @@ inline Sixteen read_some(const Read& read, const char* p, int64_t count) {
 
 // Sum the lanes of four vectors. Neighbors are added first, and the order does not depend on the
 // other vectors.
-struct Four {
-  float sums[4];
-};
-
-inline Four sum_four(Floats a, Floats b, Floats c, Floats d) {
-  Four out;
+inline std::array<float, 4> sum_lanes(Floats a, Floats b, Floats c, Floats d) {
+  std::array<float, 4> out;
 #ifdef __AVX2__
 #ifdef __AVX512F__
   auto half = [](Floats x) {
@@ -297,12 +294,12 @@ inline Four sum_four(Floats a, Floats b, Floats c, Floats d) {
 #endif
   const __m256 ab = _mm256_hadd_ps(half(a), half(b)), cd = _mm256_hadd_ps(half(c), half(d));
   const __m256 all = _mm256_hadd_ps(ab, cd);
-  _mm_storeu_ps(out.sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+  _mm_storeu_ps(out.data(), _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 #else
   const Floats* vectors[] = {&a, &b, &c, &d};
   for (int i = 0; i < 4; i++) {
     const Floats& x = *vectors[i];
-    out.sums[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    out[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
   }
 #endif
   return out;
@@ -320,14 +317,14 @@ struct Segment {
 
 template <int N, int LINES>
 __attribute__((always_inline)) inline void add_products(
-    const Sixteen (&y)[LINES], const float* x, int64_t x_stride, Floats (&sums)[LINES * N]) {
+    const StepValues (&y)[LINES], const float* x, int64_t x_stride, Floats (&sums)[LINES * N]) {
   UNROLL
-  for (int part = 0; part < PARTS; part++) {
+  for (int v = 0; v < VECTORS; v++) {
     UNROLL
     for (int r = 0; r < N; r++) {
-      const Floats q = load<Floats>(x + r * x_stride + part * LANES);
+      const Floats q = load<Floats>(x + r * x_stride + v * LANES);
       UNROLL
-      for (int l = 0; l < LINES; l++) sums[l * N + r] = fma(y[l].part[part], q, sums[l * N + r]);
+      for (int l = 0; l < LINES; l++) sums[l * N + r] = fma(y[l].vectors[v], q, sums[l * N + r]);
     }
   }
 }
@@ -359,7 +356,7 @@ inline void multiply_lines(
     const char* at = segment.at + line * segment.stride;
     const float* x = rows.x + segment.x;
     const int64_t whole = segment.count & ~(int64_t)(STEP - 1);
-    Sixteen y[LINES];
+    StepValues y[LINES];
     int64_t i = 0;
     for (; i < whole; i += STEP) {
       UNROLL
@@ -377,14 +374,13 @@ inline void multiply_lines(
   }
   UNROLL
   for (int i = 0; i < TOTAL; i += 4) {
-    auto at_most = [](int j) { return j < LAST ? j : LAST; };
-    const Four four =
-        sum_four(sums[i], sums[at_most(i + 1)], sums[at_most(i + 2)], sums[at_most(i + 3)]);
+    auto sum_of = [&](int j) { return sums[j < LAST ? j : LAST]; };
+    const auto four = sum_lanes(sum_of(i), sum_of(i + 1), sum_of(i + 2), sum_of(i + 3));
     UNROLL
     for (int j = 0; j < 4; j++) {
       if (i + j >= TOTAL) continue;
       float* to = rows.out + (i + j) % N * rows.out_stride + line + (i + j) / N;
-      *to = ADDS ? *to + four.sums[j] : four.sums[j];
+      *to = ADDS ? *to + four[j] : four[j];
     }
   }
 }
@@ -392,7 +388,7 @@ inline void multiply_lines(
 template <int N, bool ADDS, class Read>
 void multiply_rows(
     const Read& read, const Segment* segments, int64_t count, int64_t lines, const Rows& rows) {
-  constexpr int LINES = SUMS / N;
+  constexpr int LINES = MAX_SUMS / N;
   int64_t line = 0;
   for (; line + LINES <= lines; line += LINES)
     multiply_lines<N, LINES, ADDS>(read, segments, count, line, rows);
@@ -409,8 +405,8 @@ inline __m512i dot(__m512i sum, __m512i a, __m512i b) {
 }
 
 // Multiply `lines` lines of codes with N rows of integers. Sums are exact, so their order does not
-// matter. Two lines at a time fit the registers, and 16 sums are added across lanes together. Up to
-// 15 outputs after the last line change as well.
+// matter. Two lines at a time fit in the registers, and 16 sums are added across lanes together. Up
+// to 15 outputs after the last line change as well.
 template <int N, bool ADDS>
 void multiply_rows(
     const ReadIntegers& read, const Segment* segments, int64_t count, int64_t lines,
@@ -493,7 +489,7 @@ template <bool ADDS, class Read>
 void multiply(
     const Read& read, const Segment* segments, int64_t count, int64_t lines, int64_t size,
     const Rows& rows) {
-  for (int64_t row = 0; row < size; row += ROWS) {
+  for (int64_t row = 0; row < size; row += MAX_ROWS) {
     const Rows remaining = rows.from(row);
     switch (size - row) {
       case 1: multiply_rows<1, ADDS>(read, segments, count, lines, remaining); break;
@@ -504,22 +500,22 @@ void multiply(
   }
 }
 
-// Call `use` with a reader of values of a kind. `clean` means that no code is NaN or infinity.
+// Call `use` with a reader of values of a kind. `finite` means that no code is NaN or infinity.
 template <class Use>
-void with_reader(int64_t kind, const Side& side, [[maybe_unused]] bool clean, const Use& use) {
+void with_reader(int64_t kind, const Side& side, [[maybe_unused]] bool finite, const Use& use) {
   switch (kind) {
-    case F32: return use(ReadFloats{});
-    case BF16: return use(ReadBrains{});
-    case F16: return use(ReadHalves{});
+    case F32: return use(ReadFloat32{});
+    case BF16: return use(ReadBFloat16{});
+    case F16: return use(ReadFloat16{});
   }
 #ifdef __AVX2__
-  if (clean) return use(ReadCodes(side));
+  if (finite) return use(ReadCodes(side));
 #endif
-  use(ReadTable{side.numbers});
+  use(ReadTable{side.code_values});
 }
 
 // Return whether some code may be NaN or infinity.
-bool has_special(const char* p, int64_t count, const Side& side) {
+bool may_be_nonfinite(const char* p, int64_t count, const Side& side) {
   const uint8_t mask = (uint8_t)side.nan_mask, special = (uint8_t)side.nan_code;
   uint8_t found = 0;
   for (int64_t i = 0; i < count; i++) found |= (uint8_t)(p[i] & mask) == special;
@@ -531,11 +527,11 @@ template <class Read>
 void decode_line(const Read& read, const char* from, int64_t count, float* to) {
   const int64_t whole = count & ~(int64_t)(STEP - 1);
   for (int64_t i = 0; i < whole; i += STEP) {
-    Sixteen x = read(from + i * Read::WIDTH);
+    StepValues x = read(from + i * Read::WIDTH);
     std::memcpy(to + i, &x, sizeof x);
   }
   if (whole < count) {
-    Sixteen x = read_some(read, from + whole * Read::WIDTH, count - whole);
+    StepValues x = read_some(read, from + whole * Read::WIDTH, count - whole);
     std::memcpy(to + whole, &x, sizeof x);
   }
 }
@@ -544,7 +540,7 @@ void read_numbers(const char* from, int64_t kind, int64_t count, float* to) {
   with_reader(kind, {}, false, [&](const auto& read) { decode_line(read, from, count, to); });
 }
 
-uint16_t to_brain(float x) {
+uint16_t to_bfloat16(float x) {
   uint32_t raw = load<uint32_t>(&x);
   return x != x ? 0x7FC0 : (raw + (raw >> 16 & 1) + 0x7FFF) >> 16;
 }
@@ -553,7 +549,7 @@ void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
   auto halves = (uint16_t*)to;
   if (kind == F32) std::memcpy(to, from, 4 * count);
   if (kind == BF16)
-    for (int64_t i = 0; i < count; i++) halves[i] = to_brain(from[i]);
+    for (int64_t i = 0; i < count; i++) halves[i] = to_bfloat16(from[i]);
   if (kind == F16) {
 #ifdef __AVX2__
     for (int64_t i = 0; i < count; i += 8) {
@@ -564,7 +560,7 @@ void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
       std::memcpy(halves + i, &packed, 2 * remaining);
     }
 #else
-    for (int64_t i = 0; i < count; i++) halves[i] = to_half(from[i]);
+    for (int64_t i = 0; i < count; i++) halves[i] = to_float16(from[i]);
 #endif
   }
 }
@@ -587,7 +583,7 @@ void rotate(float* x, int64_t dim, int64_t block) {
       }
       for (; i < dim; i += LANES) {
         const Floats a = load<Floats>(x + i), b = __builtin_shuffle(a, peer_lane);
-        store(x + i, where(is_second, b - a, a + b));
+        store(x + i, is_second ? b - a : a + b);
       }
     }
 #endif
@@ -630,8 +626,8 @@ void for_units(int64_t units, int64_t threads, const Make& make) {
 
 // ---- write --------------------------------------------------------------------------------------
 
-// New keys or values, and the format that they are encoded to.
-struct NewSide : Stored {
+// New keys or values, and constants of the format that they are encoded to.
+struct NewSide : StoredSide {
   Strided in;
   int64_t drop, rebias, min_normal, step, max_code, nan_code, signs, unit;
   double max;
@@ -644,13 +640,13 @@ struct Write {
   NewSide k, v;
 };
 
-constexpr int64_t BLOCK = 64;  // tokens per unit of work
-constexpr int SCALES = 16;     // scales to try within an octave
+constexpr int64_t UNIT_TOKENS = 64;  // tokens per unit of work
+constexpr int NUM_SCALES = 16;     // scales to try within an octave
 constexpr uint32_t INFINITE = 0x7F800000;
 const struct Octave {
-  float steps[SCALES];
+  float steps[NUM_SCALES];
   Octave() {
-    for (int i = 0; i < SCALES; i++) steps[i] = (float)std::exp2(i / (double)SCALES);
+    for (int i = 0; i < NUM_SCALES; i++) steps[i] = (float)std::exp2(i / (double)NUM_SCALES);
   }
 } OCTAVE;
 
@@ -691,14 +687,14 @@ uint32_t dynamic_scale(uint32_t magnitude, float max_value, float min_scale) {
 // Each lane tries one scale.
 uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
   typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
-  constexpr int VECTORS = SCALES / LANES;
+  constexpr int NUM_VECTORS = NUM_SCALES / LANES;
   const uint32_t start_bits = first << 16, unit_bits = (uint32_t)(127 + c.unit) << 23;
   const float start = load<float>(&start_bits), unit = load<float>(&unit_bits);
   const Ints least_normal = Ints{} + (int32_t)(c.min_normal + (c.unit << 23));
   const Ints above = Ints{} + (int32_t)((c.drop << 23) + 0x400000);
-  Floats scales[VECTORS], inverses[VECTORS];
-  Longs errors[VECTORS] = {};
-  for (int v = 0; v < VECTORS; v++) {
+  Floats scales[NUM_VECTORS], inverses[NUM_VECTORS];
+  Longs errors[NUM_VECTORS] = {};
+  for (int v = 0; v < NUM_VECTORS; v++) {
     Ints candidate = (Ints)(load<Floats>(OCTAVE.steps + v * LANES) * start);
     scales[v] = (Floats)((candidate + 0xFFFF) & ~0xFFFF);
     inverses[v] = unit / scales[v];
@@ -706,11 +702,11 @@ uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
   // A lane can sum the squares of 64 errors in float32 exactly: an error is at most 2^9, so the sum
   // is at most 2^24.
   for (int64_t begin = 0; begin < c.dim; begin += 64) {
-    Floats sums[VECTORS] = {};
+    Floats sums[NUM_VECTORS] = {};
     const int64_t end = begin + 64 < c.dim ? begin + 64 : c.dim;
     for (int64_t i = begin; i < end; i++) {
       UNROLL
-      for (int v = 0; v < VECTORS; v++) {
+      for (int v = 0; v < NUM_VECTORS; v++) {
         const Floats x = inverses[v] * line[i];
         // Adding 1.5 times a power of two, whose last bit is worth one step, rounds a value.
         Ints binade = (Ints)x & 0x7F800000;
@@ -727,10 +723,10 @@ uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
         sums[v] = fma(error, error, sums[v]);  // exact
       }
     }
-    for (int v = 0; v < VECTORS; v++) errors[v] += __builtin_convertvector(sums[v], Longs);
+    for (int v = 0; v < NUM_VECTORS; v++) errors[v] += __builtin_convertvector(sums[v], Longs);
   }
   float min_cost = INFINITY, best_scale = start, relative_to = 1 / start;
-  for (int i = 0; i < SCALES; i++) {
+  for (int i = 0; i < NUM_SCALES; i++) {
     const float candidate = scales[i / LANES][i % LANES], relative = candidate * relative_to;
     const float cost = (float)errors[i / LANES][i % LANES] * (relative * relative);
     if (cost < min_cost) min_cost = cost, best_scale = candidate;
@@ -818,9 +814,9 @@ void decode_part(
     bool transposed, float* lines, int64_t stride, float* column) {
   const int64_t width = width_of(s.kind), dim = s.dim;
   const char* codes = page + s.codes + head * slots * dim * width;
-  const bool clean = s.kind == CODES && !has_special(codes, slots * dim, s);
+  const bool finite = s.kind == CODES && !may_be_nonfinite(codes, slots * dim, s);
   // Capture copies, because captured references are loaded again after each store.
-  with_reader(s.kind, s, clean, [=](const auto& read) {
+  with_reader(s.kind, s, finite, [=](const auto& read) {
     if (!transposed)
       for (int64_t t = 0; t < count; t++)
         decode_line(read, codes + (slot + t) * dim * width, dim, lines + t * stride);
@@ -842,7 +838,8 @@ void gather_part(
   const int64_t pitch = padded(s.dim);
   float* lines = memory;  // [count, pitch]
   decode_part(
-      s, page, slots, stored_head, slot, count, c.transposed, lines, pitch, memory + BLOCK * pitch);
+      s, page, slots, stored_head, slot, count, c.transposed, lines, pitch,
+      memory + UNIT_TOKENS * pitch);
   const float* scale = s.static_scale ? s.static_scale + stored_head * s.dim : nullptr;
   const float* center = s.center ? s.center + (sequence * c.heads + head) * s.dim : nullptr;
   for (int64_t t = 0; t < count; t++) {
@@ -872,7 +869,7 @@ struct Attend {
   Table table;
   Side k, v;
   int64_t latent;
-  Side p;  // RoPE parts, if K holds latents
+  Side rope;  // the RoPE part of K, if K holds latents
   Strided q;
   const float* sinks;
   Strided mask, bias;
@@ -895,8 +892,8 @@ bool sums_are_exact(const Attend& c, const Side& side) {
 }
 
 // Round a row of `count` values to integers of 16 bits, in the order of ReadIntegers. Return the
-// factor of its products with codes. Sums of products fit 32 bits. Values after the row are zero up
-// to a multiple of 64.
+// factor of its products with codes. Sums of products fit in 32 bits. Values after the row are zero
+// up to a multiple of 64.
 float round_row(const float* x, int64_t count, const Side& side, float* to) {
 #ifdef __AVX512BW__
   __m512i most = _mm512_setzero_si512();  // positive floats and their bits have the same order
@@ -932,9 +929,9 @@ float round_row(const float* x, int64_t count, const Side& side, float* to) {
 #endif
 }
 
-constexpr int64_t LINE = TILE + STEP;  // distance of two rows of logits, in values
+constexpr int64_t LOGITS_STRIDE = TILE + STEP;  // distance of two rows of logits, in values
 
-struct Part {  // part of a tile within one page
+struct PagePart {  // part of a tile within one page
   const char* page;
   int64_t slot, first, count;
 };
@@ -942,7 +939,7 @@ struct Part {  // part of a tile within one page
 // Temporary memory of a thread, for `rows` query rows and one tile of positions.
 struct Scratch {
   std::unique_ptr<float[]> memory;
-  std::vector<Part> parts;
+  std::vector<PagePart> parts;
   std::vector<Segment> segments, decoded;
   float *q, *logits, *offset, *largest, *sums, *k_scales, *v_scales, *strip, *latents, *out;
   // Rounded queries and weights, and their factors, if the products of a side are sums of integers.
@@ -955,16 +952,16 @@ struct Scratch {
     const int64_t rows = padded(c.rows), k = padded(c.k.dim), v = padded(c.v.dim);
     const int64_t pages = TILE / c.table.slots + 2, tile = TILE + STEP * pages;  // at most
     parts.resize(pages), segments.resize(pages), decoded.resize(pages);
-    q_stride = k + padded(c.latent ? c.p.dim : 0);
+    q_stride = k + padded(c.latent ? c.rope.dim : 0);
     k_is_int = sums_are_exact(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
     v_is_int = sums_are_exact(c, c.v);
     int_stride = k / 2;
-    const int64_t of_latents = c.latent ? LATENTS * q_stride : 0;
+    const int64_t of_latents = c.latent ? LATENT_TILE * q_stride : 0;
     const std::pair<float**, int64_t> buffers[] = {
-        {&q, c.rows * q_stride}, {&logits, c.rows * LINE},
+        {&q, c.rows * q_stride}, {&logits, c.rows * LOGITS_STRIDE},
         {&offset, rows},         {&largest, rows},
-        {&sums, rows},           {&k_scales, LINE},
-        {&v_scales, LINE},       {&strip, SUMS * (k > tile ? k : tile)},
+        {&sums, rows},           {&k_scales, LOGITS_STRIDE},
+        {&v_scales, LOGITS_STRIDE},       {&strip, MAX_SUMS * (k > tile ? k : tile)},
         {&latents, of_latents},  {&out, c.rows * v},
         {&int_q, k_is_int ? c.rows * int_stride : 0},
         {&int_weights, v_is_int ? c.rows * TILE / 2 : 0},
@@ -979,14 +976,14 @@ struct Scratch {
 };
 
 Floats tanh(Floats x) {
-  Floats size = where(x < 0.0f, -x, x), square = x * x;
+  Floats size = x < 0.0f ? -x : x, square = x * x;
   Floats y = fma(splat(-5.70498872745e-3f), square, splat(2.06390887954e-2f));
   y = fma(y, square, splat(-5.37397155531e-2f));
   y = fma(y, square, splat(1.33314422036e-1f));
   y = fma(y, square, splat(-3.33332819422e-1f));
   Floats near = fma(square * size, y, size), e = exp(size * -2.0f);
-  Floats found = where(size < 0.625f, near, (1.0f - e) / (1.0f + e));
-  return where(x < 0.0f, -found, found);
+  Floats result = size < 0.625f ? near : (1.0f - e) / (1.0f + e);
+  return x < 0.0f ? -result : result;
 }
 
 // Load a query, multiplied by `scaling` and by the factor and static scale of a side's codes.
@@ -1007,62 +1004,65 @@ float load_query(
   return product;
 }
 
-// Return whether no code in the parts of a side may be NaN or infinity.
-bool are_clean(
-    const Attend& c, const Scratch& s, int64_t parts, const Side& side, int64_t head,
+// Return whether all codes of a side in these parts are finite.
+bool all_finite(
+    const Attend& c, const Scratch& s, int64_t num_parts, const Side& side, int64_t head,
     bool by_token) {
   if (side.kind != CODES) return false;
-  for (int64_t i = 0; i < parts; i++) {
-    const Part& part = s.parts[i];
+  for (int64_t i = 0; i < num_parts; i++) {
+    const PagePart& part = s.parts[i];
     const char* first = part.page + side.codes + head * c.table.slots * side.dim;
     if (by_token) first += part.slot * side.dim;
-    if (has_special(first, (by_token ? part.count : c.table.slots) * side.dim, side)) return false;
+    const int64_t count = (by_token ? part.count : c.table.slots) * side.dim;
+    if (may_be_nonfinite(first, count, side)) return false;
   }
   return true;
 }
 
-// Load the dynamic scales of a tile: the lower (K) or upper (V) halves of 32-bit words.
-void load_scales(
-    const Attend& c, const Scratch& s, int64_t parts, int64_t first, int64_t head, float* to) {
-  for (int64_t i = 0; i < parts; i++) {
-    const Part& part = s.parts[i];
-    const char* words = part.page + first + 4 * (head * c.table.slots + part.slot);
+// Load the dynamic scales of a tile, which begin at an offset in each page: the lower (K) or upper
+// (V) halves of 32-bit words. Return `to`, or nullptr without dynamic scales.
+const float* load_scales(
+    const Attend& c, const Scratch& s, int64_t num_parts, int64_t offset, int64_t head, float* to) {
+  for (int64_t i = 0; offset && i < num_parts; i++) {
+    const PagePart& part = s.parts[i];
+    const char* words = part.page + offset + 4 * (head * c.table.slots + part.slot);
     for (int64_t j = 0; j < part.count; j++) to[part.first + j] = scale_of(words + 4 * j);
   }
+  return offset ? to : nullptr;
 }
 
-// Multiply `lines` stored lines with rows. If the rows do not fit the registers, or with `seen`,
+// Multiply `lines` stored lines with rows. If the rows do not fit in the registers, or with `seen`,
 // lines are decoded first. Values that are not in `seen` count as zero. Integers have no NaN, so
 // products with NaN are set afterwards.
 template <bool ADDS>
 void multiply_stored(
-    Scratch& s, const Side& side, bool clean, int64_t parts, int64_t lines, int64_t size,
+    Scratch& s, const Side& side, bool finite, int64_t num_parts, int64_t lines, int64_t size,
     const Rows& rows, const uint8_t* seen) {
 #ifdef __AVX512BW__
   if (rows.factors) {
     const ReadIntegers read(side);
-    multiply<ADDS>(read, s.segments.data(), parts, lines, size, rows);
+    multiply<ADDS>(read, s.segments.data(), num_parts, lines, size, rows);
     if (!read.found_nan()) return;
     for (int64_t line = 0; line < lines; line++)
-      for (int64_t i = 0; i < parts; i++) {
+      for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
         const char* at = segment.at + line * segment.stride;
         for (int64_t j = 0; j < segment.count; j++)
-          if (has_special(at + j, 1, side) && !(seen && !seen[segment.x + j]))
+          if (may_be_nonfinite(at + j, 1, side) && !(seen && !seen[segment.x + j]))
             for (int64_t r = 0; r < size; r++) rows.out[r * rows.out_stride + line] = NAN;
       }
     return;
   }
 #endif
-  with_reader(side.kind, side, clean, [&](const auto& read) {
-    if (size <= ROWS && !seen)
-      return multiply<ADDS>(read, s.segments.data(), parts, lines, size, rows);
+  with_reader(side.kind, side, finite, [&](const auto& read) {
+    if (size <= MAX_ROWS && !seen)
+      return multiply<ADDS>(read, s.segments.data(), num_parts, lines, size, rows);
     int64_t length = 0;
-    for (int64_t i = 0; i < parts; i++) length += padded(s.segments[i].count);
-    for (int64_t line = 0; line < lines; line += SUMS) {
-      const int64_t num_lines = lines - line < SUMS ? lines - line : SUMS;
+    for (int64_t i = 0; i < num_parts; i++) length += padded(s.segments[i].count);
+    for (int64_t line = 0; line < lines; line += MAX_SUMS) {
+      const int64_t num_lines = lines - line < MAX_SUMS ? lines - line : MAX_SUMS;
       float* to = s.strip;
-      for (int64_t i = 0; i < parts; i++) {
+      for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
         s.decoded[i] = {(const char*)to, 4 * length, segment.count, segment.x, nullptr};
         for (int64_t l = 0; l < num_lines; l++) {
@@ -1075,62 +1075,62 @@ void multiply_stored(
         to += padded(segment.count);
       }
       const Rows output{rows.x, rows.x_stride, rows.out + line, rows.out_stride};
-      multiply<ADDS>(ReadFloats{}, s.decoded.data(), parts, num_lines, size, output);
+      multiply<ADDS>(ReadFloat32{}, s.decoded.data(), num_parts, num_lines, size, output);
     }
   });
 }
 
 // Compute the products of queries and a tile of K.
-void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows) {
-  const bool clean = !s.k_is_int && are_clean(c, s, parts, c.k, head, true);
+void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, int64_t head, int64_t rows) {
+  const bool finite = !s.k_is_int && all_finite(c, s, num_parts, c.k, head, true);
   const int64_t stride = c.k.dim * width_of(c.k.kind);
-  for (int64_t i = 0; i < parts; i++) {
-    const Part part = s.parts[i];
+  for (int64_t i = 0; i < num_parts; i++) {
+    const PagePart part = s.parts[i];
     const char* prefetch =
         part.page + c.v.codes + head * c.v.dim * c.table.slots * width_of(c.v.kind);
     s.segments[0] = {
         part.page + c.k.codes + (head * c.table.slots + part.slot) * stride, stride, c.k.dim, 0,
         prefetch};
-    Rows logits{s.q, s.q_stride, s.logits + part.first, LINE};
-    if (s.k_is_int) logits = {s.int_q, s.int_stride, logits.out, LINE, s.q_factors};
-    multiply_stored<false>(s, c.k, clean, 1, part.count, rows, logits, nullptr);
+    Rows logits{s.q, s.q_stride, s.logits + part.first, LOGITS_STRIDE};
+    if (s.k_is_int) logits = {s.int_q, s.int_stride, logits.out, LOGITS_STRIDE, s.q_factors};
+    multiply_stored<false>(s, c.k, finite, 1, part.count, rows, logits, nullptr);
   }
 }
 
 // Add the products of weights and a tile of V. `next` is the position after the tile.
 void multiply_values(
-    const Attend& c, Scratch& s, int64_t parts, int64_t sequence, int64_t next, int64_t head,
+    const Attend& c, Scratch& s, int64_t num_parts, int64_t sequence, int64_t next, int64_t head,
     int64_t rows, bool all_seen) {
-  const bool clean = !s.v_is_int && are_clean(c, s, parts, c.v, head, false);
+  const bool finite = !s.v_is_int && all_finite(c, s, num_parts, c.v, head, false);
   const int64_t width = width_of(c.v.kind);
-  for (int64_t i = 0; i < parts; i++) {
-    const Part& part = s.parts[i];
+  for (int64_t i = 0; i < num_parts; i++) {
+    const PagePart& part = s.parts[i];
     const char* first =
         part.page + c.v.codes + (head * c.v.dim * c.table.slots + part.slot) * width;
     const char* prefetch = c.table.page_to_prefetch(part.page, sequence, next + i * c.table.slots) +
                            c.k.codes + head * c.k.dim * c.table.slots * width_of(c.k.kind);
     s.segments[i] = {first, c.table.slots * width, part.count, part.first, prefetch};
   }
-  Rows weights{s.logits, LINE, s.out, padded(c.v.dim)};
+  Rows weights{s.logits, LOGITS_STRIDE, s.out, padded(c.v.dim)};
   if (s.v_is_int) {
-    const int64_t count = s.parts[parts - 1].first + s.parts[parts - 1].count;
+    const int64_t count = s.parts[num_parts - 1].first + s.parts[num_parts - 1].count;
     for (int64_t row = 0; row < rows; row++)
       s.weight_factors[row] =
-          round_row(s.logits + row * LINE, count, c.v, s.int_weights + row * TILE / 2);
+          round_row(s.logits + row * LOGITS_STRIDE, count, c.v, s.int_weights + row * TILE / 2);
     weights = {s.int_weights, TILE / 2, s.out, weights.out_stride, s.weight_factors};
   }
-  const uint8_t* seen = all_seen || clean ? nullptr : s.seen;
-  multiply_stored<true>(s, c.v, clean, parts, c.v.dim, rows, weights, seen);
+  const uint8_t* seen = all_seen || finite ? nullptr : s.seen;
+  multiply_stored<true>(s, c.v, finite, num_parts, c.v.dim, rows, weights, seen);
 }
 
 // Compute the products of queries and a tile of latents. Latents and their RoPE parts are
 // decoded into the same lines, which `multiply_weights` also reads.
 void multiply_latents(
-    const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows, int64_t count) {
-  const Side* sides[] = {&c.k, &c.p};
+    const Attend& c, Scratch& s, int64_t num_parts, int64_t head, int64_t rows, int64_t count) {
+  const Side* sides[] = {&c.k, &c.rope};
   const float* scales[] = {s.k_scales, s.v_scales};
-  for (int64_t i = 0; i < parts; i++) {
-    const Part& part = s.parts[i];
+  for (int64_t i = 0; i < num_parts; i++) {
+    const PagePart& part = s.parts[i];
     for (int side = 0; side < 2; side++) {
       const Side& stored = *sides[side];
       float* lines = s.latents + part.first * s.q_stride + (side ? padded(c.k.dim) : 0);
@@ -1144,31 +1144,32 @@ void multiply_latents(
     }
   }
   // A few positions at a time stay in the L1 cache for all rows.
-  for (int64_t j = 0; j < count; j += SUMS) {
+  for (int64_t j = 0; j < count; j += MAX_SUMS) {
     const Segment line{
         (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr};
-    const int64_t lines = count - j < SUMS ? count - j : SUMS;
-    multiply<false>(ReadFloats{}, &line, 1, lines, rows, {s.q, s.q_stride, s.logits + j, LINE});
+    const int64_t lines = count - j < MAX_SUMS ? count - j : MAX_SUMS;
+    const Rows logits{s.q, s.q_stride, s.logits + j, LOGITS_STRIDE};
+    multiply<false>(ReadFloat32{}, &line, 1, lines, rows, logits);
   }
 }
 
 // Add the products of weights and latents, for N rows and STEP channels.
 template <int N>
 void add_latents(const Scratch& s, int64_t count, int64_t row, int64_t channel, int64_t stride) {
-  Floats sums[N][PARTS];
+  Floats sums[N][VECTORS];
   float* out = s.out + row * stride + channel;
   for (int r = 0; r < N; r++)
-    for (int v = 0; v < PARTS; v++) sums[r][v] = load<Floats>(out + r * stride + v * LANES);
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = load<Floats>(out + r * stride + v * LANES);
   for (int64_t j = 0; j < count; j++) {
     const float* x = s.latents + j * s.q_stride + channel;
-    for (int v = 0; v < PARTS; v++) {
+    for (int v = 0; v < VECTORS; v++) {
       const Floats y = load<Floats>(x + v * LANES);
       for (int r = 0; r < N; r++)
-        sums[r][v] = fma(splat(s.logits[(row + r) * LINE + j]), y, sums[r][v]);
+        sums[r][v] = fma(splat(s.logits[(row + r) * LOGITS_STRIDE + j]), y, sums[r][v]);
     }
   }
   for (int r = 0; r < N; r++)
-    for (int v = 0; v < PARTS; v++) store(out + r * stride + v * LANES, sums[r][v]);
+    for (int v = 0; v < VECTORS; v++) store(out + r * stride + v * LANES, sums[r][v]);
 }
 
 void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, bool all_seen) {
@@ -1178,7 +1179,8 @@ void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, 
   const int64_t stride = padded(c.v.dim);
   for (int64_t channel = 0; channel < stride; channel += STEP) {
     int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) add_latents<ROWS>(s, count, row, channel, stride);
+    for (; row + MAX_ROWS <= rows; row += MAX_ROWS)
+      add_latents<MAX_ROWS>(s, count, row, channel, stride);
     for (; row < rows; row++) add_latents<1>(s, count, row, channel, stride);
   }
 }
@@ -1195,7 +1197,8 @@ void add_bias(
     const char* from = x.data + sequence * x.b + (head * groups + row % groups) * x.h +
                        (token + row / groups) * x.t;
     read_numbers(from + (low + skipped - c.start) * width, x.kind, count - skipped, s.strip);
-    for (int64_t j = skipped; j < count; j++) s.logits[row * LINE + j] += s.strip[j - skipped];
+    float* line = s.logits + row * LOGITS_STRIDE;
+    for (int64_t j = skipped; j < count; j++) line[j] += s.strip[j - skipped];
   }
 }
 
@@ -1217,7 +1220,7 @@ bool mask_logits(
       const bool visible = j >= begin && j < end && !(mask && !mask[j]);
       s.seen[j] |= visible;
       if (!visible)
-        for (int64_t g = 0; g < groups; g++) s.logits[(row + g) * LINE + j] = NOTHING;
+        for (int64_t g = 0; g < groups; g++) s.logits[(row + g) * LOGITS_STRIDE + j] = MASKED;
     }
   }
   return !std::memchr(s.seen, 0, count);
@@ -1228,19 +1231,19 @@ bool mask_logits(
 void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, const float* scales) {
   const int64_t stride = padded(c.v.dim);
   for (int64_t row = 0; row < rows; row++) {
-    float* line = s.logits + row * LINE;
-    for (int64_t j = count; j < padded(count); j++) line[j] = NOTHING;
+    float* line = s.logits + row * LOGITS_STRIDE;
+    for (int64_t j = count; j < padded(count); j++) line[j] = MASKED;
     // The last part may begin within a vector, and then reads weights up to here.
-    for (int64_t j = padded(count); j < LINE; j++) line[j] = 0;
+    for (int64_t j = padded(count); j < LOGITS_STRIDE; j++) line[j] = 0;
     Floats max = splat(s.largest[row]);
     for (int64_t j = 0; j < count; j += LANES) {
       Floats x = load<Floats>(line + j);
-      max = where(x > max, x, max);
+      max = x > max ? x : max;
     }
     float row_max = s.largest[row];
     for (int lane = 0; lane < LANES; lane++) row_max = max[lane] > row_max ? max[lane] : row_max;
     if (row_max > s.largest[row]) {
-      if (s.largest[row] > NOTHING) {
+      if (s.largest[row] > MASKED) {
         const float alpha = exp(splat(s.largest[row] - row_max))[0];
         s.sums[row] *= alpha;
         for (int64_t d = 0; d < stride; d++) s.out[row * stride + d] *= alpha;
@@ -1248,14 +1251,14 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
       s.largest[row] = row_max;
     }
     // For a row without visible positions, -inf - 0 gives weights of zero, but -inf - -inf is NaN.
-    const float base = row_max > NOTHING ? row_max : 0;
+    const float base = row_max > MASKED ? row_max : 0;
     Floats total = {};
     for (int64_t j = 0; j < padded(count); j += LANES) {
       Floats weight = exp(load<Floats>(line + j) - base);
       total += weight;
       store(line + j, scales ? weight * load<Floats>(scales + j) : weight);
     }
-    s.sums[row] += sum_four(total, total, total, total).sums[0];
+    s.sums[row] += sum_lanes(total, total, total, total)[0];
   }
 }
 
@@ -1264,26 +1267,24 @@ void attend_tile(
     const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
     int64_t low, int64_t first, int64_t high) {
   const int64_t count = high - low, slots = c.table.slots;
-  int64_t parts = 0;
-  for (int64_t at = low; at < high; parts++) {
+  int64_t num_parts = 0;
+  for (int64_t at = low; at < high; num_parts++) {
     const int64_t slot = at % slots, size = slots - slot < high - at ? slots - slot : high - at;
-    s.parts[parts] = {c.table.page_of(sequence, at), slot, at - low, size};
+    s.parts[num_parts] = {c.table.page_of(sequence, at), slot, at - low, size};
     at += size;
   }
-  const float* k_scales = nullptr;
-  if (c.k.token_scales)
-    load_scales(c, s, parts, c.k.token_scales, head, s.k_scales), k_scales = s.k_scales;
+  const float* k_scales = load_scales(c, s, num_parts, c.k.token_scales, head, s.k_scales);
   if (c.latent) {
-    if (c.p.token_scales) load_scales(c, s, parts, c.p.token_scales, head, s.v_scales);
-    multiply_latents(c, s, parts, head, rows, count);
+    load_scales(c, s, num_parts, c.rope.token_scales, head, s.v_scales);
+    multiply_latents(c, s, num_parts, head, rows, count);
     k_scales = nullptr;  // the scales were applied to decoded values
   } else {
-    multiply_keys(c, s, parts, head, rows);
+    multiply_keys(c, s, num_parts, head, rows);
   }
   if (k_scales || c.k.center || c.softcap != 0)
     for (int64_t row = 0; row < rows; row++)
       for (int64_t j = 0; j < count; j += LANES) {
-        float* place = s.logits + row * LINE + j;
+        float* place = s.logits + row * LOGITS_STRIDE + j;
         Floats x = load<Floats>(place);
         if (k_scales) x *= load<Floats>(k_scales + j);
         if (c.k.center) x += s.offset[row];
@@ -1300,17 +1301,16 @@ void attend_tile(
     all_seen = mask_logits(c, s, sequence, token, rows, low, first, count, query, masked);
     if (!all_seen && !std::memchr(s.seen, 1, count)) return;
   }
-  const float* v_scales = nullptr;
-  if (c.v.token_scales && !c.latent) {
-    load_scales(c, s, parts, c.v.token_scales, head, s.v_scales);
-    v_scales = s.v_scales;
+  const int64_t v_offset = c.latent ? 0 : c.v.token_scales;  // latents were scaled when decoded
+  const float* v_scales = load_scales(c, s, num_parts, v_offset, head, s.v_scales);
+  if (v_scales) {
     for (int64_t j = count; j < padded(count); j++) s.v_scales[j] = 0;
     for (int64_t j = 0; j < count && !all_seen; j++)
       if (!s.seen[j]) s.v_scales[j] = 0;
   }
   update_softmax(c, s, rows, count, v_scales);
   if (c.latent) multiply_weights(c, s, rows, count, all_seen);
-  else multiply_values(c, s, parts, sequence, high, head, rows, all_seen);
+  else multiply_values(c, s, num_parts, sequence, high, head, rows, all_seen);
 }
 
 // Add the sums of a span, relative to its largest logit, to the sums of earlier spans. `to` holds
@@ -1319,15 +1319,15 @@ void attend_tile(
 void add_span(float* to, float largest, float sum, const float* x, int64_t dim) {
   const float max_logit = largest > to[0] ? largest : to[0];
   // Without visible positions the sums are zero. If all visible logits are NaN, they are NaN.
-  const float old_factor = to[0] > NOTHING ? std::exp(to[0] - max_logit) : 1;
-  const float new_factor = largest > NOTHING ? std::exp(largest - max_logit) : 1;
+  const float old_factor = to[0] > MASKED ? std::exp(to[0] - max_logit) : 1;
+  const float new_factor = largest > MASKED ? std::exp(largest - max_logit) : 1;
   to[0] = max_logit;
   to[1] = to[1] * old_factor + sum * new_factor;
   for (int64_t d = 0; d < dim; d++) to[2 + d] = to[2 + d] * old_factor + x[d] * new_factor;
 }
 
 void clear_sums(float* sums, int64_t dim) {
-  sums[0] = NOTHING;
+  sums[0] = MASKED;
   std::memset(sums + 1, 0, 4 * (1 + dim));
 }
 
@@ -1345,7 +1345,7 @@ void load_queries(
       s.q_factors[row] = round_row(to, c.k.dim, c.k, s.int_q + row * s.int_stride);
     if (c.latent) {
       x += c.k.dim * width_of(c.q.kind);
-      load_query(c, x, c.p, head, nullptr, to + padded(c.k.dim));
+      load_query(c, x, c.rope, head, nullptr, to + padded(c.k.dim));
     }
   }
 }
@@ -1386,12 +1386,12 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
   // Vectors begin at multiples of STEP or 64, and tiles at multiples of their size.
   for (int64_t low = first & -(s.v_is_int ? 64 : STEP); low < high;) {
     std::memset(s.out, 0, 4 * c.rows * stride);
-    for (int64_t row = 0; row < rows; row++) s.largest[row] = NOTHING, s.sums[row] = 0;
+    for (int64_t row = 0; row < rows; row++) s.largest[row] = MASKED, s.sums[row] = 0;
     int64_t stop = (low / c.span + 1) * c.span;
     if (stop > high) stop = high;
     const int64_t position = low > first ? low : first;
     while (low < stop) {
-      const int64_t tile = c.latent ? LATENTS : TILE, next = (low / tile + 1) * tile;
+      const int64_t tile = c.latent ? LATENT_TILE : TILE, next = (low / tile + 1) * tile;
       const int64_t end = next < stop ? next : stop;
       attend_tile(c, s, sequence, head, token, rows, low, first, end);
       low = end;
@@ -1416,8 +1416,8 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
   float weight = 1, total = sums[1], *x = sums + 2;
   if (c.sinks) {
     const float sink = c.sinks[q_head], max_logit = sink > sums[0] ? sink : sums[0];
-    weight = sums[0] > NOTHING ? std::exp(sums[0] - max_logit) : 1;
-    total = total * weight + (sink == NOTHING ? 0 : std::exp(sink - max_logit));
+    weight = sums[0] > MASKED ? std::exp(sums[0] - max_logit) : 1;
+    total = total * weight + (sink == MASKED ? 0 : std::exp(sink - max_logit));
   }
   const float inverse = weight / (total != 0 ? total : 1);
   const float factor = c.v.kind == CODES ? (float)c.v.factor : 1;
@@ -1447,13 +1447,13 @@ EXPORT void set_parallel_for(void* function) { parallel_for = (decltype(parallel
 EXPORT int write_tokens(const Write* call, int64_t threads) {
   const Write& c = *call;
   if (!has_pages(c)) return 0;
-  const int64_t blocks = (c.tokens + BLOCK - 1) / BLOCK;
+  const int64_t blocks = (c.tokens + UNIT_TOKENS - 1) / UNIT_TOKENS;
   for_units(c.batch * c.heads * blocks, threads, [&] {
     const int64_t dim = (c.k.dim > c.v.dim ? c.k.dim : c.v.dim) + STEP;
     return [&c, blocks, line = std::vector<float>(2 * dim),
             codes = std::vector<uint8_t>(dim)](int64_t unit) mutable {
-      const int64_t begin = unit % blocks * BLOCK,
-                    end = begin + BLOCK < c.tokens ? begin + BLOCK : c.tokens;
+      const int64_t begin = unit % blocks * UNIT_TOKENS,
+                    end = begin + UNIT_TOKENS < c.tokens ? begin + UNIT_TOKENS : c.tokens;
       for (int64_t token = begin; token < end; token++)
         for (bool is_value : {false, true})
           write_vector(
@@ -1466,16 +1466,16 @@ EXPORT int write_tokens(const Write* call, int64_t threads) {
 
 EXPORT void gather(const Gather* call, int64_t threads) {
   const Gather& c = *call;
-  const int64_t blocks = (c.stop - c.start + BLOCK - 1) / BLOCK;
+  const int64_t blocks = (c.stop - c.start + UNIT_TOKENS - 1) / UNIT_TOKENS;
   for_units(c.batch * c.heads * blocks, threads, [&] {
-    return [&c, blocks, square = std::vector<float>((padded(c.side.dim) + 1) * BLOCK + STEP)](
+    return [&c, blocks, memory = std::vector<float>((padded(c.side.dim) + 1) * UNIT_TOKENS + STEP)](
                int64_t unit) mutable {
-      int64_t begin = c.start + unit % blocks * BLOCK;
-      const int64_t stop = begin + BLOCK < c.stop ? begin + BLOCK : c.stop;
+      int64_t begin = c.start + unit % blocks * UNIT_TOKENS;
+      const int64_t stop = begin + UNIT_TOKENS < c.stop ? begin + UNIT_TOKENS : c.stop;
       for (; begin < stop;) {
         int64_t end = (begin / c.table.slots + 1) * c.table.slots;
         end = end < stop ? end : stop;
-        gather_part(c, unit / blocks / c.heads, unit / blocks % c.heads, begin, end, square.data());
+        gather_part(c, unit / blocks / c.heads, unit / blocks % c.heads, begin, end, memory.data());
         begin = end;
       }
     };

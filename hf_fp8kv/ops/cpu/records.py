@@ -38,7 +38,7 @@ def table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
 
 
 def side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
-    """Return the fields of the struct `Stored` of side "k" or "v".
+    """Return the fields of the struct `StoredSide` of side "k" or "v".
 
     `codes` is the offset of the side's codes in a page, in bytes. `token_scales` is the offset of
     its first dynamic scale, or 0 without dynamic scales. A dynamic scale follows every four bytes.
@@ -91,7 +91,7 @@ def _decode_all_codes(name: str) -> tuple[Tensor, float]:
 
 @functools.cache
 def decoding_fields(name: str) -> tuple[float, ...]:
-    """Return the fields that the struct `Side` adds to `Stored`.
+    """Return the fields that the struct `Side` adds to `StoredSide`.
 
     Shifting and masking the bits of a code gives a float16 (10 bits of mantissa, bias 15) that
     lacks a factor. This does not hold for NaN and infinity, which are the codes that equal
