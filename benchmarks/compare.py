@@ -12,12 +12,13 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.bench.reporting import median_and_quartiles
 from hf_fp8kv.utils.environment import describe_run
 
 from . import hot_loops
@@ -71,8 +72,8 @@ def compare_trees(
                     times_by_loop[name].append((times[0], times[1]))
     rows = []
     for name, turn_times in times_by_loop.items():
-        ratio, low, high = quartiles([new_us / old_us for old_us, new_us in turn_times])
-        old_us, new_us = (quartiles(values)[0] for values in zip(*turn_times, strict=True))
+        ratio, low, high = median_and_quartiles([new_us / old_us for old_us, new_us in turn_times])
+        old_us, new_us = map(statistics.median, zip(*turn_times, strict=True))
         row = {"loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high}
         rows.append(row)
     settings = {"old": str(old), "new": str(new), "turns": turns, "backend": backend}

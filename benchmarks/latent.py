@@ -95,7 +95,7 @@ def _measure_steps(
         for name, durations in {**absorbed_seconds, DYNAMIC: expanded_seconds[DYNAMIC]}.items()
     ]
     return rows + [
-        make_row(label, name, ratios(durations, name, other), "×", context=tokens, against=other)
+        make_row(label, name, ratios(durations, name, other), "×", context=tokens, baseline=other)
         for other, durations in ((DYNAMIC, expanded_seconds), (ABSORBED, absorbed_seconds))
         for name in PAGED
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, StaticCache
 
-from hf_fp8kv.bench.memory import make_environment, resident_bytes
+from hf_fp8kv.bench.memory import count_resident_bytes, make_environment
 from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.modeling.model_support import ATTENTION
@@ -136,7 +136,7 @@ def _reset_peak() -> int | None:
     """Reset this process's peak, and return its resident bytes, or None if /proc has no peak."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        return resident_bytes()
+        return count_resident_bytes()
     except OSError:
         return None
 

@@ -7,6 +7,7 @@ no store. The three kinds alternate, so a busy machine slows all of them down.
 """
 
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.bench.reporting import median_and_quartiles
 from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
@@ -72,13 +73,13 @@ def measure_prefix(
         sizes = [file.stat().st_size for file in full_store.glob("*.safetensors")]
     rows = []
     for kind, kind_answers in answers.items():
-        median, low, high = quartiles([answer["seconds"] for answer in kind_answers])
+        median, low, high = median_and_quartiles([answer["seconds"] for answer in kind_answers])
         rows.append(
             {
                 "store": kind, "seconds": [answer["seconds"] for answer in kind_answers],
                 "median": median, "low": low, "high": high,
                 "found": min(answer["found"] for answer in kind_answers),
-                "enable": quartiles([answer["enable"] for answer in kind_answers])[0],
+                "enable": statistics.median(answer["enable"] for answer in kind_answers),
             }
         )  # fmt: skip
     difference = max(

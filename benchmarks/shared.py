@@ -70,8 +70,8 @@ def with_model(measure: Callable[..., Result]) -> Callable[..., Result]:
     """Return `measure` with the options of `MODEL` instead of a loaded model, in float32."""
 
     def run(model: str | None = None, device: str = "auto", **values: Any) -> Result:
-        lm, tokenizer = load_model(model, parse_device(device), "float32")
-        return measure(lm, tokenizer, name=model or DEMO, **values)
+        loaded_model, tokenizer = load_model(model, parse_device(device), "float32")
+        return measure(loaded_model, tokenizer, name=model or DEMO, **values)
 
     return run
 

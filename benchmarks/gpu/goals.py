@@ -120,9 +120,9 @@ def find_rows(rows: Iterable[Row], section: str, **fields: Any) -> list[Row]:
 
 
 def _make_decode_goal(
-    name: str, what: str, sign: str, bound: float, field: str, **options: Any
+    name: str, quantity: str, sign: str, bound: float, field: str, **options: Any
 ) -> Goal:
-    title = f"decode {name}, {what}, 256k tokens on"
+    title = f"decode {name}, {quantity}, 256k tokens on"
     return Goal(title, sign, bound, "decode", field, (name,), min_tokens=LARGE_STEP, **options)
 
 
@@ -134,12 +134,12 @@ def _make_layer_goal(field: str, bound: float) -> Goal:
 
 
 def _make_generate_goal(
-    what: str, sign: str, bound: float, field: str, divisors: tuple[str, ...]
+    quantity: str, sign: str, bound: float, field: str, divisors: tuple[str, ...]
 ) -> Goal:
     case = "8 x 32k"
     labels = tuple(f"{case}, {PAGED} over {name}" for name in divisors[:2])
     return Goal(
-        f"generate() {case}, {what}", sign, bound, "end to end", field, (PAGED,), divisors,
+        f"generate() {case}, {quantity}", sign, bound, "end to end", field, (PAGED,), divisors,
         cases=(case,), required_labels=labels,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Format a result: a table for each section, the failures, and the goals."""
+"""Format a result: a table for each section, the problems, and the goals."""
 
 from collections import Counter
 from typing import Any
@@ -12,11 +12,11 @@ from hf_fp8kv.bench.reporting import build_table, format_number
 
 from .goals import Row
 
-# Maximum number of contenders, which are the columns, of a table.
+# Maximum number of contenders (columns) in a table.
 MAX_COLUMNS = 7
-# Maximum number of failures that are listed. A broken kernel fails in every case in the same way.
+# Maximum number of failures that are listed. A broken kernel fails in the same way in every case.
 MAX_FAILURES = 20
-# The fields in a cell of each section's table.
+# Fields in each cell of a section's table.
 TABLE_FIELDS = {
     "write": ("us", "gb_per_s"),
     "decode": ("us", "of_read"),
@@ -31,15 +31,14 @@ TABLE_FIELDS = {
 }
 FIELD_LABELS = {
     "gb_per_s": "GB/s", "of_read": "share of the read bandwidth", "tflops": "TFLOP/s",
-    "tokens_per_s": "tokens/s", "first_ms": "ms to the first token",
-    "peak_bytes": "GiB at the peak", "cache_bytes": "GiB of cache",
-    "planned_tokens": "tokens that fit into 40 GiB",
-    "beside_bytes": "GiB of the device at the peak without the weights",
+    "tokens_per_s": "tokens/s", "first_ms": "ms to the first token", "peak_bytes": "peak GiB",
+    "cache_bytes": "cache GiB", "planned_tokens": "tokens that fit into 40 GiB",
+    "beside_bytes": "peak GiB of the device without weights",
 }  # fmt: skip
 
 
 def format_tables(result: dict[str, Any]) -> RenderableType:
-    """Return the tables of a result, the failures, the goals, and a line about the device."""
+    """Return the tables of a result, the problems, the goals, and a line about the device."""
     tables: list[RenderableType] = []
     for name, fields in TABLE_FIELDS.items():
         title = f"{name}: {', '.join(FIELD_LABELS.get(field, field) for field in fields)}"
@@ -55,11 +54,11 @@ def format_tables(result: dict[str, Any]) -> RenderableType:
     )
     if result["settings"]["dry"]:
         text = "DRY RUN: tiny shapes, nothing here is a measurement. " + text
-    failures = Text("\n".join(_list_failures(result)))
-    return Group(*tables, failures, *_format_goals(result), Text(text))
+    return Group(*tables, _format_problems(result), *_format_goals(result), Text(text))
 
 
 def _format_cell(row: Row | None, fields: tuple[str, ...]) -> str:
+    """Return the `fields` of a row in the units of `FIELD_LABELS`, separated by spaces."""
     if row is None or "failed" in row:
         return "" if row is None else "failed"
     texts = []
@@ -104,7 +103,7 @@ def _make_experiment_table(rows: list[Row]) -> Table:
             best = min(good_rows, key=lambda row: float(row["us"]))
             times = (_format_cell(row, ("us", "of_read")) for row in (default, best))
             body.append([*key, *times, best["name"].split(": ")[1], str(len(good_rows))])
-    columns = ["", "stored as", "default", "best", "with", "attempts"]
+    columns = ["", "stored as", "default", "best", "best parameters", "attempts"]
     title = "launch parameters of decode: us, share of the read bandwidth"
     return _make_table(title, columns, body)
 
@@ -117,7 +116,8 @@ def _make_table(title: str, columns: list[str], body: list[list[str]]) -> Table:
     )  # fmt: skip
 
 
-def _list_failures(result: dict[str, Any]) -> list[str]:
+def _format_problems(result: dict[str, Any]) -> Text:
+    """Return lines on failed rows, rows with a note, and skipped or incomplete sections."""
     lines = [
         f"failed: {row['section']}, {row['case']}, {row['name']}: {row['failed']}"
         for row in result["rows"]
@@ -125,41 +125,41 @@ def _list_failures(result: dict[str, Any]) -> list[str]:
     ]
     if len(lines) > MAX_FAILURES:
         lines[MAX_FAILURES:] = [f"... {len(lines) - MAX_FAILURES} more in the JSON"]
-    notes = {
-        (row["section"], row["name"], row["note"]): None for row in result["rows"] if "note" in row
-    }
-    lines += [f"note: {section}, {name}: {note}" for section, name, note in notes]
+    noted_rows = [row for row in result["rows"] if "note" in row]
+    lines += dict.fromkeys(f"note: {x['section']}, {x['name']}: {x['note']}" for x in noted_rows)
     for section in result["sections"]:
         if section["error"]:
             lines.append(f"section {section['name']} ended early: {section['error'][-500:]}")
         elif section["seconds"] is None:
-            lines.append(f"not measured, or only in part: {section['name']}: the run ended")
-        # Each reason gets one line.
+            lines.append(f"section {section['name']} is missing or incomplete: the run ended")
+        # List each reason once, with its first case.
         reasons = Counter(text.rpartition(": ")[2] for text in section["skipped"])
         for reason, count in reasons.items():
             first_text = next(text for text in section["skipped"] if text.endswith(reason))
             suffix = f" (and {count - 1} more in the JSON)" if count > 1 else ""
             lines.append(f"not measured: {first_text}{suffix}")
-    return lines
+    return Text("\n".join(lines))
 
 
-def _format_place(goal: dict[str, Any]) -> str:
-    fraction = goal.get("of_datasheet")  # results of older versions have none
+def _format_worst_case(goal: dict[str, Any]) -> str:
+    fraction = goal.get("of_datasheet")  # missing in results of older versions
     return goal["where"] + (f" ({100 * fraction:.0f}% of the datasheet's)" if fraction else "")
 
 
 def _format_goals(result: dict[str, Any]) -> tuple[Table, Text]:
+    """Return a table of the goals, and lines with the reasons for their states."""
     body = [
         [
             goal["what"], f"{goal['sign']} {goal['bound']:g}", format_number(goal["worst"]),
-            _format_place(goal), format_number(goal["best"]), str(goal["cases"]), goal["state"],
+            _format_worst_case(goal), format_number(goal["best"]), str(goal["cases"]),
+            goal["state"],
         ]
         for goal in result["goals"]
     ]  # fmt: skip
-    columns = ["", "goal", "worst", "in", "best", "cases", "state"]
+    columns = ["", "goal", "worst", "worst case", "best", "cases", "state"]
     reasons: dict[str, list[str]] = {}
     for goal in result["goals"]:
         if goal["why"]:
             reasons.setdefault(f"{goal['state']}, {goal['why']}", []).append(goal["what"])
     lines = [f"{reason}: {', '.join(names)}" for reason, names in reasons.items()]
-    return _make_table("goals: the worst case counts", columns, body), Text("\n".join(lines))
+    return _make_table("goals, judged by the worst case", columns, body), Text("\n".join(lines))

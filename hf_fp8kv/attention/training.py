@@ -63,7 +63,7 @@ class StoredRounding:
             key, value = without_grad(key), without_grad(value)
             pool = self._options.make_pool(encoding.plan)
             pool.allocate(key, value, batch * num_pages)
-            encoding.find_center(key, is_first=True)
+            encoding.update_center(key, is_first=True)
             table = torch.arange(batch * num_pages, dtype=torch.int32, device=key.device)
             lengths = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
             pages = encoding.make_pages(pool, table.view(batch, num_pages))

@@ -116,9 +116,9 @@ def take_turns(
     return seconds
 
 
-def ratios(seconds: Mapping[str, list[float]], name: str, other: str) -> list[float]:
-    """Return the time of a step divided by the time of step `other`, for each turn."""
-    return [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
+def ratios(seconds: Mapping[str, list[float]], name: str, baseline: str) -> list[float]:
+    """Return the time of a step divided by the time of step `baseline`, for each turn."""
+    return [a / b for a, b in zip(seconds[name], seconds[baseline], strict=True)]
 
 
 def attend_step(

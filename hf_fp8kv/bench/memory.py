@@ -105,7 +105,7 @@ def count_bytes_per_token(setup: Setup, tokens: int) -> list[dict[str, Any]]:
         size = cache.memory_footprint().total_bytes / tokens
         rows.append(make_row("bytes per token", name, [size], "B", context=tokens))
         ratios.append(make_row("bytes per token, ratio", name, [size / bf16_bytes], "×",
-                               context=tokens, against="DynamicCache"))  # fmt: skip
+                               context=tokens, baseline="DynamicCache"))  # fmt: skip
     return rows + ratios
 
 
@@ -132,7 +132,7 @@ def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
         rows.append(make_row("process grows", name, [growth[name] / 2**20], "MiB", context=tokens))
     ratio = growth[E4M3] / growth["DynamicCache"]
     return [*rows, make_row("process grows, ratio", E4M3, [ratio], "×", context=tokens,
-                            against="DynamicCache")]  # fmt: skip
+                            baseline="DynamicCache")]  # fmt: skip
 
 
 def make_environment() -> dict[str, str]:
@@ -163,19 +163,19 @@ def _report_growth(task: str) -> None:
 
     with torch.inference_mode():
         fill_and_attend(64)  # loads code and starts threads before the measurement
-        bytes_before = _allocated_bytes(setup.device)
+        bytes_before = _count_allocated_bytes(setup.device)
         cache = fill_and_attend(options["tokens"])
-        sys.stdout.write(f"{_allocated_bytes(setup.device) - bytes_before}\n")
+        sys.stdout.write(f"{_count_allocated_bytes(setup.device) - bytes_before}\n")
         del cache
 
 
-def _allocated_bytes(device: str) -> int:
+def _count_allocated_bytes(device: str) -> int:
     """Return the resident bytes of this process, or on a GPU the bytes of its tensors."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    return resident_bytes()
+    return count_resident_bytes()
 
 
-def resident_bytes() -> int:
+def count_resident_bytes() -> int:
     """Return the resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the median and the first and third quartile, which are None for a single value."""
+def median_and_quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return the median, and the first and third quartiles, both None for a single value."""
     if len(values) == 1:
         return values[0], None, None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -27,7 +27,7 @@ def make_row(
     unit: str,
     *,
     context: int | None = None,
-    against: str | None = None,
+    baseline: str | None = None,
 ) -> dict[str, Any]:
     """Return a row of a result, with the median of the values and their quartiles.
 
@@ -37,17 +37,17 @@ def make_row(
         values: One value for each turn.
         unit: Unit of the values.
         context: Number of tokens in the cache.
-        against: Name of the cache that ratios are relative to.
+        baseline: Name of the cache that ratios are relative to.
     """
-    value, low, high = quartiles(values)
+    value, low, high = median_and_quartiles(values)
     return {
-        "measure": measure, "cache": cache, "context": context, "against": against,
+        "measure": measure, "cache": cache, "context": context, "against": baseline,
         "value": value, "unit": unit, "low": low, "high": high,
     }  # fmt: skip
 
 
 def format_number(value: float | None) -> str:
-    """Return three significant digits, or an integer from 100 to a million. None gives "-"."""
+    """Return three significant digits, an integer if 100 <= |value| < 1e6, or "-" for None."""
     if value is None:
         return "-"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
@@ -63,7 +63,7 @@ def build_table(
     """Return a table for a terminal.
 
     Args:
-        columns: Headings and the alignment of their cells. Text on the left is folded if needed.
+        columns: Alignment of each column by its heading. Left-aligned text wraps if needed.
         rows: Cells of each row, without markup.
         grouped: Whether rows with the same first cell form a section, which shows the cell once.
         options: Title, caption and other arguments of `rich.table.Table`.
@@ -72,10 +72,10 @@ def build_table(
     from rich.text import Text
 
     table = Table(**options)
-    for name, side in columns.items():
-        is_number = side == "right"
+    for name, alignment in columns.items():
+        is_number = alignment == "right"
         overflow: Literal["ellipsis", "fold"] = "ellipsis" if is_number else "fold"
-        table.add_column(name, justify=side, no_wrap=is_number, overflow=overflow)
+        table.add_column(name, justify=alignment, no_wrap=is_number, overflow=overflow)
     previous_cell: str | None = None
     for first_cell, *cells in rows:
         is_repeated = grouped and first_cell == previous_cell
@@ -87,10 +87,10 @@ def build_table(
 
 
 def build_rows_table(rows: Iterable[Mapping[str, Any]], **options: Any) -> "Table":
-    """Return rows of `make_row` as a table for a terminal."""
+    """Return a table for a terminal of rows made by `make_row`."""
     columns: dict[str, Literal["left", "right"]] = {
         "measure": "left", "cache": "left", "tokens": "right", "median": "right",
-        "quartiles": "right", "against": "left",
+        "quartiles": "right", "baseline": "left",
     }  # fmt: skip
     cells = (
         (

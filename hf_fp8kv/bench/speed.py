@@ -150,7 +150,7 @@ def _make_ratio_row(
     measure: str, seconds: dict[str, list[float]], name: str, baseline: str, tokens: int
 ) -> dict[str, Any]:
     values = ratios(seconds, name, baseline)
-    return make_row(f"{measure}, ratio", name, values, "×", context=tokens, against=baseline)
+    return make_row(f"{measure}, ratio", name, values, "×", context=tokens, baseline=baseline)
 
 
 def _make_rows(measure: str, seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Centers of K from the first call: the mean of each sequence's last tokens, without padding.
 
-`RopeRotation.average` removes channels that RoPE rotates within a few thousand positions.
+`RopeRotation.average` attenuates channels that RoPE rotates within a few thousand positions.
 
-A cache does not receive the padding mask. If a center depends on padding, the request for the next
-mask (`modeling/step.py`) contains a `PaddingObserver`, to which "fp8_paged" passes the padding
-mask. With other mask functions, padding counts as tokens, unless `prompt_mask` is set.
+A cache does not receive the padding mask. If a center depends on padding, the cache attaches a
+`PaddingObserver` to its next mask request (`modeling/step.py`), and "fp8_paged" passes the padding
+mask to it. With other mask functions, padding counts as tokens, unless `prompt_mask` is set.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .rope_rotation import RopeRotation
 
-# Number of averaged tokens. Averaging all tokens costs more and is not better (docs/accuracy.md).
-_NUM_AVERAGED = 32
+# Averaging all tokens costs more and is not better (docs/accuracy.md).
+_NUM_AVERAGED_TOKENS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class _LastTokens:
 
     Attributes:
         num_tokens: Number of tokens of the call, T.
-        index: Columns of the last tokens, `[B, 1, n, 1]`, int64. A sequence with fewer than n
+        columns: Columns of the last tokens, `[B, 1, n, 1]`, int64. A sequence with fewer than n
             tokens repeats one of them.
         weights: Weights in the mean, `[B, 1, n, 1]`, float32, 0 for repeated tokens.
         had_tokens: Whether each sequence had tokens before the call, `[B]`, bool. None if the cache
@@ -32,23 +32,23 @@ class _LastTokens:
     """
 
     num_tokens: int
-    index: Tensor
+    columns: Tensor
     weights: Tensor
     had_tokens: Tensor | None
 
     @classmethod
     def select(cls, num_tokens: int, columns: Tensor, had_tokens: Tensor | None) -> "_LastTokens":
         """Select the largest of `columns`, `[B, N]`, int64, in which padding is negative."""
-        columns = columns.sort(1).values[:, -_NUM_AVERAGED:]
+        columns = columns.sort(1).values[:, -_NUM_AVERAGED_TOKENS:]
         is_token = columns >= 0
         weights = is_token / is_token.sum(1, keepdim=True).clamp(min=1)
-        index = columns.where(is_token, columns[:, -1:]).clamp(min=0)
-        return cls(num_tokens, index[:, None, :, None], weights[:, None, :, None], had_tokens)
+        columns = columns.where(is_token, columns[:, -1:]).clamp(min=0)
+        return cls(num_tokens, columns[:, None, :, None], weights[:, None, :, None], had_tokens)
 
     def average(self, key: Tensor) -> Tensor:
         """Return the mean of these tokens in keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32."""
-        index, weights = (x.to(key.device) for x in (self.index, self.weights))
-        last_keys = key.gather(2, index.expand(-1, key.shape[1], -1, key.shape[3]))
+        columns, weights = (x.to(key.device) for x in (self.columns, self.weights))
+        last_keys = key.gather(2, columns.expand(-1, key.shape[1], -1, key.shape[3]))
         return (last_keys * weights).sum(2)
 
 
@@ -59,7 +59,7 @@ class PaddingObserver:
         may_lack_centers: Whether a sequence may still consist of padding, and thus have no center.
         last_tokens: The last tokens according to the mask of this call, or None if there was no
             mask or no padding.
-        prompt_mask: Mask that `generate()` received for a first call, `[B, at least T]`, or None.
+        prompt_mask: Mask that `generate()` received for a first call, `[B, N]`, N >= T, or None.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class PaddingObserver:
         self.last_tokens: _LastTokens | None = None
         self.prompt_mask: Tensor | None = None
 
-    def needs_padding(self, num_tokens: int, is_empty: bool) -> bool:
-        """Return whether a center depends on padding in a call. A single token is never padding."""
+    def begin_call(self, num_tokens: int, is_empty: bool) -> bool:
+        """Begin a call. Return whether a center depends on padding. One token is never padding."""
         self.last_tokens = None
         self.may_lack_centers |= is_empty
         return is_empty or (self.may_lack_centers and num_tokens > 1)
@@ -77,7 +77,7 @@ class PaddingObserver:
         """Record the last tokens of each sequence in a call of `num_tokens` tokens.
 
         Args:
-            mask: Padding mask, `[B, at least start + num_tokens]`, False or 0 for padding. None
+            mask: Padding mask, `[B, N]` with N >= start + num_tokens, False or 0 for padding. None
                 means no padding.
             start: Number of tokens before the call. A tensor `[]` in a preallocated cache.
             num_tokens: Number of tokens of the call.
@@ -96,15 +96,15 @@ class PaddingObserver:
         columns = (columns - start).where(is_token, -1)
         self.last_tokens = _LastTokens.select(num_tokens, columns, had_tokens)
 
-    def find_center(self, key: Tensor, rope: RopeRotation | None) -> Tensor:
+    def compute_center(self, key: Tensor, rope: RopeRotation | None) -> Tensor:
         """Return the center of new keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32.
 
-        The center is 0 in a channel with a value that is not finite. The first call of each
-        generation runs this for each layer, so it uses few operations.
+        Channels with non-finite values have a center of 0. This runs once per layer in the first
+        call of each generation, so it uses few operations.
         """
         last_tokens = self._find_last_tokens(key)
         if last_tokens is None:
-            center = key[:, :, -_NUM_AVERAGED:].mean(2, dtype=torch.float32)
+            center = key[:, :, -_NUM_AVERAGED_TOKENS:].mean(2, dtype=torch.float32)
         else:
             center = last_tokens.average(key)
         center = center.nan_to_num(0.0, 0.0, 0.0)
@@ -117,23 +117,25 @@ class PaddingObserver:
             mask = None  # not a padding mask of this call
         if self.last_tokens is None and mask is not None:
             self.record_padding(mask[:, :num_tokens], 0, num_tokens)
-        last = self.last_tokens
-        return last if last and (len(last.index), last.num_tokens) == (batch, num_tokens) else None
+        last_tokens = self.last_tokens
+        sizes = last_tokens and (len(last_tokens.columns), last_tokens.num_tokens)
+        return last_tokens if sizes == (batch, num_tokens) else None
 
     def complete_center(self, center: Tensor, key: Tensor, rope: RopeRotation | None) -> Tensor:
-        """Return `center`, completed for sequences that only had padding before this call.
+        """Return `center` with new centers of sequences that had only padding before this call.
 
         Stored padding is never read, so the new center need not match it. A mask may also hide
         tokens, so only sequences whose center is 0 are treated as padding.
         """
-        last = self._find_last_tokens(key)
-        if last is None or last.had_tokens is None:
+        last_tokens = self._find_last_tokens(key)
+        if last_tokens is None or last_tokens.had_tokens is None:
             return center
-        is_set = last.had_tokens.to(center.device)[:, None, None] | (center != 0).any((1, 2), True)
-        return center.where(is_set, self.find_center(key, rope))
+        had_tokens = last_tokens.had_tokens.to(center.device)[:, None, None]
+        has_center = had_tokens | (center != 0).any((1, 2), True)
+        return center.where(has_center, self.compute_center(key, rope))
 
     def end_call(self) -> None:
-        """Drop the data that is not needed after all layers have computed their centers."""
+        """Drop the data that is needed only until all layers have computed their centers."""
         self.prompt_mask = None
         if self.last_tokens is not None and self.last_tokens.had_tokens is not None:
             self.last_tokens = None

@@ -76,7 +76,7 @@ class Encoding:
         if self._static_center is not None or self.plan.k.centered:
             self.k_center = zeros((batch, num_heads, head_dim), torch.float32, self.device)
 
-    def find_center(self, key: torch.Tensor, *, is_first: bool) -> None:
+    def update_center(self, key: torch.Tensor, *, is_first: bool) -> None:
         """Set the center in the first call, or complete it for sequences that only had padding."""
         observer = self.padding_observer
         if not is_first:
@@ -85,7 +85,7 @@ class Encoding:
         elif self._static_center is not None:
             self.set_center(self._static_center.expand(key.shape[0], -1, -1).contiguous())
         elif self.plan.k.centered:
-            self.set_center(observer.find_center(key, self.rope))
+            self.set_center(observer.compute_center(key, self.rope))
 
     def set_center(self, center: torch.Tensor) -> None:
         """Set the center to subtract from K, `[B, Hkv, Dk]`, float32."""

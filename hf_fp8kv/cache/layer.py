@@ -153,7 +153,7 @@ class FP8PagedLayer(CacheLayerMixin):
         if not is_compiling:
             store.pool.memory.grow(store.group.table.allocator.capacity)
             store.fetch_pages()
-        encoding.find_center(key, is_first=is_first)
+        encoding.update_center(key, is_first=is_first)
         reads_pages = not is_first or self.options.prefill == "stored"
         pages, call = store.write(key, value, reads=reads_pages)
         if reads_pages:

@@ -146,12 +146,12 @@ class PagedLayers:
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
-        find_rope = RopeRotation.from_config(config)
+        get_rope = RopeRotation.from_config(config)
         skipped_layers = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             max_tokens, shares_kv = self.options.max_cache_len, shares_keys(config, index)
             if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
-                rope, has_indexer = find_rope(index), isinstance(layer, INDEXED_CLASSES)
+                rope, has_indexer = get_rope(index), isinstance(layer, INDEXED_CLASSES)
                 layers[index] = self.add_layer(index, window, rope=rope, has_indexer=has_indexer)
             elif shares_kv and max_tokens is not None:
                 layers[index] = Indexer(max_tokens)
@@ -225,7 +225,7 @@ class PagedLayers:
         """Return the request of this cache for a mask of these sizes."""
         options, observer = self.options, self.padding_observer
         is_empty = not self.stores or self.stores[0].length.is_empty
-        needs_padding = options.first_call_centers and observer.needs_padding(num_tokens, is_empty)
+        needs_padding = options.first_call_centers and observer.begin_call(num_tokens, is_empty)
         used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
         # A preallocated layer of transformers with a window has fewer columns, which it shifts.

@@ -226,10 +226,10 @@ def _read_rope(layer: Facts) -> RopeRotation | None:
     if facts["mla"] is not None:
         facts["mla"] = tuple(_check_count("turns: mla", size) for size in facts["mla"])
     rope = RopeRotation(*map(facts.pop, _ROPE_KEYS))
-    types = [float, float, float, type(rope.mla), bool, int]
+    types = [float, float, float, type(rope.mla_dims), bool, int]
     _check_same("turns", types, [*map(type, astuple(rope)), *facts])
     fractions = 0 <= rope.rotary_fraction <= 1, 0 <= rope.rotating_fraction <= 1
-    checks = [rope.theta > 0, *fractions, rope.max_positions >= 0, len(rope.mla or (0, 0))]
+    checks = [rope.theta > 0, *fractions, rope.max_positions >= 0, len(rope.mla_dims or (0, 0))]
     _check_same("turns: within limits", [True] * 4 + [2], checks)
     return rope
 

@@ -9,13 +9,13 @@ where `e` are the rounding errors, and `a` the weights that the query gives to t
 for K is twice the KL divergence of the weights, to second order. docs/architecture.md has the
 reasons.
 
-Headroom is added next. A scale that is larger by whole octaves is used if it costs almost nothing,
-up to the norm of the pairs that RoPE rotates. K can reach this norm at positions beyond the text.
-A scale per channel always covers it.
+Headroom is then added: a scale is raised by whole octaves while this costs almost nothing, up to
+the norm of the pairs that RoPE rotates. K can reach this norm at positions beyond the text. A scale
+per channel always covers it.
 
 Plans are tried at the positions of the windows and at far positions, with a static scale for each.
-All candidates take the same bytes, and the first candidate is the fallback. Finally, the model's
-predictions decide (scoring.py).
+All candidates use the same number of bytes, and the first candidate is the fallback. Finally, the
+model's predictions decide (scoring.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
 from ..formats.codec import SEARCH_STEPS, rounding_error
@@ -33,16 +34,16 @@ from .queries import Queries
 from .rope import NUM_FAR_POSITIONS, FarPositions, Partners
 from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
 
-# Maximum relative cost of a larger scale, and number of octaves that are tried.
-_HEADROOM_COST = 1.02
+# Maximum ratio of the error of a larger scale to the original error, and number of tried octaves.
+_MAX_HEADROOM_ERROR_RATIO = 1.02
 _HEADROOM_OCTAVES = 3
-# Number of tokens whose squared errors set the headroom. It only affects the smallest values.
+# Number of tokens whose squared errors set the headroom, which only affects the smallest values.
 _HEADROOM_TOKENS = 128
 # Term that is added to the weight of a channel, as a share of the largest weight of the head.
 _MIN_WEIGHT = 1e-6
 # The pairs of format and rotation that a measured plan may have.
 _TRIED_FORMATS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
-# Maximum cost of a preferred candidate, relative to the first candidate.
+# Maximum ratio of the cost of a preferred candidate to the cost of the first candidate.
 _MAX_COST_RATIO = 0.95
 
 
@@ -52,9 +53,9 @@ class Candidate:
 
     side: str
     plan: SidePlan
-    center: torch.Tensor | None  # [Hkv, Dk], subtracted from K
-    min_scale: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
-    far_scale: torch.Tensor  # as `min_scale`, but it also covers K at far positions
+    center: Tensor | None  # [Hkv, Dk], subtracted from K
+    min_scale: Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
+    far_scale: Tensor  # as `min_scale`, but it also covers K at far positions
     granularity: Granularity = "head"
 
     @property
@@ -62,50 +63,40 @@ class Candidate:
         """The format of the scales. For unquantized values it is the format of the unit."""
         return FORMATS[STATIC_DTYPE if self.plan.is_auto else self.plan.format]
 
-    def transform(
-        self, x: torch.Tensor, queries: Queries | None
-    ) -> tuple[torch.Tensor, Queries | None]:
+    def transform(self, x: Tensor, queries: Queries | None) -> tuple[Tensor, Queries | None]:
         """Return the values to scale, `[N, Hkv, D]`, and the queries for their errors."""
         if queries is not None and self.plan.rotated and self.side == "k":
             queries = replace(queries, q=rotate(queries.q))  # the products stay the same
-        return transform(x, self.center, rotated=self.plan.rotated), queries
+        return center_and_rotate(x, self.center, rotated=self.plan.rotated), queries
 
-    def measure(
-        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the cost of K or V, `x` `[N, Hkv, D]`, in each head: `[Hkv, 1]`.
+    def compute_cost(self, x: Tensor, queries: Queries | None, scale: Tensor) -> Tensor:
+        """Return the cost of K or V, `x` `[N, Hkv, D]`, over all heads, `[]`, float64, on the CPU.
 
-        `scale` is in the unit of E4M3. Without queries the result has the squared error of every
-        value.
+        `scale` is in the unit of E4M3. Without queries, the cost is the squared error.
         """
         x, queries = self.transform(x, queries)
         format_scale = (scale * self.fmt.scale_from_e4m3).to(x.device)
         error = rounding_error(x, format_scale, self.fmt)
-        return error.square() if queries is None else queries.cost(self.side, error, "head")
+        costs = error.square() if queries is None else queries.cost(self.side, error, "head")
+        return costs.sum(dtype=torch.float64).cpu()
 
 
 # The candidates of a layer by side. The first candidate of a side is the fallback.
-Sides = Mapping[str, Sequence[Candidate]]
+LayerCandidates = Mapping[str, Sequence[Candidate]]
 # A candidate, and the scale of least cost, in the unit of E4M3.
-ScaledSide = tuple[Candidate, torch.Tensor]
+ScaledCandidate = tuple[Candidate, Tensor]
 
 
-def transform(x: torch.Tensor, center: torch.Tensor | None, *, rotated: bool) -> torch.Tensor:
+def center_and_rotate(x: Tensor, center: Tensor | None, *, rotated: bool) -> Tensor:
     """Return `x`, `[N, Hkv, D]`, in float32. Subtract a center `[Hkv, D]`, then rotate."""
     x = x.float() if center is None else x.float() - center.to(x.device)
     return rotate(x) if rotated else x
 
 
 def list_candidates(
-    index: int,
-    ranges: TensorDict,
-    partners: Partners,
-    options: CalibrationOptions,
-    near_sums: TensorDict | None,
-    far_sums: TensorDict | None,
-    *,
-    may_rotate: bool,
-) -> dict[str, list[Candidate]]:
+    index: int, ranges: TensorDict, partners: Partners, options: CalibrationOptions,
+    near_sums: TensorDict | None, far_sums: TensorDict | None, *, may_rotate: bool,
+) -> dict[str, list[Candidate]]:  # fmt: skip
     """Return the candidates of K and V of a layer, by side.
 
     Args:
@@ -126,7 +117,8 @@ def list_candidates(
             side_ranges = covered_ranges if plan.centered or options.plan is not None else ranges
             # Rotated channels are alike, so a head has one scale. If the channels that
             # RoPE rotates together are unknown, their ranges do not bound K at far positions.
-            granularity, lacks_partners = options.granularity, side == "k" and partners.k is None
+            lacks_partners = side == "k" and partners.k is None
+            granularity = options.granularity
             if granularity == "channel" and (plan.rotated or lacks_partners):
                 granularity = "head"
             candidates[side] += [
@@ -152,14 +144,14 @@ def _list_plans(
 
 def find_centers(
     ranges: TensorDict, near_sums: TensorDict | None, far_sums: TensorDict | None
-) -> tuple[list[torch.Tensor], TensorDict]:
-    """Return the centers of a layer's K to try, `[Hkv, Dk]`, float32, and the ranges to cover.
+) -> tuple[list[Tensor], TensorDict]:
+    """Return candidate centers of a layer's K, `[Hkv, Dk]`, float32, and the ranges to cover.
 
     `near_sums` and `far_sums` are the ranges of a sample of windows at near and far positions, with
-    the sums of `weigh_keys`. The first center is their weighted mean. It minimizes the cost as far
-    as errors grow with the stored value. K at far positions may differ too much from it, so with
-    `far_sums` there is a second center: the mean over all positions, in which K cancels if it
-    rotates a lot. Scales cover these positions. Without `near_sums`, the center is the text's mean.
+    the sums of `weigh_keys`. The first center is their weighted mean. It minimizes the cost if
+    errors are proportional to the stored values. K at far positions may differ too much from it, so
+    `far_sums` add a second center: the mean over all positions, in which channels that rotate a lot
+    average to zero. Scales cover far positions. Without `near_sums`, the center is the text's mean.
     """
     text_mean = ranges["k_sum"] / ranges["count"]
     if near_sums is None:
@@ -180,7 +172,7 @@ def find_centers(
 
 def make_candidate(
     side: str, plan: SidePlan, ranges: TensorDict, granularity: Granularity, margin: float,
-    center: torch.Tensor | None = None,
+    center: Tensor | None = None,
 ) -> Candidate:  # fmt: skip
     """Return a candidate with the smallest scales of a plan. A centered plan needs a `center`."""
     prefix = f"{ROTATED}{side}" if plan.rotated else side
@@ -193,7 +185,7 @@ def make_candidate(
     amax = torch.maximum(upper.abs(), lower.abs()) * margin
     # Rotation mixes all pairs in each channel. Only far positions show the range of the mixture.
     far_amax = amax if plan.rotated else far_amax * margin
-    # The range of a channel does not hold at far positions. The range of a head does, because its
+    # A channel may leave its range at far positions. A head stays in its range, because its
     # fastest pairs have completed a rotation.
     amax = far_amax if granularity == "channel" else amax
     if axes := _AXES[granularity]:
@@ -210,12 +202,12 @@ def make_candidate(
 _AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "channel": ()}
 
 
-def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
-    """Return the costs of all scales for K or V of a text, `x` `[N, Hkv, D]`. Costs are additive.
+def measure_costs(candidate: Candidate, x: Tensor, queries: Queries | None) -> Tensor:
+    """Return the cost of each scale for K or V of a text, `x` `[N, Hkv, D]`.
 
     The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU. Row 0 has the costs of the
     scales of an octave, or zeros without queries. Row `1 + n` has the squared errors with scales
-    that are larger by `n` octaves.
+    that are larger by `n` octaves. Costs of different texts can be added.
     """
     x, queries = candidate.transform(x, queries)
     granularity, fmt = candidate.granularity, candidate.fmt
@@ -237,7 +229,7 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
     return torch.stack(costs, 1).cpu()
 
 
-def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
+def pick_scale(candidate: Candidate, costs: Tensor) -> Tensor:
     """Return the scale of least cost, or the smallest without queries, in the unit of E4M3."""
     cost, errors = costs[0], costs[1:]
     step = cost.argmin(0, keepdim=True)  # the first of several equal costs
@@ -250,68 +242,74 @@ def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
         larger_scale = scale * 2.0**octave
         # Up to `far_scale`, and only if every smaller octave costs little as well.
         is_next = (chosen_scale < candidate.far_scale) & (chosen_scale == larger_scale / 2)
-        is_cheap = errors[octave] <= _HEADROOM_COST * errors[0]
+        is_cheap = errors[octave] <= _MAX_HEADROOM_ERROR_RATIO * errors[0]
         chosen_scale = torch.where(is_next & is_cheap, larger_scale, chosen_scale)
     result = chosen_scale / candidate.fmt.scale_from_e4m3
     return result.reshape(()) if candidate.granularity == "tensor" else result
 
 
 def make_scales(
-    job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
-) -> dict[int, dict[str, list[ScaledSide]]]:
+    job: Job, windows: Sequence[Tensor], candidates: Mapping[int, LayerCandidates]
+) -> dict[int, dict[str, list[ScaledCandidate]]]:
     """Return the candidates of each layer with the scales of least cost on a sample of windows."""
 
-    def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None) -> TensorDict:
+    def measure(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> TensorDict:
         return {
             f"{side}{number}": measure_costs(candidate, x, queries)
             for side, x in (("k", k), ("v", v))
             for number, candidate in enumerate(candidates[index][side])
         }
 
-    costs = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), cost)
+    costs = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), measure)
     return {
         index: {
-            side: [(c, pick_scale(c, costs[index][f"{side}{n}"])) for n, c in enumerate(choices)]
-            for side, choices in sides.items()
+            side: [
+                (candidate, pick_scale(candidate, costs[index][f"{side}{number}"]))
+                for number, candidate in enumerate(side_candidates)
+            ]
+            for side, side_candidates in layer_candidates.items()
         }
-        for index, sides in candidates.items()
+        for index, layer_candidates in candidates.items()
     }
 
 
 def choose_scales(
-    job: Job, windows: Sequence[torch.Tensor], positions: FarPositions,
-    candidates: Mapping[int, Mapping[str, Sequence[ScaledSide]]], source: str,
+    job: Job, windows: Sequence[Tensor], positions: FarPositions,
+    candidates: Mapping[int, Mapping[str, Sequence[ScaledCandidate]]], source: str,
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
     """Return the scales of each layer with the first candidates, and with the best candidates."""
 
-    def cost(
-        sides: str, index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
+    def measure(
+        sides: str, index: int, k: Tensor, v: Tensor, queries: Queries | None
     ) -> TensorDict:
         return {
             side: torch.stack(
-                [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in pairs]
+                [candidate.compute_cost(x, queries, scale) for candidate, scale in choices]
             )
             for side, x in (("k", k), ("v", v))
-            if side in sides and len(pairs := candidates[index][side]) > 1
+            if side in sides and len(choices := candidates[index][side]) > 1
         }
 
     stages, near_batches = [], make_batches(sample_windows(windows), 1)
     far_batches = sample_far(windows, positions)
     for name, sides, batches in (("plans", "kv", near_batches), ("far plans", "k", far_batches)):
         has_choice = any(len(layer[side]) > 1 for layer in candidates.values() for side in sides)
-        stages.append(fold_layers(job, name, batches if has_choice else [], partial(cost, sides)))
+        used_batches = batches if has_choice else []
+        stages.append(fold_layers(job, name, used_batches, partial(measure, sides)))
     first_scales, best_scales = dict[int, LayerScales](), dict[int, LayerScales]()
     for index, layer in candidates.items():
-        stage_costs = [stage[index] for stage in stages if index in stage]
-        side_costs = ([x[side].tolist() for x in stage_costs if side in x] for side in "kv")
-        picks = [pick_candidate([*zip(*x, strict=True)], _MAX_COST_RATIO) for x in side_costs]
+        layer_costs = [stage[index] for stage in stages if index in stage]
+        picks = []
+        for side in "kv":
+            parts = [costs[side].tolist() for costs in layer_costs if side in costs]
+            picks.append(pick_candidate([*zip(*parts, strict=True)], _MAX_COST_RATIO))
         for scales, (k_pick, v_pick) in ((first_scales, (0, 0)), (best_scales, picks)):
             scales[index] = join_kv(job.options, source, layer["k"][k_pick], layer["v"][v_pick])
     return first_scales, best_scales
 
 
 def pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
-    """Return the index of the candidate of least cost. It is 0 if no candidate is good.
+    """Return the index of the candidate of least cost, or 0 if no candidate is good.
 
     `costs` is `[candidates][parts]`. A part is a head, or near or far positions. In each part the
     cost of a good candidate is at most `max_ratio` times the cost of the first candidate.
@@ -324,7 +322,9 @@ def pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     return min(good_candidates, key=lambda number: sum(costs[number]), default=0)
 
 
-def join_kv(options: CalibrationOptions, source: str, k: ScaledSide, v: ScaledSide) -> LayerScales:
+def join_kv(
+    options: CalibrationOptions, source: str, k: ScaledCandidate, v: ScaledCandidate
+) -> LayerScales:
     """Return the scales of a layer, with its plan if `calibrate` was called with a plan."""
     plan = None if options.plan is None else LayerPlan(k[0].plan, v[0].plan)
     return LayerScales(k[1], v[1], k[0].center, source, plan)

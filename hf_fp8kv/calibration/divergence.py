@@ -65,7 +65,6 @@ def compare_caches(
             the model's first position.
         on_call: Function that is called after each call of the model, with its number of tokens.
 
-
     Raises:
         ConfigError: `ids` has no token to score, or the model does not return logits of each token.
     """

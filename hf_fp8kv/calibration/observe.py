@@ -1,4 +1,4 @@
-"""Observe K and V after RoPE, exactly the values that a model's cache would store."""
+"""Observe K and V after RoPE, exactly as a model's cache would store them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,19 +14,19 @@ from ..modeling.model_support import with_cache
 from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import last_logit_kwargs
 
-# Function of a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
-OnStates = Callable[[int, torch.Tensor, torch.Tensor], None]
+# Receives the index of a layer, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
+StatesCallback = Callable[[int, torch.Tensor, torch.Tensor], None]
 TensorDict = dict[str, torch.Tensor]
-# Prefix of the names in a range of the rotated values.
+# Prefix of the names in the ranges of rotated values.
 ROTATED = "rotated."
-# Exceptions of a model's code if it is called in an unexpected way.
+# Exceptions that a model's code may raise if it is called in an unexpected way.
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class Batch:
-    """Windows of text, padded on the right to the longest, for one call of the model.
+    """Windows of text, right-padded to the longest window, for one call of the model.
 
-    `ids` is `[B, T]`, int64, on the CPU. `valid`, `[B, T]`, bool, is False for padding. It is None
+    `ids` is `[B, T]`, int64, on the CPU. `is_token`, `[B, T]`, bool, is False for padding, or None
     without padding. `num_tokens` does not include padding. `start` is the position of the first
     token, for models that take `position_ids`. None means the default of the model.
     """
@@ -34,8 +34,8 @@ class Batch:
     def __init__(self, windows: tuple[torch.Tensor, ...], start: int | None = None) -> None:
         self.ids = pad_sequence([window.long() for window in windows], batch_first=True)
         lengths = torch.tensor([len(window) for window in windows], device="cpu")
-        valid = torch.arange(self.ids.shape[1], device="cpu") < lengths[:, None]
-        self.valid = None if valid.all() else valid
+        is_token = torch.arange(self.ids.shape[1], device="cpu") < lengths[:, None]
+        self.is_token = None if is_token.all() else is_token
         self.num_tokens = int(lengths.sum())
         self.start = start
 
@@ -46,50 +46,49 @@ def make_batches(windows: Sequence[torch.Tensor], size: int) -> list[Batch]:
 
 
 class _ObservedCache(DynamicCache):
-    """transformers' cache. It also passes K and V of the observed layers to a callback."""
+    """A `DynamicCache` that also passes K and V of the observed layers to a callback."""
 
     def __init__(
-        self, config: Any, layers: frozenset[int], on_states: OnStates, valid: Any
+        self, config: Any, layers: frozenset[int], on_states: StatesCallback, is_token: Any
     ) -> None:
         super().__init__(config=config)
-        self._observed_layers, self._on_states, self._valid = layers, on_states, valid
+        self._observed_layers, self._on_states, self._is_token = layers, on_states, is_token
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         def remove_padding(states: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] -> [N, H, D]
-            # Sums are float64, which mps does not have.
+            # Sums are in float64, which MPS does not support.
             states = states.cpu() if states.device.type == "mps" else states
-            rows = states.detach().transpose(1, 2)
-            return rows.flatten(0, 1) if self._valid is None else rows[self._valid.to(rows.device)]
+            rows, is_token = states.detach().transpose(1, 2), self._is_token
+            return rows.flatten(0, 1) if is_token is None else rows[is_token.to(rows.device)]
 
         if layer_idx in self._observed_layers:
             self._on_states(layer_idx, remove_padding(key_states), remove_padding(value_states))
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return keys, values
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def nan_error(layer: int, states: str) -> ConfigError:
+def nan_error(layer: int, name: str) -> ConfigError:
     """Return the error for NaN or infinity in K or V of a layer."""
     return ConfigError(
-        f"layer {layer}: expected finite {states}, got NaN or infinity. Load the model in bfloat16 "
+        f"layer {layer}: expected finite {name}, got NaN or infinity. Load the model in bfloat16 "
         "or float32, and check the text"
     )
 
 
-def paged_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Return the layers that `FP8PagedCache` stores in 8 bits. Raise ConfigError if it has none."""
-    num_parts = tensor_parallel(model).size
+def find_paged_layers(model: PreTrainedModel) -> frozenset[int]:
+    """Return the layers that a cache stores in 8 bits. Raise ConfigError for unsuitable models."""
+    num_ranks = tensor_parallel(model).size
     if model.main_input_name != "input_ids":
         raise ConfigError(
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
             f"{model.main_input_name}. Use dynamic scales, which need no calibration"
         )
-    if num_parts > 1:
+    if num_ranks > 1:
         raise ConfigError(
-            f"model: expected a model with all heads, got one of {num_parts} tensor-parallel "
-            "parts. Load it in one process (device_map='auto' spreads its layers), and use the "
+            f"model: expected a model with all heads, got one of {num_ranks} tensor-parallel "
+            "ranks. Load it in one process (device_map='auto' spreads its layers), and use the "
             "scales with any number of processes"
         )
     warn_of_rounding(model)
@@ -104,20 +103,20 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
 
 
 def observe(
-    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_states: OnStates
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_states: StatesCallback
 ) -> None:
     """Run a model in eval mode once, on an empty cache, and call `on_states` for each layer.
 
-    An encoder-decoder reads the text on both sides. Only its decoder's self-attention is observed.
+    Both parts of an encoder-decoder read the text. Only its decoder's self-attention is observed.
     Raise ConfigError if the model cannot read token ids into a cache.
     """
     device = input_device(model)
     ids = batch.ids.to(device)
-    valid = None if batch.valid is None else batch.valid.to(device)
-    cache: Any = _ObservedCache(model.config, layers, on_states, valid)
+    is_token = None if batch.is_token is None else batch.is_token.to(device)
+    cache: Any = _ObservedCache(model.config, layers, on_states, is_token)
     inputs: dict[str, Any] = {"input_ids": ids}
-    if valid is not None:
-        inputs["attention_mask"] = valid.long()
+    if is_token is not None:
+        inputs["attention_mask"] = is_token.long()
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
         inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
@@ -138,7 +137,7 @@ def observe(
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device for token ids. The hooks of a spread or offloaded model move them."""
+    """Return the device for token ids. A spread or offloaded model moves them with hooks."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 

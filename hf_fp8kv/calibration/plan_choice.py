@@ -27,7 +27,7 @@ from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
 from .choose import pick_candidate
-from .observe import Batch, nan_error, paged_layers
+from .observe import Batch, find_paged_layers, nan_error
 from .queries import Queries, observe_queries
 from .rope import find_max_positions, has_rope
 from .stages import sample_windows
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_TOKENS = 128  # maximum number of tokens of a window
 _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the model has them
-# Maximum cost of a format in each head, relative to the fallback. Costs are computed with the
+# Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
 # smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
 # of E3M4 by a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
 _MAX_COST_RATIO = 0.5
@@ -67,7 +67,7 @@ def choose_plan(
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
-    layers = paged_layers(model)
+    layers = find_paged_layers(model)
     if texts is None:
         vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
         generator = torch.Generator("cpu").manual_seed(0)

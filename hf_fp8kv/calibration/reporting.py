@@ -18,9 +18,9 @@ from ..formats.codec import dynamic_scale, round_to_format, rounding_error, sear
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, CalibrationReport, LayerStatistics, QualityRow, SideStatistics
-from ..utils.environment import hardware, utc_now, versions
+from ..utils.environment import describe_hardware, list_versions, utc_now
 from . import scoring
-from .choose import transform
+from .choose import center_and_rotate
 from .divergence import UNQUANTIZED
 from .observe import Batch, TensorDict, make_batches, nan_error, observe
 from .rope import FarPositions
@@ -90,7 +90,7 @@ def _count_kv(
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
     center, choose_scale = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
-    stored_values = transform(x, center, rotated=plan is not None and plan.rotated)
+    stored_values = center_and_rotate(x, center, rotated=plan is not None and plan.rotated)
     if plan is not None and not plan.is_auto:
         fmt = FORMATS[plan.format]
     scale = getattr(scales, side)
@@ -192,8 +192,8 @@ def make_report(
         held_out_tokens=sum(map(len, windows)),
         seconds=time.monotonic() - job.start_time,
         date=utc_now(),
-        versions=versions(),
-        hardware=hardware() | {"device": str(model.device)},
+        versions=list_versions(),
+        hardware=describe_hardware() | {"device": str(model.device)},
         scales_digest=scales.digest,
         centers=centers,
         layers=statistics,

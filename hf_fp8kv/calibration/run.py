@@ -23,7 +23,7 @@ from ..scales.report import CalibrationReport
 from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
 from . import choose, scoring, stages
-from .observe import TensorDict, make_batches, paged_layers
+from .observe import TensorDict, find_paged_layers, make_batches
 from .queries import observe_queries
 from .reporting import make_report
 from .rope import FarPositions, Partners, check_count, has_rope, measure_partners, resolve_limit
@@ -94,7 +94,7 @@ def calibrate(
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
-    layers = paged_layers(model)
+    layers = find_paged_layers(model)
     options = _make_options(model, granularity, center, dtype, margin, plan)
     check_count("batch_size", batch_size)
     max_position = resolve_limit(model, max_length, max_position)
@@ -153,7 +153,7 @@ def measure(
         ConfigError: As in `calibrate`.
         ScaleError: The scales belong to a different model.
     """
-    layers = paged_layers(model)
+    layers = find_paged_layers(model)
     options = _make_options(model, "head", False, dtype, 1.0, None)
     max_position = resolve_limit(model, max_length, max_position)
     if not isinstance(loaded_scales := resolve(scales), KVScales):

@@ -113,8 +113,8 @@ def calibrate(
         if checkpoint is not None:
             copy_folder = folder / COPY
             open_base(copy_folder, SCALE_FORMATS[format_name], (), checkpoint, overwrite=overwrite)
-        lm, tokenizer = load_model(model, device, model_dtype)
-        scales = calibration.calibrate(lm, corpus, tokenizer=tokenizer, **options)
+        loaded_model, tokenizer = load_model(model, device, model_dtype)
+        scales = calibration.calibrate(loaded_model, corpus, tokenizer=tokenizer, **options)
         try:
             paths = scales.save_pretrained(folder, format=out_format, overwrite=overwrite)
         except ScaleError as error:

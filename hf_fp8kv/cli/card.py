@@ -53,10 +53,10 @@ def card(
     folder = out or Path(f"card-{name.split()[0]}")
     size = "quick" if quick else "long" if long else "normal"
     parts_path = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
-    lm, tokenizer = load_model(model, device, "float32")
+    loaded_model, tokenizer = load_model(model, device, "float32")
     cache_names = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
-        lm, tokenizer, name=name, parts=parts_path, size=SIZES[size], caches=cache_names,
+        loaded_model, tokenizer, name=name, parts=parts_path, size=SIZES[size], caches=cache_names,
         scales=scales, memory_gib=memory_gib,
     )  # fmt: skip
     files = {

@@ -68,21 +68,21 @@ def generate(
         FP8PagedCache(**options)  # raises an error for wrong options before the model is loaded
     text = sys.stdin.read().strip() if prompt == "-" else prompt
     name = model or DEMO
-    lm, tokenizer = load_model(model, device)
-    inputs = encode_prompt(tokenizer, text, name, chat=chat).to(lm.device)
+    loaded_model, tokenizer = load_model(model, device)
+    inputs = encode_prompt(tokenizer, text, name, chat=chat).to(loaded_model.device)
     # None overrides the checkpoint's recommendations for sampling.
     sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
                 "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
-    run = partial(run_cache, lm, tokenizer, inputs, sampling, seed, memory)
+    run = partial(run_cache, loaded_model, tokenizer, inputs, sampling, seed, memory)
     # The first run uses the model's default attention.
-    runs = [run(partial(DynamicCache, config=lm.config))]
+    runs = [run(partial(DynamicCache, config=loaded_model.config))]
     try:
-        lm.set_attn_implementation(attn)
+        loaded_model.set_attn_implementation(attn)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot use --attn {attn} with {name}: {error}") from error
-    dtype, chosen_plan = resolve_plan(lm, options["dtype"], options["plan"])
+    dtype, chosen_plan = resolve_plan(loaded_model, options["dtype"], options["plan"])
     cache_options = {**options, "dtype": dtype, "plan": chosen_plan}
-    runs.append(run(partial(FP8PagedCache, lm.config, **cache_options), scales))
+    runs.append(run(partial(FP8PagedCache, loaded_model.config, **cache_options), scales))
     if as_json:
         context = {"prompt": text, "model": name, "options": options}
         answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}

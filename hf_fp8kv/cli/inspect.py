@@ -1,4 +1,4 @@
-"""`hf-fp8kv inspect`, which shows static scales, their quality, or the plan of a saved cache."""
+"""`hf-fp8kv inspect`, which shows static scales, their quality, or how a saved cache is stored."""
 
 import json
 from contextlib import suppress
@@ -32,7 +32,7 @@ def inspect(
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Plot each layer (PNG).", parser=arguments.parse_plot),
+        typer.Option(metavar="PATH", help="Plot all layers as a PNG.", parser=arguments.parse_plot),
     ] = None,
     dtype: arguments.Dtype = None,
     max_tokens: arguments.MaxTokens = None,
@@ -44,7 +44,7 @@ def inspect(
     model_dtype: arguments.ModelDtype = "auto",
     as_json: arguments.Json = False,
 ) -> None:
-    """Show static scales, a row for K and for V of each layer, and remarks on odd scales.
+    """Show static scales: a row for K and a row for V of each layer, and remarks on unusual scales.
 
     With --texts, measure the scales. Without it, show the report of their calibration, if any.
     For the file of a saved cache, show how each layer is stored.
@@ -61,42 +61,43 @@ def inspect(
             _show_cache(scales, as_json)
             return
         # Show a faulty file with warnings if possible, instead of refusing it.
-        source = KVScales.from_pretrained(scales, strict=False)
-        report = source.report
+        kv_scales = KVScales.from_pretrained(scales, strict=False)
+        report = kv_scales.report
         if texts is not None:
             corpus = arguments.load_texts(texts)
-            lm, tokenizer = load_model(model, device, model_dtype)
-            report = calibration.measure(lm, source, corpus, tokenizer=tokenizer, **options)
+            loaded_model, tokenizer = load_model(model, device, model_dtype)
+            options |= {"tokenizer": tokenizer}
+            report = calibration.measure(loaded_model, kv_scales, corpus, **options)
         if plot is not None:
-            plot_scales(source, report, plot)
+            plot_scales(kv_scales, report, plot)
         if as_json:
             output = {
-                **describe_scales(source),
-                "layers": describe_layers(source, report),
-                "remarks": [*list_remarks(source)],
+                **describe_scales(kv_scales),
+                "layers": describe_layers(kv_scales, report),
+                "remarks": [*list_remarks(kv_scales)],
                 "report": None if report is None else report.to_dict(),
                 "warnings": log.messages,
             }
             print(json.dumps(output))
         else:
             console = make_console(160)
-            console.print(*make_tables(source, report, console.width), sep="\n")
+            console.print(*make_tables(kv_scales, report, console.width), sep="\n")
 
 
 def _is_saved_cache(path: str) -> bool:
-    with suppress(ScaleError):  # the reader of scales raises it again
+    with suppress(ScaleError):  # reading the scales raises the error again
         return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False
 
 
 def _show_cache(path: str, as_json: bool) -> None:
     cache = FP8PagedCache.load(path)
-    sizes = cache.memory_footprint()
+    footprint = cache.memory_footprint()
     layers = {str(index): list(map(str, plan)) for index, plan in cache.plan.items()}
     if as_json:
-        print(json.dumps({"origin": path, **vars(sizes), "layers": layers}))
+        print(json.dumps({"origin": path, **vars(footprint), "layers": layers}))
         return
     rows = ((index, *sides) for index, sides in layers.items())
     table = build_table(dict.fromkeys(("layer", "K stored as", "V stored as"), "left"), rows)
-    print(f"{cache}\n{sizes.tokens} tokens, {format_size(sizes.used_bytes)} in pages")
+    print(f"{cache}\n{footprint.tokens} tokens, {format_size(footprint.used_bytes)} in pages")
     make_console(160).print(table)

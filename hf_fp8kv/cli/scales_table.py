@@ -68,7 +68,7 @@ def _describe_side(
 
 
 def list_remarks(scales: KVScales) -> Iterator[str]:
-    """Yield a sentence about each oddity of the scales."""
+    """Yield a sentence about each unusual property of the scales."""
     last_layer = max(scales.layers)
     if missing_layers := sorted(set(range(last_layer + 1)) - set(scales.layers)):
         yield (

@@ -189,12 +189,12 @@ def serve(
     # The log's lines look like the server's own lines.
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
     with handle_log(handler), closing(listen(host, port)) as listener:
-        lm, processor = load_model(
+        loaded_model, processor = load_model(
             name, device=device, dtype=dtype, quantization=quantization,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         served_model = ServedModel(
-            serving.enable(lm, **pages), processor, name, served_name=served_model_name,
+            serving.enable(loaded_model, **pages), processor, name, served_name=served_model_name,
             template=template_text, arguments={**(chat_template_kwargs or {}), **thinking_kwargs},
         )  # fmt: skip
         app = Application(served_model, config, batching)

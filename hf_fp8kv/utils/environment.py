@@ -25,12 +25,12 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Return the versions of Python and of relevant packages."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
-def hardware() -> dict[str, object]:
+def describe_hardware() -> dict[str, object]:
     """Return the CPU, its instruction sets and cores, torch's threads, and the GPUs."""
     import torch
 
@@ -59,8 +59,8 @@ def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
         "date": utc_now(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit(),
-        "versions": versions(),
-        "hardware": hardware() | extra_hardware,
+        "versions": list_versions(),
+        "hardware": describe_hardware() | extra_hardware,
         "idle": other_share <= _IDLE_SHARE,
         "used_by_others": other_share,
     }

@@ -7,7 +7,7 @@ import pytest
 
 from hf_fp8kv.bench import contenders, memory, speed
 from hf_fp8kv.bench.contenders import DYNAMIC, FOLDED, PAGED, QUANTIZED, Setup, take_turns
-from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.bench.reporting import median_and_quartiles
 from hf_fp8kv.formats import DISTINCT
 from tests.helpers import command_line
 
@@ -75,8 +75,8 @@ def test_turns_alternate_in_changing_order():
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len(set(turns)) > 2
     assert {len(durations) for durations in seconds.values()} == {5}
-    assert quartiles([3.0]) == (3.0, None, None)
-    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
+    assert median_and_quartiles([3.0]) == (3.0, None, None)
+    assert median_and_quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
 
 
 def test_memory_counts_the_bytes_of_the_format(run_command, model, monkeypatch, tmp_path):

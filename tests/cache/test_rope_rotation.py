@@ -31,8 +31,8 @@ find_rotations = RopeRotation.from_config
 def rotate_keys(rope: RopeRotation, x: torch.Tensor, distance: int) -> torch.Tensor:
     """Return float32 keys, `[..., D]`, rotated by `distance` positions."""
     dim = x.shape[-1]
-    start, num_rotated = rope.mla or (0, int(dim * rope.rotary_fraction))
-    if start + num_rotated > dim or (rope.mla and start + num_rotated != dim):
+    start, num_rotated = rope.mla_dims or (0, int(dim * rope.rotary_fraction))
+    if start + num_rotated > dim or (rope.mla_dims and start + num_rotated != dim):
         return x  # latents
     num_pairs = num_rotated // 2
     pair_indices = torch.arange(num_pairs)
@@ -88,7 +88,7 @@ def test_layers_without_rope_do_not_rotate() -> None:
         RopeRotation(500.0, interleaved=True, max_positions=600),
         RopeRotation(10000.0, rotary_fraction=0.5, max_positions=600),
         RopeRotation(10000.0, rotating_fraction=0.5, max_positions=600),
-        RopeRotation(10000.0, mla=(10, 6), max_positions=600),
+        RopeRotation(10000.0, mla_dims=(10, 6), max_positions=600),
     ],
     ids=str,
 )

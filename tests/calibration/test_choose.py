@@ -14,7 +14,7 @@ from hf_fp8kv.calibration import choose, scoring, stages
 from hf_fp8kv.calibration import queries as queries_module
 from hf_fp8kv.calibration.choose import Candidate, find_centers, measure_costs, pick_scale
 from hf_fp8kv.calibration.divergence import Scores
-from hf_fp8kv.calibration.observe import Batch, make_batches, measure_range, observe, paged_layers
+from hf_fp8kv.calibration.observe import Batch, find_paged_layers, make_batches, measure_range
 from hf_fp8kv.calibration.queries import Queries, observe_queries
 from hf_fp8kv.calibration.rope import FarPositions, Partners, match_channels, measure_partners
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job, weigh_keys
@@ -134,7 +134,7 @@ def test_the_cost_of_a_scale_is_the_cost_of_its_rounding_errors(states, side, gr
         # The cost of a candidate is the sum over its heads.
         totals = definition[:, 0].sum(), error.double().square().sum()
         for weights, cost in zip((queries, None), totals, strict=True):
-            actual = candidate.measure(k, weights, scale / E3M4.scale_from_e4m3).sum().double()
+            actual = candidate.compute_cost(k, weights, scale / E3M4.scale_from_e4m3)
             torch.testing.assert_close(actual, cost, rtol=1e-3, atol=1e-9)
         expected = definition[:, 1:] if granularity == "channel" else definition[:, :1]
         if granularity == "tensor":
@@ -319,12 +319,12 @@ def test_keys_have_no_scale_per_channel_if_pairs_are_unknown(states_and_partner)
 
 
 def call_with_queries(model, batch, on_layer):
-    observe_queries(model, batch, paged_layers(model), on_layer)
+    observe_queries(model, batch, find_paged_layers(model), on_layer)
 
 
 def make_job(model, *, center=False) -> Job:
     options = CalibrationOptions("head", E4M3, 1.0, center)
-    return Job(model, paged_layers(model), options, tqdm(disable=True))
+    return Job(model, find_paged_layers(model), options, tqdm(disable=True))
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +340,7 @@ def make_random_windows(*lengths: int) -> list[torch.Tensor]:
 
 def observe_kv(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    observe(model, Batch((window,)), paged_layers(model), lambda i, *kv: states.update({i: kv}))
+    call_with_queries(model, Batch((window,)), lambda i, k, v, _: states.update({i: (k, v)}))
     return states
 
 
@@ -382,7 +382,7 @@ def test_a_batch_of_several_texts_has_no_queries(sliding_model):
     assert calls == [None, None]
 
 
-def choose_scales(model, windows) -> tuple[dict[int, LayerScales], dict[int, choose.Sides]]:
+def choose_scales(model, windows):
     """Return the chosen scales and the candidates of each layer."""
     job = make_job(model)
     partners = measure_partners(model, windows[0], job.layers)

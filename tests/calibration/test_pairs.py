@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_fp8kv.calibration.observe import paged_layers
+from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.calibration.rope import match_channels, measure_partners
 from tests.helpers.tiny_models import VOCAB, tiny
 
@@ -37,7 +37,7 @@ def pair_neighbors(size: int) -> list[int]:
 def test_partners_match_the_code_of_the_model(name, config, expected, dtype):
     model = tiny(name, **config)[0].to(dtype)
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    partners = measure_partners(model, window, paged_layers(model))
+    partners = measure_partners(model, window, find_paged_layers(model))
     assert [partners[i].k.tolist() for i in sorted(partners)] == expected
     assert all(layer.v.tolist() == list(range(len(layer.v))) for layer in partners.values())
 
@@ -45,7 +45,7 @@ def test_partners_match_the_code_of_the_model(name, config, expected, dtype):
 def test_a_latent_model_has_its_rotated_part_in_v():
     model = tiny("deepseek_v3")[0]
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    layers = measure_partners(model, window, paged_layers(model))
+    layers = measure_partners(model, window, find_paged_layers(model))
     for partners in layers.values():
         assert partners.k.tolist() == list(range(len(partners.k)))
         assert partners.v.tolist() != list(range(len(partners.v)))
@@ -53,7 +53,7 @@ def test_a_latent_model_has_its_rotated_part_in_v():
 
 def test_partners_of_a_model_without_rope_are_unknown():
     model = tiny("bloom")[0]
-    partners = measure_partners(model, torch.arange(3, 60), paged_layers(model))
+    partners = measure_partners(model, torch.arange(3, 60), find_paged_layers(model))
     assert {(layer.k, layer.v) for layer in partners.values()} == {(None, None)}
 
 

@@ -25,7 +25,7 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import measure, plan_choice, scoring, stages
 from hf_fp8kv.calibration.choose import Candidate, pick_candidate
 from hf_fp8kv.calibration.divergence import compare_caches
-from hf_fp8kv.calibration.observe import paged_layers
+from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
@@ -120,7 +120,7 @@ def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> N
     scale_e4m3 = 0.01 + torch.rand(2, 1, generator=generator) / 100
     candidate = Candidate(side, side_plan, center, scale_e4m3, scale_e4m3)
     scale = scale_e4m3 / FORMATS[side_plan.format].scale_from_e4m3
-    cost = candidate.measure(x, queries, scale).sum().double()
+    cost = candidate.compute_cost(x, queries, scale)
     layer = LayerScales(scale, scale_e4m3, center, plan=LayerPlan(side_plan, SidePlan("int8")))
     error = round_by_plan(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
     expected = queries.cost(side, error, "head").sum().double()
@@ -331,7 +331,7 @@ def test_every_model_type_gets_a_plan(name: str, k_plans: Any, v_plans: Any) -> 
     """A model for which no plan can be tried gets the fallback format."""
     try:
         model, inputs = tiny(name)
-        paged_layers(model)
+        find_paged_layers(model)
     except Exception as error:
         pytest.skip(f"{type(error).__name__}: {error}")
     plan = choose_plan(model)

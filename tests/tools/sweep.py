@@ -35,7 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_fp8kv import FP8KVError, FP8PagedCache, check_model
 from hf_fp8kv.attention.latent import reads_stored_latents
 from hf_fp8kv.cache.paged_tensor import PagedKV
-from hf_fp8kv.utils.environment import hardware
+from hf_fp8kv.utils.environment import describe_hardware
 from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build, type_names
 
 FP8_PAGED = "fp8_paged"
@@ -382,7 +382,7 @@ generates it. Do not edit it.
 
 transformers {transformers.__version__}, torch {torch.__version__}, \
 Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}, \
-{hardware()["cpu"]}, {torch.get_num_threads()} thread(s), {seconds:.0f} s.
+{describe_hardware()["cpu"]}, {torch.get_num_threads()} thread(s), {seconds:.0f} s.
 
 Each type is a tiny random model in fp32, which chooses eight tokens greedily for two rows with \
 padding.
