@@ -255,7 +255,7 @@ class PagedLayers:
             new_lengths = [max(length - num_tokens, 0) for length in self.host_lengths()]
             longest = max(new_lengths, default=0)
             counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
-            self.budget.require(sum(counts))
+            self.budget.check(sum(counts))
             for store, length in zip(self.stores, new_lengths, strict=True):
                 store.crop_to(length)
             self._unshare_pages(longest)
@@ -338,7 +338,7 @@ class PagedLayers:
         length = max(self.host_lengths(), default=0) if self.fixed_groups else 0
         if self.fixed_groups:
             counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
-            self.budget.require(max(sum(counts), 0))
+            self.budget.check(max(sum(counts), 0))
         for group in self.groups.values():
             group.settle_step()
             table = group.table

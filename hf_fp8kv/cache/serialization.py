@@ -210,9 +210,9 @@ def _make_table(budget: PageBudget, rows: Ints, first_page: int) -> BlockTable:
         OutOfPagesError: The budget would be exceeded.
     """
     table = BlockTable(PageAllocator(budget))
-    table.allocator.is_exact = True
+    table.allocator.allocates_exactly = True
     table.reserve(0, (int(rows.max(initial=-1)) + 1) * table.page_size, 1)
-    table.allocator.is_exact = False
+    table.allocator.allocates_exactly = False
     gap = np.full((len(rows), first_page), NO_PAGE, np.int32)
     table.replace_rows(np.concatenate([gap, rows], axis=1), first_page)
     return table

@@ -80,8 +80,8 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
     layers = {index: layer.static for index, layer in scales.layers.items()}
     if all(bool((scale == 1).all()) for pair in layers.values() for scale in pair):
         yield (
-            "every scale is exactly 1.0, which tools write without calibration. Calibrate, or use "
-            "dynamic scales (scales=None)"
+            "every scale is exactly 1.0, the value tools write without calibration. Calibrate, or "
+            "use dynamic scales (scales=None)"
         )
     elif all(torch.equal(*pair) for pair in layers.values()):
         yield (

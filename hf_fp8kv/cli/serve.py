@@ -181,7 +181,7 @@ def serve(
     # Check these options before the model is loaded.
     batching = make_batching_config(**{name: x for name, x in settings.items() if x is not None})
     template_text = None if chat_template is None else chat_template.read_text("utf-8")
-    thinking_kwargs = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
+    thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])
     name = model or str(demo_model_path())
     handler = logging.StreamHandler()
@@ -195,7 +195,8 @@ def serve(
         )  # fmt: skip
         served_model = ServedModel(
             serving.enable(loaded_model, **pages), processor, name, served_name=served_model_name,
-            template=template_text, arguments={**(chat_template_kwargs or {}), **thinking_kwargs},
+            template=template_text,
+            template_arguments={**(chat_template_kwargs or {}), **thinking_kwargs},
         )  # fmt: skip
         app = Application(served_model, config, batching)
         run(app, listener, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

@@ -170,7 +170,7 @@ class BlockTable:
         if stop <= self.first_page:
             return 0
         pages, counts = np.unique(self.rows[:, self.first_page : stop], return_counts=True)
-        return int((self.allocator.references[pages] == counts).sum())
+        return int((self.allocator.reference_counts[pages] == counts).sum())
 
     def compact(self) -> Ints | None:
         """Renumber the pages from 0, and return the old number of each page.
@@ -179,7 +179,7 @@ class BlockTable:
         """
         allocator = self.allocator
         used_rows = self.used_rows()
-        if int(allocator.references.sum()) != used_rows.size:
+        if int(allocator.reference_counts.sum()) != used_rows.size:
             return None
         pages, indices = np.unique(used_rows, return_inverse=True)
         self._mark_changed()
@@ -229,7 +229,7 @@ class BlockTable:
         """
         self.allocator.free_orphans()
         first_column, stop_column = start // self.page_size, self._count_pages(stop)
-        references, entries, counts = self.allocator.references, [], Counter[int]()
+        references, entries, counts = self.allocator.reference_counts, [], Counter[int]()
         pages = self.rows[:, first_column:stop_column]
         if (references[pages] > 1).any():
             for column, pages_of_column in enumerate(pages.T.tolist(), first_column):

@@ -33,7 +33,7 @@ class FixedPages(LayerGroup):
         self.first_intact: dict[int, int] = {}
         # Work plans by size, each with the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
-        self.table.allocator.is_exact = True
+        self.table.allocator.allocates_exactly = True
 
     @property
     def pages_per_sequence(self) -> int:
@@ -63,7 +63,7 @@ class FixedPages(LayerGroup):
         groups = [x for ref in self.siblings if isinstance(x := ref(), FixedPages)]
         group_slots = [(group, group.pages_per_sequence * group.page_size) for group in groups]
         num_needed = sum(group.table.count_needed(0, n, batch) for group, n in group_slots)
-        self.budget.require(num_needed)
+        self.budget.check(num_needed)
         for group, num_slots in group_slots:
             group.table.reserve(0, num_slots, batch, group.copy_pages)
             group.allocated_pages = group.pages_per_sequence

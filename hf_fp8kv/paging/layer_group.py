@@ -95,7 +95,7 @@ class LayerGroup:
         self.lengths: list[int] = []
         self.record_past = False
         if window is not None:
-            self._table.allocator.is_exact = True
+            self._table.allocator.allocates_exactly = True
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
         self.step: Step | None = None
         self.deferred_allocation: tuple[int, int] | None = None
@@ -160,7 +160,7 @@ class LayerGroup:
         spans = [(group, *group._find_step_span(start, stop)) for group in groups]
         if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in spans):
             num_freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in spans)
-            self.budget.require(num_needed - num_freed)
+            self.budget.check(num_needed - num_freed)
         for group, first, kept, is_long in spans:
             if not is_long:
                 group.table.release(kept)

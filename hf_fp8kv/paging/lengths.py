@@ -145,7 +145,7 @@ class DeviceLength:
     def __init__(self, group: FixedPages, member: int) -> None:
         self.group, self.member, self.max_tokens = group, member, group.max_tokens
         self.is_empty = True
-        # An upper bound of the number of stored tokens, kept on the host for `check_capacity`.
+        # An upper bound on the number of stored tokens, kept on the host for `check_capacity`.
         self._upper_bound = 0
         self._plan: torch.Tensor | None = None
         # Number of KV heads and backend of the work plan, or None if a different layer fills it.
@@ -244,7 +244,7 @@ class DeviceLength:
         """Raise OutOfPagesError before a step that exceeds `max_tokens`.
 
         On a CPU the write itself raises the error. On other devices it cannot, and reading the
-        length synchronizes. The length is therefore only read if an upper bound of it on the host
+        length synchronizes. The length is therefore only read if an upper bound on it on the host
         exceeds `max_tokens`.
         """
         if torch.compiler.is_compiling():

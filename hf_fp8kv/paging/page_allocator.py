@@ -12,7 +12,7 @@ from ..errors import OutOfPagesError
 
 NO_PAGE = -1
 # A pool grows by at least this number of tokens, and by at least its size divided by
-# `GROWTH_DIVISOR`. At most 64 tokens or 4 % of the pool are unused.
+# `GROWTH_DIVISOR`. At most 64 tokens or 4% of the pool, whichever is larger, are unused.
 GROWTH_TOKENS = 64
 GROWTH_DIVISOR = 32
 # Pages are renumbered and memory is freed when at most one page in `SHRINK_DIVISOR` is held.
@@ -41,13 +41,13 @@ class PageBudget:
         """Number of pages in use."""
         return sum(allocator.num_held for allocator in self.allocators)
 
-    def require(self, num_pages: int) -> None:
+    def check(self, num_pages: int) -> None:
         """Raise OutOfPagesError if `num_pages` additional pages would exceed the budget."""
         if self.max_pages is not None and self.num_held + num_pages > self.max_pages:
             raise OutOfPagesError(
                 f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
                 f"got a call that needs {num_pages} more with {self.num_held} in use. Raise "
-                "max_pages, drop a fork, crop or reset the cache",
+                "max_pages, drop a fork, or crop or reset the cache",
                 needed=num_pages,
                 available=self.max_pages - self.num_held,
             )
@@ -59,16 +59,16 @@ class PageAllocator:
     def __init__(self, budget: PageBudget) -> None:
         self.budget, self.page_size = budget, budget.page_size
         budget.allocators.add(self)
-        self.references: Ints = np.zeros(0, np.int32)
+        self.reference_counts: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._orphans: list[Ints] = []
-        # Whether only the required pages are created, because the table soon stops growing.
-        self.is_exact = False
+        # Whether only the requested pages are created, because the table will soon stop growing.
+        self.allocates_exactly = False
 
     @property
     def capacity(self) -> int:
         """Number of existing pages, in use or free. A pool has at least this number."""
-        return len(self.references)
+        return len(self.reference_counts)
 
     @property
     def num_free(self) -> int:
@@ -79,13 +79,13 @@ class PageAllocator:
     def num_held(self) -> int:
         """Number of pages that at least one block table holds."""
         self.free_orphans()
-        # Counted from references, because an interrupt may lose the number of a free page.
-        return int(np.count_nonzero(self.references))
+        # Counted from references, because an interrupt (Ctrl-C) may lose a free page's number.
+        return int(np.count_nonzero(self.reference_counts))
 
     @property
     def is_sparse(self) -> bool:
         """Whether so few pages are in use that they should be renumbered."""
-        if self.is_exact:  # a long call with a window leaves half of its pages free
+        if self.allocates_exactly:  # a long call with a window leaves half of its pages free
             return 0 < self.num_held * 2 <= self.capacity
         is_low = 0 < self.num_held * SHRINK_DIVISOR <= self.capacity
         return is_low and self.num_free * self.page_size > GROWTH_TOKENS
@@ -93,43 +93,43 @@ class PageAllocator:
     def allocate(self, num_pages: int, *, budget_checked: bool = False) -> Ints:
         """Return `num_pages` page numbers, each with one reference.
 
-        New pages are created in steps if needed. Raises OutOfPagesError beyond the budget. With
-        `budget_checked`, the caller has already checked the budget, and will free other pages.
+        New pages are created in steps if needed. Raise OutOfPagesError if this would exceed the
+        budget. With `budget_checked`, the caller has already checked it, and will free other pages.
         """
         if not budget_checked:
-            self.budget.require(num_pages)
+            self.budget.check(num_pages)
         num_missing = num_pages - self.num_free
         if num_missing > 0:
-            step = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_DIVISOR)
-            growth = max(num_missing + num_missing // GROWTH_DIVISOR, step)
-            num_added = num_missing if self.is_exact else growth
+            min_growth = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_DIVISOR)
+            growth = max(num_missing + num_missing // GROWTH_DIVISOR, min_growth)
+            num_added = num_missing if self.allocates_exactly else growth
             if self.budget.max_pages is not None:
                 num_added = min(num_added, self.budget.max_pages - self.capacity)
             self._add_pages(max(num_added, num_missing))
         numbers = np.array([self._free.pop() for _ in range(num_pages)], np.int32)
-        self.references[numbers] = 1
+        self.reference_counts[numbers] = 1
         return numbers
 
     def renumber(self, pages: Ints) -> None:
-        """Renumber `pages`, which must be all pages in use, from 0. Free pages cease to exist."""
+        """Renumber `pages`, which must be all pages in use, from 0. Free pages are removed."""
         assert len(pages) == self.num_held, f"{self.num_held} pages are held, {len(pages)} are kept"
-        self._free, self.references = [], self.references[pages]
+        self._free, self.reference_counts = [], self.reference_counts[pages]
 
     def _add_pages(self, num_pages: int) -> None:
         first = self.capacity
-        self.references = np.concatenate([self.references, np.zeros(num_pages, np.int32)])
+        self.reference_counts = np.pad(self.reference_counts, (0, num_pages))
         # Lowest numbers are allocated first, so that pages of a sequence stay close together.
         self._free[:0] = range(first + num_pages - 1, first - 1, -1)
 
     def share(self, pages: Ints) -> None:
         """Add a reference to the page of each entry of `pages`, except NO_PAGE."""
-        np.add.at(self.references, pages[pages != NO_PAGE], 1)
+        np.add.at(self.reference_counts, pages[pages != NO_PAGE], 1)
 
     def free(self, pages: Ints) -> None:
         """Remove a reference to the page of each entry. Pages without references become free."""
         numbers = pages[pages != NO_PAGE]
-        np.subtract.at(self.references, numbers, 1)
-        freed_pages = set(numbers[self.references[numbers] == 0].tolist())
+        np.subtract.at(self.reference_counts, numbers, 1)
+        freed_pages = set(numbers[self.reference_counts[numbers] == 0].tolist())
         self._free.extend(sorted(freed_pages, reverse=True))
 
     def abandon(self, pages: Ints) -> None:

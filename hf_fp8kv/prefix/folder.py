@@ -1,9 +1,9 @@
 """A folder of files with a limit on their total size, shared by processes.
 
-Only the process that holds the lock writes. The lock file contains an upper bound of the total
+Only the process that holds the lock writes. The lock file contains an upper bound on the total
 size. The bound is raised before a file is written, and lowered after files are removed, so a killed
-process can only leave it too high. A scan of the folder corrects the bound. A process scans when it
-begins, and during eviction when all files of its last scan have been removed or used.
+process can leave it too high, but never too low. A scan of the folder corrects the bound. A process
+scans when it begins, and during eviction when all files of its last scan have been removed or used.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from typing import NamedTuple
 _LOCK_NAME, _PARTIAL_SUFFIX = ".prefix_store.lock", ".part"
 # Links could lead out of the folder, and reading a pipe could block. (Windows lacks these flags.)
 _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
-# Nanoseconds that a file's time may lag behind the clock: a tick of the kernel, plus a margin.
+# Nanoseconds that a file's time may lag behind the clock: one kernel tick, plus a margin.
 _TICK_NS = 20_000_000
 
 
@@ -42,7 +42,7 @@ class PrefixFolder:
         self._partial_pattern = re.compile(rf"\.{name_pattern.pattern}{re.escape(_PARTIAL_SUFFIX)}")
         # A heap of the files at the last scan, and the time of the scan. Files that are not in the
         # heap were used later. A file is checked again before it is removed.
-        self._oldest: list[StoredFile] = []
+        self._heap: list[StoredFile] = []
         self._scan_time = 0
 
     def list_files(self) -> list[StoredFile]:
@@ -67,35 +67,36 @@ class PrefixFolder:
         with open(path, "rb", opener=opener) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_size > self._max_bytes:
-                raise ValueError("not a file, or larger than the whole store may be")
+                raise ValueError(f"expected a regular file of at most {self._max_bytes} bytes")
             return file.read(info.st_size)
 
     def touch(self, name: str, last_use: int) -> None:
-        """Set the time of a file's last use, in ns since 1970, if the file exists and is ours."""
+        """Set a file's last use, in ns since 1970, if the file exists and belongs to this user."""
         with suppress(OSError, NotImplementedError):  # NotImplementedError on Windows
             os.utime(self.path / name, ns=(last_use, last_use), follow_symlinks=False)
 
     def apply_limit(self) -> None:
-        """Evict files beyond `max_bytes`, which may have changed, if no other process writes."""
-        with self.lock(0.0) as lock:
-            if lock is not None:
-                _write_total(lock, self._evict(lock, self._scan(lock), self._max_bytes, ()))
+        """Evict files until a possibly changed limit holds, unless another process is writing."""
+        with self.lock(0.0) as lock_fd:
+            if lock_fd is not None:
+                total = self._evict(lock_fd, self._scan(lock_fd), self._max_bytes, ())
+                _write_total(lock_fd, total)
 
-    def put(self, lock: int, name: str, data: bytes, used_names: Collection[str]) -> bool:
+    def put(self, lock_fd: int, name: str, data: bytes, kept_names: Collection[str]) -> bool:
         """Atomically write a new file, and return whether there was room.
 
-        The least recently used files are evicted, except those named in `used_names`.
+        The least recently used files are evicted, except those named in `kept_names`.
 
         Raises:
             OSError: The disk is full or cannot be written.
         """
         if (size := len(data)) > self._max_bytes:
             return False
-        if (total := _read_total(lock)) is None:
-            total = self._scan(lock)
-        total = self._evict(lock, total, self._max_bytes - size, used_names)
+        if (total := _read_total(lock_fd)) is None:
+            total = self._scan(lock_fd)
+        total = self._evict(lock_fd, total, self._max_bytes - size, kept_names)
         has_room = total + size <= self._max_bytes
-        _write_total(lock, total + size if has_room else total)
+        _write_total(lock_fd, total + size if has_room else total)
         if not has_room:
             return False
         partial_path = self.path / f".{name}{_PARTIAL_SUFFIX}"
@@ -106,51 +107,50 @@ class PrefixFolder:
                 file.write(data)
             os.replace(partial_path, self.path / name)
         except FileExistsError:
-            raise  # the file is not ours to remove
+            raise  # this process did not create the file
         except BaseException:
             partial_path.unlink(missing_ok=True)
             raise
         return True
 
-    def _evict(self, lock: int, total: int, max_bytes: int, used_names: Collection[str]) -> int:
-        """Remove the least recently used files until all others have at most `max_bytes`.
+    def _evict(self, lock_fd: int, total: int, max_bytes: int, kept_names: Collection[str]) -> int:
+        """Remove the least recently used files until the remaining files total at most `max_bytes`.
 
-        Files in `used_names` stay. `total` is the size of all files in bytes. Return the new size.
+        Files in `kept_names` stay. `total` is the size of all files in bytes. Return the new size.
         """
         is_scanned = False
         while total > max_bytes:
-            if not is_scanned and (not self._oldest or self._oldest[0].last_use >= self._scan_time):
-                total, is_scanned = self._scan(lock), True
+            if not is_scanned and (not self._heap or self._heap[0].last_use >= self._scan_time):
+                total, is_scanned = self._scan(lock_fd), True
                 continue
-            if not self._oldest:
+            if not self._heap:
                 break
-            file = heapq.heappop(self._oldest)
-            if file.name in used_names:
+            file = heapq.heappop(self._heap)
+            if file.name in kept_names:
                 continue  # the file is in use, so treat it as used after the scan
-            if (current := self._stat_file(file.name)) != file:
-                if current is not None:
-                    heapq.heappush(self._oldest, current)
-            else:
+            if (current := self._stat_file(file.name)) == file:
                 (self.path / file.name).unlink(missing_ok=True)
                 total -= file.num_bytes
+            elif current is not None:
+                heapq.heappush(self._heap, current)
         return total
 
-    def _scan(self, lock: int) -> int:
+    def _scan(self, lock_fd: int) -> int:
         """Scan all files, remove partial files of killed processes, and return the total size."""
         for name in os.listdir(self.path):
             if self._partial_pattern.fullmatch(name):
                 with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
         self._scan_time = time.time_ns() - _TICK_NS
-        self._oldest = self.list_files()
+        self._heap = self.list_files()
         now = time.time_ns()
-        for file in self._oldest:
+        for file in self._heap:
             if file.last_use > now:  # the clock was set back, so new files would be evicted first
                 self.touch(file.name, self._scan_time)
-        heapq.heapify(self._oldest)
+        heapq.heapify(self._heap)
         # The total is invalid until the caller writes it, because the disk may still be full.
-        os.ftruncate(lock, 0)
-        return sum(file.num_bytes for file in self._oldest)
+        os.ftruncate(lock_fd, 0)
+        return sum(file.num_bytes for file in self._heap)
 
     @contextmanager
     def lock(self, timeout: float) -> Iterator[int | None]:
@@ -165,30 +165,30 @@ class PrefixFolder:
         """
         import fcntl  # not on Windows
 
-        handle = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
+        lock_fd = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
         is_locked, deadline = False, time.monotonic() + timeout
         try:
             while not is_locked:
                 try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     is_locked = True
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
                         break
                     time.sleep(0.01)
-            yield handle if is_locked else None
+            yield lock_fd if is_locked else None
         finally:
             if is_locked:
-                # Unlock explicitly, because a process that was forked meantime also has the handle.
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
+                # Unlock explicitly, because a process forked in the meantime shares `lock_fd`.
+                fcntl.flock(lock_fd, fcntl.LOCK_UN)
+            os.close(lock_fd)
 
 
-def _read_total(lock: int) -> int | None:
-    """Return the total size in the lock file, or None unless the file has exactly 20 digits."""
-    data = os.pread(lock, 21, 0)
+def _read_total(lock_fd: int) -> int | None:
+    """Return the total size in the lock file, or None if the file is not exactly 20 digits."""
+    data = os.pread(lock_fd, 21, 0)
     return int(data) if len(data) == 20 and data.isdigit() else None
 
 
-def _write_total(lock: int, total: int) -> None:
-    os.pwrite(lock, b"%020d" % total, 0)
+def _write_total(lock_fd: int, total: int) -> None:
+    os.pwrite(lock_fd, b"%020d" % total, 0)

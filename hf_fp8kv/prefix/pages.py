@@ -31,23 +31,23 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     """
     layers = [] if cache is None else cache.layers
     is_indexed = (isinstance(layer, FP8PagedIndexedLayer) for layer in layers)
-    reason = ""
+    expected = ""
     if not isinstance(store, PrefixStore):
-        reason = f"a hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
+        expected = f"a hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
     elif options.tensor_parallel.size > 1:
-        reason = "a model in one process, got a split model. Leave prefix_store out"
+        expected = "a model in one process, got a split model. Leave prefix_store out"
     elif cache is not None and cache.open_ended:
-        reason = "a cache with a config, got none. Pass the model's config"
+        expected = "a cache with a config, got none. Pass the model's config"
     elif options.is_preallocated:
-        reason = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
+        expected = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
     elif config.is_encoder_decoder:
-        reason = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
+        expected = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
     elif any(is_indexed) or (layers and cache.stock_layers):
-        reason = "only paged layers, got layers of other kinds (recurrent, indexed, skipped)"
+        expected = "only paged layers, got layers of other kinds (recurrent, indexed, skipped)"
     elif rope_type := find_varying_rope(config):
-        reason = f"constant frequencies of RoPE, got {rope_type!r}, which depends on the length"
-    if reason:
-        raise ConfigError(f"prefix_store: expected {reason}")
+        expected = f"constant frequencies of RoPE, got {rope_type!r}, which depends on the length"
+    if expected:
+        raise ConfigError(f"prefix_store: expected {expected}")
     options.check_stored("prefix_store")
 
 

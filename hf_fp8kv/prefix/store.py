@@ -265,17 +265,17 @@ class PrefixStore:
     def _write_pages(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
         names = {self._file_path(key).name for key in keys}
         try:
-            with self._folder.lock(self._lock_timeout) as lock:
+            with self._folder.lock(self._lock_timeout) as lock_fd:
                 # A process that holds the lock this long may be suspended, so wait less next time.
-                self._lock_timeout = _LOCK_TIMEOUT if lock is not None else _SHORT_LOCK_TIMEOUT
+                self._lock_timeout = _LOCK_TIMEOUT if lock_fd is not None else _SHORT_LOCK_TIMEOUT
                 for key, page in pages.items():
-                    if lock is None or not self._can_write:
+                    if lock_fd is None or not self._can_write:
                         break
                     file = self._file_path(key)
                     if os.path.lexists(file):
                         continue  # a different process has written the page
                     data = pack(key, page)
-                    if not self._folder.put(lock, file.name, data, names):
+                    if not self._folder.put(lock_fd, file.name, data, names):
                         break  # the prompt fills the store, but its beginning is stored
                     self.count(bytes_written=len(data))
         except MemoryError:

@@ -75,10 +75,10 @@ def application(
     from .model import ServedModel
 
     require_enabled(model)
-    model_name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Application(
         ServedModel(
-            model, tokenizer, model_name, served_name=served_name, arguments=chat_template_kwargs
+            model, tokenizer, name, served_name=served_name, template_arguments=chat_template_kwargs
         ),
         ServerConfig(
             api_key=api_key,

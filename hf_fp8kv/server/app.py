@@ -140,8 +140,8 @@ class Application:
         try:
             await asyncio.to_thread(self.start)
         except Exception as error:
-            text = str(error) if isinstance(error, FP8KVError) else traceback.format_exc()
-            await send({"type": "lifespan.startup.failed", "message": text})
+            message = str(error) if isinstance(error, FP8KVError) else traceback.format_exc()
+            await send({"type": "lifespan.startup.failed", "message": message})
             return
         await send({"type": "lifespan.startup.complete"})
         await receive()
@@ -193,8 +193,8 @@ class Application:
         host = headers.get(b"host", b"localhost").decode("latin-1")
         if not self.config.accepts_host(host):
             expected = "a name of this machine, such as localhost, without an access token"
-            text = f"host: expected {expected}, got {host!r:.100}. Set {KEY_VARIABLE} to allow it"
-            raise APIError(421, text, code="wrong_host")
+            got = f"got {host!r:.100}. Set {KEY_VARIABLE} to allow it"
+            raise APIError(421, f"host: expected {expected}, {got}", code="wrong_host")
         if self._key_digest is not None and not (path == "/health" and method in ("GET", "HEAD")):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             # Digests have equal lengths, so the comparison takes the same time for every token.
@@ -210,14 +210,14 @@ class Application:
             raise APIError(503, _NOT_STARTED_MESSAGE, code="not_started")
 
     def _require_engine(self) -> Engine:
-        """Return the engine. Raises APIError if it does not accept requests."""
+        """Return the engine. Raise APIError if it does not accept requests."""
         engine = self.engine
         if self.is_stopping or engine is None:
             headers = {**_RETRY_HEADER, "connection": "close"}
             raise APIError(503, STOPPING_MESSAGE, code="stopping", headers=headers)
         if not engine.is_alive():
-            text = f"the engine is not running: {self.failure}"
-            raise APIError(503, text, code="engine_dead")
+            message = f"the engine is not running: {self.failure}"
+            raise APIError(503, message, code="engine_dead")
         return engine
 
     def _require_capacity(self) -> Engine:
@@ -262,11 +262,11 @@ class Application:
                     num_counted = excess
                     if excess and self._counted_bytes > _MAX_BODIES * limit:
                         expected = f"at most {_MAX_BODIES * limit} bytes of all requests"
-                        text = f"expected {expected}. Try again later"
-                        raise APIError(429, text, code="too_many_bytes", headers=_RETRY_HEADER)
+                        message = f"expected {expected}. Try again later"
+                        raise APIError(429, message, code="too_many_bytes", headers=_RETRY_HEADER)
         except TimeoutError:
-            text = f"expected a body within {seconds:g} s"
-            raise APIError(408, text, headers={"connection": "close"}) from None
+            message = f"expected a body within {seconds:g} s"
+            raise APIError(408, message, headers={"connection": "close"}) from None
         if len(content) > _LONG_INPUT_SIZE:
             validate, pool = self._validate_body, self._parse_pool
             validated: tuple[Any, str] = await _run_in(pool, validate, body_type, content)
@@ -310,10 +310,10 @@ class Application:
         return api
 
     async def _list_models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self.served_model.describe()]}
+        return {"object": "list", "data": [self.served_model.make_model_entry()]}
 
     async def _describe_model(self, name: str) -> dict[str, Any]:
-        entry = self.served_model.describe(self.served_model.check_name(name))
+        entry = self.served_model.make_model_entry(self.served_model.check_name(name))
         return {**entry, "max_model_len": self._require_engine().max_tokens}
 
     async def _load_model(self, request: Request) -> Response:
@@ -418,8 +418,8 @@ async def _make_error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_LEFT_STATUS)
     if isinstance(error, HTTPException):
-        text, headers = f"{request.url.path}: {error.detail}", dict(error.headers or {})
-        error = APIError(error.status_code, text, headers=headers)
+        message, headers = f"{request.url.path}: {error.detail}", dict(error.headers or {})
+        error = APIError(error.status_code, message, headers=headers)
     if not isinstance(error, APIError):
         logger.error("%s %s", request.method, request.url.path, exc_info=error)
         error = APIError(500, INTERNAL_MESSAGE)

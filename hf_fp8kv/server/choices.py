@@ -1,4 +1,4 @@
-"""The answers to one request. Each answer is a request of the engine. Their parts share a queue."""
+"""The choices (answers) of a request. Each runs as an engine request. Their parts share a queue."""
 
 import asyncio
 import contextlib
@@ -46,12 +46,12 @@ class Choice:
 
 
 class ChoiceMaker:
-    """Makes the choices of requests. `seed` is the seed of the server."""
+    """Makes the choices of each request. `seed` is the seed of the server."""
 
     def __init__(self, served_model: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served_model, self._engine = served_model, engine
-        reason = engine.fixed_steps_reason
-        self.grammars = Grammars(served_model.tokenizer, engine.vocab_size, reason)
+        tokenizer, vocab_size = served_model.tokenizer, engine.vocab_size
+        self.grammars = Grammars(tokenizer, vocab_size, engine.fixed_steps_reason)
         self._seeds = random.Random(seed)  # generates the seeds of requests without a seed
 
     def check_length(self, request: Request) -> None:
@@ -69,7 +69,7 @@ class ChoiceMaker:
     def make_choices(self, request: Request, guide: Guide | None) -> list[Choice]:
         """Return the choices of a request, `n` for each prompt, before any choice runs.
 
-        Tokenizing prompts and words, and decoding prompts for parsers, may take seconds.
+        It may take seconds to tokenize prompts and words, and to decode prompts for parsers.
 
         Raises:
             APIError: The request exceeds the limits of this engine or model.
@@ -85,7 +85,7 @@ class ChoiceMaker:
         end_tokens = [*(eos if isinstance(eos, list) else [eos]), *request.stop_token_ids]
         choices: list[Choice] = []
         for prompt in prompts:
-            max_new_tokens, scores_only = self._count_new_tokens(request, prompt)
+            max_new_tokens, scores_only = self._limit_new_tokens(request, prompt)
             for index in range(request.n):
                 sequence = Sequence(
                     prompt,
@@ -120,13 +120,12 @@ class ChoiceMaker:
         return getattr(defaults, name, None)
 
     def _read_sampling(self, request: Request, index: int) -> dict[str, Any]:
-        """Return the sampling fields of answer number `index` to a prompt.
+        """Return the sampling fields of the answer with this index.
 
         A temperature above zero, top_p, top_k or min_p enables sampling, whatever the model's
-        default is. With one seed all answers would be the same, so each answer has the next seed.
+        default is. Equal seeds would give equal answers, so answer `index` uses `seed + index`.
         """
-        names = ("temperature", "top_p", "top_k", "min_p")
-        options = {name: getattr(request, name) for name in names}
+        options = {n: getattr(request, n) for n in ("temperature", "top_p", "top_k", "min_p")}
         is_requested = any(value is not None for value in options.values())
         options = {n: self._get_default(request, n) if x is None else x for n, x in options.items()}
         temperature = 1.0 if options["temperature"] is None else options["temperature"]
@@ -139,7 +138,7 @@ class ChoiceMaker:
         options |= {"temperature": temperature, "seed": seed}
         return {name: value for name, value in options.items() if value is not None}
 
-    def _count_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
+    def _limit_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
         """Return the limit of new tokens, and whether only the prompt's scores are requested."""
         engine, (field, requested) = self._engine, request.token_limit
         if not prompt:
@@ -159,23 +158,24 @@ class ChoiceMaker:
             raise APIError(
                 400,
                 f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
-                f"{max(max_new_tokens, 1)} new tokens, but {explanation}. Send or request less",
+                f"{max(max_new_tokens, 1)} new tokens, but {explanation}. Shorten the prompt, or "
+                "request fewer tokens",
                 param=field,
                 code="context_length_exceeded",
             )
         return max_new_tokens, scores_only
 
     def _read_rules(self, request: Request) -> TokenRules:
-        """Return the rules of a request. Raises APIError if the engine does not support them."""
-        tokenizer, reason = self._served_model.tokenizer, self._engine.fixed_steps_reason
+        """Return the rules of a request. Raise APIError if the engine does not support them."""
+        fixed_steps_reason = self._engine.fixed_steps_reason
         penalty = request.repetition_penalty
-        if penalty is None and request.generation_config is None and reason is None:
+        if penalty is None and request.generation_config is None and fixed_steps_reason is None:
             penalty = self._get_default(request, "repetition_penalty")
         logit_bias = {int(token): float(value) for token, value in request.logit_bias.items()}
         bad_words = {
-            tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            tuple(self._served_model.tokenizer(spelling, add_special_tokens=False)["input_ids"])
             for word in request.bad_words
-            for text in (word, f" {word.lstrip()}")  # at the start of a text, or after a word
+            for spelling in (word, f" {word.lstrip()}")  # at the start of a text, or after a word
         }
         rules = TokenRules(
             penalty or 1.0, request.presence_penalty, request.frequency_penalty, logit_bias,
@@ -183,9 +183,9 @@ class ChoiceMaker:
         )  # fmt: skip
         has_scores = any(top is not None for top in request.num_logprobs)
         for name, value in (("logprobs", has_scores), ("penalties, biases, bad_words", rules)):
-            if value and reason is not None:
-                text = f"{name}: not supported by this server, because {reason}. Omit the field"
-                raise APIError(400, text, code=UNSUPPORTED_CODE)
+            if value and fixed_steps_reason is not None:
+                refusal = f"{name}: not supported by this server, because {fixed_steps_reason}"
+                raise APIError(400, f"{refusal}. Omit the field", code=UNSUPPORTED_CODE)
         return rules
 
 
@@ -211,7 +211,7 @@ class RunningRequest:
         Raises:
             APIError: An answer failed. This ends all answers of the request.
         """
-        slots = asyncio.Semaphore(_MAX_RUNNING_ANSWERS)
+        running = asyncio.Semaphore(_MAX_RUNNING_ANSWERS)
         self._metrics.unfinished_answers[self] = 0
         each_token = streaming or not all(choice.is_first for choice in choices)
         started_events: list[asyncio.Event] = []  # one event for each prompt
@@ -219,7 +219,7 @@ class RunningRequest:
         for choice in choices:
             if choice.is_first:
                 started_events.append(asyncio.Event())
-            answer = self._answer(choice, slots, started_events[-1], each_token)
+            answer = self._answer(choice, running, started_events[-1], each_token)
             tasks.append(asyncio.create_task(answer))
         num_unfinished = len(choices)
         try:
@@ -239,12 +239,12 @@ class RunningRequest:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(
-        self, choice: Choice, slots: asyncio.Semaphore, started: asyncio.Event, each_token: bool
+        self, choice: Choice, running: asyncio.Semaphore, started: asyncio.Event, each_token: bool
     ) -> None:
         if not choice.is_first:
             await started.wait()
         try:
-            async with slots:
+            async with running:
                 self._metrics.unfinished_answers[self] += 1
                 try:
                     await self._generate(choice, started, each_token)
@@ -268,9 +268,9 @@ class RunningRequest:
                     break
         self._metrics.record_end(sequence)
         self._queue_parts(choice, text.finish())
-        is_complete = sequence.guide is not None and sequence.guide.is_complete
-        is_over = text.is_stopped or is_complete or last_token in sequence.end_tokens
-        if not is_over or choice.scores_only:
+        guide_is_complete = sequence.guide is not None and sequence.guide.is_complete
+        has_ended = text.is_stopped or guide_is_complete or last_token in sequence.end_tokens
+        if not has_ended or choice.scores_only:
             choice.finish_reason = "length"
         else:
             choice.finish_reason = "tool_calls" if text.num_calls else "stop"

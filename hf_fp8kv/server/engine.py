@@ -274,15 +274,15 @@ def _is_complete(sequence: Sequence, vocab_size: int) -> bool:
 
 
 def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
-    """Advance a request's grammar by a token. Raises APIError if the token fails the request."""
+    """Advance a request's grammar by a token. Raise APIError if the token fails the request."""
     guide, rules = sequence.guide, sequence.rules
     if token < vocab_size:
         if guide is not None and token not in sequence.end_tokens:
             guide.accept(token)
         return
     if guide is not None and (rules.bad_words or rules.min_tokens):
-        text = "bad_words or min_tokens remove every token that may follow"
-        raise field_error(guide.field, text)
+        message = "bad_words or min_tokens remove every token that may follow"
+        raise field_error(guide.field, message)
     position, possible_reason = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
         possible_reason = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "

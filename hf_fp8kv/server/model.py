@@ -11,8 +11,8 @@ from ..errors import ConfigError
 from .errors import UNSUPPORTED_CODE, APIError, field_error
 from .schemas import Request, TokenizeRequest
 
-# A token of unknown words, or of dropped spaces, stands for more characters than its text has.
-_MIN_TOKEN_LENGTH = 128
+# A token for an unknown word or dropped spaces may stand for more characters than its text has.
+_MIN_LENGTH_BOUND = 128
 
 
 class ServedModel:
@@ -25,7 +25,7 @@ class ServedModel:
         served_name: The only name that clients may use. None means `name`, with or without its
             folder.
         template: A chat template that replaces the tokenizer's template.
-        arguments: Arguments of the chat template.
+        template_arguments: Arguments of the chat template.
 
     Raises:
         ConfigError: The model is not a text model that continuous batching can run, or the
@@ -40,7 +40,7 @@ class ServedModel:
         *,
         served_name: str | None = None,
         template: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, getattr(processor, "tokenizer", processor)
         modality = ModelManager.get_model_modality(model, processor=processor).value
@@ -52,7 +52,7 @@ class ServedModel:
         short_name = name.rstrip("/").rsplit("/", 1)[-1]
         revision_names = () if os.path.exists(name) or "@" in name else (f"{name}@main",)
         self.names = (served_name,) if served_name else (name, *revision_names, short_name)
-        self._template_arguments = dict(arguments or {})
+        self._template_arguments = dict(template_arguments or {})
         if template is not None:
             self.tokenizer.chat_template = template
             try:
@@ -65,10 +65,10 @@ class ServedModel:
                 ) from error
         signature = inspect.signature(self.tokenizer.apply_chat_template)
         self._reserved_arguments = frozenset(signature.parameters)
-        self._shows_tools = shows_tools(self.tokenizer)
+        self._template_shows_tools = template_shows_tools(self.tokenizer)
         self.tokenizer("a")  # the first use initializes the tokenizer, which threads share later
-        # An upper bound of the number of characters that one token may stand for.
-        self.max_token_length = max([_MIN_TOKEN_LENGTH, *map(len, self.tokenizer.get_vocab())])
+        # An upper bound on the number of characters that one token may stand for.
+        self.max_token_length = max([_MIN_LENGTH_BOUND, *map(len, self.tokenizer.get_vocab())])
 
     def check_name(self, name: str | None) -> str:
         """Return the model's name for an answer: the requested name, or by default the short name.
@@ -79,19 +79,19 @@ class ServedModel:
         if name is not None and name not in self.names:
             raise APIError(
                 404,
-                f"model: expected {self.names[-1]!r}, the only model here, got {name!r:.100}",
+                f"model: expected {self.names[-1]!r}, the only served model, got {name!r:.100}",
                 param="model",
                 code="model_not_found",
             )
         return name or self.names[-1]
 
-    def describe(self, name: str | None = None) -> dict[str, Any]:
+    def make_model_entry(self, name: str | None = None) -> dict[str, Any]:
         """Return the model's entry in OpenAI's list of models."""
         return {"id": name or self.names[-1], "object": "model", "created": 0, "owned_by": ""}
 
     def check_template_fields(self, request: Request) -> None:
-        """Raise APIError for tools that the template hides, and for arguments the server sets."""
-        if request.tools and not self._shows_tools:
+        """Raise APIError for tools that the template omits, and arguments that the server sets."""
+        if request.tools and not self._template_shows_tools:
             raise field_error(
                 "tools",
                 "expected none, because this model's chat template does not show tools to it. "
@@ -119,8 +119,7 @@ class ServedModel:
             inputs = self._render(request.chat_messages, **request.template_arguments)
         except Exception as error:  # a template is a program, which may reject anything
             reason = f"{type(error).__name__}: {error}"
-            text = f"cannot make a prompt of these messages: {reason:.300}"
-            raise APIError(400, text) from error
+            raise APIError(400, f"cannot make a prompt from the messages: {reason:.300}") from error
         return [list(inputs["input_ids"])]
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> Any:
@@ -128,7 +127,7 @@ class ServedModel:
         return self.tokenizer.apply_chat_template(messages, **{**defaults, **options})
 
 
-def shows_tools(tokenizer: Any) -> bool:
+def template_shows_tools(tokenizer: Any) -> bool:
     """Return whether the chat template writes the names of tools to the prompt."""
     name = "weather_of_tomorrow"
     function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}

@@ -167,7 +167,7 @@ class Settings(_StrictModel):
 
     @classmethod
     def parse(cls, text: Any) -> "Settings":
-        """Return the settings in a string that contains a JSON object. Raises APIError."""
+        """Return the settings in a string that contains a JSON object. Raise APIError."""
         name = "generation_config"
         try:
             config = from_json(text)

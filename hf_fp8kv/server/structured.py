@@ -57,8 +57,8 @@ def read_grammar(request: Request) -> _Grammar | None:
     grammars = [x for x in (tools, _read_format(request), outputs) if x is not None]
     if len(grammars) > 1:
         (field, _), (other_field, _) = grammars[:2]
-        text = f"expected no second field besides {field}, because an answer has only one form"
-        raise field_error(other_field, text)
+        message = f"expected no second field besides {field}, because an answer has only one form"
+        raise field_error(other_field, message)
     return grammars[0] if grammars else None
 
 
@@ -133,15 +133,15 @@ def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
     if len(text) > _MAX_CHARACTERS:
         raise field_error(field, f"expected at most {_MAX_CHARACTERS} characters")
     if any("x-guidance" in schema for schema in schemas):
-        text = "expected no x-guidance, which would make keywords of the schema optional"
-        raise field_error(field, text)
+        message = "expected no x-guidance, which would make keywords of the schema optional"
+        raise field_error(field, message)
     values = [value for value in walk_values(list(schemas)) if isinstance(value, dict)]
     # llguidance creates a state for each remainder, and for each combination of remainders.
     divisors = [v["multipleOf"] for v in values if isinstance(v.get("multipleOf"), int | float)]
     multiples = [Fraction(str(n)).numerator for n in divisors if 0 < n < math.inf]
     if sum(multiples) > _MAX_MULTIPLE or math.lcm(*multiples) > _MAX_MULTIPLE:
-        text = f"expected values of multipleOf with a sum and a multiple of at most {_MAX_MULTIPLE}"
-        raise field_error(field, text)
+        expected = f"values of multipleOf with a sum and a multiple of at most {_MAX_MULTIPLE}"
+        raise field_error(field, f"expected {expected}")
     patterns_by_name = [v["patternProperties"] for v in values if "patternProperties" in v]
     names = [name for v in patterns_by_name if isinstance(v, dict) for name in v]
     if len(names) > _MAX_PATTERN_PROPERTIES:
@@ -180,7 +180,7 @@ class Guide:
         return self._is_accepting and not self._allowed_bits.any()
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the answer. Raises APIError if the token cannot follow."""
+        """Advance by a token of the answer. Raise APIError if the token cannot follow."""
         try:
             if not self._matcher.consume_tokens([token]):
                 raise field_error(self.field, _get_error(self._matcher))
@@ -189,8 +189,8 @@ class Guide:
             raise
         except BaseException as error:  # a panic in llguidance is not an Exception
             logger.exception("a grammar failed")
-            text = f"{self.field}: the grammar failed: {type(error).__name__}: {error}"
-            raise APIError(500, text) from None
+            message = f"{self.field}: the grammar failed: {type(error).__name__}: {error}"
+            raise APIError(500, message) from None
 
     def blocked_mask(self, end_tokens: Iterable[int], vocab_size: int) -> np.ndarray:
         """Return which tokens must not follow, bool `[V]`. `end_tokens` end the answer."""
@@ -211,10 +211,10 @@ class Guide:
 
 def _get_error(matcher: Any) -> str:
     """Return the error message of llguidance, without the dump of its state."""
-    text = str(matcher.get_error()).split("\n<", 1)[0]
-    if text in ("", "NoExtensionBias"):
+    message = str(matcher.get_error()).split("\n<", 1)[0]
+    if message in ("", "NoExtensionBias"):
         return _NO_TOKEN_FOLLOWS
-    return " ".join(text.split())[:300]
+    return " ".join(message.split())[:300]
 
 
 # -- compiling a grammar ---------------------------------------------------------------------------
@@ -242,23 +242,23 @@ class Grammars:
             return None
         field, source = grammar
         if self._unavailable_reason is not None:
-            text = f"{_REFUSAL}{self._unavailable_reason}. Omit the field"
-            raise field_error(field, text, UNSUPPORTED_CODE)
+            message = f"{_REFUSAL}{self._unavailable_reason}. Omit the field"
+            raise field_error(field, message, UNSUPPORTED_CODE)
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._pool, self._compile_grammar, field, source)
         try:
             return await asyncio.wait_for(future, _MAX_SECONDS)
         except TimeoutError:
             expected = f"a grammar that is compiled within {_MAX_SECONDS:g} s"
-            text = f"expected {expected}. Simplify it, or try again later"
-            raise field_error(field, text) from None
+            message = f"expected {expected}. Simplify it, or try again later"
+            raise field_error(field, message) from None
 
     def _compile_grammar(self, field: str, grammar: str) -> Guide:
         try:
             tokenizer, text_bits = self._grammar_tokenizer
         except ValueError as error:
-            text = f"{_REFUSAL}this model's tokenizer is not supported ({error}). Omit it"
-            raise field_error(field, text, UNSUPPORTED_CODE) from error
+            message = f"{_REFUSAL}this model's tokenizer is not supported ({error}). Omit it"
+            raise field_error(field, message, UNSUPPORTED_CODE) from error
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         try:
             matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)

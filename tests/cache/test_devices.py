@@ -146,7 +146,7 @@ def test_the_cpu_backend_refuses_tokens_on_a_different_device():
     tokens = torch.randn(1, HEADS, 3, DIM)
     for layer in range(LAYERS):
         cache.update(tokens, tokens, layer)
-    with pytest.raises(BackendError, match="expected pages on the CPU, got meta"):
+    with pytest.raises(BackendError, match="requires pages on the CPU, got meta"):
         cache.update(tokens.to(META), tokens.to(META), 0)
     assert cache.layers[0].keys.device == CPU
     key, _ = cache.update(tokens, tokens, 0)

@@ -529,7 +529,7 @@ def test_an_interrupted_allocation_can_be_reset(
     def interrupt_allocate(self: PageAllocator, *arguments: Any, **keywords: Any) -> Any:
         pages = allocate(self, *arguments, **keywords)
         if next(calls) == len(options):  # before the pages are counted
-            self.references[pages] = 0
+            self.reference_counts[pages] = 0
             raise KeyboardInterrupt
         return pages
 

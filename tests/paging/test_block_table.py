@@ -174,10 +174,10 @@ def check_tables(*tables: BlockTable) -> None:
         assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a released page is listed"
         np.add.at(references, used_pages.ravel(), 1)
     assert allocator.num_held == np.count_nonzero(references)
-    wrong_pages = np.flatnonzero(references != allocator.references)
+    wrong_pages = np.flatnonzero(references != allocator.reference_counts)
     assert not len(wrong_pages), (
         f"pages {wrong_pages.tolist()} are listed {references[wrong_pages].tolist()} times and "
-        f"counted {allocator.references[wrong_pages].tolist()} times"
+        f"counted {allocator.reference_counts[wrong_pages].tolist()} times"
     )
     free_pages = np.flatnonzero(references == 0)
     assert sorted(allocator._free) == free_pages.tolist(), (
@@ -521,7 +521,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert self.budget.num_held == 0
         for allocator in self.tables():
             assert allocator.num_held == 0
-            assert not allocator.references.any()
+            assert not allocator.reference_counts.any()
             assert allocator.num_free == allocator.capacity
 
 

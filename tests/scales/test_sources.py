@@ -317,7 +317,7 @@ def test_suspicious_scales_are_read_with_a_warning(tmp_path, caplog):
     edit_tensors(folder, {name: torch.ones(())})
     assert list_values(KVScales.from_pretrained(folder), "k") == [1, 1, 1]
     assert "every KV scale is exactly 1.0" in caplog.text
-    assert f"not used, though they look like scales: {name}" in caplog.text
+    assert f"ignored tensors that look like scales: {name}" in caplog.text
 
 
 def test_missing_scales_are_a_warning_if_not_strict(tmp_path, caplog):
@@ -616,12 +616,12 @@ BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
     ),
     "bias-without-a-scale": (
         corrupt_tensor("k_proj.k_bias", torch.ones(()), layer=9),
-        "expected a scale with model.layers.9.self_attn.k_proj.k_bias, got none",
+        "expected a scale for the layer of model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
-    "ascend-int8": (corrupt_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
+    "ascend-int8": (corrupt_tensor("k_proj.kv_cache_scale", torch.ones(8)), "to an INT8 cache"),
     "asymmetric-scheme": (set_scheme(symmetric=False), "asymmetric"),
     "channel-scheme": (set_scheme(strategy="channel"), "strategy channel"),
-    "dynamic-local-scheme": (set_scheme(dynamic="local"), "dynamic, which needs none"),
+    "dynamic-local-scheme": (set_scheme(dynamic="local"), "dynamic, which needs no scales"),
     "unknown-word": (corrupt_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (delete("config.json"), "expected a config.json"),
     "config-cut-off": (truncate("config.json", 40), "config.json.*JSON file"),
@@ -641,7 +641,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
             shutil.copy(folder / "model.safetensors", folder / "a.safetensors"),
             (folder / "model.safetensors").rename(folder / "b.safetensors"),
         ),
-        "in one file, got it in a.safetensors and b.safetensors",
+        "in only one file, got it in a.safetensors and b.safetensors",
     ),
 }
 

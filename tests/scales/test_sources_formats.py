@@ -329,7 +329,7 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         llama_with(**quark(dtype="fp4", qscheme="per_group", group_size=32)), WEIGHT, "MXFP4"
     ),
     "a-dynamic-word-of-vllm": (
-        llama_with(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"), WEIGHT, "needs none"
+        llama_with(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"), WEIGHT, "needs no scales"
     ),
     **{
         f"layers-of-{type(count).__name__}": (
@@ -383,7 +383,7 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     "output-activations-dynamic": (
         llama_with(**COMPRESSED | quantize_outputs("re:.*k_proj", dynamic=True)),
         fill(OUTPUT, (1,)),
-        "dynamic, which needs none",
+        "dynamic, which needs no scales",
     ),
     "output-scales-per-channel": (llama_with(**quark()), fill(OUTPUT, (8,)), r"got \[8\]"),
     "quark-int8": (llama_with(**quark(dtype="int8")), fill(OUTPUT), "dtype 'int8'"),
@@ -392,7 +392,7 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     ),
     "quark-asymmetric": (llama_with(**quark(symmetric=False)), fill(OUTPUT), "asymmetric"),
     "quark-dynamic": (
-        llama_with(**quark(is_dynamic=True)), fill(OUTPUT), "which needs none"
+        llama_with(**quark(is_dynamic=True)), fill(OUTPUT), "which needs no scales"
     ),
     "quark-without-its-layers": (
         llama_with(**quark("*q_proj")), fill(OUTPUT), r"\*k_proj with dtype None"

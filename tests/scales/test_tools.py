@@ -72,7 +72,7 @@ READABLE_FOLDERS = {
 }  # fmt: skip
 REJECTED_FOLDERS = {
     "auto-round-0.15.1/llama-w4-ar-zeros": "K scale .*got 0.0",
-    "llm-compressor-0.14.0.1/llama-kv-dynamic": "dynamic, which needs none",
+    "llm-compressor-0.14.0.1/llama-kv-dynamic": "dynamic, which needs no scales",
     "llm-compressor-0.14.0.1/llama-kv-int4": r"4-bit int \(INT4\)",
     "llm-compressor-0.14.0.1/llama-kv-r3-random": "R3: K rotated by type 'random-hadamard'",
     "llm-compressor-0.14.0.1/llama-kv-int8": r"8-bit int \(INT8\)",

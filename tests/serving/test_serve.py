@@ -49,7 +49,7 @@ openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
 listen = import_required("hf_fp8kv.server.config").listen
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
-shows_tools = import_required("hf_fp8kv.server.model").shows_tools
+template_shows_tools = import_required("hf_fp8kv.server.model").template_shows_tools
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -431,10 +431,10 @@ def test_every_field_of_openai_is_validated(server, path, params_type, valid_fie
         ("{{ raise_exception('no') }}", False),
     ],
 )
-def test_shows_tools_detects_templates_that_render_tools(model, template, expected):
+def test_template_shows_tools_if_it_renders_them(model, template, expected):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
-    assert shows_tools(tokenizer) is expected
+    assert template_shows_tools(tokenizer) is expected
 
 
 def test_a_generation_config_with_default_values_is_accepted(server):

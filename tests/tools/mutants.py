@@ -326,7 +326,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefix store: the lock is not taken", "prefix/folder.py",
-        "                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "",
+        "                    fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "",
         "tests/prefix/test_folder.py tests/prefix/test_store.py",
     ),
     Mutant(

@@ -8,19 +8,19 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-_BUILD = runpy.run_path(str(Path(__file__).with_name("build.py")))
+_build_module = runpy.run_path(str(Path(__file__).with_name("build.py")))
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be missing
-    """Adds the libraries to the wheel. Without a compiler the wheel has no libraries."""
+    """Adds the libraries to the wheel. Without a compiler, the wheel has no libraries."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the kernels, and tag the wheel with their platform."""
         try:
-            _BUILD["build"]()
+            _build_module["build"]()
         except (OSError, subprocess.CalledProcessError) as error:
-            slower = "CPUs use the backend 'torch', which is slower"
-            self.app.display_warning(f"kernels for CPUs were not compiled: {error}. {slower}")
+            consequence = "The slower backend 'torch' is used on CPUs"
+            self.app.display_warning(f"CPU kernels were not compiled: {error}. {consequence}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{next(sys_tags()).platform}"

@@ -1,7 +1,7 @@
 """The "triton" backend: each operation takes one or two launches, and never synchronizes.
 
-Tokens without a page, or past the limit, are skipped. The backends for CPUs raise an error instead.
-On a GPU that would require a synchronization.
+Tokens without a page, or past the limit, are skipped. The CPU backends raise an error instead,
+which would require a synchronization on a GPU.
 """
 
 from typing import Any
@@ -29,25 +29,24 @@ def write(
     lengths: torch.Tensor,
     limit: int | None = None,
 ) -> None:
-    """Store new tokens like `triton.write.write`, and replay recorded launches."""
-    max_tokens = writing.UNLIMITED if limit is None else limit
+    """Store new tokens like `triton.write.write`, replaying a recorded launch if there is one."""
+    limit = writing.UNLIMITED if limit is None else limit
     # Each length of a prompt would need a recording, and the number of recordings is limited.
     if key.shape[2] > MAX_DECODE_TOKENS:
-        writing.write(pages, key, value, lengths, max_tokens)
+        writing.write(pages, key, value, lengths, limit)
         return
-    table = pages.table
     run_or_replay(
-        writing.write, (pages, key, value, lengths, max_tokens),
+        writing.write, (pages, key, value, lengths, limit),
         layout=(_shape_and_strides(key), _shape_and_strides(value)),
         tensors=(key, value, lengths), shared=_describe_pages(pages),
-        limit=max_tokens, num_columns=table.shape[1], table_stride=table.stride(0),
+        limit=limit, num_columns=pages.table.shape[1], table_stride=pages.table.stride(0),
     )  # fmt: skip
 
 
 def make_plan(
     plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
 ) -> None:
-    """Overwrite a work plan like `triton.plan.make_plan`, and replay recorded launches."""
+    """Overwrite a work plan like `triton.plan.make_plan`, replaying a launch if one is recorded."""
     if tokens > MAX_DECODE_TOKENS:
         planning.make_plan(plan, lengths, tokens, window, start, heads)
         return
@@ -71,29 +70,31 @@ def attend(
 
     `plan` is the result of `make_plan` for these lengths, or None to make a plan here.
     """
-    heads, (_, q_heads, tokens, _) = pages.heads, query.shape
+    _, q_heads, tokens, _ = query.shape
+    num_rows = q_heads // pages.heads * tokens
     # Models with latents have many query heads per KV head, so the number of tokens decides.
-    if tokens > MAX_DECODE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS:
+    is_long = tokens > MAX_DECODE_TOKENS if spec.latent else num_rows > DECODE_ROWS
+    if is_long:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = query, pages, lengths, start, stop, spec, plan
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, deterministic = spec
-    # Other masks and biases are rare in decoding, and more of their strides change with each step.
+    # Dense masks and biases are not recorded. They are rare in decoding, and more of their strides
+    # change with each step.
     if bias is not None or (mask is not None and not _is_compact(mask)):
         return decode.attend(*args)
-    table = pages.table
-    attended: torch.Tensor = run_or_replay(
+    output: torch.Tensor = run_or_replay(
         decode.attend, args,
         layout=(
             _shape_and_strides(query), None if plan is None else plan.shape, scaling, causal,
             window, softcap, latent, deterministic,
         ),
         tensors=(query, lengths, plan, sinks, mask, bounds), shared=_describe_pages(pages),
-        start=start, stop=stop, table_stride=table.stride(0),
-        mask_b=0 if mask is None or len(mask) == 1 else mask.stride(0),
-        # A compact mask has no head stride, so `mask_h` is the batch stride of its bounds.
-        mask_h=0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
+        start=start, stop=stop, table_stride=pages.table.stride(0),
+        mask_batch_stride=0 if mask is None or len(mask) == 1 else mask.stride(0),
+        # A compact mask has no head stride. Kernels read the batch stride of its bounds instead.
+        mask_head_stride=0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
     )  # fmt: skip
-    return attended
+    return output
 
 
 def _shape_and_strides(x: torch.Tensor | None) -> Any:

@@ -112,15 +112,17 @@ def estimate_num_programs(args: AttentionArgs, config: LaunchConfig) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "start", "stop", "window", "table_stride", "mask_b", "mask_h", "mask_t",
-        "bias_b", "bias_h", "bias_t",
+        "batch", "start", "stop", "window", "table_stride",
+        "mask_batch_stride", "mask_head_stride", "mask_token_stride",
+        "bias_batch_stride", "bias_head_stride", "bias_token_stride",
     ],
     # Prompts vary in length. A single token is a constant.
     do_not_specialize_on_alignment=["tokens"],
 )  # fmt: skip
 def _attend(
     tensors, plan_ptr, out_ptr, partial_ptr, batch, tokens, start, stop, window, factors,
-    query_strides, table_stride, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
+    query_strides, table_stride, mask_batch_stride, mask_head_stride, mask_token_stride,
+    bias_batch_stride, bias_head_stride, bias_token_stride, CALL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over a sequence, or over one part of it.
 
@@ -139,7 +141,7 @@ def _attend(
         batch, tokens: B and T.
         start, stop, window: As in `ops.attend`.
         factors: See `Factors`.
-        query_strides, mask_b, ..., bias_t: Strides of batch, head and token.
+        query_strides, mask_batch_stride, ..., bias_token_stride: Strides of batch, head and token.
         table_stride: Batch stride of the block table.
         CALL: See `Constants`.
     """
@@ -166,8 +168,9 @@ def _attend(
     length = tl.load(tensors.lengths + b)
     rows = find_rows(b, h, block, tokens, length, CALL)
     strides = Strides(
-        query_strides, table_stride, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t)
-    )
+        query_strides, table_stride, (mask_batch_stride, mask_head_stride, mask_token_stride),
+        (bias_batch_stride, bias_head_stride, bias_token_stride),
+    )  # fmt: skip
     span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
     if plan_ptr is None or slot < 0:

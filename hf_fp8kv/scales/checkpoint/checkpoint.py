@@ -24,14 +24,14 @@ INDEX_FILE = "model.safetensors.index.json"
 # A checkpoint with a second file needs an index. The first file is then renamed to `FIRST_FILE`,
 # because readers ignore an index next to a file with the name `SINGLE_FILE`.
 SINGLE_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
-# Files with scales alone, in the order in which they are read.
+# Files that contain only scales, in the order in which they are read.
 KV_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
 # Folder of `KV_FILE` in a folder with weights. Servers load every safetensors file next to weights
 # as further weights, but no file in a subfolder.
 KV_FOLDER = "kv_scales"
-# File of the formats whose scales are tensors of the checkpoint.
+# File with the scales, for formats that store scales as tensors of the checkpoint.
 SCALES_SHARD = "model-kv-scales.safetensors"
-# The base class of HfHubHTTPError is the base error of the Hub client's HTTP library.
+# The base of HfHubHTTPError is the base error of the client's HTTP library, requests or httpx.
 _HUB_ERRORS: tuple[type[Exception], ...]
 _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsingError)
 
@@ -41,12 +41,12 @@ class LocalFolder:
     """The files of a checkpoint in a local folder."""
 
     root: Path
-    target: Path | None = None  # future folder of the files, for messages
+    destination: Path | None = None  # folder that the files will be moved to, for messages
 
     @property
     def origin(self) -> str:
         """Name of the folder, for messages."""
-        return str(self.target or self.root)
+        return str(self.destination or self.root)
 
     def find_file(self, name: str) -> Path | None:
         """Return the path of a file, or None if it does not exist."""
@@ -59,12 +59,12 @@ class LocalFolder:
         return None if path is None else read_header(path)[0]
 
     def list_files(self, suffix: str) -> list[str]:
-        """Return the names of the files with this suffix. `HubFolder` returns none."""
+        """Return the names of the files with this suffix."""
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))
 
 
 class HubOptions(TypedDict, total=False):
-    """Version of a repository, and options of fetching it, as in transformers."""
+    """Revision of a repository, and options for fetching it, as in transformers."""
 
     revision: str | None
     token: str | bool | None
@@ -90,7 +90,7 @@ def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
 
 @dataclass
 class HubFolder:
-    """As `LocalFolder`, for a repository of the Hub. Fetches only small files and scales."""
+    """Like `LocalFolder`, for a repository on the Hub. Fetches only small files and scales."""
 
     repo: str
     revision: str | None = None
@@ -99,17 +99,17 @@ class HubFolder:
     local_files_only: bool = False
     force_download: bool = False
     subfolder: str | None = None
-    # Set when a request has failed. Only cached files are read then, although more may exist.
-    failure: str = field(default="", init=False)
+    # Why a file was not fetched, or "". Then only cached files are read, although more may exist.
+    offline_reason: str = field(default="", init=False)
     _paths: dict[str, Path | None] = field(default_factory=dict, init=False)
 
     @property
-    def offline(self) -> bool:
-        return self.local_files_only or constants.HF_HUB_OFFLINE or bool(self.failure)
+    def is_offline(self) -> bool:
+        return self.local_files_only or constants.HF_HUB_OFFLINE or bool(self.offline_reason)
 
     @property
     def origin(self) -> str:
-        return f"{self.repo} ({self.failure})" if self.failure else self.repo
+        return f"{self.repo} ({self.offline_reason})" if self.offline_reason else self.repo
 
     def find_file(self, name: str) -> Path | None:
         if name not in self._paths:
@@ -117,8 +117,8 @@ class HubFolder:
             with self._ignore_missing():
                 path = hf_hub_download(
                     self.repo, name, subfolder=self.subfolder, revision=self.revision,
-                    token=self.token, cache_dir=self.cache_dir, local_files_only=self.offline,
-                    force_download=self.force_download and not self.offline,
+                    token=self.token, cache_dir=self.cache_dir, local_files_only=self.is_offline,
+                    force_download=self.force_download and not self.is_offline,
                 )  # fmt: skip
                 self._paths[name] = Path(path)
         return self._paths[name]
@@ -129,7 +129,7 @@ class HubFolder:
             cached = try_to_load_from_cache(self.repo, path_in_repo, self.cache_dir, self.revision)
             if isinstance(cached, str) and not self.force_download:
                 return read_header(Path(cached))[0]
-            if not self.offline:
+            if not self.is_offline:
                 # This request fetches some kilobytes instead of the complete file.
                 metadata = HfApi().parse_safetensors_file_metadata(
                     self.repo, path_in_repo, revision=self.revision, token=self.token
@@ -138,7 +138,7 @@ class HubFolder:
         return None
 
     def list_files(self, suffix: str) -> list[str]:
-        return []
+        return []  # files of a repository are only found by name
 
     @contextmanager
     def _ignore_missing(self) -> Iterator[None]:
@@ -147,10 +147,9 @@ class HubFolder:
             try:
                 yield
             except EntryNotFoundError as error:
-                if isinstance(error, LocalEntryNotFoundError) and not self.failure:
-                    self.failure = (
-                        "offline: cached files only" if self.offline else "Hub unreachable"
-                    )
+                if isinstance(error, LocalEntryNotFoundError):
+                    reason = "offline: cached files only" if self.is_offline else "Hub unreachable"
+                    self.offline_reason = self.offline_reason or reason
 
 
 Folder = LocalFolder | HubFolder
@@ -164,7 +163,7 @@ class Checkpoint:
     config: Config  # content of config.json, empty if it does not exist
     modelopt_config: Config | None  # content of hf_quant_config.json
     tensor_files: Mapping[str, str]  # tensor name -> file name
-    removed_tensors: Collection[str] = ()  # tensors in its files that are not part of it
+    removed_tensors: Collection[str] = ()  # tensors of the files, but not of the checkpoint
 
     @property
     def origin(self) -> str:
@@ -208,8 +207,8 @@ def find_shard_tensors(folder: Folder) -> dict[str, str]:
         for name in folder.list_tensors(shard) or ():
             if name in files and LIKELY_SCALE_PATTERN.search(name):
                 raise ScaleError(
-                    f"{folder.origin}: expected {name} in one file, got it in {files[name]} and "
-                    f"{shard}. Pass one of them to from_file"
+                    f"{folder.origin}: expected {name} in only one file, got it in {files[name]} "
+                    f"and {shard}. Pass one of them to from_file"
                 )
             files[name] = shard
     return files

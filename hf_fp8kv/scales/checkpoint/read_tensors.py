@@ -44,41 +44,39 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     if declaration.kind == "dynamic":
         raise ScaleError(
             f"{origin}: expected a config that declares static scales, got "
-            f"{declaration.description}, which needs none. Use scales=None, or fix the config"
+            f"{declaration.description}, which needs no scales. Use scales=None, or fix the config"
         )
     scale_tensors, unknown_names = match_tensors(checkpoint.tensor_files, declaration)
     if not scale_tensors:
-        raise _make_missing_error(checkpoint)
+        raise _make_no_scales_error(checkpoint)
     if declaration.remark:
         logger.warning("%s: %s", origin, declaration.remark)
     if declaration.kind == "none":
         reason = "the config declares no KV cache" if config else "no config.json"
         logger.warning("%s: %s. Its KV scales are read as float8_e4m3fn", origin, reason)
-    _check_foreign(checkpoint)
+    _check_foreign_tensors(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
     _add_biases(checkpoint, layers)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
-            "%s: every KV scale is exactly 1.0, which tools write without calibration", origin
+            "%s: every KV scale is exactly 1.0, the value tools write without calibration", origin
         )
-    unused_names = format_list(name for name in unknown_names if re.match(LAYER_REGEX, name))
-    if unused_names:
-        logger.warning("%s: not used, though they look like scales: %s", origin, unused_names)
-    model_type = config.get("model_type")
-    model_type = model_type if isinstance(model_type, str) else None
+    if ignored_names := format_list(n for n in unknown_names if re.match(LAYER_REGEX, n)):
+        logger.warning("%s: ignored tensors that look like scales: %s", origin, ignored_names)
+    model_type = entry if isinstance(entry := config.get("model_type"), str) else None
     layers = request.select_layers(layers, config, origin)
     layers = _add_rotation(checkpoint, layers, scale_tensors)
     return ScaleData(layers, scale_tensors[0].format, model_type, origin)
 
 
-def _check_foreign(checkpoint: Checkpoint) -> None:
+def _check_foreign_tensors(checkpoint: Checkpoint) -> None:
     """Refuse tensors of INT8 and NVFP4 caches, and zero points other than zero."""
     for name in checkpoint.tensor_files:
         for pattern, cache in FOREIGN_PATTERNS:
             if pattern.fullmatch(name):
                 raise ScaleError(
-                    f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of "
-                    f"{cache}. Use scales=None, which is dynamic"
+                    f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, which "
+                    f"belongs to {cache}. Use scales=None, which is dynamic"
                 )
     names = filter(ZERO_POINT_PATTERN.fullmatch, checkpoint.tensor_files)
     for name, value in _load_tensors(checkpoint, names).items():
@@ -121,7 +119,8 @@ def _reshape_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> t
         )
     is_single = all(n == 1 for n in shape)
     is_per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(heads))
-    if not is_single and not (is_per_head and shape[0] in (heads or shape[:1]) and shape[0]):
+    has_valid_heads = is_per_head and shape[0] > 0 and shape[0] in (heads or shape[:1])
+    if not is_single and not has_valid_heads:
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one number, or the shape [heads] or [heads, 1, "
             f"1] with the heads in config.json ({sorted(heads)}), got {shape}. Use this model's "
@@ -133,8 +132,8 @@ def _reshape_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> t
 def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
     """Add the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
 
-    K's bias is its center. V is stored without subtracting its bias, so the scales of V are
-    enlarged. If |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
+    K's bias is its center. V is stored with its bias, so its scales are enlarged. If |V - bias| is
+    at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
     matches = [*filter(None, map(BIAS_PATTERN.fullmatch, checkpoint.tensor_files))]
     tensors = _load_tensors(checkpoint, (match[0] for match in matches))
@@ -142,7 +141,8 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
         tensor, index = tensors[match[0]], int(match["layer"])
         if index not in layers:
             raise ScaleError(
-                f"{checkpoint.origin}: expected a scale with {match[0]}, got none. Export again"
+                f"{checkpoint.origin}: expected a scale for the layer of {match[0]}, got none. "
+                "Export the checkpoint again"
             )
         layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
         scale_heads = {len(scale) for scale in layer.static if scale.ndim} - {1}
@@ -193,9 +193,10 @@ def _is_target(path: str, target: str) -> bool:
 
 
 def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dict[int, LayerScales]:
-    """Return the scales of K and V of each layer, in the unit of E4M3FN. Log each oddity once.
+    """Return the scales of K and V of each layer, in the unit of E4M3FN. Log each remark once.
 
-    K and V have tensors of the same priority, the first with both, or else the first of each side.
+    K and V come from the first priority that has both. If none has both, each comes from the first
+    priority that has it.
     """
     factor = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
@@ -205,38 +206,38 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     layer_tensors: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:
         for side in tensor.side:
-            entry = layer_tensors[tensor.layer].setdefault((tensor.priority, side), tensor)
-            # It is unknown which of two names is right.
-            if entry is not tensor and not torch.equal(values[tensor.name], values[entry.name]):
+            first = layer_tensors[tensor.layer].setdefault((tensor.priority, side), tensor)
+            # Neither of two differing tensors can be preferred.
+            if first is not tensor and not torch.equal(values[tensor.name], values[first.name]):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
-                    f"{tensor.layer}, got {entry.name} and {tensor.name}, which differ. Delete one"
+                    f"{tensor.layer}, got {first.name} and {tensor.name}, which differ. Delete one"
                 )
-    oddities: dict[str, list[int]] = defaultdict(list)
+    remarks: dict[str, list[int]] = defaultdict(list)
     layers = {}
     for index, tensors in layer_tensors.items():
         best_tensors = {side: tensor for (_, side), tensor in reversed(tensors.items())}
-        pairs = (p for p, _ in tensors if (p, "k") in tensors and (p, "v") in tensors)
-        if (complete_priority := next(pairs, None)) is not None:
+        priorities = (p for p, _ in tensors if (p, "k") in tensors and (p, "v") in tensors)
+        if (complete_priority := next(priorities, None)) is not None:
             best_tensors = {side: tensors[complete_priority, side] for side in "kv"}
         elif len(best_tensors) == 1:
             (side,) = best_tensors
-            oddities[f"only {side.upper()} has a scale, which is used for K and V"].append(index)
+            remarks[f"only {side.upper()} has a scale, which is used for K and V"].append(index)
             best_tensors = dict.fromkeys("kv", best_tensors[side])
         k_name, v_name = best_tensors["k"].name, best_tensors["v"].name
         k, v = values[k_name], values[v_name]
-        name = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
-        if name not in (k_name, v_name) and values[name].max() != max(k.max(), v.max()):
-            oddities["kv_scale is not the larger scale of the pair, which is used"].append(index)
+        kv_name = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
+        if kv_name not in (k_name, v_name) and values[kv_name].max() != max(k.max(), v.max()):
+            remarks["kv_scale is not the larger scale of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
         source = f"{checkpoint.origin}/{checkpoint.tensor_files[k_name]}: {names}"
         layers[index] = LayerScales(k, v, source=source)
-    for oddity, indices in oddities.items():
-        logger.warning("%s: %s (layers %s)", checkpoint.origin, oddity, format_list(indices))
+    for remark, indices in remarks.items():
+        logger.warning("%s: %s (layers %s)", checkpoint.origin, remark, format_list(indices))
     return layers
 
 
-def _make_missing_error(checkpoint: Checkpoint) -> ScaleError:
+def _make_no_scales_error(checkpoint: Checkpoint) -> ScaleError:
     names = ", ".join(name.template.replace("{side}", "{k,v}") for name in TENSOR_NAMES)
     likely_names = format_list(n for n in checkpoint.tensor_files if LIKELY_SCALE_PATTERN.search(n))
     got = f"got only {likely_names}, which no format has" if likely_names else "got none"

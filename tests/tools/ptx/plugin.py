@@ -21,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests() -> None:
     from hf_fp8kv.ops import backends
 
-    backends._find_triton_obstacle = lambda: None
-    backends._find_device_obstacle = lambda *_: None
+    backends._explain_triton_unavailability = lambda: None
+    backends._explain_unsupported_device = lambda *_: None
 
 
 @pytest.hookimpl(wrapper=True)
