@@ -24,7 +24,7 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 GREEDY = {"max_new_tokens": 11, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Ten times the change of a logit if these models sum in a different order in float32.
+# Ten times the change in a logit when these models add float32 values in a different order.
 MIN_MARGIN = 1e-4
 # Prompts have 13 tokens and answers 11, so the oldest tokens leave each window of 8 tokens.
 MODELS = (
@@ -32,13 +32,13 @@ MODELS = (
 )  # fmt: skip
 
 
-def get_dense_attention(name: str) -> str:
-    """Return the standard attention function of a model. gpt-oss does not support sdpa."""
+def get_stock_attention(name: str) -> str:
+    """Return the stock attention function of a model. gpt-oss does not support sdpa."""
     return "eager" if name in ("sinks", "softcap") else "sdpa"
 
 
 def get_model(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    return shared_tiny(name, get_dense_attention(name) if attention == "stock" else attention)
+    return shared_tiny(name, get_stock_attention(name) if attention == "stock" else attention)
 
 
 def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
@@ -46,9 +46,9 @@ def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
 
 
 def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) -> torch.Tensor:
-    """Return a model's tokens. Logits of greedy tokens must win by more than rounding errors.
+    """Return tokens. The logit of each greedy token must lead by more than rounding errors.
 
-    With drafts, tokens are not checked, because the draft model would use the same processors.
+    Beams are not checked. Neither are drafts, whose model would use the same logits processors.
     """
     if keywords.keys().isdisjoint({"num_beams", "prompt_lookup_num_tokens", "assistant_model"}):
         keywords.setdefault("logits_processor", wide_margins(MIN_MARGIN))
@@ -61,11 +61,11 @@ def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of a model with its standard attention and a `DynamicCache`."""
-    stock_model, inputs = shared_tiny(name, get_dense_attention(name))
+def generate_stock(name: str, unpadded: bool = False, **keywords: Any) -> torch.Tensor:
+    """Return the tokens of a model with its stock attention and a `DynamicCache`."""
+    stock_model, inputs = shared_tiny(name, get_stock_attention(name))
     cache = DynamicCache(config=stock_model.config)
-    inputs = select_unpadded(inputs) if is_unpadded else inputs
+    inputs = select_unpadded(inputs) if unpadded else inputs
     return generate(stock_model, inputs, cache, **keywords)
 
 
@@ -74,9 +74,12 @@ def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# The fast tier has each model once with "fp8_paged", and two models with standard attention. The
-# values of `axis` alternate over the models. The full tier has all combinations.
 def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
+    """Return a mark for a test of all models. The full tier has all combinations.
+
+    The fast tier has each model once with "fp8_paged", and two models with stock attention. The
+    values of `axis` alternate over the models.
+    """
     fast_cases = [(name, values[i % 2], "fp8_paged") for i, name in enumerate(names)]
     fast_cases += [("gqa", values[1], "stock"), ("sliding_and_full", values[0], "stock")]
     all_cases = itertools.product(names, values, ("stock", "fp8_paged"))
@@ -86,7 +89,7 @@ def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> p
 
 
 @for_each_model("prefill", ("exact", "stored"))
-class TestAuto:
+class TestUnquantized:
     """dtype="auto" stores exact values, so a difference means a lost or misplaced token."""
 
     def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
@@ -100,8 +103,8 @@ class TestAuto:
     def test_drafts_are_rolled_back(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
         prompt = select_unpadded(inputs)
-        expected = generate_stock(name, is_unpadded=True)
-        draft, _ = tiny(name, attn_implementation=get_dense_attention(name))
+        expected = generate_stock(name, unpadded=True)
+        draft, _ = tiny(name, attn_implementation=get_stock_attention(name))
         with torch.no_grad():
             for weight in draft.parameters():
                 if weight.ndim > 1:
@@ -130,8 +133,8 @@ STORED_MODELS = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
 
 
 @for_each_model("dtype", ("fp8_e4m3", "fp8_e3m4"), STORED_MODELS)
-class TestStored:
-    """With prefill="stored", all calls read the same bytes, whatever the chunks of a prompt."""
+class TestStoredPrefill:
+    """With prefill="stored", all calls read the same bytes, however prompts are split."""
 
     def test_one_answer_per_prompt(self, name: str, dtype: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
@@ -146,7 +149,7 @@ class TestStored:
         assert_same(tokens, expected[1:], "padding of the first row changed the second row")
         draft_tokens = generate(model, prompt, make_stored_cache(), prompt_lookup_num_tokens=4)
         assert_same(draft_tokens, tokens)
-        draft, _ = tiny(name, seed=1, attn_implementation=get_dense_attention(name))
+        draft, _ = tiny(name, seed=1, attn_implementation=get_stock_attention(name))
         assert_same(generate(model, prompt, make_stored_cache(), assistant_model=draft), tokens)
 
 
@@ -181,16 +184,16 @@ def test_all_copies_continue_with_the_same_tokens(
     copies["original"] = cache
     # A mask is necessary, because a generated token may be the padding token.
     next_inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for method, copied in copies.items():
-        tokens = generate(model, next_inputs, copied, max_new_tokens=6)
+    for method, copied_cache in copies.items():
+        tokens = generate(model, next_inputs, copied_cache, max_new_tokens=6)
         assert_same(tokens, expected, method)
 
 
 @pytest.mark.parametrize(
-    ("name", "is_bare"),
-    [("cross_attention", False), ("position_bias", False), ("speech", False), ("speech", True)],
+    ("name", "has_cross_cache"),
+    [("cross_attention", True), ("position_bias", True), ("speech", True), ("speech", False)],
 )
-def test_encoder_decoders_give_the_same_tokens(name: str, is_bare: bool) -> None:
+def test_encoder_decoders_give_the_same_tokens(name: str, has_cross_cache: bool) -> None:
     model, inputs = tiny(name)
     options = {**GREEDY, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options)
@@ -198,7 +201,7 @@ def test_encoder_decoders_give_the_same_tokens(name: str, is_bare: bool) -> None
         if attention != "stock":
             model.set_attn_implementation(attention)
         cache: Any = make_cache(model, dtype="auto")
-        if not is_bare:
+        if has_cross_cache:
             cache = EncoderDecoderCache(cache, make_cache(model, dtype="auto"))
         actual = model.generate(**inputs, past_key_values=cache, **options)
         assert_same(actual, expected, attention)
@@ -206,7 +209,7 @@ def test_encoder_decoders_give_the_same_tokens(name: str, is_bare: bool) -> None
         fp8_tokens = model.generate(**inputs, past_key_values=fp8_cache, **options)
         assert fp8_tokens.shape == expected.shape
         if name == "cross_attention":
-            pair = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in "ab"))
+            pair = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in range(2)))
             drafts = {"past_key_values": pair, "prompt_lookup_num_tokens": 3}
             actual = model.generate(**select_unpadded(inputs), **drafts, **options)
             assert_same(actual, expected[1:], "after a rollback")
@@ -248,14 +251,14 @@ def test_guidance_uses_a_separate_cache() -> None:
 
 # All pairs of values occur at least once.
 @pytest.mark.parametrize(
-    ("name", "skipped", "length", "attention"),
+    ("name", "skipped", "max_cache_len", "attention"),
     pairwise(["sliding", "sliding_and_full"], [(0,), (-1,)], [None, 41], ["stock", "fp8_paged"]),
 )
 def test_skipped_layers_give_the_same_tokens(
-    name: str, skipped: tuple[int], length: int | None, attention: str
+    name: str, skipped: tuple[int], max_cache_len: int | None, attention: str
 ) -> None:
     stock_model, inputs = shared_tiny(name, "sdpa" if attention == "stock" else attention)
-    cache = make_cache(stock_model, dtype="auto", skip_layers=skipped, max_cache_len=length)
+    cache = make_cache(stock_model, dtype="auto", skip_layers=skipped, max_cache_len=max_cache_len)
     assert_same(generate(stock_model, inputs, cache, disable_compile=True), generate_stock(name))
 
 
@@ -278,7 +281,7 @@ def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
     model.train()
     stock_model.train()
     options = {"labels": inputs["input_ids"], "use_cache": False}
-    losses = [x(**inputs, **options).loss for x in (stock_model, model)]
+    losses = [each_model(**inputs, **options).loss for each_model in (stock_model, model)]
     assert torch.allclose(*losses, rtol=1e-5)
     losses[1].backward()
 
@@ -292,11 +295,11 @@ def test_a_short_mask_gives_the_logits_of_sdpa(num_columns: int) -> None:
     mask = torch.ones(2, num_columns, dtype=torch.long)
     mask[0, :2] = 0
     logits = []
-    for x in (model, stock_model):
+    for each_model in (model, stock_model):
         cache = DynamicCache()
-        x(inputs["input_ids"], past_key_values=cache)
+        each_model(inputs["input_ids"], past_key_values=cache)
         next_ids = inputs["input_ids"][:, :3]
-        logits.append(x(next_ids, attention_mask=mask, past_key_values=cache).logits)
+        logits.append(each_model(next_ids, attention_mask=mask, past_key_values=cache).logits)
     assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
@@ -316,13 +319,13 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
         lambda mask: torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min),
     ):
         logits = []
-        for run, cache in (
+        for each_model, cache in (
             (stock_model, DynamicCache(config=stock_model.config)),
             (model, make_cache(model, dtype="auto", prefill="stored")),
         ):
             with torch.no_grad():
                 outputs = [
-                    run(input_ids=x, attention_mask=convert(mask), past_key_values=cache).logits
+                    each_model(x, attention_mask=convert(mask), past_key_values=cache).logits
                     for x, mask in ((ids, is_visible), (next_ids, next_is_visible))
                 ]
             logits.append(torch.cat(outputs, 1))
