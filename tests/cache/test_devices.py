@@ -17,7 +17,7 @@ import hf_fp8kv
 from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate
 from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
-from tests.helpers.tiny_models import prompt, tiny
+from tests.helpers.tiny_models import build_variant, make_prompt
 
 pytestmark = pytest.mark.text
 
@@ -50,7 +50,7 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def make_cache(options: dict[str, Any], **more_options: Any) -> FP8PagedCache:
-    model, _ = tiny("mistral", num_hidden_layers=NUM_LAYERS, sliding_window=None)
+    model, _ = build_variant("mistral", num_hidden_layers=NUM_LAYERS, sliding_window=None)
     options = {"page_size": 8, "backend": "torch", "prefill": "stored", **options, **more_options}
     return FP8PagedCache(model.config, **options)
 
@@ -160,7 +160,8 @@ def test_the_cpu_backend_refuses_tokens_on_a_different_device():
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_model_may_be_on_two_devices(capacity):
     """The hooks of accelerate move the tensors between layers, and do not change the cache."""
-    model, inputs = tiny("gqa", num_hidden_layers=NUM_LAYERS, attn_implementation="fp8_paged")
+    fields = {"num_hidden_layers": NUM_LAYERS, "attn_implementation": "fp8_paged"}
+    model, inputs = build_variant("gqa", **fields)
     devices = (CPU, CPU, META, META)  # no tensor can be copied from "meta"
     for layer, device in zip(model.model.layers, devices, strict=True):
         hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
@@ -184,7 +185,7 @@ def test_a_model_may_be_on_two_devices(capacity):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tiny("gqa")[0].save_pretrained(folder)
+    build_variant("gqa")[0].save_pretrained(folder)
     return folder
 
 
@@ -209,23 +210,23 @@ def load_with_disk_layer(checkpoint: Path, tmp_path: Path, attention: str) -> An
 def test_layers_on_disk_give_the_same_tokens(checkpoint, tmp_path, attention, capacity):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
     disk_model = load_with_disk_layer(checkpoint, tmp_path, attention)
-    outputs = []
+    inputs, outputs = make_prompt(), []
     for each_model in (model, disk_model):
         cache = FP8PagedCache(each_model.config, scales=make_scales(2), **capacity)
-        outputs.append(each_model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist())
+        outputs.append(each_model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
     assert outputs[0] == outputs[1]
     # The coarse scales change the tokens, so both models used the cache.
-    assert outputs[0] != model.generate(**prompt(), **GREEDY).tolist()
+    assert outputs[0] != model.generate(**inputs, **GREEDY).tolist()
 
 
 def test_enable_and_calibrate_support_layers_on_disk(checkpoint, tmp_path):
     disk_model = load_with_disk_layer(checkpoint, tmp_path, "sdpa")
     hf_fp8kv.enable(disk_model, scales=make_scales(2))
-    actual = disk_model.generate(**prompt(), **GREEDY).tolist()
+    actual = disk_model.generate(**make_prompt(), **GREEDY).tolist()
     hf_fp8kv.disable(disk_model)
     cpu_model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="fp8_paged")
     cache = FP8PagedCache(cpu_model.eval().config, scales=make_scales(2))
-    assert actual == cpu_model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist()
+    assert actual == cpu_model.generate(**make_prompt(), past_key_values=cache, **GREEDY).tolist()
     texts = torch.randint(4, 90, (4, 96), generator=torch.Generator().manual_seed(3)).tolist()
     digests = [
         calibrate(each_model, texts, held_out=0, progress=False).digest
@@ -265,8 +266,8 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
     uses_enable = list(DEVICE_CASES).index(case) % 2 == 0
     name, cache_options, options = DEVICE_CASES[case]
     generate_options = {"max_new_tokens": 6, "do_sample": False, **options}
-    model, _ = tiny(name)
-    ids, mask = prompt(tokens=20).values()
+    model, _ = build_variant(name)
+    ids, mask = make_prompt(tokens=20).values()
     longer_ids = torch.cat([ids, ids[:, :5] + 1], 1)
 
     def run_calls() -> list[torch.Tensor]:

@@ -15,11 +15,11 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, calibrate, check_model, disable, enable
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.cache.public import shared_tiny
+from tests.cache.public import share_variant
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.margins import wide_margins
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -38,7 +38,7 @@ def get_stock_attention(name: str) -> str:
 
 
 def get_model(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    return shared_tiny(name, get_stock_attention(name) if attention == "stock" else attention)
+    return share_variant(name, get_stock_attention(name) if attention == "stock" else attention)
 
 
 def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
@@ -63,7 +63,7 @@ def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @functools.cache
 def generate_stock(name: str, unpadded: bool = False, **keywords: Any) -> torch.Tensor:
     """Return the tokens of a model with its stock attention and a `DynamicCache`."""
-    stock_model, inputs = shared_tiny(name, get_stock_attention(name))
+    stock_model, inputs = share_variant(name, get_stock_attention(name))
     cache = DynamicCache(config=stock_model.config)
     inputs = select_unpadded(inputs) if unpadded else inputs
     return generate(stock_model, inputs, cache, **keywords)
@@ -104,7 +104,7 @@ class TestUnquantized:
         model, inputs = get_model(name, attention)
         prompt = select_unpadded(inputs)
         expected = generate_stock(name, unpadded=True)
-        draft, _ = tiny(name, attn_implementation=get_stock_attention(name))
+        draft, _ = build_variant(name, attn_implementation=get_stock_attention(name))
         with torch.no_grad():
             for weight in draft.parameters():
                 if weight.ndim > 1:
@@ -149,7 +149,7 @@ class TestStoredPrefill:
         assert_same(tokens, expected[1:], "padding of the first row changed the second row")
         draft_tokens = generate(model, prompt, make_stored_cache(), prompt_lookup_num_tokens=4)
         assert_same(draft_tokens, tokens)
-        draft, _ = tiny(name, seed=1, attn_implementation=get_stock_attention(name))
+        draft, _ = build_variant(name, seed=1, attn_implementation=get_stock_attention(name))
         assert_same(generate(model, prompt, make_stored_cache(), assistant_model=draft), tokens)
 
 
@@ -165,7 +165,7 @@ class TestStoredPrefill:
 def test_all_copies_continue_with_the_same_tokens(
     name: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, inputs = shared_tiny(name, "fp8_paged")
+    model, inputs = share_variant(name, "fp8_paged")
     prompt = select_unpadded(inputs)
     expected = generate(model, prompt, make_cache(model, **keywords))
     cache = make_cache(model, **keywords)
@@ -194,7 +194,7 @@ def test_all_copies_continue_with_the_same_tokens(
     [("cross_attention", True), ("position_bias", True), ("speech", True), ("speech", False)],
 )
 def test_encoder_decoders_give_the_same_tokens(name: str, has_cross_cache: bool) -> None:
-    model, inputs = tiny(name)
+    model, inputs = build_variant(name)
     options = {**GREEDY, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options)
     for attention in ("stock", "fp8_paged"):
@@ -222,7 +222,7 @@ def test_flex_attention_gives_the_same_tokens(name: str, monkeypatch: pytest.Mon
     from transformers.integrations import flex_attention as flex_file
 
     monkeypatch.setattr(flex_file, "WrappedFlexAttention", lambda training: lambda: flex_attention)
-    model, inputs = tiny(name, attn_implementation="flex_attention")
+    model, inputs = build_variant(name, attn_implementation="flex_attention")
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
         expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
@@ -231,7 +231,7 @@ def test_flex_attention_gives_the_same_tokens(name: str, monkeypatch: pytest.Mon
 
 
 def test_a_model_may_change_to_flex_attention_between_steps() -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     cache = make_cache(model, dtype="auto", prefill="stored")
     for name in ("fp8_paged", "flex_attention", "fp8_paged", "flex_attention"):
         model.config._attn_implementation = name
@@ -240,8 +240,8 @@ def test_a_model_may_change_to_flex_attention_between_steps() -> None:
 
 
 def test_guidance_uses_a_separate_cache() -> None:
-    model, inputs = shared_tiny("gqa", "fp8_paged")
-    stock_model, _ = shared_tiny("gqa", "sdpa")
+    model, inputs = share_variant("gqa", "fp8_paged")
+    stock_model, _ = share_variant("gqa", "sdpa")
     prompt = select_unpadded(inputs)
     options = {**GREEDY, "guidance_scale": 1.5}
     expected = stock_model.generate(**prompt, **options)
@@ -257,15 +257,15 @@ def test_guidance_uses_a_separate_cache() -> None:
 def test_skipped_layers_give_the_same_tokens(
     name: str, skipped: tuple[int], max_cache_len: int | None, attention: str
 ) -> None:
-    stock_model, inputs = shared_tiny(name, "sdpa" if attention == "stock" else attention)
+    stock_model, inputs = share_variant(name, "sdpa" if attention == "stock" else attention)
     cache = make_cache(stock_model, dtype="auto", skip_layers=skipped, max_cache_len=max_cache_len)
     assert_same(generate(stock_model, inputs, cache, disable_compile=True), generate_stock(name))
 
 
 def test_a_model_that_does_not_pass_its_window_is_correct() -> None:
     """A mask must include the window if the attention function does not receive the window."""
-    stock_model, inputs = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
-    model, _ = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
+    stock_model, inputs = build_variant("qwen2_moe", use_sliding_window=True, max_window_layers=0)
+    model, _ = build_variant("qwen2_moe", use_sliding_window=True, max_window_layers=0)
     model.config.model_type = "a type that no table names"
     model.set_attn_implementation("fp8_paged")
     expected = generate(stock_model, inputs, DynamicCache(config=stock_model.config))
@@ -273,8 +273,8 @@ def test_a_model_that_does_not_pass_its_window_is_correct() -> None:
 
 
 def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
-    model, inputs = tiny("sliding", attn_implementation="fp8_paged")
-    stock_model, _ = tiny("sliding", attn_implementation="sdpa")
+    model, inputs = build_variant("sliding", attn_implementation="fp8_paged")
+    stock_model, _ = build_variant("sliding", attn_implementation="sdpa")
     for keywords in ({}, {"use_cache": False}):
         expected = stock_model.generate(**inputs, **GREEDY, **keywords)
         assert_same(model.generate(**inputs, **GREEDY, **keywords), expected)
@@ -290,8 +290,8 @@ def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
 @pytest.mark.parametrize("num_columns", [3, 10, 15, 16, 17])
 def test_a_short_mask_gives_the_logits_of_sdpa(num_columns: int) -> None:
     """With 13 cached and 3 new tokens, transformers hides tokens that the mask does not cover."""
-    model, inputs = shared_tiny("gqa", "fp8_paged")
-    stock_model, _ = shared_tiny("gqa", "sdpa")
+    model, inputs = share_variant("gqa", "fp8_paged")
+    stock_model, _ = share_variant("gqa", "sdpa")
     mask = torch.ones(2, num_columns, dtype=torch.long)
     mask[0, :2] = 0
     logits = []
@@ -304,8 +304,8 @@ def test_a_short_mask_gives_the_logits_of_sdpa(num_columns: int) -> None:
 
 
 def test_a_custom_4d_mask_gives_the_same_logits() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
+    stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     ids = inputs["input_ids"]
     is_visible = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
     is_visible[:, :, 6:, 2] = False
@@ -333,7 +333,7 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
 
 
 def test_enable_and_disable_switch_the_cache() -> None:
-    model, inputs = tiny("gqa")
+    model, inputs = build_variant("gqa")
     attention = model.config._attn_implementation
     options = {**GREEDY, "return_dict_in_generate": True}
     expected = generate(model, inputs, make_cache(model, page_size=64, dtype="fp8_e3m4"))
@@ -356,7 +356,7 @@ def test_enable_and_disable_switch_the_cache() -> None:
 
 def test_enable_supports_long_speech() -> None:
     """Whisper generates once for each audio segment, with a new cache for each."""
-    model, _ = tiny("speech")
+    model, _ = build_variant("speech")
     config = model.generation_config
     config.no_timestamps_token_id, config.is_multilingual = 90, False
     config.return_timestamps, config.max_initial_timestamp_index = True, 2
@@ -371,7 +371,7 @@ def test_enable_supports_long_speech() -> None:
 
 @pytest.mark.parametrize(("max_cache_len", "backend"), [(None, "auto"), (64, "torch")])
 def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend: str) -> None:
-    model, inputs = shared_tiny("gqa", "fp8_paged")
+    model, inputs = share_variant("gqa", "fp8_paged")
     ids, options = inputs["input_ids"][1:], {"backend": backend, "max_cache_len": max_cache_len}
     longer_inputs = {"input_ids": torch.cat([ids, ids[:, :2]], 1)}
     longer_inputs["attention_mask"] = torch.ones_like(longer_inputs["input_ids"])
@@ -390,7 +390,7 @@ def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 def test_autocast_gives_the_same_tokens(dtype: str, attention: str) -> None:
-    model, inputs = tiny("gqa", attn_implementation="sdpa")
+    model, inputs = build_variant("gqa", attn_implementation="sdpa")
     if attention != "stock":
         model.set_attn_implementation(attention)
     with torch.autocast("cpu", torch.bfloat16):
@@ -413,7 +413,7 @@ def test_autocast_gives_the_same_tokens(dtype: str, attention: str) -> None:
     ],
 )  # fmt: skip
 def test_check_model_reports_the_path(name: str, path: str) -> None:
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     attention = model.config._attn_implementation
     report = check_model(model)
     assert report.path == path, str(report)
@@ -425,7 +425,7 @@ def test_check_model_reports_the_path(name: str, path: str) -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "openai-gpt", "minimax", "blt"])
 def test_models_without_attention_are_refused(name: str) -> None:
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     assert check_model(model).path == "refused"
     with pytest.raises(ConfigError, match="can use this cache"):
         FP8PagedCache(model.config)
@@ -437,7 +437,7 @@ def test_models_without_attention_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", dict.fromkeys(["past_key_values", CACHE]))
 def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
     """Model code on the Hub uses the name that transformers had before 5.24. No call warns."""
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     model_class = type(model)
 
     def old_forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Helpers for tests on a GPU. Without one, models are tiny, and kernels are interpreted."""
+"""Helpers for tests on a GPU. Without a GPU, tiny models run in Triton's interpreter."""
 
 import contextlib
 from collections.abc import Iterator

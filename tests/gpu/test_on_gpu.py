@@ -29,7 +29,7 @@ from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import reference
 from hf_fp8kv.ops.blocks import locate_pages
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -67,7 +67,7 @@ def make_medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
 def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     if name == "medium":
         return make_medium_model()
-    model, inputs = tiny(name, attn_implementation="fp8_paged", **config)
+    model, inputs = build_variant(name, attn_implementation="fp8_paged", **config)
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 
 
@@ -557,7 +557,7 @@ def test_calibration_on_a_gpu_matches_the_cpu():
     texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
     results = {
         device: calibrate(
-            tiny("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
+            build_variant("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
             center=False, progress=False,
         )
         for device in ("cpu", DEVICE.type)
@@ -571,7 +571,7 @@ def test_calibration_on_a_gpu_matches_the_cpu():
             assert list(device_amax) == pytest.approx(cpu_amax, rel=0.02)
             ratio = getattr(layer, side) / getattr(on_cpu.layers[index], side)
             assert ((ratio > 0.45) & (ratio < 2.2)).all()
-    model, inputs = tiny("llama")
+    model, inputs = build_variant("llama")
     model = model.to(DEVICE)
     cache = FP8PagedCache(model.config, scales=on_device)
     out = model.generate(

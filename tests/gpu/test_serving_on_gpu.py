@@ -36,7 +36,7 @@ from tests.helpers.serving_tools import (
     request_answers,
     run_manager,
 )
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -63,7 +63,7 @@ def _reset_compiler() -> Iterator[None]:
 
 
 def make_tiny(name: str, **config: Any) -> Any:
-    return tiny(name, attn_implementation="fp8_paged", **config)[0].to(DEVICE)
+    return build_variant(name, attn_implementation="fp8_paged", **config)[0].to(DEVICE)
 
 
 MODELS = {

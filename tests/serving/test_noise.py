@@ -10,14 +10,14 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from hf_fp8kv import serving
 from hf_fp8kv.serving.engines.sampling import NoiseLogitsWarper
 from tests.helpers.serving_tools import NEW_TOKENS, PAGE, generate_batch, prompts
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return serving.enable(tiny("llama")[0], deterministic=True)
+    return serving.enable(build_variant("llama")[0], deterministic=True)
 
 
 def sample(
@@ -40,9 +40,8 @@ def test_other_requests_do_not_change_tokens(model: Any) -> None:
     assert sample(model, prompt_ids, pages=14) == tokens
     assert sample(model, prompt_ids[:1]) == tokens[:1]
     for index in (0, 6):
-        mixed_prompt_ids = list(other_prompt_ids)
-        mixed_prompt_ids[index] = prompt_ids[index]
-        assert sample(model, mixed_prompt_ids)[index] == tokens[index]
+        mixed_ids = [*other_prompt_ids[:index], prompt_ids[index], *other_prompt_ids[index + 1 :]]
+        assert sample(model, mixed_ids)[index] == tokens[index]
 
 
 def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> None:
