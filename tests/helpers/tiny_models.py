@@ -74,7 +74,7 @@ COMMON_FIELDS: Fields = {
     "decoder_start_token_id": 1,
     "tie_word_embeddings": False,
 }  # fmt: skip
-# Models with latents have as many key heads as query heads, and different head sizes.
+# Models with latents have equal numbers of key and query heads, and different head sizes.
 LATENT_FIELDS: Fields = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
