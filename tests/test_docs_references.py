@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 DOC_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TOP_LEVEL_FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
 # Paths relative to the root of the repository, and relative to the package's folder.
-PATHS = [
+KNOWN_PATHS = [
     f"/{path.relative_to(base)}"
     for base in (ROOT, ROOT / "hf_fp8kv")
     for folder in TOP_LEVEL_FOLDERS
@@ -25,7 +25,7 @@ for_each_page = pytest.mark.parametrize("page", DOC_PAGES, ids=lambda page: page
 
 
 def find_anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes for the headings of a page."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
@@ -43,10 +43,10 @@ def test_targets_of_links_exist(page: Path):
 @for_each_page
 def test_named_files_and_folders_exist(page: Path):
     text = page.read_text()
-    scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # shown in full on the page
+    scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # the page shows these in full
     names = set(re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b", text)) - set(scripts)
     names |= set(re.findall(rf"`((?:{'|'.join(TOP_LEVEL_FOLDERS)})/[\w./-]+?)/?`", text))
-    missing = [name for name in sorted(names) if not any(p.endswith(f"/{name}") for p in PATHS)]
+    missing = [x for x in sorted(names) if not any(p.endswith(f"/{x}") for p in KNOWN_PATHS)]
     assert not missing
 
 
@@ -55,7 +55,7 @@ def test_named_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
-    # Packages whose names are not also names of variables on a page.
+    # Packages whose names are not also variables on a page.
     package_pattern = "attention|calibration|formats|ops|paging|serving"
     dotted_names = re.findall(rf"`((?:{package_pattern})(?:\.(?!py\b)[a-z]\w*)+)", text)
     names |= {f"hf_fp8kv.{name}" for name in dotted_names}

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fp8kv
 from hf_fp8kv.attention.switching import watched_attention
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 
 def find_public_names(module: ModuleType) -> set[str]:
@@ -109,7 +109,7 @@ def test_registered_functions_have_the_signature_of_sdpa():
     """Code that wraps all registered functions passes some arguments by position."""
     expected = ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"]
     expected += ["is_causal", "position_bias"]
-    model, _ = tiny("gqa")
+    model, _ = build_variant("gqa")
     with watched_attention(model, lambda *_: None):
         functions = {n: f for n, f in AttentionInterface().items() if n.startswith("fp8_paged")}
     assert set(functions) == {"fp8_paged", "fp8_paged_watched"}

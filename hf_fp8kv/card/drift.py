@@ -128,7 +128,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     """Return the drift of the divergence along answers, relative to the drift of the floor.
 
     One slope is fitted to the logarithms of the divergences of all answers, each answer with its
-    own mean. It is the change of the logarithm per 1,000 tokens. The interval covers 95 % by
+    own mean. It is the change of the logarithm per 1,000 tokens. The interval covers 95% by
     Student's distribution, if the errors of windows of 128 tokens are independent.
 
     Args:
@@ -137,7 +137,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
 
     Returns:
         `slope`, `low`, `high`, and `detectable`, the smallest slope found with a probability
-        of 80 %. These are None for answers of fewer than 1,024 tokens. `jump` is None, or has the
+        of 80%. These are None for answers of fewer than 1,024 tokens. `jump` is None, or has the
         `position` and `factor` of a window far above the trend.
     """
     jump = {"jump": _find_jump(windows, floor)}
@@ -163,7 +163,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
 
 
 def format_change(logarithm: float) -> str:
-    """Return a change of a logarithm as a change in percent, at most +1,000 %."""
+    """Return a change of a logarithm as a change in percent, at most +1,000%."""
     return f"{math.expm1(logarithm):+.0%}" if logarithm < _MAX_CHANGE else "> +1,000%"
 
 

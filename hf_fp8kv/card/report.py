@@ -26,17 +26,17 @@ _BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), st
 _CHARACTER_WIDTH = 7  # pixels
 # Colors for color-blind readers (Okabe and Ito).
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
-_SMOOTHING = 4  # number of windows whose divergences are averaged for a point of the plot
+_SMOOTHING = 4  # number of windows averaged for each point of the plot
 
 
 def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
-    """Return the verdict on a cache as one line. None means the first cache of the card."""
+    """Return the verdict on a cache, by default on the first cache of the card, as one line."""
     name = name or next(iter(card["caches"]))
     cache = card["caches"][name]
     verdict, bytes_ratio = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
     max_kl = TIERS[verdict["tier"]]
     bound = f"up to {max_kl:g}" if math.isfinite(max_kl) else f"above {TIERS['visible']:g}"
-    findings = " ".join(verdict["findings"]) or "Nothing else was found."
+    findings = " ".join(verdict["findings"]) or "No other problems were found."
     return (
         f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier {bound}), "
         f"{bytes_ratio:.2f} of the bytes of bf16. {findings}"
@@ -53,7 +53,7 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
         zip(*columns.values(), strict=True), caption=_describe_run(card),
         title=f"{settings['model']}, {settings['dtype']}",
     )  # fmt: skip
-    refusals = [f"{name}: not measured. {reason}" for name, reason in card["refused"].items()]
+    refusals = [f"{name} was not measured. {reason}" for name, reason in card["refused"].items()]
     return Group(table, *(format_verdict(card, name) for name in card["caches"]), *refusals)
 
 
@@ -87,7 +87,7 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
         f"position, in each of {len(KINDS) * settings['texts']} texts, with the predictions of the "
         "unquantized cache. Drift is the change of KL per 1,000 tokens along "
         f"{settings['answers']} answers of {settings['drift']:,} tokens (at least 1,024){floor}, "
-        "with a 95 % interval. A drift of the detectable size is found with a probability of 80 %."
+        "with a 95% interval. A drift of the detectable size would be found with 80% probability."
     )
     if settings["free"]:
         yield (
@@ -102,7 +102,7 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
 
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the columns of the table by title: labels under "", and the values of each cache."""
+    """Return the columns of the table: labels under "", and a cache's values under its name."""
     settings = card["settings"]
     columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
@@ -139,7 +139,7 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _format_kl(mean: float, error: float | None = None) -> str:
-    """Return a divergence in 1e-3, with its standard error."""
+    """Return a divergence in units of 1e-3, with its standard error."""
     digits = 3 if 1e3 * mean < 1 else 2
     return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
 
@@ -170,7 +170,7 @@ def draw_badge(card: Mapping[str, Any]) -> str:
 
 
 def draw_plot(card: Mapping[str, Any]) -> bytes:
-    """Return a PNG of the divergence by position of the answer."""
+    """Return a PNG with a plot of the divergence by position in the answer."""
     from matplotlib.figure import Figure
 
     # pyplot is not used, because it would look for a display.
@@ -183,8 +183,8 @@ def draw_plot(card: Mapping[str, Any]) -> bytes:
         means = [1e3 * statistics.mean(group) for group in groups]
         axes.plot(positions, means, color=color, label=cache["title"])
     axes.set_title(card["settings"]["model"], loc="left", parse_math=False)
-    label = "mean KL from the unquantized cache, 1e-3"
-    axes.set(xlabel="position in the answer, tokens", ylabel=label, yscale="log")
+    ylabel = "mean KL from the unquantized cache, 1e-3"
+    axes.set(xlabel="position in the answer, tokens", ylabel=ylabel, yscale="log")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     png = io.BytesIO()

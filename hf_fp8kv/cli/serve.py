@@ -195,8 +195,7 @@ def serve(
         )  # fmt: skip
         served_model = ServedModel(
             serving.enable(loaded_model, **pages), processor, name, served_name=served_model_name,
-            template=template_text,
-            template_arguments={**(chat_template_kwargs or {}), **thinking_kwargs},
+            template=template_text, template_arguments={**(chat_template_kwargs or {}), **thinking},
         )  # fmt: skip
         app = Application(served_model, config, batching)
         run(app, listener, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

@@ -10,8 +10,8 @@ vLLM.
 import importlib.util
 import logging
 
+from . import versions
 from .dtypes import DTYPES
-from .versions import failure_message, installed_version, is_supported, unsupported_message
 
 __all__ = ["DTYPES", "register"]
 
@@ -26,13 +26,13 @@ def register() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         return
-    version = installed_version()
-    if not is_supported(version):
-        logger.warning("%s", unsupported_message(version))
+    version = versions.installed_version()
+    if not versions.is_supported(version):
+        logger.warning("%s", versions.unsupported_version_message(version))
         return
     from .registration import register_dtypes
 
     try:
         register_dtypes()
     except Exception:  # vLLM can still serve its own dtypes
-        logger.exception("%s", failure_message(version))
+        logger.exception("%s", versions.registration_error_message(version))

@@ -1,4 +1,4 @@
-"""Attention on vLLM's CPU platform: our pages for our dtypes, vLLM's attention otherwise."""
+"""Attention on vLLM's CPU platform: the plugin's for its dtypes, and vLLM's for other dtypes."""
 
 from typing import Any
 
@@ -18,20 +18,20 @@ from .specs import add_scale_bytes
 
 
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """The attention backend CPU_ATTN."""
+    """vLLM's backend CPU_ATTN, extended by the plugin's dtypes."""
 
     # vLLM calls `do_kv_cache_update` before `forward`, as for its own attention on CPUs.
     forward_includes_kv_cache_update: bool = False
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether a dtype is one of our dtypes or of vLLM's."""
+        """Return whether the plugin or vLLM's backend supports a dtype."""
         is_stock_dtype: bool = super().supports_kv_cache_dtype(kv_cache_dtype)
         return kv_cache_dtype in DTYPES or is_stock_dtype
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec with the bytes of our slots."""
+        """Return the spec, enlarged by the dynamic scales of each slot."""
         return add_scale_bytes(super().customize_spec(spec))
 
     @staticmethod
@@ -46,7 +46,7 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 
 class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """The attention of one layer. Without our dtype, or without a cache, it is vLLM's attention.
+    """The attention of a layer. With other dtypes, or without a cache, it is vLLM's attention.
 
     This class and the builder inherit from both implementations, because vLLM derives classes from
     them for chunked and for bidirectional attention.
@@ -54,19 +54,19 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = dict(zip(_POSITIONAL_NAMES, args, strict=False)) | kwargs
-        is_ours = arguments["kv_cache_dtype"] in DTYPES
-        if is_ours and arguments.get("attn_type", AttentionType.DECODER) in _CACHELESS_TYPES:
-            is_ours, arguments["kv_cache_dtype"] = False, "auto"
-        self._base_class: Any = PagedImpl if is_ours else CPUAttentionBackendImpl
+        is_paged = arguments["kv_cache_dtype"] in DTYPES
+        if is_paged and arguments.get("attn_type", AttentionType.DECODER) in _CACHELESS_TYPES:
+            is_paged, arguments["kv_cache_dtype"] = False, "auto"
+        self._base_class: Any = PagedImpl if is_paged else CPUAttentionBackendImpl
         self._base_class.__init__(self, **arguments)
 
     @property
     def is_paged(self) -> bool:
-        """Whether keys and values are in our pages."""
+        """Whether keys and values are stored by the plugin, not by vLLM."""
         return self._base_class is PagedImpl
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        """Store keys and values, if this layer uses vLLM's pages."""
+        """Store keys and values with a dtype of vLLM. Otherwise, `forward` stores them."""
         self._base_class.do_kv_cache_update(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -76,14 +76,14 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Prepares a step for a group of layers. For vLLM's own dtypes it is vLLM's builder."""
+    """Prepares a step for a group of layers. With vLLM's own dtypes, it is vLLM's builder."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
-        is_ours = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
-        self._base_class: Any = PagedBuilder if is_ours else CPUAttentionMetadataBuilder
+        is_paged = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
+        self._base_class: Any = PagedBuilder if is_paged else CPUAttentionMetadataBuilder
         self._base_class.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignor
         return self._base_class.build(self, *args, **kwargs)
 
 
-# Arguments that vLLM passes by position to the attention of a layer.
+# Names of the arguments that vLLM passes by position to `CPUAttentionBackendImpl`.
 _POSITIONAL_NAMES = (
     "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
     "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name",

@@ -2,7 +2,7 @@
 
 vLLM's scheduler, connectors and workers identify a cache's dtype only by this name. The name
 therefore shows whether slots have room for dynamic scales. Pages do not contain static
-scales. The prefix distinguishes our formats from vLLM's "fp8_e4m3".
+scales. The prefix distinguishes these formats from vLLM's "fp8_e4m3".
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""vLLM's attention backend HF_FP8KV for GPUs, which runs our Triton kernels on vLLM's blocks.
+"""The attention backend HF_FP8KV for GPUs, which runs this package's kernels on vLLM's blocks.
 
     vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4 --attention-backend HF_FP8KV
 
-This code has never run on a GPU, because no GPU with vLLM was available. Our tests compile and
+This code has never run on a GPU, because no GPU with vLLM was available. The tests compile and
 interpret its kernels, and run the remaining code on a CPU. CUDA graphs capture decode steps as a
-whole. In other steps they leave out attention (vLLM's FULL_AND_PIECEWISE), because the host groups
+whole. In other steps, they leave out attention (vLLM's FULL_AND_PIECEWISE), because the host groups
 prompts by length.
 """
 
@@ -68,7 +68,7 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec with the bytes of our slots."""
+        """Return the spec, enlarged by the dynamic scales of each slot."""
         return add_scale_bytes(spec)
 
     @classmethod
@@ -98,5 +98,5 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether the GPU has enough shared memory, which needs sm_80 or later."""
+        """Return whether the GPU has enough shared memory, which requires sm_80 or later."""
         return bool(capability >= (8, 0))

@@ -22,7 +22,7 @@ from .storage import ModelStorage, read_storage
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
-    """Raise ConfigError for attention that our pages do not support. `config` is vLLM's config."""
+    """Raise ConfigError for attention that pages do not support. `config` is vLLM's config."""
     _refuse_features(
         dtype,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
@@ -34,7 +34,7 @@ def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config:
 
 
 def refuse_spec(dtype: str, spec: Any) -> None:
-    """Raise ConfigError if vLLM's description of a layer's pages does not fit our pages."""
+    """Raise ConfigError if vLLM's spec of a layer's cache does not fit pages."""
     _refuse_features(
         dtype,
         # vLLM itself writes tokens into the pages of some layers, for example.
@@ -140,7 +140,7 @@ _SUPPORTED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAtten
 
 
 class PagedImpl(AttentionImpl):  # type: ignore[misc]
-    """Attention of one layer over our pages."""
+    """Attention of one layer over pages."""
 
     def __init__(
         self,
@@ -187,9 +187,9 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store keys and values `[N, Hkv, D]`, and write attention of `[N, Hq, D]` to `output`."""
-        if attn_metadata is None:  # in the run in which vLLM measures memory
+        if attn_metadata is None:  # while vLLM measures memory
             return output
-        assert output_scale is None  # we do not declare support for scaled outputs
+        assert output_scale is None  # this class does not declare support for scaled outputs
         assert output_block_scale is None
         assert self.bound_layer is not None
         if self.shares_pages:

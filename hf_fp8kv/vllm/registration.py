@@ -1,4 +1,4 @@
-"""Register our dtypes and attention in vLLM, depending on its version."""
+"""Register the plugin's dtypes and attention in vLLM, depending on its version."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def register_dtypes() -> None:
 
 
 def _register_handlers(cache: Any) -> None:
-    """Register our names with the hook of vLLM 0.33."""
+    """Register the names of all dtypes with the hook of vLLM 0.33."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     for name, dtype in DTYPES.items():
@@ -33,8 +33,8 @@ def _register_handlers(cache: Any) -> None:
 def _make_handler(dtype: CacheDType, mode: Any) -> type:
     """Return a class with the interface of `KVCacheDTypeHandler`.
 
-    `mode` must be NONE: no kernel of vLLM reads our bytes. CUSTOM would be wrong, because in 0.33.0
-    it has the number of a format of vLLM (12, OCTAVE_K3V4) and is treated as that format.
+    `mode` must be NONE, because no kernel of vLLM reads these bytes. CUSTOM would be wrong, because
+    in 0.33.0 it has the number of a format of vLLM (12, OCTAVE_K3V4) and is treated as that format.
     """
 
     class Handler:
@@ -50,7 +50,7 @@ def _make_handler(dtype: CacheDType, mode: Any) -> type:
 
 
 def _extend_literal() -> None:
-    """Add our names to the fixed list of vLLM 0.32, which has no hook to extend it.
+    """Add the names of all dtypes to the fixed list of vLLM 0.32, which has no hook to extend it.
 
     The list is a `Literal`, whose members vLLM reads when it parses the command line and selects an
     attention backend. Pydantic has copied them into the validator of a config, which is therefore

@@ -1,9 +1,9 @@
-"""Select the attention class on a CPU: vLLM's class, or our class for our dtypes.
+"""Select the attention class on a CPU: vLLM's class, or the plugin's class for its dtypes.
 
-vLLM's enum refers to attributes of this module, which are read when a model is created. Without our
-dtypes, vLLM uses nothing else of this plugin. With our dtypes, CPU_ATTN is our class, and attention
-over latents (MLA) raises an error. vLLM would otherwise read our bytes as its own, because it does
-not check whether MLA supports a dtype.
+vLLM's enum refers to attributes of this module, which are read when a model is created. With other
+dtypes, vLLM uses nothing else of this plugin. With the plugin's dtypes, CPU_ATTN is its class, and
+attention over latents (MLA) raises an error. vLLM would otherwise read the stored bytes as its own,
+because it does not check whether MLA supports a dtype.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
 def __getattr__(name: str) -> Any:
-    """Return vLLM's class (the value of its enum) or our class. Raise ConfigError for MLA."""
+    """Return vLLM's class (the value of its enum) or the plugin's. Raise ConfigError for MLA."""
     if name not in NAMES:
         raise AttributeError(name)
     config = get_current_vllm_config_or_none()

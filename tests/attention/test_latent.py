@@ -19,7 +19,7 @@ from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
 from hf_fp8kv.utils import warn_once
 from tests.helpers.grids import pairwise
-from tests.helpers.tiny_models import build, type_names
+from tests.helpers.tiny_models import build_model, type_names
 from tests.tools.sweep import Watch
 
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
@@ -46,7 +46,7 @@ def copy_model(name: str) -> Any:
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
     if name not in MODELS:
-        MODELS[name] = build(name, SEEDS.get(name, 0))
+        MODELS[name] = build_model(name, SEEDS.get(name, 0))
     return copy.deepcopy(MODELS[name])
 
 
@@ -287,7 +287,7 @@ def assert_same_as_sdpa(model: Any, inputs: Any, *, path: str | None = "fused, l
 )  # fmt: skip
 def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) -> None:
     """A projection that does more than multiply by a weight is applied to all stored tokens."""
-    model, inputs = build("deepseek_v3")
+    model, inputs = build_model("deepseek_v3")
     replace_projections(model, make_projection)
     assert_same_as_sdpa(model, inputs, path=path)
     report = check_model(model)
@@ -296,7 +296,7 @@ def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) ->
 
 
 def test_changed_weights_take_effect() -> None:
-    model, inputs = build("deepseek_v3")
+    model, inputs = build_model("deepseek_v3")
     assert_same_as_sdpa(model, inputs)
     first_module = find_attention_modules(model)[0]
     with torch.no_grad():
@@ -328,7 +328,7 @@ def test_changed_weights_take_effect() -> None:
 
 def test_adapters_may_differ_by_sequence() -> None:
     """With PEFT's `adapter_names`, adapters differ by sequence, so no single weight is correct."""
-    model, inputs = build("deepseek_v3")
+    model, inputs = build_model("deepseek_v3")
     replace_projections(model, AdapterLinear)
     factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)
 
@@ -355,7 +355,7 @@ def test_adapters_may_differ_by_sequence() -> None:
 @pytest.mark.parametrize("make_projection", [None, AdapterLinear])
 def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection: Any) -> None:
     """A model without references is freed at once, before the garbage collector runs."""
-    model, inputs = build("deepseek_v3")
+    model, inputs = build_model("deepseek_v3")
     if make_projection is not None:
         replace_projections(model, make_projection)
     assert_same_as_sdpa(model, inputs)
@@ -383,7 +383,7 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection:
 @torch.no_grad()
 def test_autocast_has_a_small_error(dtype: torch.dtype, num_heads: int, watch: Watch) -> None:
     sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-    model, inputs = build("deepseek_v3", **sizes)
+    model, inputs = build_model("deepseek_v3", **sizes)
     next_ids = torch.tensor([[5], [9]])
     expected = model(torch.cat([inputs["input_ids"], next_ids], 1), use_cache=False).logits[1, -1]
     model.set_attn_implementation("fp8_paged")
@@ -404,7 +404,7 @@ def test_gradients_match_expanded_latents(only_projection: bool) -> None:
     The queries of the first layer have no gradient if an adapter trains only `kv_b_proj`.
     """
     num_layers = 1 if only_projection else 2
-    model, inputs = build("deepseek_v3", num_hidden_layers=num_layers)
+    model, inputs = build_model("deepseek_v3", num_hidden_layers=num_layers)
     if only_projection:
         model.requires_grad_(False)
         find_attention_modules(model)[0].kv_b_proj.weight.requires_grad_()
@@ -431,7 +431,7 @@ def test_gradients_match_expanded_latents(only_projection: bool) -> None:
 
 def test_training_through_stored_latents_is_refused() -> None:
     """Stored latents have no gradient, so the gradient would be incomplete."""
-    model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
+    model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
     model.train()
     cache, step = make_cache(model), torch.tensor([[5], [9]])
     loss = model(**inputs, past_key_values=cache).logits.square().sum()
@@ -443,7 +443,7 @@ def test_training_through_stored_latents_is_refused() -> None:
 
 
 def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
+    model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
     step = torch.tensor([[5], [9]])
 
     def read_warning(**options: Any) -> str:
@@ -477,7 +477,7 @@ class AttentionStep:
 
     def __init__(self, length: int, num_tokens: int, **options: Any) -> None:
         head_dims = {"v_head_dim": HEAD_DIM, "qk_nope_head_dim": HEAD_DIM}
-        model = build("deepseek_v3", attn_implementation="fp8_paged", **head_dims)[0]
+        model = build_model("deepseek_v3", attn_implementation="fp8_paged", **head_dims)[0]
         generator = torch.Generator().manual_seed(length)
         randn = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
         cache = FP8PagedCache(model.config, page_size=8, **options)
@@ -559,7 +559,7 @@ def test_compiled_steps_read_latents(name: str, prompt_mode: str, make_projectio
     torch._dynamo.reset()
     counters.clear()
     config_options = {"num_hidden_layers": 1} if name == "deepseek_v3" else {}
-    model, inputs = build(name, attn_implementation="fp8_paged", **config_options)
+    model, inputs = build_model(name, attn_implementation="fp8_paged", **config_options)
     if make_projection is not None:
         replace_projections(model, make_projection)
     ids, next_ids = inputs["input_ids"], torch.tensor([[5, 6, 7], [9, 8, 7]])

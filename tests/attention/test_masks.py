@@ -23,7 +23,7 @@ from hf_fp8kv.ops import available_backends
 from hf_fp8kv.ops.visibility import mask_bounds
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
-from tests.helpers.tiny_models import build, prompt, tiny
+from tests.helpers.tiny_models import build_model, build_variant, make_prompt
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 MAX_LEN = 64
@@ -227,11 +227,11 @@ def masks() -> Iterator[list[Any]]:
 def answer_two_prompts(model: Any, cache: Any, **keywords: Any) -> list[torch.Tensor]:
     """Return answers to a prompt with padding on the left, and to a second prompt with a hole."""
     answers = []
-    inputs = prompt()
+    inputs = make_prompt()
     for turn in range(2):
         ids = model.generate(**inputs, past_key_values=cache, **{**GREEDY, **keywords})
         answers.append(ids)
-        next_ids = prompt(turn + 5, tokens=7, pad=0)["input_ids"]
+        next_ids = make_prompt(turn + 5, tokens=7, pad=0)["input_ids"]
         ids = torch.cat([ids, next_ids], 1)
         num_new = ids.shape[1] - inputs["attention_mask"].shape[1]
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, num_new, dtype=torch.long)], 1)
@@ -253,8 +253,8 @@ def answer_two_prompts(model: Any, cache: Any, **keywords: Any) -> list[torch.Te
 def test_causal_patterns_need_no_complete_mask(
     name: str, prefill: str, chunks: dict[str, Any], masks: list[Any]
 ) -> None:
-    stock_model, _ = tiny(name, attn_implementation="sdpa")
-    model, _ = tiny(name, attn_implementation="fp8_paged")
+    stock_model, _ = build_variant(name, attn_implementation="sdpa")
+    model, _ = build_variant(name, attn_implementation="fp8_paged")
     arguments = {**chunks, "disable_compile": True}
     expected = answer_two_prompts(stock_model, DynamicCache(config=model.config), **arguments)
     options = {"dtype": "auto", "page_size": 8, "max_cache_len": MAX_LEN, "prefill": prefill}
@@ -276,7 +276,7 @@ def test_causal_patterns_need_no_complete_mask(
 def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
     """The caller compiles `forward`, and passes five tokens after the prompt."""
     torch._dynamo.reset()
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    model, inputs = build_variant(name, attn_implementation="fp8_paged")
     mask_heights: list[int | None] = []
 
     def record_masks(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -297,7 +297,7 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
         cache = FP8PagedCache(model.config, dtype="auto", page_size=8, max_cache_len=MAX_LEN)
         model(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
         length = inputs["input_ids"].shape[1]
-        ids = prompt(5, tokens=5, pad=0)["input_ids"]
+        ids = make_prompt(5, tokens=5, pad=0)["input_ids"]
         padded_mask = None
         if mask is not None:
             padded_mask = torch.nn.functional.pad(mask, (0, 5), value=1)
@@ -317,13 +317,13 @@ def continue_prompt(model: Any, inputs: Any, cache: Any, **keywords: Any) -> tor
     """Return the logits of three tokens that follow a padded prompt in the cache."""
     model(**inputs, past_key_values=cache)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
-    next_ids = prompt(1, tokens=3, pad=0)["input_ids"]
+    next_ids = make_prompt(1, tokens=3, pad=0)["input_ids"]
     return model(next_ids, attention_mask=mask, past_key_values=cache, **keywords).logits
 
 
 def test_a_window_may_be_only_in_the_mask() -> None:
     """Doge passes no window to attention, and the layers of the cache have no window."""
-    model, model_inputs = build("doge", sliding_window=4, attn_implementation="sdpa")
+    model, model_inputs = build_model("doge", sliding_window=4, attn_implementation="sdpa")
     inputs = {**model_inputs, "attention_mask": torch.ones_like(model_inputs["input_ids"])}
     answers = []
     for name in ("sdpa", "fp8_paged"):
@@ -334,8 +334,8 @@ def test_a_window_may_be_only_in_the_mask() -> None:
 
 @torch.no_grad()
 def test_a_stock_static_cache_has_complete_masks() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
+    stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     assert_same(*(
         continue_prompt(x, inputs, StaticCache(model.config, max_cache_len=MAX_LEN))
         for x in (model, stock_model)
@@ -353,8 +353,8 @@ def test_a_stock_static_cache_has_complete_masks() -> None:
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
 def test_compact_masks_apply_to_dense_keys(name: str) -> None:
     """Calls that return attention weights read dense keys."""
-    stock_model, inputs = tiny(name, attn_implementation="eager")
-    model, _ = tiny(name, attn_implementation="fp8_paged")
+    stock_model, inputs = build_variant(name, attn_implementation="eager")
+    model, _ = build_variant(name, attn_implementation="fp8_paged")
     options = {"dtype": "auto", "page_size": 8, "max_cache_len": MAX_LEN, "prefill": "stored"}
     expected = continue_prompt(
         stock_model, inputs, DynamicCache(config=model.config), output_attentions=True
@@ -403,7 +403,7 @@ MISMATCHES: list[tuple[str, str, torch.Tensor]] = [
 def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, max_len: int | None) -> None:
     if reason := available_backends()[backend]:
         pytest.skip(reason)
-    config = tiny("gqa")[0].config
+    config = build_variant("gqa")[0].config
     cache = FP8PagedCache(config, backend=backend, prefill="stored", max_cache_len=max_len)
     key, value = cache.update(torch.randn(3, 2, 72, 16), torch.randn(3, 2, 72, 16), 0)
     module = AttentionLayer(groups=2)

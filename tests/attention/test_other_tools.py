@@ -21,7 +21,7 @@ from hf_fp8kv.attention.fp8_paged import fp8_paged_attention, register
 from hf_fp8kv.attention.switching import watched_attention
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.assertions import assert_same
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
@@ -112,8 +112,8 @@ SCORES: dict[str, Score] = {
     [("norm", 17), ("sinks and last", 16), ("random", 15), ("difference", 17), ("channel", 16)],
 )
 def test_pressed_caches_match_dynamic_cache(name: str, num_kept: int) -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
+    stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     press = press_model(stock_model, SCORES[name], num_kept)
     expected = compute_logits(stock_model, DynamicCache(), press)
     with wrap_functions():
@@ -130,7 +130,7 @@ def test_pressed_caches_match_dynamic_cache(name: str, num_kept: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_layers_of_different_lengths_are_saved(num_tokens: int, tmp_path: Path) -> None:
     """The last layer allocates more pages after the first layer has stored its tokens."""
-    cache = FP8PagedCache(tiny("gqa")[0].config, page_size=8)
+    cache = FP8PagedCache(build_variant("gqa")[0].config, page_size=8)
     for layer, num_kept in ((0, 2), (1, 64)):
         cache.update(*torch.randn(2, 1, 2, 64, 16), layer)
         x: Any = cache.layers[layer]
@@ -145,7 +145,7 @@ def test_layers_of_different_lengths_are_saved(num_tokens: int, tmp_path: Path) 
 
 
 def test_functions_accept_dropout_by_position() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
     with wrap_functions():
         actual = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
@@ -181,7 +181,7 @@ def test_functions_are_wrapped_if_kvpress_was_imported_first(
 @pytest.mark.parametrize("implementation", ["fp8_paged", "sdpa"])
 def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
     """Methods of kvpress that mask tokens of single heads write to the keys."""
-    cache = FP8PagedCache(tiny("gqa", attn_implementation=implementation)[0].config)
+    cache = FP8PagedCache(build_variant("gqa", attn_implementation=implementation)[0].config)
     k = torch.randn(1, 2, 9, 16)
     cache.update(k, k, 0)
     keys, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
@@ -249,7 +249,7 @@ class Wrapper(torch.nn.Module):
     [("gqa", 0), ("sliding_and_full", 0), ("sliding_and_full", 5), ("sliding_and_full", 20)],
 )
 def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
-    model, inputs = tiny(name, attn_implementation="eager")
+    model, inputs = build_variant(name, attn_implementation="eager")
     wrapper = Wrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
@@ -272,7 +272,7 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
 
 @pytest.mark.parametrize("prefix_length", [0, 5])
 def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
-    model, inputs = tiny("seq2seq/bart", attn_implementation="eager")
+    model, inputs = build_variant("seq2seq/bart", attn_implementation="eager")
     wrapper = Wrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
@@ -287,7 +287,7 @@ def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
 
 
 def test_a_model_wrapped_twice_can_be_enabled() -> None:
-    model, inputs = tiny("gqa", attn_implementation="eager")
+    model, inputs = build_variant("gqa", attn_implementation="eager")
     inner_wrapper, outer_wrapper = Wrapper(model, 0), Wrapper(model, 0)
     outer_wrapper.base_model = inner_wrapper
     assert enable(outer_wrapper) is outer_wrapper

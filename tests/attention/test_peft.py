@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_fp8kv import PrefixStore, enable
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def make_model(method: str, seed: int) -> Any:
     """Return a model with an adapter whose weights depend on the seed. Seed 0 adds no adapter."""
     import peft
 
-    model, _ = tiny("gqa", max_position_embeddings=512)
+    model, _ = build_variant("gqa", max_position_embeddings=512)
     if not seed:
         return model
     name, fields = METHODS[method]

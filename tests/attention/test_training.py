@@ -22,7 +22,7 @@ from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.modeling.exact_states import NOTE
 from tests.helpers.grids import pairwise
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 Tensor = torch.Tensor
 PAGE_SIZE, NUM_TOKENS = 16, 19
@@ -105,7 +105,7 @@ def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
 def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
     """`deterministic` makes results bitwise equal. Otherwise the last bit may change a code."""
     name, options = CASES[case]
-    model, _ = tiny(name, attn_implementation="fp8_paged")
+    model, _ = build_variant(name, attn_implementation="fp8_paged")
     unrounded = score_texts(model)
     enable(model, training="stored", page_size=PAGE_SIZE, **options)
     actual = score_texts(model.train())
@@ -125,7 +125,7 @@ def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
 def test_a_deep_model_matches_a_rollout_of_one_text() -> None:
     """Without `deterministic`, products of few rows, as in decoding, round differently."""
     num_tokens = 4 * 16 + 1
-    model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=16)
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=16)
     ids = torch.randint(3, 90, (1, num_tokens), generator=torch.Generator().manual_seed(6))
     enable(model, training="stored", deterministic=True, dtype="fp8")
     actual = model.train()(ids, use_cache=False).logits
@@ -142,7 +142,7 @@ def test_a_deep_model_matches_a_rollout_of_one_text() -> None:
 
 def test_one_pass_gives_the_probabilities_of_generated_tokens() -> None:
     """A training pass computes the probabilities that `generate()` samples from."""
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3", page_size=PAGE_SIZE)
     out = model.generate(
         **inputs, max_new_tokens=12, do_sample=True, output_logits=True,
@@ -155,7 +155,7 @@ def test_one_pass_gives_the_probabilities_of_generated_tokens() -> None:
     model.train()
     actual, unrounded = (
         x(out.sequences, attention_mask=mask, position_ids=positions).logits[:, length - 1 : -1]
-        for x in (model, tiny("gqa")[0])
+        for x in (model, build_variant("gqa")[0])
     )
     expected = torch.stack(out.logits, 1).log_softmax(-1)
     assert_near(actual.log_softmax(-1), expected, unrounded.log_softmax(-1))
@@ -183,7 +183,7 @@ def test_the_rounding_matches_a_cache(name: str, kind: str, dtype: torch.dtype) 
 
 @torch.no_grad()
 def test_packed_texts_match_separate_texts() -> None:
-    model, _ = tiny("sliding_and_full", attn_implementation="fp8_paged")
+    model, _ = build_variant("sliding_and_full", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3")
     ids = make_texts()[0]
     positions = torch.cat([torch.arange(11), torch.arange(8)])[None]
@@ -200,7 +200,7 @@ def test_packed_texts_match_separate_texts() -> None:
 @torch.no_grad()
 def test_layers_may_share_keys_or_have_no_pages(name: str) -> None:
     """A layer that reads the keys of an earlier layer rounds with the scales of that layer."""
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    model, inputs = build_variant(name, attn_implementation="fp8_paged")
     indices = [layer.index for layer in FP8PagedCache(model.config).paged_layers]
     values = {i: (torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1))) for i in indices}
     scales = KVScales({i: LayerScales(k, v) for i, (k, v) in values.items()})
@@ -218,8 +218,8 @@ def test_rounding_can_be_suspended_and_disabled() -> None:
 
     Copies of the model round independently.
     """
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
+    stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     unrounded = score_texts(stock_model)
     enable(model, dtype="fp8_e5m2")
     assert torch.equal(score_texts(model), unrounded)
@@ -268,7 +268,7 @@ REFUSED_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED_CASES)
 def test_unsupported_training_options_are_refused(case: str) -> None:
     name, options, message = REFUSED_CASES[case]
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     attributes = set(vars(model))
     attention = model.config._attn_implementation
     with pytest.raises((ConfigError, ScaleError), match=message):
@@ -279,14 +279,14 @@ def test_unsupported_training_options_are_refused(case: str) -> None:
 
 def test_a_model_that_rounds_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """compressed-tensors rounds K and V in calls without a cache, before this package would."""
-    model, _ = tiny("gqa")
+    model, _ = build_variant("gqa")
     monkeypatch.setattr("hf_fp8kv.attention.training.rounding_note", lambda _: NOTE)
     with pytest.raises(ConfigError, match="already rounds K and V in calls without a cache"):
         enable(model, training="stored")
 
 
 def test_a_model_that_cannot_run_is_refused() -> None:
-    model, _ = tiny("gqa", attn_implementation="sdpa")
+    model, _ = build_variant("gqa", attn_implementation="sdpa")
     vars(model)["forward"] = None
     with pytest.raises(ConfigError, match="expected a model that can be run on three tokens"):
         enable(model, training="stored")

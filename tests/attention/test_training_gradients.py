@@ -21,7 +21,7 @@ from tests.attention.test_training import (
     make_texts,
     score_texts,
 )
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 Tensor = torch.Tensor
 
@@ -70,7 +70,7 @@ def test_gradients_of_a_model_match_constant_noise(
     grads = []
     enable_rounding = functools.partial(enable, training="stored")
     for switch in (add_noise, enable_rounding):
-        model, _ = tiny(name, attn_implementation="eager")
+        model, _ = build_variant(name, attn_implementation="eager")
         switch(model, **options)
         model.train()
         log_probs = score_texts(model)
@@ -85,7 +85,7 @@ def test_gradients_of_a_model_match_constant_noise(
 
 
 def test_stored_pages_refuse_a_training_step() -> None:
-    model, _ = tiny("gqa")
+    model, _ = build_variant("gqa")
     enable(model)
     ids = torch.randint(3, 90, (1, 12))
     cache = FP8PagedCache(model.config, page_size=PAGE_SIZE)
@@ -96,7 +96,7 @@ def test_stored_pages_refuse_a_training_step() -> None:
 
 def test_gradients_of_a_position_bias_match_constant_noise() -> None:
     """The gradients of the bias and the states match SDPA with constant rounding noise."""
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     scales = make_scales(has_center=True)
     enable(model, training="stored", page_size=PAGE_SIZE, scales=scales)
     module: Any = model.model.layers[0].self_attn  # type: ignore[union-attr]
@@ -124,7 +124,7 @@ def test_gradients_of_a_position_bias_match_constant_noise() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3")
     model.train()
     grads = []
@@ -145,7 +145,7 @@ def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
 # torch instantiates functions with custom gradients to trace them, and warns about this.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_step_has_the_same_gradients() -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     enable(model, training="stored", scales=make_scales(has_center=True), backend="torch")
     model.train()
     grads = []

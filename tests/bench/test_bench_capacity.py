@@ -9,7 +9,7 @@ from hf_fp8kv.bench import capacity
 from hf_fp8kv.bench.capacity import GIB, MODELS, plan_capacity, plan_tokens, shape
 from hf_fp8kv.serving.config import ServingConfig
 from tests.helpers.serving_tools import batching, greedy
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 FLASH = "flash_attention_2"
@@ -55,7 +55,7 @@ def test_too_little_memory_for_a_step_is_an_error() -> None:
 
 
 def test_an_engine_has_the_planned_pages() -> None:
-    model, _ = tiny("llama")
+    model, _ = build_variant("llama")
     serving.enable(model)
     manager = model.init_continuous_batching(
         greedy(), batching(pages=None, max_memory_percent=0.002, max_batch_tokens=64)

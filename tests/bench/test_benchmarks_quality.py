@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import latent_accuracy
 from benchmarks.outliers import planted_outliers
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -35,7 +35,7 @@ def test_the_default_stores_latents_better_than_a_scale_per_128_values():
 # Outliers also enlarge the bias of K. The RoPE pairs of the second model are interleaved.
 @pytest.mark.parametrize("name", ["qwen2", "cohere"])
 def test_a_model_with_planted_outliers_gives_the_same_logits(name):
-    model, _ = tiny(name, num_hidden_layers=2)
+    model, _ = build_variant(name, num_hidden_layers=2)
     ids = torch.arange(4, 44)[None]
     keys = []
     model.model.layers[0].self_attn.k_proj.register_forward_hook(

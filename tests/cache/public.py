@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.bench.contenders import AttentionLayer
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 
 def attend(query: torch.Tensor, key: Any, value: Any, scaling: float) -> torch.Tensor:
@@ -43,9 +43,9 @@ def list_tensors(cache: FP8PagedCache) -> list[torch.Tensor]:
 
 
 @functools.cache
-def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def share_variant(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model and its prompt. Tests share them and must not change them."""
-    return tiny(name, attn_implementation=attention)
+    return build_variant(name, attn_implementation=attention)
 
 
 class OutOfMemory(TorchDispatchMode):

@@ -25,7 +25,7 @@ from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
-from tests.helpers.tiny_models import causal_config, tiny
+from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = pytest.mark.text
 
@@ -33,7 +33,7 @@ LAYERS, HEADS, DIM = 2, 2, 16
 
 
 def make_config(name: str = "llama", **fields: Any) -> Any:
-    return causal_config(name, **fields)
+    return make_causal_config(name, **fields)
 
 
 def make_tokens(num_tokens: int, batch: int = 2, seed: int = 0, dim: int = DIM) -> torch.Tensor:
@@ -539,7 +539,7 @@ def test_a_step_that_does_not_fit_in_all_layers_changes_nothing(tmp_path: Path) 
 
 def test_short_prompts_and_masks_are_refused() -> None:
     """`generate()` turns such prompts into calls without tokens or with a short mask."""
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config)
     ids = torch.arange(2, 22)[None]
     with torch.no_grad():

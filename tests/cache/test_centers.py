@@ -12,7 +12,7 @@ from hf_fp8kv import FP8PagedCache, enable
 from hf_fp8kv.cache.rope_rotation import RopeRotation
 from tests.cache.public import read_centers
 from tests.helpers.assertions import assert_same
-from tests.helpers.tiny_models import build, tiny
+from tests.helpers.tiny_models import build_model, build_variant
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("no_gradients")]
 
@@ -30,7 +30,7 @@ for_each_size = pytest.mark.parametrize("max_len", [None, 64], ids=["", "preallo
 @functools.cache
 def get_model(name: str = "qwen2", attention: str = "fp8_paged") -> PreTrainedModel:
     """Return a model whose keys have a bias, so that centers are far from 0."""
-    return tiny(name, attn_implementation=attention, key_bias=10.0)[0]
+    return build_variant(name, attn_implementation=attention, key_bias=10.0)[0]
 
 
 def make_cache(model: PreTrainedModel, max_len: int | None = None, **options: Any) -> FP8PagedCache:
@@ -147,7 +147,7 @@ def test_a_center_starts_at_the_first_token(
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_first_calls_find_the_center() -> None:
     layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    model, _ = tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0, **layers)
+    model, _ = build_variant("qwen2", attn_implementation="fp8_paged", key_bias=10.0, **layers)
     batch = make_batch([(0, 45), (40, 45), (9, 45), (20, 44)])
     results = []
     for forward in (torch.compile(model, fullgraph=True, backend="eager"), model):
@@ -249,7 +249,7 @@ def test_a_mask_applies_to_one_cache() -> None:
 
 @for_each_size
 def test_enable_passes_the_mask_under_any_attention(max_len: int | None) -> None:
-    model = tiny("qwen2", attn_implementation="sdpa", key_bias=10.0)[0]
+    model = build_variant("qwen2", attn_implementation="sdpa", key_bias=10.0)[0]
     batch = make_batch(SPANS["left"])
     del batch["position_ids"]
     enable(model, max_cache_len=max_len, **CENTERED)
@@ -262,7 +262,7 @@ def test_enable_passes_the_mask_under_any_attention(max_len: int | None) -> None
 
 
 def test_padding_of_an_encoder_changes_no_center() -> None:
-    model, inputs = build("seq2seq/bart")
+    model, inputs = build_model("seq2seq/bart")
     options = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
     ids = inputs["input_ids"]
     mask = torch.zeros_like(ids)

@@ -22,7 +22,7 @@ from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import list_tensors
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import replace_triton
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 STATIC = {"scales": 0.05, "plan": "fp8 centered"}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -54,7 +54,7 @@ def make_config(backend: Any = "aot_eager", mode: str | None = None) -> CompileC
     ids=str,
 )  # fmt: skip
 def test_all_steps_use_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
-    model, inputs = tiny(name, attn_implementation=attention)
+    model, inputs = build_variant(name, attn_implementation=attention)
 
     def make_cache(**options: Any) -> FP8PagedCache:
         return FP8PagedCache(model.config, page_size=16, max_cache_len=50, **keywords, **options)
@@ -76,7 +76,7 @@ def test_all_steps_use_one_graph(name: str, attention: str, keywords: dict[str, 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_twenty_steps_in_the_mode_of_generate(backend: str) -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     options = {"page_size": 16, "backend": backend}
     eager_cache = FP8PagedCache(model.config, **options)
     expected = model.generate(**inputs, past_key_values=eager_cache, **GREEDY)
@@ -93,7 +93,7 @@ def test_twenty_steps_in_the_mode_of_generate(backend: str) -> None:
 @pytest.mark.parametrize("on_cuda", [True, False])
 def test_generate_compiles_only_on_cuda(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """generate() treats the static cache of transformers in the same way."""
-    model, _ = tiny("gqa")
+    model, _ = build_variant("gqa")
     device = torch.device("cuda" if on_cuda else "cpu")
     monkeypatch.setattr(type(model), "device", property(lambda _: device))
     for cache, expected in (
@@ -108,7 +108,7 @@ def test_generate_compiles_only_on_cuda(on_cuda: bool, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
 def test_addresses_do_not_change(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     replace_triton(monkeypatch)
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(
         model.config, page_size=16, max_cache_len=50, backend="triton", **keywords
     )
@@ -126,7 +126,7 @@ def test_addresses_do_not_change(keywords: dict[str, Any], monkeypatch: pytest.M
     "mode", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 )
 def test_overrun_raises_and_changes_nothing(mode: str) -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=20)
     options = {"compile_config": make_config(mode), "disable_compile": mode == "eager"}
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
@@ -142,7 +142,7 @@ def test_compiled_code_has_no_copy_of_the_pool(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inductor undoes functionalization, so this test reads the code that it generates."""
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     if backend == "triton":
         replace_triton(monkeypatch)
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=48, backend=backend)
@@ -194,7 +194,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
 ) -> None:
     """The step is traced on "meta", which, like CUDA, is not the CPU. Nothing is computed."""
     replace_triton(monkeypatch, compute=False)
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    model, inputs = build_variant(name, attn_implementation="fp8_paged")
     model = model.to("meta")
     tokens = inputs["input_ids"].to("meta")
     options = {"page_size": 16, "max_cache_len": 50, "backend": "triton"}

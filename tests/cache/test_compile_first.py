@@ -11,7 +11,7 @@ from torch._dynamo.exc import Unsupported
 from transformers import DynamicCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 from tests.tools.compile_first import CASES, assert_close, compile_first, compute_logits
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def test_a_compiled_first_call_matches_eager_calls() -> None:
-    model, inputs = tiny("llama", attn_implementation="fp8_paged", num_hidden_layers=1)
+    model, inputs = build_variant("llama", attn_implementation="fp8_paged", num_hidden_layers=1)
     compile_first("preallocated", model, inputs)
 
 
@@ -40,7 +40,7 @@ def test_compiled_first_calls_match_in_a_process() -> None:
 # In the fast tier, test_blocks.py compiles the attention over a growing cache.
 @pytest.mark.full
 def test_a_growing_cache_breaks_the_graph() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     caches = [FP8PagedCache(model.config, page_size=16) for _ in range(2)]
     compiled = torch.compile(model, backend="eager")
     assert_close(
@@ -53,7 +53,7 @@ def test_a_growing_cache_breaks_the_graph() -> None:
     [({}, "max_cache_len"), ({"max_cache_len": 40, "max_pages": 99}, "early_initialization")],
 )
 def test_unsupported_graphs_name_the_remedy(options: dict[str, int], message: str) -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(Unsupported, match=message):
         compiled(**inputs, past_key_values=FP8PagedCache(model.config, **options))
@@ -72,7 +72,7 @@ class CachedModel(torch.nn.Module):
 
 @pytest.mark.parametrize("max_cache_len", [None, 40])
 def test_export_requires_a_preallocated_cache(max_cache_len: int | None) -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     cache = FP8PagedCache(model.config, max_cache_len=max_cache_len)
     ids = inputs["input_ids"]
     with pytest.raises(ConfigError, match="strict=True"):

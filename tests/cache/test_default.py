@@ -13,7 +13,7 @@ from hf_fp8kv.formats.codec import decode, encode, search_scale
 from hf_fp8kv.serving.config import ServingConfig
 from tests.cache.public import read_centers
 from tests.helpers.assertions import assert_same
-from tests.helpers.tiny_models import causal_config, tiny
+from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = pytest.mark.text
 
@@ -23,7 +23,7 @@ HEADS, DIM = 2, 16
 
 def make_cache(**keywords: Any) -> FP8PagedCache:
     """Return a cache of a model without RoPE. test_rope_rotation.py tests centers with RoPE."""
-    config = causal_config("llama")
+    config = make_causal_config("llama")
     config.rope_parameters = None
     return FP8PagedCache(config, page_size=8, **keywords)
 
@@ -151,7 +151,7 @@ def test_a_channel_with_a_nonfinite_value_has_no_center(value: float) -> None:
 @torch.no_grad()
 def test_a_first_call_adds_few_operations(name: str, max_len: int | None, is_padded: bool) -> None:
     """Centering adds at most 8 operations per layer."""
-    model, _ = tiny(name, attn_implementation="fp8_paged")
+    model, _ = build_variant(name, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (2, 44), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0 if is_padded else 1
@@ -180,7 +180,7 @@ def test_pages_and_dense_keys_give_the_same_logits(name: str, max_len: int | Non
     dense_attention = "eager" if name in ("sinks", "softcap") else "sdpa"
     logits = []
     for attention in ("fp8_paged", dense_attention):
-        model, inputs = tiny(name, attn_implementation=attention)
+        model, inputs = build_variant(name, attn_implementation=attention)
         shift_keys(model)
         cache = FP8PagedCache(model.config, page_size=8, max_cache_len=max_len)
         ids, mask = lengthen_prompt(inputs)

@@ -1,7 +1,7 @@
 """Tests of layers on several devices, as device_map places them. Pages follow their layers.
 
-The tests have one device, and "meta" represents a second. It computes nothing, and torch refuses
-to mix it with the CPU. Tests of models with layers on disk check the values.
+The tests need only a CPU. The device "meta" stands for a second device. It computes nothing, and
+torch refuses to mix it with the CPU. Tests of models with layers on disk check the values.
 """
 
 import inspect
@@ -17,21 +17,21 @@ import hf_fp8kv
 from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate
 from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
-from tests.helpers.tiny_models import prompt, tiny
+from tests.helpers.tiny_models import build_variant, make_prompt
 
 pytestmark = pytest.mark.text
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-LAYERS, HEADS, DIM = 4, 2, 16
+NUM_LAYERS, NUM_HEADS, DIM = 4, 2, 16
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 DEVICES = (CPU, META, META, CPU)
 
 
-def make_scales(num_layers: int = LAYERS) -> KVScales:
+def make_scales(num_layers: int = NUM_LAYERS) -> KVScales:
     generator = torch.Generator().manual_seed(5)
 
     def draw(size: int) -> torch.Tensor:
-        return (0.5 + torch.rand(HEADS, size, generator=generator)) / 448
+        return (0.5 + torch.rand(NUM_HEADS, size, generator=generator)) / 448
 
     return KVScales({i: LayerScales(draw(1), draw(1), 448 * draw(DIM)) for i in range(num_layers)})
 
@@ -49,15 +49,15 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-def make_cache(options: dict[str, Any], **keywords: Any) -> FP8PagedCache:
-    model, _ = tiny("mistral", num_hidden_layers=LAYERS, sliding_window=None)
-    options = {"page_size": 8, "backend": "torch", "prefill": "stored", **options}
-    return FP8PagedCache(model.config, **options, **keywords)
+def make_cache(options: dict[str, Any], **more_options: Any) -> FP8PagedCache:
+    model, _ = build_variant("mistral", num_hidden_layers=NUM_LAYERS, sliding_window=None)
+    options = {"page_size": 8, "backend": "torch", "prefill": "stored", **options, **more_options}
+    return FP8PagedCache(model.config, **options)
 
 
-def list_devices(handle: Any) -> set[torch.device]:
+def list_devices(states: Any) -> set[torch.device]:
     """Return the devices of all tensors behind stored keys or values."""
-    return {getattr(handle, name).device for name in handle.__tensor_flatten__()[0]}
+    return {getattr(states, name).device for name in states.__tensor_flatten__()[0]}
 
 
 class StepRunner:
@@ -67,11 +67,11 @@ class StepRunner:
         self.devices = devices
         self.generator = torch.Generator().manual_seed(7)
 
-    def __call__(self, cache: FP8PagedCache, batch: int, num_tokens: int) -> list[torch.Tensor]:
+    def run(self, cache: FP8PagedCache, batch: int, num_tokens: int) -> list[torch.Tensor]:
         """Run one step of a model, and return the attention output of each layer."""
         outputs = []
         for layer, device in enumerate(self.devices):
-            shapes = [(batch, heads, num_tokens, DIM) for heads in (HEADS, HEADS, 2 * HEADS)]
+            shapes = [(batch, n, num_tokens, DIM) for n in (NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS)]
             k, v, query = (torch.randn(x, generator=self.generator).to(device) for x in shapes)
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
@@ -91,60 +91,60 @@ def assert_same_on_cpu(actual: list[torch.Tensor], expected: list[torch.Tensor])
 def test_pages_are_on_the_device_of_their_layer(options):
     """A cache on two devices matches a cache on one device after growth, forks, beams and crops."""
     caches = [make_cache(options), make_cache(options)]
-    steps = [StepRunner(DEVICES), StepRunner((CPU,) * LAYERS)]
+    runners = [StepRunner(DEVICES), StepRunner((CPU,) * NUM_LAYERS)]
 
-    def store_in_both(batch: int, num_tokens: int) -> None:
+    def step_and_compare(batch: int, num_tokens: int) -> None:
         assert_same_on_cpu(
-            *(step(c, batch, num_tokens) for step, c in zip(steps, caches, strict=True))
+            *(runner.run(c, batch, num_tokens) for runner, c in zip(runners, caches, strict=True))
         )
 
-    store_in_both(2, 9)
-    store_in_both(2, 1)
+    step_and_compare(2, 9)
+    step_and_compare(2, 1)
     originals = list(caches)
     caches = [cache.fork() for cache in originals]
-    store_in_both(2, 3)
+    step_and_compare(2, 3)
     caches = originals
-    store_in_both(2, 2)
+    step_and_compare(2, 2)
     for cache in caches:
         cache.reorder_cache(torch.tensor([1, 1]))
-    store_in_both(2, 1)
+    step_and_compare(2, 1)
     for cache in caches:
         cache.batch_repeat_interleave(2)
-    store_in_both(4, 400)
+    step_and_compare(4, 400)
     for cache in caches:
         cache.batch_select_indices(torch.tensor([3, 0]))
         cache.crop(-5)
-    store_in_both(2, 2)
+    step_and_compare(2, 2)
     assert caches[0].memory_footprint().pages_bytes == caches[1].memory_footprint().pages_bytes
     for cache in caches:
         cache.reset()
-    store_in_both(1, 3)
+    step_and_compare(1, 3)
 
 
 def test_preallocated_pages_are_on_the_device_of_their_layer(options):
-    cache, steps = make_cache(options, max_cache_len=24), StepRunner(DEVICES)
-    cpu_cache, expected_steps = make_cache(options, max_cache_len=24), StepRunner((CPU,) * LAYERS)
-    for num_tokens in (9, 1):
-        assert_same_on_cpu(steps(cache, 2, num_tokens), expected_steps(cpu_cache, 2, num_tokens))
+    runner, cpu_runner = StepRunner(DEVICES), StepRunner((CPU,) * NUM_LAYERS)
+    cache, cpu_cache = (make_cache(options, max_cache_len=24) for _ in range(2))
+    for n in (9, 1):
+        assert_same_on_cpu(runner.run(cache, 2, n), cpu_runner.run(cpu_cache, 2, n))
 
 
-@pytest.mark.parametrize("size", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
-def test_a_cache_from_a_file_follows_the_model(options, size, tmp_path):
+@pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
+def test_a_cache_from_a_file_follows_the_model(options, capacity, tmp_path):
     """A file is loaded to one device. Each layer moves to the device of its next tokens."""
-    cache, steps = make_cache(options, **size), StepRunner((CPU,) * LAYERS)
-    steps(cache, 2, 9)
+    cache, cpu_runner = make_cache(options, **capacity), StepRunner((CPU,) * NUM_LAYERS)
+    cpu_runner.run(cache, 2, 9)
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-    moved_steps = StepRunner(DEVICES)
-    moved_steps.generator.set_state(steps.generator.get_state())
-    assert_same_on_cpu(moved_steps(loaded, 2, 3), steps(cache, 2, 3))
-    assert_same_on_cpu(moved_steps(loaded, 2, 1), steps(cache, 2, 1))
+    moved_runner = StepRunner(DEVICES)
+    moved_runner.generator.set_state(cpu_runner.generator.get_state())
+    for n in (3, 1):
+        assert_same_on_cpu(moved_runner.run(loaded, 2, n), cpu_runner.run(cache, 2, n))
 
 
 def test_the_cpu_backend_refuses_tokens_on_a_different_device():
     options = {"page_size": 8, "backend": "cpu", "prefill": "stored"}
     cache = FP8PagedCache(make_cache({}).config, **options)
-    tokens = torch.randn(1, HEADS, 3, DIM)
-    for layer in range(LAYERS):
+    tokens = torch.randn(1, NUM_HEADS, 3, DIM)
+    for layer in range(NUM_LAYERS):
         cache.update(tokens, tokens, layer)
     with pytest.raises(BackendError, match="requires pages on the CPU, got meta"):
         cache.update(tokens.to(META), tokens.to(META), 0)
@@ -157,17 +157,19 @@ def test_the_cpu_backend_refuses_tokens_on_a_different_device():
 # -- models --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
-def test_a_model_may_be_on_two_devices(size):
+@pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
+def test_a_model_may_be_on_two_devices(capacity):
     """The hooks of accelerate move the tensors between layers, and do not change the cache."""
-    model, inputs = tiny("gqa", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
+    fields = {"num_hidden_layers": NUM_LAYERS, "attn_implementation": "fp8_paged"}
+    model, inputs = build_variant("gqa", **fields)
     devices = (CPU, CPU, META, META)  # no tensor can be copied from "meta"
     for layer, device in zip(model.model.layers, devices, strict=True):
         hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
         add_hook_to_module(layer, hook)
     add_hook_to_module(model.model.norm, AlignDevicesHook(META, place_submodules=True))
     add_hook_to_module(model.lm_head, AlignDevicesHook(META, place_submodules=True))
-    cache = FP8PagedCache(model.config, scales=make_scales(), page_size=8, backend="torch", **size)
+    options = {"page_size": 8, "backend": "torch", **capacity}
+    cache = FP8PagedCache(model.config, scales=make_scales(), **options)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad():
         for stop in (9, 12, 13):
@@ -176,14 +178,14 @@ def test_a_model_may_be_on_two_devices(size):
             assert out.logits.shape[:2] == (2, stop - start)
     assert out.past_key_values is cache
     for layer, device in zip(cache.layers, devices, strict=True):
-        if device == CPU or not size:
+        if device == CPU or not capacity:
             assert list_devices(layer.keys) == {device}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tiny("gqa")[0].save_pretrained(folder)
+    build_variant("gqa")[0].save_pretrained(folder)
     return folder
 
 
@@ -203,32 +205,33 @@ def load_with_disk_layer(checkpoint: Path, tmp_path: Path, attention: str) -> An
 
 # Each attention function occurs once, and each kind of cache at least once.
 @pytest.mark.parametrize(
-    ("attention", "size"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
+    ("attention", "capacity"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
 )
-def test_layers_on_disk_give_the_same_tokens(checkpoint, tmp_path, attention, size):
+def test_layers_on_disk_give_the_same_tokens(checkpoint, tmp_path, attention, capacity):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
     disk_model = load_with_disk_layer(checkpoint, tmp_path, attention)
-    outputs = []
-    for x in (model, disk_model):
-        cache = FP8PagedCache(x.config, scales=make_scales(2), **size)
-        outputs.append(x.generate(**prompt(), past_key_values=cache, **GREEDY).tolist())
+    inputs, outputs = make_prompt(), []
+    for each_model in (model, disk_model):
+        cache = FP8PagedCache(each_model.config, scales=make_scales(2), **capacity)
+        outputs.append(each_model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
     assert outputs[0] == outputs[1]
-    stock_tokens = model.generate(**prompt(), **GREEDY).tolist()
-    assert outputs[0] != stock_tokens  # coarse scales change tokens
+    # The coarse scales change the tokens, so both models used the cache.
+    assert outputs[0] != model.generate(**inputs, **GREEDY).tolist()
 
 
 def test_enable_and_calibrate_support_layers_on_disk(checkpoint, tmp_path):
     disk_model = load_with_disk_layer(checkpoint, tmp_path, "sdpa")
     hf_fp8kv.enable(disk_model, scales=make_scales(2))
-    actual = disk_model.generate(**prompt(), **GREEDY).tolist()
+    actual = disk_model.generate(**make_prompt(), **GREEDY).tolist()
     hf_fp8kv.disable(disk_model)
     cpu_model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="fp8_paged")
     cache = FP8PagedCache(cpu_model.eval().config, scales=make_scales(2))
-    assert actual == cpu_model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist()
+    assert actual == cpu_model.generate(**make_prompt(), past_key_values=cache, **GREEDY).tolist()
     texts = torch.randint(4, 90, (4, 96), generator=torch.Generator().manual_seed(3)).tolist()
     digests = [
-        calibrate(x, texts, held_out=0, progress=False).digest for x in (disk_model, cpu_model)
-    ]  # fmt: skip
+        calibrate(each_model, texts, held_out=0, progress=False).digest
+        for each_model in (disk_model, cpu_model)
+    ]
     assert digests[0] == digests[1]
 
 
@@ -238,6 +241,7 @@ def test_no_argument_or_method_names_a_device():
     assert not any("device" in name for name in inspect.signature(FP8PagedCache).parameters)
 
 
+# Name of the model, options of the cache, and options of `generate`.
 DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("gqa", {}, {}),
     "centered": ("gqa", {}, {}),
@@ -258,17 +262,17 @@ DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", DEVICE_CASES)
 def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) -> None:
-    """Tensors for the CPU are created on the CPU. Half of the cases use `enable`."""
+    """Tensors that must be on the CPU are created there. Half of the cases use `enable`."""
     uses_enable = list(DEVICE_CASES).index(case) % 2 == 0
-    name, keywords, options = DEVICE_CASES[case]
-    options = {"max_new_tokens": 6, "do_sample": False, **options}
-    model, _ = tiny(name)
-    ids, mask = prompt(tokens=20).values()
+    name, cache_options, options = DEVICE_CASES[case]
+    generate_options = {"max_new_tokens": 6, "do_sample": False, **options}
+    model, _ = build_variant(name)
+    ids, mask = make_prompt(tokens=20).values()
     longer_ids = torch.cat([ids, ids[:, :5] + 1], 1)
 
     def run_calls() -> list[torch.Tensor]:
-        cache = FP8PagedCache(model.config, **keywords)
-        call = {"attention_mask": mask, "past_key_values": cache, **options}
+        cache = FP8PagedCache(model.config, **cache_options)
+        call = {"attention_mask": mask, "past_key_values": cache, **generate_options}
         outputs = [model.generate(ids, **call)]
         if uses_enable:
             call["attention_mask"] = mask.new_ones(mask.shape[0], longer_ids.shape[1])

@@ -15,16 +15,16 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, calibrate, check_model, disable, enable
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.cache.public import shared_tiny
+from tests.cache.public import share_variant
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.margins import wide_margins
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
 GREEDY = {"max_new_tokens": 11, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Ten times the change of a logit if these models sum in a different order in float32.
+# Ten times the change in a logit when these models add float32 values in a different order.
 MIN_MARGIN = 1e-4
 # Prompts have 13 tokens and answers 11, so the oldest tokens leave each window of 8 tokens.
 MODELS = (
@@ -32,13 +32,13 @@ MODELS = (
 )  # fmt: skip
 
 
-def get_dense_attention(name: str) -> str:
-    """Return the standard attention function of a model. gpt-oss does not support sdpa."""
+def get_stock_attention(name: str) -> str:
+    """Return the stock attention function of a model. gpt-oss does not support sdpa."""
     return "eager" if name in ("sinks", "softcap") else "sdpa"
 
 
 def get_model(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    return shared_tiny(name, get_dense_attention(name) if attention == "stock" else attention)
+    return share_variant(name, get_stock_attention(name) if attention == "stock" else attention)
 
 
 def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
@@ -46,9 +46,9 @@ def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
 
 
 def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) -> torch.Tensor:
-    """Return a model's tokens. Logits of greedy tokens must win by more than rounding errors.
+    """Return tokens. The logit of each greedy token must lead by more than rounding errors.
 
-    With drafts, tokens are not checked, because the draft model would use the same processors.
+    Beams are not checked. Neither are drafts, whose model would use the same logits processors.
     """
     if keywords.keys().isdisjoint({"num_beams", "prompt_lookup_num_tokens", "assistant_model"}):
         keywords.setdefault("logits_processor", wide_margins(MIN_MARGIN))
@@ -61,11 +61,11 @@ def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of a model with its standard attention and a `DynamicCache`."""
-    stock_model, inputs = shared_tiny(name, get_dense_attention(name))
+def generate_stock(name: str, unpadded: bool = False, **keywords: Any) -> torch.Tensor:
+    """Return the tokens of a model with its stock attention and a `DynamicCache`."""
+    stock_model, inputs = share_variant(name, get_stock_attention(name))
     cache = DynamicCache(config=stock_model.config)
-    inputs = select_unpadded(inputs) if is_unpadded else inputs
+    inputs = select_unpadded(inputs) if unpadded else inputs
     return generate(stock_model, inputs, cache, **keywords)
 
 
@@ -74,9 +74,12 @@ def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# The fast tier has each model once with "fp8_paged", and two models with standard attention. The
-# values of `axis` alternate over the models. The full tier has all combinations.
 def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
+    """Return a mark for a test of all models. The full tier has all combinations.
+
+    The fast tier has each model once with "fp8_paged", and two models with stock attention. The
+    values of `axis` alternate over the models.
+    """
     fast_cases = [(name, values[i % 2], "fp8_paged") for i, name in enumerate(names)]
     fast_cases += [("gqa", values[1], "stock"), ("sliding_and_full", values[0], "stock")]
     all_cases = itertools.product(names, values, ("stock", "fp8_paged"))
@@ -86,7 +89,7 @@ def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> p
 
 
 @for_each_model("prefill", ("exact", "stored"))
-class TestAuto:
+class TestUnquantized:
     """dtype="auto" stores exact values, so a difference means a lost or misplaced token."""
 
     def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
@@ -100,8 +103,8 @@ class TestAuto:
     def test_drafts_are_rolled_back(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
         prompt = select_unpadded(inputs)
-        expected = generate_stock(name, is_unpadded=True)
-        draft, _ = tiny(name, attn_implementation=get_dense_attention(name))
+        expected = generate_stock(name, unpadded=True)
+        draft, _ = build_variant(name, attn_implementation=get_stock_attention(name))
         with torch.no_grad():
             for weight in draft.parameters():
                 if weight.ndim > 1:
@@ -130,8 +133,8 @@ STORED_MODELS = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
 
 
 @for_each_model("dtype", ("fp8_e4m3", "fp8_e3m4"), STORED_MODELS)
-class TestStored:
-    """With prefill="stored", all calls read the same bytes, whatever the chunks of a prompt."""
+class TestStoredPrefill:
+    """With prefill="stored", all calls read the same bytes, however prompts are split."""
 
     def test_one_answer_per_prompt(self, name: str, dtype: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
@@ -146,7 +149,7 @@ class TestStored:
         assert_same(tokens, expected[1:], "padding of the first row changed the second row")
         draft_tokens = generate(model, prompt, make_stored_cache(), prompt_lookup_num_tokens=4)
         assert_same(draft_tokens, tokens)
-        draft, _ = tiny(name, seed=1, attn_implementation=get_dense_attention(name))
+        draft, _ = build_variant(name, seed=1, attn_implementation=get_stock_attention(name))
         assert_same(generate(model, prompt, make_stored_cache(), assistant_model=draft), tokens)
 
 
@@ -162,7 +165,7 @@ class TestStored:
 def test_all_copies_continue_with_the_same_tokens(
     name: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, inputs = shared_tiny(name, "fp8_paged")
+    model, inputs = share_variant(name, "fp8_paged")
     prompt = select_unpadded(inputs)
     expected = generate(model, prompt, make_cache(model, **keywords))
     cache = make_cache(model, **keywords)
@@ -181,24 +184,24 @@ def test_all_copies_continue_with_the_same_tokens(
     copies["original"] = cache
     # A mask is necessary, because a generated token may be the padding token.
     next_inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for method, copied in copies.items():
-        tokens = generate(model, next_inputs, copied, max_new_tokens=6)
+    for method, copied_cache in copies.items():
+        tokens = generate(model, next_inputs, copied_cache, max_new_tokens=6)
         assert_same(tokens, expected, method)
 
 
 @pytest.mark.parametrize(
-    ("name", "is_bare"),
-    [("cross_attention", False), ("position_bias", False), ("speech", False), ("speech", True)],
+    ("name", "has_cross_cache"),
+    [("cross_attention", True), ("position_bias", True), ("speech", True), ("speech", False)],
 )
-def test_encoder_decoders_give_the_same_tokens(name: str, is_bare: bool) -> None:
-    model, inputs = tiny(name)
+def test_encoder_decoders_give_the_same_tokens(name: str, has_cross_cache: bool) -> None:
+    model, inputs = build_variant(name)
     options = {**GREEDY, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options)
     for attention in ("stock", "fp8_paged"):
         if attention != "stock":
             model.set_attn_implementation(attention)
         cache: Any = make_cache(model, dtype="auto")
-        if not is_bare:
+        if has_cross_cache:
             cache = EncoderDecoderCache(cache, make_cache(model, dtype="auto"))
         actual = model.generate(**inputs, past_key_values=cache, **options)
         assert_same(actual, expected, attention)
@@ -206,7 +209,7 @@ def test_encoder_decoders_give_the_same_tokens(name: str, is_bare: bool) -> None
         fp8_tokens = model.generate(**inputs, past_key_values=fp8_cache, **options)
         assert fp8_tokens.shape == expected.shape
         if name == "cross_attention":
-            pair = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in "ab"))
+            pair = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in range(2)))
             drafts = {"past_key_values": pair, "prompt_lookup_num_tokens": 3}
             actual = model.generate(**select_unpadded(inputs), **drafts, **options)
             assert_same(actual, expected[1:], "after a rollback")
@@ -219,7 +222,7 @@ def test_flex_attention_gives_the_same_tokens(name: str, monkeypatch: pytest.Mon
     from transformers.integrations import flex_attention as flex_file
 
     monkeypatch.setattr(flex_file, "WrappedFlexAttention", lambda training: lambda: flex_attention)
-    model, inputs = tiny(name, attn_implementation="flex_attention")
+    model, inputs = build_variant(name, attn_implementation="flex_attention")
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
         expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
@@ -228,7 +231,7 @@ def test_flex_attention_gives_the_same_tokens(name: str, monkeypatch: pytest.Mon
 
 
 def test_a_model_may_change_to_flex_attention_between_steps() -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     cache = make_cache(model, dtype="auto", prefill="stored")
     for name in ("fp8_paged", "flex_attention", "fp8_paged", "flex_attention"):
         model.config._attn_implementation = name
@@ -237,8 +240,8 @@ def test_a_model_may_change_to_flex_attention_between_steps() -> None:
 
 
 def test_guidance_uses_a_separate_cache() -> None:
-    model, inputs = shared_tiny("gqa", "fp8_paged")
-    stock_model, _ = shared_tiny("gqa", "sdpa")
+    model, inputs = share_variant("gqa", "fp8_paged")
+    stock_model, _ = share_variant("gqa", "sdpa")
     prompt = select_unpadded(inputs)
     options = {**GREEDY, "guidance_scale": 1.5}
     expected = stock_model.generate(**prompt, **options)
@@ -248,21 +251,21 @@ def test_guidance_uses_a_separate_cache() -> None:
 
 # All pairs of values occur at least once.
 @pytest.mark.parametrize(
-    ("name", "skipped", "length", "attention"),
+    ("name", "skipped", "max_cache_len", "attention"),
     pairwise(["sliding", "sliding_and_full"], [(0,), (-1,)], [None, 41], ["stock", "fp8_paged"]),
 )
 def test_skipped_layers_give_the_same_tokens(
-    name: str, skipped: tuple[int], length: int | None, attention: str
+    name: str, skipped: tuple[int], max_cache_len: int | None, attention: str
 ) -> None:
-    stock_model, inputs = shared_tiny(name, "sdpa" if attention == "stock" else attention)
-    cache = make_cache(stock_model, dtype="auto", skip_layers=skipped, max_cache_len=length)
+    stock_model, inputs = share_variant(name, "sdpa" if attention == "stock" else attention)
+    cache = make_cache(stock_model, dtype="auto", skip_layers=skipped, max_cache_len=max_cache_len)
     assert_same(generate(stock_model, inputs, cache, disable_compile=True), generate_stock(name))
 
 
 def test_a_model_that_does_not_pass_its_window_is_correct() -> None:
     """A mask must include the window if the attention function does not receive the window."""
-    stock_model, inputs = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
-    model, _ = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
+    stock_model, inputs = build_variant("qwen2_moe", use_sliding_window=True, max_window_layers=0)
+    model, _ = build_variant("qwen2_moe", use_sliding_window=True, max_window_layers=0)
     model.config.model_type = "a type that no table names"
     model.set_attn_implementation("fp8_paged")
     expected = generate(stock_model, inputs, DynamicCache(config=stock_model.config))
@@ -270,15 +273,15 @@ def test_a_model_that_does_not_pass_its_window_is_correct() -> None:
 
 
 def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
-    model, inputs = tiny("sliding", attn_implementation="fp8_paged")
-    stock_model, _ = tiny("sliding", attn_implementation="sdpa")
+    model, inputs = build_variant("sliding", attn_implementation="fp8_paged")
+    stock_model, _ = build_variant("sliding", attn_implementation="sdpa")
     for keywords in ({}, {"use_cache": False}):
         expected = stock_model.generate(**inputs, **GREEDY, **keywords)
         assert_same(model.generate(**inputs, **GREEDY, **keywords), expected)
     model.train()
     stock_model.train()
     options = {"labels": inputs["input_ids"], "use_cache": False}
-    losses = [x(**inputs, **options).loss for x in (stock_model, model)]
+    losses = [each_model(**inputs, **options).loss for each_model in (stock_model, model)]
     assert torch.allclose(*losses, rtol=1e-5)
     losses[1].backward()
 
@@ -287,22 +290,22 @@ def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
 @pytest.mark.parametrize("num_columns", [3, 10, 15, 16, 17])
 def test_a_short_mask_gives_the_logits_of_sdpa(num_columns: int) -> None:
     """With 13 cached and 3 new tokens, transformers hides tokens that the mask does not cover."""
-    model, inputs = shared_tiny("gqa", "fp8_paged")
-    stock_model, _ = shared_tiny("gqa", "sdpa")
+    model, inputs = share_variant("gqa", "fp8_paged")
+    stock_model, _ = share_variant("gqa", "sdpa")
     mask = torch.ones(2, num_columns, dtype=torch.long)
     mask[0, :2] = 0
     logits = []
-    for x in (model, stock_model):
+    for each_model in (model, stock_model):
         cache = DynamicCache()
-        x(inputs["input_ids"], past_key_values=cache)
+        each_model(inputs["input_ids"], past_key_values=cache)
         next_ids = inputs["input_ids"][:, :3]
-        logits.append(x(next_ids, attention_mask=mask, past_key_values=cache).logits)
+        logits.append(each_model(next_ids, attention_mask=mask, past_key_values=cache).logits)
     assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_custom_4d_mask_gives_the_same_logits() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
+    stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     ids = inputs["input_ids"]
     is_visible = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
     is_visible[:, :, 6:, 2] = False
@@ -316,13 +319,13 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
         lambda mask: torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min),
     ):
         logits = []
-        for run, cache in (
+        for each_model, cache in (
             (stock_model, DynamicCache(config=stock_model.config)),
             (model, make_cache(model, dtype="auto", prefill="stored")),
         ):
             with torch.no_grad():
                 outputs = [
-                    run(input_ids=x, attention_mask=convert(mask), past_key_values=cache).logits
+                    each_model(x, attention_mask=convert(mask), past_key_values=cache).logits
                     for x, mask in ((ids, is_visible), (next_ids, next_is_visible))
                 ]
             logits.append(torch.cat(outputs, 1))
@@ -330,7 +333,7 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
 
 
 def test_enable_and_disable_switch_the_cache() -> None:
-    model, inputs = tiny("gqa")
+    model, inputs = build_variant("gqa")
     attention = model.config._attn_implementation
     options = {**GREEDY, "return_dict_in_generate": True}
     expected = generate(model, inputs, make_cache(model, page_size=64, dtype="fp8_e3m4"))
@@ -353,7 +356,7 @@ def test_enable_and_disable_switch_the_cache() -> None:
 
 def test_enable_supports_long_speech() -> None:
     """Whisper generates once for each audio segment, with a new cache for each."""
-    model, _ = tiny("speech")
+    model, _ = build_variant("speech")
     config = model.generation_config
     config.no_timestamps_token_id, config.is_multilingual = 90, False
     config.return_timestamps, config.max_initial_timestamp_index = True, 2
@@ -368,7 +371,7 @@ def test_enable_supports_long_speech() -> None:
 
 @pytest.mark.parametrize(("max_cache_len", "backend"), [(None, "auto"), (64, "torch")])
 def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend: str) -> None:
-    model, inputs = shared_tiny("gqa", "fp8_paged")
+    model, inputs = share_variant("gqa", "fp8_paged")
     ids, options = inputs["input_ids"][1:], {"backend": backend, "max_cache_len": max_cache_len}
     longer_inputs = {"input_ids": torch.cat([ids, ids[:, :2]], 1)}
     longer_inputs["attention_mask"] = torch.ones_like(longer_inputs["input_ids"])
@@ -387,7 +390,7 @@ def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 def test_autocast_gives_the_same_tokens(dtype: str, attention: str) -> None:
-    model, inputs = tiny("gqa", attn_implementation="sdpa")
+    model, inputs = build_variant("gqa", attn_implementation="sdpa")
     if attention != "stock":
         model.set_attn_implementation(attention)
     with torch.autocast("cpu", torch.bfloat16):
@@ -410,7 +413,7 @@ def test_autocast_gives_the_same_tokens(dtype: str, attention: str) -> None:
     ],
 )  # fmt: skip
 def test_check_model_reports_the_path(name: str, path: str) -> None:
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     attention = model.config._attn_implementation
     report = check_model(model)
     assert report.path == path, str(report)
@@ -422,7 +425,7 @@ def test_check_model_reports_the_path(name: str, path: str) -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "openai-gpt", "minimax", "blt"])
 def test_models_without_attention_are_refused(name: str) -> None:
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     assert check_model(model).path == "refused"
     with pytest.raises(ConfigError, match="can use this cache"):
         FP8PagedCache(model.config)
@@ -434,7 +437,7 @@ def test_models_without_attention_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", dict.fromkeys(["past_key_values", CACHE]))
 def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
     """Model code on the Hub uses the name that transformers had before 5.24. No call warns."""
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     model_class = type(model)
 
     def old_forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:

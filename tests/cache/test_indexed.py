@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
-from tests.helpers.tiny_models import build, type_names
+from tests.helpers.tiny_models import build_model, type_names
 
 pytestmark = [
     pytest.mark.text,
@@ -25,7 +25,7 @@ for_each_model = pytest.mark.parametrize("model", MODEL_TYPES, indirect=True)
 
 @functools.cache
 def make_model(name):
-    return build(name, attn_implementation="fp8_paged")[0]
+    return build_model(name, attn_implementation="fp8_paged")[0]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import densify
 from tests.helpers.assertions import assert_same
-from tests.helpers.tiny_models import causal_config
+from tests.helpers.tiny_models import make_causal_config
 
 LAYERS, BATCH, WINDOW, MAX_LEN = 4, 3, 8, 60
 pytestmark = [
@@ -48,7 +48,7 @@ def make_config(name: str = "llama") -> Any:
     fields = {}
     if name == "gemma3_text":
         fields["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    return causal_config(name, num_hidden_layers=LAYERS, **fields)
+    return make_causal_config(name, num_hidden_layers=LAYERS, **fields)
 
 
 def make_caches(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, DynamicCache]:

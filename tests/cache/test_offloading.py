@@ -22,7 +22,7 @@ from tests.cache.public import OutOfMemory, attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.standin import replace_triton
-from tests.helpers.tiny_models import causal_config, tiny
+from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
 
@@ -54,7 +54,7 @@ SHARED = {
 
 def make_config(name: str = "llama", **fields: Any) -> Any:
     mixed = MIXED if name == "gemma3_text" else {}
-    return causal_config(name, **{"num_hidden_layers": LAYERS, **mixed, **fields})
+    return make_causal_config(name, **{"num_hidden_layers": LAYERS, **mixed, **fields})
 
 
 def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2) -> None:
@@ -119,7 +119,7 @@ def test_offloading_does_not_change_the_tokens(
     name: str, calls: str, storage: tuple[str | None, str], offloading: dict[str, Any]
 ) -> None:
     fields = {"sliding_and_full": MIXED, "kv_sharing": SHARED}.get(name, {})
-    model, inputs = tiny(name, num_hidden_layers=LAYERS, **fields)
+    model, inputs = build_variant(name, num_hidden_layers=LAYERS, **fields)
     dtype, attention = storage
     if attention != "stock":
         model.set_attn_implementation(attention)
@@ -139,7 +139,7 @@ def test_offloading_does_not_change_the_tokens(
 def test_encoder_decoders(name: str, dtype: str | None) -> None:
     """The keys of cross-attention are written once and read in each step."""
     layers_field = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
-    model, inputs = tiny(name, **{"num_decoder_layers": 4, layers_field: 4})
+    model, inputs = build_variant(name, **{"num_decoder_layers": 4, layers_field: 4})
     model.set_attn_implementation("fp8_paged")
     options = {"dtype": dtype, "page_size": PAGE}
     for keywords in ({}, {"num_beams": 2}):
@@ -158,7 +158,7 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
 
 
 def test_generate_with_an_offloaded_cache_implementation() -> None:
-    model, inputs = tiny("gqa", num_hidden_layers=4)
+    model, inputs = build_variant("gqa", num_hidden_layers=4)
     options = {**GREEDY, "return_dict_in_generate": True}
     requested = {"cache_implementation": "offloaded", **options}
     enable(model, page_size=PAGE, dtype="auto")
@@ -178,7 +178,7 @@ def test_generate_with_an_offloaded_cache_implementation() -> None:
 
 @pytest.mark.parametrize("offloading", OPTIONS, ids=str)
 def test_offloaded_caches_use_a_prefix_store(offloading: dict[str, Any], tmp_path: Path) -> None:
-    model, inputs = tiny("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
+    model, inputs = build_variant("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
     ids = inputs["input_ids"][1:].repeat(1, 4)
     options = {**GREEDY, "return_dict_in_generate": True}
     enable(model, page_size=PAGE, prefill="stored")
@@ -193,8 +193,8 @@ def test_offloaded_caches_use_a_prefix_store(offloading: dict[str, Any], tmp_pat
 
 
 def test_draft_models_may_be_offloaded() -> None:
-    model, inputs = tiny("gqa", num_hidden_layers=4)
-    draft, _ = tiny("gqa", num_hidden_layers=2)
+    model, inputs = build_variant("gqa", num_hidden_layers=4)
+    draft, _ = build_variant("gqa", num_hidden_layers=2)
     prompt = {name: tensor[1:] for name, tensor in inputs.items()}
     model.set_attn_implementation("fp8_paged")
     expected = None
@@ -496,7 +496,7 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
 
 def test_other_cache_implementations_use_transformers_caches() -> None:
     """transformers creates its static cache in host memory."""
-    model, inputs = tiny("gqa")
+    model, inputs = build_variant("gqa")
     enable(model)
     with pytest.MonkeyPatch.context() as patch:
         created: list[str] = []

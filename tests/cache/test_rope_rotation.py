@@ -12,7 +12,7 @@ from transformers.models.glm import modeling_glm
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.cache.rope_rotation import NO_ROPE, RopeRotation
 from tests.cache.public import read_centers
-from tests.helpers.tiny_models import build, causal_config
+from tests.helpers.tiny_models import build_model, make_causal_config
 
 pytestmark = pytest.mark.text
 
@@ -49,7 +49,7 @@ def rotate_keys(rope: RopeRotation, x: torch.Tensor, distance: int) -> torch.Ten
 @pytest.mark.parametrize("name", MODEL_CONFIGS)
 @torch.no_grad()
 def test_keys_rotate_as_in_the_model(name: str) -> None:
-    model, inputs = build(name, **MODEL_CONFIGS[name])
+    model, inputs = build_model(name, **MODEL_CONFIGS[name])
     ids = inputs["input_ids"][:1, -8:]
     caches = []
     for start in (0, DISTANCE):
@@ -64,18 +64,19 @@ def test_keys_rotate_as_in_the_model(name: str) -> None:
 
 
 def test_complex_numbers_are_interleaved() -> None:
-    model, _ = build("deepseek_v2")  # this model ignores position_ids
+    model, _ = build_model("deepseek_v2")  # this model ignores position_ids
     rope = find_rotations(model.config)(0)
     assert rope.interleaved
 
 
 def test_layers_without_rope_do_not_rotate() -> None:
-    assert find_rotations(causal_config("gpt2"))(0) == NO_ROPE
-    smollm3 = causal_config("smollm3", no_rope_layers=[1, 0])
+    assert find_rotations(make_causal_config("gpt2"))(0) == NO_ROPE
+    smollm3 = make_causal_config("smollm3", no_rope_layers=[1, 0])
     assert [find_rotations(smollm3)(index) == NO_ROPE for index in (0, 1)] == [False, True]
-    granite = [causal_config("granitemoehybrid", position_embedding_type=x) for x in (None, "rope")]
-    assert [find_rotations(config)(1) == NO_ROPE for config in granite] == [True, False]
-    cohere2 = causal_config("cohere2")
+    for position_type, uses_rope in ((None, False), ("rope", True)):
+        granite = make_causal_config("granitemoehybrid", position_embedding_type=position_type)
+        assert (find_rotations(granite)(1) != NO_ROPE) == uses_rope
+    cohere2 = make_causal_config("cohere2")
     rotations = map(find_rotations(cohere2), range(len(cohere2.layer_types)))
     results = [rotation == NO_ROPE for rotation in rotations]
     assert results == [layer_type == "full_attention" for layer_type in cohere2.layer_types]
@@ -103,7 +104,7 @@ def test_an_averaged_center_is_the_mean_over_positions(rope: RopeRotation) -> No
 
 def test_a_center_keeps_channels_that_hardly_rotate() -> None:
     """Caches center slow pairs of channels, and channels that do not rotate."""
-    config = causal_config("gpt_neox", max_position_embeddings=65536)
+    config = make_causal_config("gpt_neox", max_position_embeddings=65536)
     cache = FP8PagedCache(config, plan="fp8 centered")
     k = 20 + torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache.update(k, k, 0)
@@ -119,7 +120,7 @@ def test_rotations_do_not_depend_on_the_default_device(monkeypatch: pytest.Monke
     module = ModuleType("modeling_probe")
     vars(module)["rotate_half"] = modeling_glm.rotate_half
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    config = causal_config("glm")
+    config = make_causal_config("glm")
     config.__class__ = type("Probe", (type(config),), {"__module__": "configuration_probe"})
     with torch.device("meta"):
         rope = find_rotations(config)(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 NUM_LAYERS = 6
 
@@ -15,7 +15,7 @@ NUM_LAYERS = 6
 @pytest.fixture(scope="session")
 def biased_model() -> Any:
     """Return a tiny model whose keys have a large bias."""
-    return tiny("qwen2", key_bias=30.0)[0]
+    return build_variant("qwen2", key_bias=30.0)[0]
 
 
 @pytest.fixture(scope="session")

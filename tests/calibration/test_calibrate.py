@@ -14,7 +14,7 @@ from hf_fp8kv.calibration.scoring import warn_if_worse
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.model_support import caches_latents
 from hf_fp8kv.scales.report import REPORT_FILE
-from tests.helpers.tiny_models import VOCAB, tiny, type_names
+from tests.helpers.tiny_models import VOCAB, build_variant, type_names
 
 pytestmark = pytest.mark.text
 
@@ -56,7 +56,7 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
 
 @pytest.fixture(scope="module")
 def llama():
-    return tiny("llama", num_hidden_layers=3)[0]
+    return build_variant("llama", num_hidden_layers=3)[0]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_scales_per_channel_cover_other_positions(request, name):
 
 
 def test_a_head_of_zeros_gets_the_scale_of_its_neighbors():
-    model = tiny("llama")[0]
+    model = build_variant("llama")[0]
     first, last = (layer.self_attn for layer in model.model.layers)
     with torch.no_grad():
         for zero_head, zero_layer in ((first.k_proj, last.k_proj), (first.v_proj, last.v_proj)):
@@ -166,7 +166,7 @@ def test_any_order_of_texts_gives_the_same_scales(biased_model, batch_size):
 
 def test_padding_has_no_effect():
     """Token 0 pads a batch, and this model has a far larger embedding for token 0."""
-    model = tiny("llama")[0]
+    model = build_variant("llama")[0]
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
         for layer in model.model.layers:
@@ -303,7 +303,7 @@ ARCHITECTURES = {
 def test_every_architecture_is_calibrated(name):
     """Calibration covers positions up to the expected maximum, and a cache accepts the scales."""
     model_type, granularity, config, max_position = ARCHITECTURES[name]
-    model, inputs = tiny(model_type, **config)
+    model, inputs = build_variant(model_type, **config)
     scales = calibrate(model, make_texts(6), granularity=granularity, **HELD_OUT_24)
     cache = FP8PagedCache(model.config, scales=scales)
     assert set(scales.layers) == {layer.index for layer in cache.paged_layers}
@@ -321,7 +321,7 @@ def test_every_architecture_is_calibrated(name):
 def test_layers_without_keys_and_values_are_rejected():
     if "glm5_next" not in type_names():
         pytest.skip("this version of transformers does not have the model")
-    model, _ = tiny("glm5_next")
+    model, _ = build_variant("glm5_next")
     if not caches_latents(model.config.get_text_config(decoder=True)):
         pytest.skip("in this version of transformers, the model has keys and values")
     with pytest.raises(ConfigError, match="layer 1: expected keys and values, got latents without"):
@@ -332,7 +332,7 @@ def test_layers_without_keys_and_values_are_rejected():
     "keywords", [{}, pytest.param({"plan": "measured"}, marks=pytest.mark.full)]
 )
 def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
-    model, _ = tiny("deepseek_v3")
+    model, _ = build_variant("deepseek_v3")
     scales = calibrate(model, make_texts(8), **keywords, **HELD_OUT_24)
     cache = FP8PagedCache(model.config, scales=scales)
     assert not scales.centered
@@ -341,7 +341,7 @@ def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
 
 
 def test_layers_without_attention_need_no_scales():
-    model = tiny("qwen3_next")[0]
+    model = build_variant("qwen3_next")[0]
     scales = calibrate(model, make_texts(2), **HELD_OUT_0)
     paged_indices = {x.index for x in FP8PagedCache(model.config).paged_layers}
     assert set(scales.layers) == paged_indices < set(range(2))
@@ -350,8 +350,8 @@ def test_layers_without_attention_need_no_scales():
 def test_a_model_with_offloaded_weights_gets_the_same_scales():
     from accelerate import cpu_offload
 
-    expected = calibrate(tiny("llama")[0], make_texts(4), **HELD_OUT_0)
-    model = cpu_offload(tiny("llama")[0], execution_device=torch.device("cpu"))
+    expected = calibrate(build_variant("llama")[0], make_texts(4), **HELD_OUT_0)
+    model = cpu_offload(build_variant("llama")[0], execution_device=torch.device("cpu"))
     actual = calibrate(model, make_texts(4), **HELD_OUT_0)
     assert actual.digest == expected.digest
 
@@ -372,7 +372,7 @@ def test_calibration_leaves_the_model_unchanged(biased_model):
 
 
 def test_nan_is_an_error_that_names_the_layer():
-    model = tiny("llama")[0]
+    model = build_variant("llama")[0]
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
     with pytest.raises(ConfigError, match="layer 1: expected finite V, got NaN"):
@@ -405,7 +405,7 @@ def test_invalid_arguments_are_rejected(llama, changes, message):
 
 def test_a_sub_config_without_an_attention_implementation_is_accepted():
     """dbrx has such a sub-config, and transformers rejects a second assignment."""
-    model = tiny("dbrx")[0]
+    model = build_variant("dbrx")[0]
     implementation = model.config.attn_config._attn_implementation
     assert calibrate(model, make_texts(4), **HELD_OUT_24).report.quality
     assert model.config.attn_config._attn_implementation == implementation
@@ -419,7 +419,7 @@ def test_texts_can_be_too_short_for_centers(biased_model):
 
 
 def test_a_layer_without_calls_gets_no_scales(caplog):
-    model = tiny("llama")[0]
+    model = build_variant("llama")[0]
     model.config.num_hidden_layers = 3
     scales = calibrate(model, make_texts(4), **HELD_OUT_24)
     assert "skip_layers=[2]" in caplog.text
@@ -430,7 +430,7 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
 
 def test_unsupported_models_are_rejected():
     with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
-        calibrate(tiny("seq2seq/whisper")[0], make_texts(), **OPTIONS)
+        calibrate(build_variant("seq2seq/whisper")[0], make_texts(), **OPTIONS)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB, "state_size": 4}
     with pytest.raises(ConfigError, match="expected the config of a model that can use this"):
         calibrate(MambaForCausalLM(MambaConfig(**sizes)), make_texts(), **OPTIONS)
@@ -438,7 +438,7 @@ def test_unsupported_models_are_rejected():
 
 def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):
     """Scales are calibrated, and a warning says that predictions are not compared."""
-    scales = calibrate(tiny("prophetnet")[0], make_texts(6), **HELD_OUT_24)
+    scales = calibrate(build_variant("prophetnet")[0], make_texts(6), **HELD_OUT_24)
     assert scales.report.quality == ()
     assert not scales.centered
     assert "the predictions are not compared" in caplog.text

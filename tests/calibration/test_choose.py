@@ -21,7 +21,7 @@ from hf_fp8kv.calibration.stages import CalibrationOptions, Job, weigh_keys
 from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
 from hf_fp8kv.scales.layer_scales import LayerScales
-from tests.helpers.tiny_models import VOCAB, tiny
+from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
 
@@ -330,7 +330,7 @@ def make_job(model, *, center=False) -> Job:
 @pytest.fixture(scope="module")
 def sliding_model():
     """Return a model in which all layers attend to 8 tokens."""
-    return tiny("mistral")[0]
+    return build_variant("mistral")[0]
 
 
 def make_random_windows(*lengths: int) -> list[torch.Tensor]:
@@ -356,11 +356,11 @@ def observe_kv(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, tor
 )
 def test_queries_match_the_attention_of_the_model(name, config, num_tokens, window):
     """Queries are from the last three quarters. Their weights are rows of the model's attention."""
-    model, (ids,) = tiny(name, **config)[0], make_random_windows(num_tokens)
+    model, (ids,) = build_variant(name, **config)[0], make_random_windows(num_tokens)
     calls: list[Queries] = []
     batch = Batch((ids,))
     call_with_queries(model, batch, lambda i, k, v, queries: calls.append(queries))
-    eager = tiny(name, attn_implementation="eager", **config)[0]
+    eager = build_variant(name, attn_implementation="eager", **config)[0]
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
         attention = eager(input_ids=ids[None], output_attentions=True).attentions
@@ -435,7 +435,7 @@ def test_attention_without_queries_gets_the_smallest_scales(sliding_model, monke
 
 @pytest.fixture(scope="module")
 def llama_model():
-    return tiny("llama")[0]
+    return build_variant("llama")[0]
 
 
 @pytest.mark.parametrize(

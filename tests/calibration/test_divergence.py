@@ -16,7 +16,7 @@ from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration.divergence import UNQUANTIZED, compare_caches, compute_scores
 from hf_fp8kv.scales.report import QualityRow
-from tests.helpers.tiny_models import VOCAB, tiny
+from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
 
@@ -28,7 +28,7 @@ NUM_PREFILL, NUM_SCORED = 128, 64
 def measured_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]]:
     """Return a model's name, and the row of each cache. Both models rank the caches alike."""
     if request.param == "tiny":
-        model, _ = tiny("llama")
+        model, _ = build_variant("llama")
         ids = torch.randint(3, VOCAB, (len(TOPICS), NUM_PREFILL + NUM_SCORED))
     else:
         model, tokenizer = request.getfixturevalue("real_model")
@@ -85,7 +85,7 @@ def compute_log_probs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, c
 
 @pytest.mark.parametrize("chunk", [5, 100, pytest.param(1, marks=pytest.mark.full)])
 def test_scores_match_the_log_probabilities(chunk: int) -> None:
-    model, _ = tiny("llama", attn_implementation="fp8_paged")
+    model, _ = build_variant("llama", attn_implementation="fp8_paged")
     ids = torch.randint(3, VOCAB, (2, 24))
     prefill = 8
     scores = compare_caches(

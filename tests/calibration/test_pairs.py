@@ -5,7 +5,7 @@ import torch
 
 from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.calibration.rope import match_channels, measure_partners
-from tests.helpers.tiny_models import VOCAB, tiny
+from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
 
@@ -35,7 +35,7 @@ def pair_neighbors(size: int) -> list[int]:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_partners_match_the_code_of_the_model(name, config, expected, dtype):
-    model = tiny(name, **config)[0].to(dtype)
+    model = build_variant(name, **config)[0].to(dtype)
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
     partners = measure_partners(model, window, find_paged_layers(model))
     assert [partners[i].k.tolist() for i in sorted(partners)] == expected
@@ -43,7 +43,7 @@ def test_partners_match_the_code_of_the_model(name, config, expected, dtype):
 
 
 def test_a_latent_model_has_its_rotated_part_in_v():
-    model = tiny("deepseek_v3")[0]
+    model = build_variant("deepseek_v3")[0]
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
     layers = measure_partners(model, window, find_paged_layers(model))
     for partners in layers.values():
@@ -52,7 +52,7 @@ def test_a_latent_model_has_its_rotated_part_in_v():
 
 
 def test_partners_of_a_model_without_rope_are_unknown():
-    model = tiny("bloom")[0]
+    model = build_variant("bloom")[0]
     partners = measure_partners(model, torch.arange(3, 60), find_paged_layers(model))
     assert {(layer.k, layer.v) for layer in partners.values()} == {(None, None)}
 

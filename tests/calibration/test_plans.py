@@ -34,7 +34,7 @@ from hf_fp8kv.scales import LayerScales
 from tests.cache.test_plans import round_by_plan
 from tests.calibration.test_calibrate import HELD_OUT_0, HELD_OUT_24, make_texts, observe_kv
 from tests.calibration.test_texts import make_tokenizer
-from tests.helpers.tiny_models import VOCAB, tiny, type_names
+from tests.helpers.tiny_models import VOCAB, build_variant, type_names
 
 E4M3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
 EXPLICIT_PLAN = {
@@ -48,7 +48,7 @@ LONG_CONTEXT = {"max_position_embeddings": 8192}
 
 def make_outlier_model() -> Any:
     """Return a model with biased K, and a pair of 50 times larger channels in head 0 of layer 0."""
-    model = tiny("qwen2", key_bias=30.0, **LONG_CONTEXT)[0]
+    model = build_variant("qwen2", key_bias=30.0, **LONG_CONTEXT)[0]
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         for channel in (3, 3 + 8):
@@ -228,7 +228,7 @@ def test_invalid_plans_are_rejected(biased_model: Any, keywords: dict, message: 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return tiny("llama", **LONG_CONTEXT)[0]
+    return build_variant("llama", **LONG_CONTEXT)[0]
 
 
 @pytest.fixture(scope="module")
@@ -289,15 +289,15 @@ def test_a_plan_is_reproducible(llama: Any, chosen_plan: StoragePlan, tmp_path: 
 def test_a_different_process_chooses_the_same_plan(chosen_plan: StoragePlan) -> None:
     code = (
         f"import torch\ntorch.set_num_threads({torch.get_num_threads()})\n"
-        "from hf_fp8kv import choose_plan\nfrom tests.helpers.tiny_models import tiny\n"
-        f"print(choose_plan(tiny('llama', **{LONG_CONTEXT})[0]).digest)"
+        "from hf_fp8kv import choose_plan\nfrom tests.helpers.tiny_models import build_variant\n"
+        f"print(choose_plan(build_variant('llama', **{LONG_CONTEXT})[0]).digest)"
     )
     output = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert output.split()[-1] == chosen_plan.digest
 
 
 def test_rotating_outliers_prevent_a_rotation_of_k() -> None:
-    model = tiny("llama", head_dim=64, **LONG_CONTEXT)[0]
+    model = build_variant("llama", head_dim=64, **LONG_CONTEXT)[0]
     assert all(layer.k.rotated for layer in choose_plan(model).plan.values())
     with planted_outliers(model, 50.0, head_stride=2):  # one of two heads has outliers
         plan = choose_plan(model)
@@ -330,7 +330,7 @@ FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rota
 def test_every_model_type_gets_a_plan(name: str, k_plans: Any, v_plans: Any) -> None:
     """A model for which no plan can be tried gets the fallback format."""
     try:
-        model, inputs = tiny(name)
+        model, inputs = build_variant(name)
         find_paged_layers(model)
     except Exception as error:
         pytest.skip(f"{type(error).__name__}: {error}")
@@ -346,7 +346,7 @@ def test_every_model_type_gets_a_plan(name: str, k_plans: Any, v_plans: Any) -> 
 
 @pytest.mark.parametrize("name", ["sliding", "mqa", "latent"])
 def test_rotating_keys_are_tried_at_far_positions(name: str) -> None:
-    plan = choose_plan(tiny(name, **LONG_CONTEXT)[0])
+    plan = choose_plan(build_variant(name, **LONG_CONTEXT)[0])
     assert all(layer.k.rotated for layer in plan.plan.values())
 
 
@@ -394,7 +394,7 @@ def test_choose_plan_rejects_invalid_input(llama: Any) -> None:
     for token_lists, message in (([], "texts: expected"), ([[5]], "of at least 2 tokens")):
         with pytest.raises(ConfigError, match=message):
             choose_plan(llama, token_lists)
-    model = tiny("llama", **LONG_CONTEXT)[0]
+    model = build_variant("llama", **LONG_CONTEXT)[0]
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
     with pytest.raises(ConfigError, match="layer 1: expected finite K and V"):
@@ -402,7 +402,7 @@ def test_choose_plan_rejects_invalid_input(llama: Any) -> None:
 
 
 def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen_plan: StoragePlan) -> None:
-    model, inputs = tiny("llama", **LONG_CONTEXT)
+    model, inputs = build_variant("llama", **LONG_CONTEXT)
     calls: list[Any] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
 
@@ -434,7 +434,7 @@ def test_choosing_a_plan_needs_few_operations(token_lists: Any, num_reads: int) 
     """A layer needs at most 60 operations to compare, 11 per call of the model and 6 per weight."""
 
     def count_operations(num_layers: int) -> tuple[int, int]:
-        model, calls = tiny("llama", num_hidden_layers=num_layers, **LONG_CONTEXT)[0], []
+        model, calls = build_variant("llama", num_hidden_layers=num_layers, **LONG_CONTEXT)[0], []
         hook = model.register_forward_pre_hook(
             lambda _, args, keywords: calls.append(keywords), with_kwargs=True
         )

@@ -7,7 +7,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate, measure
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.rope import FarPositions, find_max_positions, has_rope, resolve_limit
 from tests.calibration.test_calibrate import OPTIONS, YARN
-from tests.helpers.tiny_models import VOCAB, tiny
+from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
 
@@ -23,7 +23,7 @@ def rotating_model():
 
     Rotations take 200 to 400 positions, except that the first pair rotates 1 radian per position.
     """
-    model = tiny("qwen2", num_hidden_layers=2)[0]
+    model = build_variant("qwen2", num_hidden_layers=2)[0]
     periods = (200, 230, 260, 300, 330, 360, 400)
     model.model.rotary_emb.inv_freq.copy_(torch.tensor([1.0, *(2 * torch.pi / n for n in periods)]))
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_windows_are_spread_over_all_positions():
 
 
 def test_far_positions_are_limited_by_the_model():
-    model = tiny("llama")[0]  # 256 positions
+    model = build_variant("llama")[0]  # 256 positions
     assert [resolve_limit(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
     assert resolve_limit(model, 24, 256) == 256
     assert resolve_limit(model, 24, 10) == 10
@@ -137,11 +137,13 @@ def test_far_positions_are_limited_by_the_model():
         calibrate(model, make_texts(), max_position=257, **OPTIONS)
     with pytest.raises(ConfigError, match="max_position: expected a whole number"):
         measure(model, KVScales.uniform(2), make_texts(), max_position=0)
-    assert resolve_limit(tiny("bloom")[0], 24, 10**6) == 10**6  # bloom has no maximum position
+    bloom, _ = build_variant("bloom")  # without a maximum position
+    assert resolve_limit(bloom, 24, 10**6) == 10**6
 
 
 def test_position_limit_and_rope_are_read_from_the_config():
-    models = [tiny("llama", rope_parameters=YARN)[0], tiny("llama")[0], tiny("gpt2")[0]]
+    variants = ("llama", {"rope_parameters": YARN}), ("llama", {}), ("gpt2", {})
+    models = [build_variant(name, **fields)[0] for name, fields in variants]
     assert [find_max_positions(model) for model in models] == [256, 256, 256]
     assert [has_rope(model) for model in models] == [True, True, False]
-    assert has_rope(tiny("gemma3_text")[0])
+    assert has_rope(build_variant("gemma3_text")[0])

@@ -12,7 +12,7 @@ from hf_fp8kv.calibration.stages import CalibrationOptions, Job
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.scales.layer_scales import LayerScales
-from tests.helpers.tiny_models import VOCAB, tiny
+from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
 
@@ -199,7 +199,7 @@ def test_the_digest_covers_every_value_and_shape():
 
 
 def test_a_long_text_is_cut_to_the_positions_of_the_model():
-    model = tiny("llama", num_hidden_layers=1, max_position_embeddings=32)[0]
+    model = build_variant("llama", num_hidden_layers=1, max_position_embeddings=32)[0]
     lengths: list[int] = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True

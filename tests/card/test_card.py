@@ -38,7 +38,7 @@ from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_ha
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats.rotation import rotate
 from tests.helpers import command_line
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 SIZE = Size(positions=(96, 192), scored=16, answers=2, drift=256, free=8, asked=0, stored=(64,))
@@ -146,7 +146,7 @@ def test_a_card_omits_free_answers_and_tasks(run_command, folder, monkeypatch, t
 @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
 def test_cards_support_windows_latents_and_shared_layers(name):
     """Layers with a window count only tokens in the window, with and without quantization."""
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     states = prefill(model, torch.randint(4, 90, (1, 80))).states
     assert not _find_defects(CONTENDERS["default"], model, states)
     unquantized = measure_bytes(UNQUANTIZED, model, states)
@@ -159,7 +159,7 @@ def test_cards_support_windows_latents_and_shared_layers(name):
 
 @pytest.mark.parametrize("name", ["jamba", "seq2seq/t5"])
 def test_unsupported_models_are_rejected(name, folder, tmp_path):
-    model, _ = tiny(name, max_position_embeddings=512)
+    model, _ = build_variant(name, max_position_embeddings=512)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ConfigError, match="model: expected a decoder of attention layers"):
         measure.measure_card(model, tokenizer, name=name, parts=tmp_path / "x" / "parts.json")
@@ -221,7 +221,7 @@ def _find_defects(contender: Contender, model: Any, states: list[States]) -> lis
 
 
 def test_planted_defects_of_stored_states_are_found():
-    model, _ = tiny("llama", num_hidden_layers=2)
+    model, _ = build_variant("llama", num_hidden_layers=2)
     states = prefill(model, torch.randint(4, 90, (1, 80))).states
     for name in ("default", "adaptive", "fp8"):
         assert not _find_defects(CONTENDERS[name], model, states)
@@ -249,7 +249,7 @@ def test_a_jump_is_found_and_a_trend_is_not():
 
 def test_predictions_along_an_answer_match_decoding():
     """Chunks of an answer have the divergences of decoding it token by token."""
-    model, _ = tiny("llama", num_hidden_layers=2)
+    model, _ = build_variant("llama", num_hidden_layers=2)
     prompt_ids = torch.randint(4, 90, (2, 24))
     contender = CONTENDERS["default"]
     with paged_attention(model):
@@ -310,7 +310,7 @@ def test_quantiles_match_students_t(probability, freedom, expected):
 
 
 def test_a_lost_token_changes_predictions():
-    model, _ = tiny("llama", num_hidden_layers=2)
+    model, _ = build_variant("llama", num_hidden_layers=2)
     ids = torch.randint(4, 90, (1, 64))
     contenders = {
         "whole": Contender("", lambda model: DynamicCache(config=model.config)),
@@ -324,7 +324,7 @@ def test_a_lost_token_changes_predictions():
 
 
 def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
-    model, _ = tiny("llama", num_hidden_layers=2)
+    model, _ = build_variant("llama", num_hidden_layers=2)
     ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
     questions = []
     for index in range(10):

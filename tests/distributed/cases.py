@@ -18,7 +18,7 @@ import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.serving_tools import generate_batch, prompts
-from tests.helpers.tiny_models import prompt, tiny
+from tests.helpers.tiny_models import build_variant, make_prompt
 
 LAYERS, DIM = 2, 16
 # The vocabulary size is even, because some versions of transformers split only even sizes.
@@ -44,7 +44,7 @@ Case = Callable[[Any, RankOptions, Path], Any]
 
 def save_models(folder: Path) -> None:
     for name, (kind, options) in MODELS.items():
-        model, _ = tiny(kind, **SIZES, **options)
+        model, _ = build_variant(kind, **SIZES, **options)
         model.save_pretrained(folder / name)
         # `from_pretrained` reads scales next to the weights.
         make_scales("head", model).save_pretrained(folder / name)
@@ -115,7 +115,7 @@ def combine_rank_scales(num_ranks: int, num_heads: int) -> KVScales:
 
 def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
     """Return the greedy tokens of two rows. The first row starts with padding."""
-    out = model.generate(**prompt(), past_key_values=cache, **{**GREEDY, **keywords})
+    out = model.generate(**make_prompt(), past_key_values=cache, **{**GREEDY, **keywords})
     return out.tolist()
 
 
@@ -152,7 +152,7 @@ def generate_beams_and_forks(model: Any, ranks: RankOptions, folder: Path) -> An
 def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
     """Save the cache of a prompt to a file of each process, load it, and continue the text."""
     cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
-    inputs = prompt()
+    inputs = make_prompt()
     with torch.no_grad():
         model(**{name: x[:, :9] for name, x in inputs.items()}, past_key_values=cache)
     path = cache.save(folder / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")

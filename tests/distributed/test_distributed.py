@@ -23,7 +23,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, tensor_parallel
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.distributed import cases
 from tests.distributed.worker import NUM_PROCESSES
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -168,7 +168,7 @@ def test_a_model_has_a_rank_if_its_heads_are_split(results):
         assert result["ranks"] == [rank, 2]
         # A plan that gathers K and V leaves all heads in each process.
         assert result["ranks, gathered heads"] == [0, 1]
-    model, _ = tiny("gqa")
+    model, _ = build_variant("gqa")
     assert tensor_parallel(model) == TensorParallel(0, 1)
     with pytest.raises(ConfigError, match="expected a PreTrainedModel, got list"):
         tensor_parallel([])
@@ -211,7 +211,7 @@ def test_a_refused_case_reports_the_reason_and_changes_nothing(folder, results, 
 @pytest.mark.parametrize("kind", ["dynamic", "head"])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 40}], ids=["growing", "preallocated"])
 def test_a_rank_for_an_unsplit_model_is_refused(kind, options):
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     scales = None if kind == "dynamic" else cases.make_scales(kind, model)
     ranks = TensorParallel(1, 2)
     cache = FP8PagedCache(model.config, scales=scales, tensor_parallel=ranks, **options)
@@ -227,7 +227,7 @@ def test_a_rank_for_an_unsplit_model_is_refused(kind, options):
     [(4, 3, "divides the 4 KV heads .* got 3. Use 1 or 2 or 4"), (1, 2, "Use 1, or one process")],
 )
 def test_a_cache_for_uneven_heads_is_refused(num_heads, size, message):
-    model, _ = tiny("llama", num_key_value_heads=num_heads)
+    model, _ = build_variant("llama", num_key_value_heads=num_heads)
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(model.config, tensor_parallel=TensorParallel(0, size))
 

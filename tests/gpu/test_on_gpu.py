@@ -28,8 +28,8 @@ from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import reference
 from hf_fp8kv.ops.blocks import locate_pages
-from tests.gpu.common import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, only_gpu
-from tests.helpers.tiny_models import tiny
+from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
+from tests.helpers.tiny_models import build_variant
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -67,7 +67,7 @@ def make_medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
 def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     if name == "medium":
         return make_medium_model()
-    model, inputs = tiny(name, attn_implementation="fp8_paged", **config)
+    model, inputs = build_variant(name, attn_implementation="fp8_paged", **config)
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 
 
@@ -259,7 +259,7 @@ def test_copies_and_kernels_do_not_race():
         assert sizes.fetched_bytes > sizes.returned_bytes > 0
 
 
-@only_gpu
+@needs_gpu
 def test_offloading_uses_the_memory_of_two_layers():
     """The bound also holds while Python is ahead of the device."""
     num_layers, num_tokens = 8, 40_000
@@ -279,7 +279,7 @@ def test_offloading_uses_the_memory_of_two_layers():
     assert torch.cuda.max_memory_allocated() - initial_bytes < 2.2 * layer_bytes + 2**26
 
 
-@only_gpu
+@needs_gpu
 def test_a_step_with_offloaded_layers_does_not_synchronize():
     cache = fill_cache(4, 1, 5000, dtype="fp8_e4m3", offloading=True)
     steps = run_steps(cache, 4, 4)
@@ -321,7 +321,7 @@ def test_a_decode_step_does_not_synchronize(preallocated, keywords):
     assert bool(out.isfinite().all())
 
 
-@only_gpu
+@needs_gpu
 @pytest.mark.parametrize("preallocated", [False, True], ids=["growing", "preallocated"])
 def test_no_step_compiles_a_kernel_again(preallocated, monkeypatch):
     """Triton by default compiles a kernel again for a length of 1 or a multiple of 16.
@@ -345,7 +345,7 @@ def test_no_step_compiles_a_kernel_again(preallocated, monkeypatch):
     assert len(compiled) == num_compiled
 
 
-@only_gpu
+@needs_gpu
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}], ids=str)
 def test_a_replayed_graph_uses_the_current_lengths(keywords):
     """One captured step is replayed over several pages and plans."""
@@ -530,7 +530,7 @@ def test_gather_reads_pages_past_two_gigabytes():
         assert torch.equal(actual, reference.gather(far_pages, *arguments))
 
 
-@only_gpu
+@needs_gpu
 @pytest.mark.parametrize(
     ("new_tokens", "length", "max_bytes"),
     [(1, 60_000, 2**23), (600, 60_000, 2**28), (600, 150_000, 2**27)],
@@ -557,7 +557,7 @@ def test_calibration_on_a_gpu_matches_the_cpu():
     texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
     results = {
         device: calibrate(
-            tiny("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
+            build_variant("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
             center=False, progress=False,
         )
         for device in ("cpu", DEVICE.type)
@@ -571,7 +571,7 @@ def test_calibration_on_a_gpu_matches_the_cpu():
             assert list(device_amax) == pytest.approx(cpu_amax, rel=0.02)
             ratio = getattr(layer, side) / getattr(on_cpu.layers[index], side)
             assert ((ratio > 0.45) & (ratio < 2.2)).all()
-    model, inputs = tiny("llama")
+    model, inputs = build_variant("llama")
     model = model.to(DEVICE)
     cache = FP8PagedCache(model.config, scales=on_device)
     out = model.generate(

@@ -21,7 +21,7 @@ from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EnginePages, skip_pages
 from hf_fp8kv.serving.step import EngineStep
-from tests.gpu.common import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, only_gpu
+from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import (
     batching,
@@ -36,7 +36,7 @@ from tests.helpers.serving_tools import (
     request_answers,
     run_manager,
 )
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -63,7 +63,7 @@ def _reset_compiler() -> Iterator[None]:
 
 
 def make_tiny(name: str, **config: Any) -> Any:
-    return tiny(name, attn_implementation="fp8_paged", **config)[0].to(DEVICE)
+    return build_variant(name, attn_implementation="fp8_paged", **config)[0].to(DEVICE)
 
 
 MODELS = {
@@ -203,7 +203,7 @@ def count_calls(cls: Any, name: str) -> Any:
     return mock.patch.object(cls, name, autospec=True, side_effect=getattr(cls, name))
 
 
-@only_gpu
+@needs_gpu
 @pytest.mark.parametrize("async_options", [{}, {"use_async_batching": True}], ids=["", "async"])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) -> None:
@@ -226,7 +226,7 @@ def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) ->
         assert replay_calls.call_count > serving_tools.NEW_TOKENS / 2
 
 
-@only_gpu
+@needs_gpu
 def test_unsupported_graphs_are_refused() -> None:
     model = MODELS["mistral"]()
     serving.enable(model, **TRITON)
@@ -271,7 +271,7 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
     assert any(offloads)
 
 
-@pytest.mark.parametrize("option_name", ["config", pytest.param("level", marks=only_gpu)])
+@pytest.mark.parametrize("option_name", ["config", pytest.param("level", marks=needs_gpu)])
 def test_a_compiled_model_gives_the_same_tokens(served_model: Any, option_name: str) -> None:
     model, expected = served_model
     backend = {"mode": "default"} if ON_GPU else {"backend": "eager", "mode": None}
@@ -282,7 +282,7 @@ def test_a_compiled_model_gives_the_same_tokens(served_model: Any, option_name: 
     assert run_prompts(model, make_prompts()[prompt_slice], **options) == expected[prompt_slice]
 
 
-@only_gpu
+@needs_gpu
 def test_memory_stays_within_the_plan() -> None:
     """Pages use a fifth of the free memory, and steps have the largest size."""
     model = make_llama()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fp8kv import KVScales, LayerScales
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 LAYERS, HEADS = 2, 2
 # With codes up to 448, K reaches at most 1.3 and V 0.67. The model's K and V are far larger.
@@ -44,13 +44,14 @@ _W8A8_CONFIG = {
 
 def save_plain(folder: Path) -> Path:
     """Save a tiny unquantized Llama, and return the folder."""
-    tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0].save_pretrained(folder)
+    model, _ = build_variant("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    model.save_pretrained(folder)
     return folder
 
 
 def save_w8a8(folder: Path) -> Path:
     """Save the model with FP8 weights and activations, and without a declared KV cache."""
-    model = tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
+    model = build_variant("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
     tensors = model.state_dict()
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name]

@@ -1,13 +1,13 @@
-"""Tiny random models of nearly every generating type of transformers, for tests.
+"""Tiny random models of nearly every generative model type of transformers, for tests.
 
-`type_names()` lists the types, `build(name)` makes `(model, inputs)` for one type in about a tenth
-of a second, and `tiny(name, **config)` makes a variant, such as `tiny("llama", head_dim=64)`.
-A name is a model type of transformers: `llama` is a decoder-only model, `seq2seq/bart` an
-encoder-decoder, and `vision/llava` a text model behind an image encoder.
+`type_names()` lists the types. `build_model(name)` makes `(model, inputs)` for a type in about a
+tenth of a second. `build_variant` also accepts names of features, such as "gqa", and both accept
+fields of the config, such as `head_dim=64`. Names contain model types of transformers: `llama`
+(decoder-only), `seq2seq/bart` (encoder-decoder), `vision/llava` (text model and image encoder).
 
-Every model is in fp32 on the CPU, in eval mode, without an end token, and the same for the same
+Every model is in fp32 on the CPU, in eval mode, without an end token, and is reproducible from its
 seed. The weights are rescaled, because with transformers' standard deviation of 0.02 the answers
-of a tiny model only depend on its embedding, and a broken cache would go unnoticed.
+of a tiny model depend only on its embedding, and a broken cache would go unnoticed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ VOCAB = 99
 WINDOW = 8
 
 Inputs = dict[str, torch.Tensor]
-Options = dict[str, Any]
+Fields = dict[str, Any]
 ModelInputs = tuple[PreTrainedModel, Inputs]
 
 # Config fields of all types. Each type gets the fields that its config has.
-SIZES: Options = {
+COMMON_FIELDS: Fields = {
     "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB,
     "max_position_embeddings": 256, "n_positions": 256,
     "max_source_positions": 64, "max_target_positions": 64, "max_encoder_position_embeddings": 64,
@@ -74,8 +74,8 @@ SIZES: Options = {
     "decoder_start_token_id": 1,
     "tie_word_embeddings": False,
 }  # fmt: skip
-# Attention over a compressed latent has equal numbers of key and query heads, and other head sizes.
-LATENT_SIZES: Options = {
+# Models with latents have equal numbers of key and query heads, and different head sizes.
+LATENT_FIELDS: Fields = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
     # With 16 heads, few scores are 0. The choice among equal scores depends on their number.
@@ -83,56 +83,38 @@ LATENT_SIZES: Options = {
     "index_topk": 8,
 }
 # Fields of image and audio encoders, whose output has the width of the text model.
-ENCODER_SIZES: Options = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_blocks": 1,
-    "depth": 1,
-    "encoder_layers": 1,
-    "num_attention_heads": 4,
-    "num_heads": 4,
-    "embed_dim": 64,
-    "image_size": 28,
-    "crop_size": 28,
-    "patch_size": 14,
-    "out_hidden_size": 64,
-    "vision_output_dim": 64,
-    "projector_input_dim": 64,
-    "projector_output_dim": 64,
-    "adapter_in_dim": 64,
-    "adapter_input_size": 64,
-    "adapter_out_dim": 64,
-    "downsample_hidden_size": 8,
-    "ext_pw_out_channel": 64,
-    "depthwise_separable_out_channel": 64,
-    "nemo_conv_channels": 64,
-    "projection_dim": 64,
-    "num_mel_bins": 16,
-}
+ENCODER_FIELDS: Fields = {
+    "hidden_size": 64, "intermediate_size": 64, "embed_dim": 64,
+    "num_hidden_layers": 1, "num_blocks": 1, "depth": 1, "encoder_layers": 1,
+    "num_attention_heads": 4, "num_heads": 4,
+    "image_size": 28, "crop_size": 28, "patch_size": 14,
+    "out_hidden_size": 64, "vision_output_dim": 64, "projection_dim": 64,
+    "projector_input_dim": 64, "projector_output_dim": 64,
+    "adapter_in_dim": 64, "adapter_input_size": 64, "adapter_out_dim": 64,
+    "downsample_hidden_size": 8, "ext_pw_out_channel": 64,
+    "depthwise_separable_out_channel": 64, "nemo_conv_channels": 64, "num_mel_bins": 16,
+}  # fmt: skip
 
-_NO_HEAD_DIM: Options = {"head_dim": None}
-_MAMBA2: Options = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
-_INDEXER: Options = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
-_BLT: Options = {
+_NO_HEAD_DIM: Fields = {"head_dim": None}
+_MAMBA2: Fields = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_INDEXER: Fields = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_BLT_PART: Fields = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
 }  # fmt: skip
-_DECODER_FIELDS: Options = {
-    "is_decoder": True,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-}
+_DECODER_FIELDS: Fields = {
+    "is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False,
+}  # fmt: skip
 # Encoder-decoders whose decoder is also a separate causal model.
 DECODERS = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp",
     "pegasus", "plbart", "prophetnet", "whisper",
 )  # fmt: skip
-# Fields that a causal type needs in addition to `SIZES`. None removes the value of `SIZES`.
-CAUSAL_EXTRAS: dict[str, Options] = {
+# Fields that a causal type needs in addition to `COMMON_FIELDS`. None removes a common field.
+CAUSAL_EXTRAS: dict[str, Fields] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
     "blt": {
         "encoder_hash_byte_group_vocab": 32,
-        **{f"{part}_config": {**_BLT} for part in ("patcher", "encoder", "decoder", "global")},
+        **{f"{part}_config": {**_BLT_PART} for part in ("patcher", "encoder", "decoder", "global")},
     },
     "codegen": {"rotary_dim": 8, **_NO_HEAD_DIM},
     "cohere_compass_text": {
@@ -242,8 +224,8 @@ CAUSAL_EXTRAS: dict[str, Options] = {
 }
 CAUSAL_EXTRAS["qwen4_exp"] = CAUSAL_EXTRAS["qwen4_exp_text"]
 # Text models that transformers lists with the models for images and text.
-TEXT_AMONG_IMAGES = ("glm5_next", "mistral4", "mistral_large4")
-SEQ2SEQ_EXTRAS: dict[str, Options] = {
+TEXT_TYPES_LISTED_AS_VISION = ("glm5_next", "mistral4", "mistral_large4")
+SEQ2SEQ_EXTRAS: dict[str, Fields] = {
     **{name: {} for name in DECODERS},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "blenderbot": {"encoder_no_repeat_ngram_size": 0},
@@ -266,35 +248,36 @@ SEQ2SEQ_EXTRAS: dict[str, Options] = {
 # Encoder-decoders whose config consists of two complete configs.
 NESTED = ("encoder-decoder", "t5gemma", "t5gemma2", "vision-encoder-decoder")
 VISION = ("gemma3", "internvl", "llava", "paligemma", "qwen2_vl")
-IMAGE_TOKEN = 98
-OUTER_EXTRAS: dict[str, Options] = {
+TEXT_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, VIDEO_TOKEN, IMAGE_TOKEN = 7, 95, 96, 97, 98
+# Fields that composite types need outside the config of their text part.
+OUTER_EXTRAS: dict[str, Fields] = {
     "gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4},
     "internvl": {"image_token_id": IMAGE_TOKEN, "downsample_ratio": 1.0},
     "llava": {"image_token_index": IMAGE_TOKEN},
     "paligemma": {"image_token_index": IMAGE_TOKEN, "projection_dim": 64},
     "qwen2_vl": {
         "image_token_id": IMAGE_TOKEN,
-        "video_token_id": 97,
-        "vision_start_token_id": 95,
-        "vision_end_token_id": 96,
+        "video_token_id": VIDEO_TOKEN,
+        "vision_start_token_id": VISION_START_TOKEN,
+        "vision_end_token_id": VISION_END_TOKEN,
     },
 }
 AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
 
 
 def type_names(kind: str | None = None) -> list[str]:
-    """Return all names for `build` of one kind ("causal", "seq2seq", "vision") or of all kinds."""
-    text_types = set(TEXT_AMONG_IMAGES).intersection(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    """Return the types of one kind ("causal", "seq2seq", "vision") or of all kinds."""
+    types = set(TEXT_TYPES_LISTED_AS_VISION) & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
     names = {
-        "causal": sorted(text_types.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
+        "causal": sorted(types.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
         "seq2seq": sorted(f"seq2seq/{name}" for name in (*SEQ2SEQ_EXTRAS, *NESTED)),
         "vision": [f"vision/{name}" for name in VISION],
     }
     return names[kind] if kind else [name for group in names.values() for name in group]
 
 
-# Types and options of `tiny`, by the name of a feature to test.
-VARIANTS: dict[str, tuple[str, Options]] = {
+# Types and arguments of `build_variant`, by the name of a feature to test.
+VARIANTS: dict[str, tuple[str, Fields]] = {
     "gqa": ("llama", {}),
     "mha": ("llama", {"num_key_value_heads": 4}),
     "mqa": ("llama", {"num_key_value_heads": 1}),
@@ -318,12 +301,12 @@ VARIANTS: dict[str, tuple[str, Options]] = {
 }
 
 
-def tiny(name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any) -> ModelInputs:
+def build_variant(name: str, seed: int = 0, *, key_bias: float = 0.0, **fields: Any) -> ModelInputs:
     """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of K's bias."""
-    name, options = VARIANTS.get(name, (name, {}))
-    options = options | config
-    key_bias = key_bias or options.pop("key_bias", 0.0)
-    model, inputs = build(name, seed, **options)
+    name, variant_fields = VARIANTS.get(name, (name, {}))
+    fields = variant_fields | fields
+    key_bias = key_bias or fields.pop("key_bias", 0.0)
+    model, inputs = build_model(name, seed, **fields)
     if key_bias:
         generator = torch.Generator().manual_seed(seed + 3)
         with torch.no_grad():
@@ -333,8 +316,8 @@ def tiny(name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any) -> M
     return model, inputs
 
 
-def build(
-    name: str, seed: int = 0, *, attn_implementation: str | None = None, **config: Any
+def build_model(
+    name: str, seed: int = 0, *, attn_implementation: str | None = None, **fields: Any
 ) -> ModelInputs:
     """Return a model, and arguments of `generate` with a batch of two that contains padding.
 
@@ -342,22 +325,21 @@ def build(
         name: One of `type_names()`.
         seed: Seed of the weights and the prompt.
         attn_implementation: Attention implementation. None means the model's default.
-        **config: Fields of the config, or of the decoder's or text model's config if it has one.
+        **fields: Fields of the config, or of the decoder's or text model's config if it has one.
     """
     kind, _, type_name = name.rpartition("/")
-    attn = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     torch.manual_seed(seed)
     if kind == "seq2seq":
-        model, inputs = _build_seq2seq(type_name, seed, config, attn)
+        model, inputs = _build_seq2seq(type_name, seed, fields, attention)
         model.generation_config.decoder_start_token_id = 1
     elif kind == "vision":
-        model, inputs = _build_vision(type_name, seed, config, attn)
+        model, inputs = _build_vision(type_name, seed, fields, attention)
     else:
-        auto_class = (
-            AutoModelForImageTextToText if type_name in TEXT_AMONG_IMAGES else AutoModelForCausalLM
-        )
-        model = auto_class.from_config(causal_config(type_name, **config), **attn)
-        inputs = prompt(seed)
+        is_listed_as_vision = type_name in TEXT_TYPES_LISTED_AS_VISION
+        auto_class = AutoModelForImageTextToText if is_listed_as_vision else AutoModelForCausalLM
+        model = auto_class.from_config(make_causal_config(type_name, **fields), **attention)
+        inputs = make_prompt(seed)
     model = model.eval()
     rescale(model, seed)
     model.generation_config.eos_token_id = None
@@ -365,7 +347,7 @@ def build(
     return model, inputs
 
 
-def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS) -> Inputs:
+def make_prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS) -> Inputs:
     """Return two rows of random tokens. The first row has `pad` tokens of padding on the left."""
     ids = torch.randint(4, 90, (2, tokens), generator=torch.Generator().manual_seed(seed + 1))
     mask = torch.ones_like(ids)
@@ -375,7 +357,7 @@ def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS)
 
 
 def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
-    """Rescale each matrix to a gain of `gain`, and randomize the biases and sinks."""
+    """Rescale each matrix so that its gain is about `gain`, and randomize the biases and sinks."""
     generator = torch.Generator().manual_seed(seed + 2)
     has_unscaled_logits = str(getattr(model.config, "model_type", "")).startswith("gemma4")
     head = model.get_output_embeddings()
@@ -415,37 +397,36 @@ def _set_std(weight: torch.Tensor, target_std: float) -> None:
         weight.mul_(target_std / std)
 
 
-def causal_config(name: str, **config: Any) -> PreTrainedConfig:
-    """Return a tiny config of a causal type. `config` overrides fields of its text part."""
+def make_causal_config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """Return a tiny config of a causal type. `overrides` has fields of its text part."""
     base = AutoConfig.for_model(name)
     text = base.get_text_config(decoder=True)
     text_key = next((key for key in base.sub_configs if getattr(base, key, None) is text), None)
     text = base if text_key is None else text
-    sizes = dict(SIZES)
-    fields = _get_fields(text)
-    if _has_field(text, "kv_lora_rank", fields):
-        sizes.update(LATENT_SIZES)
-        del sizes["head_dim"]
-    options = _get_options(text, sizes, {})
-    options.update(_get_layers(name, text))
+    common_fields = dict(COMMON_FIELDS)
+    default_fields = _get_fields(text)
+    if _has_field(text, "kv_lora_rank", default_fields):
+        common_fields.update(LATENT_FIELDS)
+        del common_fields["head_dim"]
+    fields = _select_fields(text, common_fields, {}) | _get_layers(name, text)
     if name in DECODERS:
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
-            options.pop(key, None)
-        options.update(_DECODER_FIELDS)
-    elif _has_field(text, "is_decoder", fields):
-        options["is_decoder"] = True
-    options = _get_options(text, options, CAUSAL_EXTRAS.get(name, {}) | config)
-    outer_options: Options = {}
+            fields.pop(key, None)
+        fields.update(_DECODER_FIELDS)
+    elif _has_field(text, "is_decoder", default_fields):
+        fields["is_decoder"] = True
+    fields = _select_fields(text, fields, CAUSAL_EXTRAS.get(name, {}) | overrides)
+    outer_fields: Fields = {}
     if text_key is not None:
-        options = {text_key: {"model_type": text.model_type, **options}}
-        outer_options = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})}
-    return _make_config(type(base), {**_get_encoders(base, text), **outer_options, **options})
+        fields = {text_key: {"model_type": text.model_type, **fields}}
+        outer_fields = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})}
+    return _make_config(type(base), {**_get_encoders(base, text), **outer_fields, **fields})
 
 
 _NULLABLE_FIELDS = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
 
 
-def _get_layers(name: str, text: PreTrainedConfig) -> Options:
+def _get_layers(name: str, text: PreTrainedConfig) -> Fields:
     """Return fields for at least two layers, with every kind of layer that the type has."""
     types = getattr(text, "layer_types", None)
     if types is None or not _has_field(text, "layer_types", _get_fields(text)) or "mamba" in name:
@@ -455,30 +436,30 @@ def _get_layers(name: str, text: PreTrainedConfig) -> Options:
     return {"layer_types": types, "num_hidden_layers": len(types)}
 
 
-def _get_encoders(base: PreTrainedConfig, text: PreTrainedConfig) -> Options:
+def _get_encoders(base: PreTrainedConfig, text: PreTrainedConfig) -> Fields:
     """Return small configs for the image and audio encoders of a composite config."""
     sub_configs = {key: getattr(base, key, None) for key in base.sub_configs}
     return {
-        key: _get_options(config, ENCODER_SIZES, {"model_type": config.model_type})
+        key: _select_fields(config, ENCODER_FIELDS, {"model_type": config.model_type})
         for key, config in sub_configs.items()
         if config is not None and config is not text and hasattr(config, "model_type")
     }
 
 
-def _make_config(cls: type[PreTrainedConfig], options: Options) -> PreTrainedConfig:
+def _make_config(cls: type[PreTrainedConfig], fields: Fields) -> PreTrainedConfig:
     """Return a config, without `layer_types` if the type derives them from other fields."""
     try:
-        return cls(**options)
+        return cls(**fields)
     except AttributeError as error:
         if "no setter" not in str(error):
             raise
-        return cls(**{key: value for key, value in options.items() if key != "layer_types"})
+        return cls(**{key: value for key, value in fields.items() if key != "layer_types"})
 
 
 _CONFIG_ERRORS = (ValueError, KeyError, NotImplementedError)
 
 
-def _get_fields(config: PreTrainedConfig) -> Options | None:
+def _get_fields(config: PreTrainedConfig) -> Fields | None:
     """Return the fields of a config, or None if it cannot be converted to a dict."""
     try:
         return config.to_dict()
@@ -486,7 +467,7 @@ def _get_fields(config: PreTrainedConfig) -> Options | None:
         return None
 
 
-def _has_field(config: PreTrainedConfig, key: str, fields: Options | None) -> bool:
+def _has_field(config: PreTrainedConfig, key: str, fields: Fields | None) -> bool:
     """Return whether a config with `fields` has the field `key`, and the field can be set."""
     member = getattr(type(config), key, None)
     if isinstance(member, property) and member.fset is None:
@@ -497,25 +478,25 @@ def _has_field(config: PreTrainedConfig, key: str, fields: Options | None) -> bo
         return True
 
 
-def _get_options(config: PreTrainedConfig, sizes: Options, extra: Options) -> Options:
-    """Return the `sizes` whose fields the config has, updated with `extra`, without None."""
-    fields = _get_fields(config)
-    options = {key: x for key, x in sizes.items() if _has_field(config, key, fields)} | extra
-    return {k: v for k, v in options.items() if v is not None or k in _NULLABLE_FIELDS}
+def _select_fields(config: PreTrainedConfig, candidates: Fields, extra: Fields) -> Fields:
+    """Return `extra`, and candidates that the config has. None removes fields, unless nullable."""
+    default_fields = _get_fields(config)
+    fields = {k: v for k, v in candidates.items() if _has_field(config, k, default_fields)} | extra
+    return {k: v for k, v in fields.items() if v is not None or k in _NULLABLE_FIELDS}
 
 
-def _build_seq2seq(name: str, seed: int, config: Options, attn: Options) -> ModelInputs:
+def _build_seq2seq(name: str, seed: int, fields: Fields, attention: Fields) -> ModelInputs:
     # Encoders are padded on the right.
-    source = {key: x.flip(1) for key, x in prompt(seed, tokens=SOURCE_TOKENS).items()}
-    target = prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
+    source = {key: x.flip(1) for key, x in make_prompt(seed, tokens=SOURCE_TOKENS).items()}
+    target = make_prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
     target[:, 0] = 1
     generator = torch.Generator().manual_seed(seed + 1)
     if name in NESTED:
-        full_config = _nested_config(name, config)
+        config = _make_nested_config(name, fields)
     else:
         base = AutoConfig.for_model(name)
-        options = _get_options(base, SIZES, {**SEQ2SEQ_EXTRAS[name], **config})
-        full_config = _make_config(type(base), options)
+        fields = _select_fields(base, COMMON_FIELDS, {**SEQ2SEQ_EXTRAS[name], **fields})
+        config = _make_config(type(base), fields)
     auto_class: Any = AutoModelForSeq2SeqLM
     if name == "vision-encoder-decoder":
         auto_class = AutoModelForImageTextToText
@@ -527,38 +508,40 @@ def _build_seq2seq(name: str, seed: int, config: Options, attn: Options) -> Mode
     elif name == "moonshine":
         auto_class = AutoModelForSpeechSeq2Seq
         source = {"input_values": torch.randn(2, 4000, generator=generator)}
-    return auto_class.from_config(full_config, **attn), {**source, "decoder_input_ids": target}
+    return auto_class.from_config(config, **attention), {**source, "decoder_input_ids": target}
 
 
-def _nested_config(name: str, config: Options) -> PreTrainedConfig:
+def _make_nested_config(name: str, overrides: Fields) -> PreTrainedConfig:
     special_ids = {"eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 1}
     if name.startswith("t5gemma"):
         base = AutoConfig.for_model(name)
-        options = _get_options(base.decoder, SIZES, {}) | _get_layers(name, base.decoder) | config
-        encoder = dict(options)
+        fields = _select_fields(base.decoder, COMMON_FIELDS, {})
+        fields |= _get_layers(name, base.decoder) | overrides
+        encoder = dict(fields)
         if name == "t5gemma2":
             encoders = _get_encoders(base.encoder, base.encoder.text_config)
-            encoder = {"text_config": options, **encoders}
-        return type(base)(encoder=encoder, decoder=options, vocab_size=VOCAB, **special_ids)
-    decoder = causal_config("bert", add_cross_attention=True, **config)
+            encoder = {"text_config": fields, **encoders}
+        return type(base)(encoder=encoder, decoder=fields, vocab_size=VOCAB, **special_ids)
+    decoder = make_causal_config("bert", add_cross_attention=True, **overrides)
     if name == "encoder-decoder":
-        encoder = causal_config("bert", is_decoder=False)
+        encoder = make_causal_config("bert", is_decoder=False)
         return EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **special_ids)
     vit = AutoConfig.for_model("vit")
-    encoder = type(vit)(**_get_options(vit, ENCODER_SIZES, {}))
+    encoder = type(vit)(**_select_fields(vit, ENCODER_FIELDS, {}))
     return VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **special_ids)
 
 
-def _build_vision(name: str, seed: int, config: Options, attn: Options) -> ModelInputs:
+def _build_vision(name: str, seed: int, fields: Fields, attention: Fields) -> ModelInputs:
     """Build a text model with an image encoder. Each prompt has an image of four patches."""
-    model = AutoModelForImageTextToText.from_config(causal_config(name, **config), **attn)
-    inputs = prompt(seed)
+    config = make_causal_config(name, **fields)
+    model = AutoModelForImageTextToText.from_config(config, **attention)
+    inputs = make_prompt(seed)
     inputs["input_ids"][:, 5:9] = IMAGE_TOKEN
     generator = torch.Generator().manual_seed(seed + 4)
     if name == "qwen2_vl":
         # Four patches of 14 x 14 are merged into one token.
-        inputs["input_ids"][:, 5] = 95
-        inputs["input_ids"][:, 7:9] = 7
+        inputs["input_ids"][:, 5] = VISION_START_TOKEN
+        inputs["input_ids"][:, 7:9] = TEXT_TOKEN
         inputs["pixel_values"] = torch.randn(8, 3 * 2 * 14 * 14, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, 2, 2]] * 2)
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).int()

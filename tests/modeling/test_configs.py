@@ -11,11 +11,11 @@ from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.modeling.layer_specs import read_config
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
 from hf_fp8kv.modeling.tensor_parallel import count_kv_heads
-from tests.helpers.tiny_models import causal_config
+from tests.helpers.tiny_models import make_causal_config
 
 
 def test_skip_layers_accepts_a_single_index() -> None:
-    cache = FP8PagedCache(causal_config("llama", num_hidden_layers=3), skip_layers=1)
+    cache = FP8PagedCache(make_causal_config("llama", num_hidden_layers=3), skip_layers=1)
     assert [layer.index for layer in cache.paged_layers] == [0, 2]
 
 

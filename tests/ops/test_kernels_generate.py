@@ -16,7 +16,7 @@ from transformers import CompileConfig
 from hf_fp8kv import FP8PagedCache, ops, serving
 from tests.helpers.assertions import assert_same
 from tests.helpers.serving_tools import generate_batch, greedy
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -35,7 +35,7 @@ pytestmark = [
 
 
 def make_model(name: str) -> tuple[Any, dict[str, Any]]:
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    model, inputs = build_variant(name, attn_implementation="fp8_paged")
     return model.to(DEVICE), {name: x.to(DEVICE) for name, x in inputs.items()}
 
 
@@ -137,7 +137,7 @@ def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
     The model has 16 bits, because with float32 operands a GPU reports how many programs fit.
     """
     sizes = {"num_attention_heads": 16 // num_tokens, "num_key_value_heads": 1}
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged", **sizes)
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged", **sizes)
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **options)
     # Without a cost, sequences of any length are split.
@@ -155,7 +155,7 @@ def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
         raise AssertionError("a layer made a separate plan")
 
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
-    model = tiny("llama", **sizes)[0].to(DEVICE, torch.bfloat16)
+    model = build_variant("llama", **sizes)[0].to(DEVICE, torch.bfloat16)
     serving.enable(model, backend="triton")
     monkeypatch.setattr(decode, "make_plan", fail)
     # The prompts are too long for this kernel.
@@ -189,7 +189,7 @@ CACHE_CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", CACHE_CHANGES)
 def test_tokens_are_stored_without_an_attention_call(name, tmp_path):
     """Tokens are stored before any code reads the pages or changes their owner."""
-    config = tiny("gqa")[0].config
+    config = build_variant("gqa")[0].config
     contents = {}
     for backend in ("torch", "triton"):
         cache = FP8PagedCache(config, page_size=16, backend=backend, prefill="stored")
@@ -266,7 +266,7 @@ def test_tokens_stay_stored_if_attention_fails():
 
 
 def test_a_handle_of_removed_tokens_stores_no_tokens():
-    config = tiny("gqa")[0].config
+    config = build_variant("gqa")[0].config
     cache = FP8PagedCache(config, page_size=16, backend="triton", prefill="stored")
     shape = (1, config.num_key_value_heads, 3, config.head_dim)
     states = torch.randn(4, *shape, device=DEVICE)

@@ -18,7 +18,7 @@ from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import PlanCall, replace_triton
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 GREEDY = {
     "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
@@ -39,7 +39,7 @@ def make_tokens(batch: int, length: int = 1, heads: int = 2) -> tuple[torch.Tens
 
 
 def make_cache(name: str = "gqa", backend: str = "triton", **keywords: Any) -> tuple[Any, Any]:
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    model, inputs = build_variant(name, attn_implementation="fp8_paged")
     return (model, inputs), FP8PagedCache(model.config, page_size=16, backend=backend, **keywords)
 
 
@@ -175,7 +175,7 @@ def test_backends_without_plans_get_no_plan(keywords: dict[str, int]) -> None:
 @pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="needs Triton")
 def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> None:
     """The layer that makes the plan may not run in a step, or may hold different tokens."""
-    config = tiny("gqa")[0].config
+    config = build_variant("gqa")[0].config
     caches = [
         FP8PagedCache(config, page_size=16, backend=backend, max_cache_len=300, prefill="stored")
         for backend in ("triton", "reference")

@@ -17,7 +17,7 @@ from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE
 from tests.helpers.serve_process import generate_paged, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import PAGE, open_manager, request_answer
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -40,7 +40,7 @@ def run_prompts(
     num_new: int = 9, **keywords: Any,
 ) -> Run:  # fmt: skip
     """Run a new engine, with a store in `folder` unless it is None."""
-    model, _ = tiny("gqa", seed, max_position_embeddings=512)
+    model, _ = build_variant("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
     with open_manager(model, pages=num_pages) as manager:
@@ -104,7 +104,7 @@ def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
 @contextmanager
 def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
     """Yield the cache, and before it a function that answers a prompt and waits for its blocks."""
-    model, _ = tiny("gqa", max_position_embeddings=512)
+    model, _ = build_variant("gqa", max_position_embeddings=512)
     serving.enable(model, prefix_store=store)
     with open_manager(model) as manager:
 
@@ -280,7 +280,7 @@ def count_used_blocks(allocator: Any) -> int:
 def test_unsupported_stores_are_refused(
     name: str, config: dict[str, Any], store: Callable[[Path], Any], message: str, tmp_path: Path
 ) -> None:
-    model, _ = tiny(name, **config)
+    model, _ = build_variant(name, **config)
     with pytest.raises(ConfigError, match=message):
         serving.enable(model, prefix_store=store(tmp_path), probe=False)
 
@@ -343,7 +343,7 @@ def test_enable_loads_the_backend(
 ) -> None:
     loaded_backends: list[str] = []
     monkeypatch.setattr(sys.modules[function.__module__], "load_backend", loaded_backends.append)
-    model, _ = tiny("gqa")
+    model, _ = build_variant("gqa")
     function(model, prefix_store=PrefixStore(tmp_path), backend="torch")
     function(model, backend="torch")
     assert loaded_backends == ["torch"]

@@ -15,7 +15,7 @@ from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.serve_process import save_chat_model
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -36,7 +36,7 @@ class Chat:
     """An enabled model that records the number of tokens in each call."""
 
     def __init__(self, name: str, **keywords: Any) -> None:
-        self.model, _ = tiny(name, max_position_embeddings=512)
+        self.model, _ = build_variant(name, max_position_embeddings=512)
         enable(self.model, **STORED)
         self.call_lengths: list[int] = []
         self.model.register_forward_pre_hook(self._record_call, with_kwargs=True)
@@ -364,7 +364,7 @@ def test_rejected_drafts_are_not_part_of_the_cached_text() -> None:
 
 
 def test_copies_of_an_enabled_model_reuse_text() -> None:
-    model, inputs = tiny("gqa")
+    model, inputs = build_variant("gqa")
     attributes = set(vars(model))
     enable(model, **STORED)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]

@@ -41,7 +41,7 @@ from hf_fp8kv.prefix.file import Page, pack
 from hf_fp8kv.prefix.pages import check_store
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 from tests.tools.store_kills import run_concurrent_writers, run_killed_writers
 
 pytestmark = pytest.mark.text
@@ -60,7 +60,7 @@ class Reader:
 
     def __init__(self, folder: Path, name: str = "gqa", max_bytes: int = 1 << 30, **keywords: Any):
         options = {key: keywords.pop(key) for key in list(keywords) if key in CONFIG_FIELDS}
-        self.model, _ = tiny(name, max_position_embeddings=512, **options)
+        self.model, _ = build_variant(name, max_position_embeddings=512, **options)
         self.store = PrefixStore(folder, max_bytes=max_bytes)
         self.keywords = {"page_size": PAGE, **keywords}
         self.call_lengths: list[int] = []
@@ -1102,7 +1102,7 @@ REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
 def test_caches_that_cannot_be_stored_are_refused(
     name: str, message: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, _ = tiny(name)
+    model, _ = build_variant(name)
     with pytest.raises(ConfigError, match=message):
         enable(model, **{"prefix_store": PrefixStore(tmp_path), **keywords})
 
@@ -1123,7 +1123,7 @@ def test_passed_caches_use_the_store_or_are_refused(tmp_path: Path) -> None:
 
 def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
     dynamic_rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model, _ = tiny("gqa", rope_parameters=dynamic_rope)
+    model, _ = build_variant("gqa", rope_parameters=dynamic_rope)
     with pytest.raises(ConfigError, match="dynamic"):
         enable(model, prefix_store=PrefixStore(tmp_path))
     # The config of the text model, and the RoPE of each type of layers, are also checked.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, measure, serving
 from hf_fp8kv.cli.scales_table import describe_scales, make_tables
 from hf_fp8kv.utils.digests import digest_decoder, digest_weights
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4)).tolist()]
 
@@ -23,12 +23,12 @@ TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4))
 @pytest.fixture(scope="module")
 def model_scales() -> KVScales:
     """Return scales of the model that `make_model` returns."""
-    model, _ = tiny("gqa")
+    model, _ = build_variant("gqa")
     return calibrate(model, TEXTS, center=False, held_out=0, progress=False)
 
 
 def make_model() -> Any:
-    return tiny("gqa")[0]
+    return build_variant("gqa")[0]
 
 
 def take_step(model: Any, rate: float = 1e-6) -> None:
@@ -48,7 +48,7 @@ def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 def test_calibration_stores_the_digest_of_the_weights(model_scales: KVScales) -> None:
     assert model_scales.weights_digest == digest_decoder(make_model())
     assert model_scales.made_for(make_model()) is True
-    assert model_scales.made_for(tiny("gqa", seed=1)[0]) is False
+    assert model_scales.made_for(build_variant("gqa", seed=1)[0]) is False
 
 
 def test_a_step_of_an_optimizer_changes_the_digest(model_scales: KVScales) -> None:

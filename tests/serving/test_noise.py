@@ -1,48 +1,50 @@
-"""Tests that sampled tokens of a deterministic model depend only on the seed and the request."""
+"""Tests of the noise of sampled tokens, which depends only on the seed and the request's id."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_fp8kv import serving
 from hf_fp8kv.serving.engines.sampling import NoiseLogitsWarper
-from tests.helpers.serving_tools import PAGE, generate_batch, greedy, prompts
-from tests.helpers.tiny_models import tiny
+from tests.helpers.serving_tools import NEW_TOKENS, PAGE, generate_batch, prompts
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return serving.enable(tiny("llama")[0], deterministic=True)
+    return serving.enable(build_variant("llama")[0], deterministic=True)
 
 
 def sample(
     model: Any, prompt_ids: list[list[int]], *, seed: int = 3, num_answers: int = 1, **kwargs: Any
 ) -> list[list[int]]:
     torch.manual_seed(seed)
-    options = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
-    options |= {"num_return_sequences": num_answers}
-    return generate_batch(model, prompt_ids, generation=greedy(**options), **kwargs)
+    generation = GenerationConfig(
+        do_sample=True, temperature=1.1, top_k=40, top_p=0.95, num_return_sequences=num_answers,
+        max_new_tokens=NEW_TOKENS, eos_token_id=-1, pad_token_id=0,
+    )  # fmt: skip
+    return generate_batch(model, prompt_ids, generation=generation, **kwargs)
 
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:
-    """The additional requests have different lengths, share steps, split prompts, evict pages."""
-    prompt_ids, other_prompts = prompts(), prompts(seed=7)
+    """Other requests with different lengths share steps, split prompts and evict pages."""
+    prompt_ids, other_prompt_ids = prompts(), prompts(seed=7)
     tokens = sample(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == len(prompt_ids)
     assert sample(model, prompt_ids, max_batch_tokens=16) == tokens
     assert sample(model, prompt_ids, pages=14) == tokens
     assert sample(model, prompt_ids[:1]) == tokens[:1]
     for index in (0, 6):
-        mixed_prompts = [*other_prompts[:index], prompt_ids[index], *other_prompts[index + 1 :]]
-        assert sample(model, mixed_prompts)[index] == tokens[index]
+        mixed_ids = [*other_prompt_ids[:index], prompt_ids[index], *other_prompt_ids[index + 1 :]]
+        assert sample(model, mixed_ids)[index] == tokens[index]
 
 
-def test_seeds_and_equal_prompts_get_different_tokens(model: Any) -> None:
+def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> None:
     prompt_ids = [prompts()[1]] * 4
     tokens = sample(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == 4
@@ -62,8 +64,8 @@ def test_several_answers_to_a_prompt_differ(model: Any) -> None:
 
 def test_logprobs_contain_no_noise() -> None:
     processors = SimpleNamespace(logits_processor=[], tensors_required=0, do_processing=False)
-    warper, runner = NoiseLogitsWarper(processors), SimpleNamespace(_sample=None)
-    warper.install(runner)
+    warper, model_runner = NoiseLogitsWarper(processors), SimpleNamespace(_sample=None)
+    warper.install(model_runner)
     assert (processors.logits_processor, processors.tensors_required) == ([warper], 1)
     states = [SimpleNamespace(request_id=f"req_{n}", position_offset=4 + n % 2) for n in range(4)]
     states += [SimpleNamespace(request_id="req_0", position_offset=5)]
@@ -71,10 +73,10 @@ def test_logprobs_contain_no_noise() -> None:
     assert len(set(keys.tolist())) == 5
     scores, output_ids = torch.randn(1, 50, 40), torch.zeros(2, 60, dtype=torch.int32)
     warper(scores[0], torch.arange(1, 61, dtype=torch.int32))
-    runner._sample(scores, output_ids)
+    model_runner._sample(scores, output_ids)
     tokens = output_ids[0, :50].long()
     assert not torch.equal(tokens, scores[0].argmax(-1))
     expected = scores[0].softmax(-1).gather(1, tokens[:, None])[:, 0].log()
     assert torch.equal(output_ids[1, :50].view(torch.float32), expected)
     with pytest.raises(RuntimeError, match="finite logits"):
-        runner._sample(scores * torch.nan, output_ids)
+        model_runner._sample(scores * torch.nan, output_ids)

@@ -11,7 +11,7 @@ from hf_fp8kv import serving
 from hf_fp8kv.server.sampling import Sequence
 from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_prompts, share_steps, share_tokens
 from tests.helpers.serving_tools import PAGE, batching, greedy, open_manager
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -76,7 +76,7 @@ def submit(
     prompts: dict[str, list[int]], num_pages: int, *, is_fair: bool = True
 ) -> tuple[Any, Any]:
     """Return a model and its manager before the first step. Each request gets two new tokens."""
-    model = tiny("llama", max_position_embeddings=512)[0]
+    model = build_variant("llama", max_position_embeddings=512)[0]
     serving.enable(model)
     model.set_attn_implementation("fp8_paged")  # as `manager.start` does
     config = batching(max_batch_tokens=32, pages=num_pages)
@@ -143,7 +143,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
 
 def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> None:
     """An engine that evicts a request admits no request until a running request finishes."""
-    model, _ = tiny("gqa", max_position_embeddings=512)
+    model, _ = build_variant("gqa", max_position_embeddings=512)
     serving.enable(model)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
     texts = [list(range(first_token, first_token + 3 * PAGE)) for first_token in (2, 40)]

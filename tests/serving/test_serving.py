@@ -43,7 +43,7 @@ from tests.helpers.serving_tools import (
     request_answers,
     run_manager,
 )
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -65,7 +65,7 @@ INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 
 
 def make_model(name: str) -> Any:
-    return tiny("llama" if name == "mha" else name, **MODELS[name])[0]
+    return build_variant("llama" if name == "mha" else name, **MODELS[name])[0]
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ class TestSameTokens:
 
 def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
     """Each layer follows its plan. A page is one row of a block and contains K, V and scales."""
-    model, _ = tiny("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
+    model, _ = build_variant("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
     plan = planned_scales(is_dynamic=True)
     cache = FP8PagedCache(model.config, plan=plan, page_size=8, prefill="stored")
@@ -531,7 +531,7 @@ class TestErrors:
     def test_unsupported_models_are_rejected(self, name: str, message: str) -> None:
         if name.rpartition("/")[2] not in CONFIG_MAPPING:
             pytest.skip("this version of transformers has no such model")
-        model, _ = tiny(name)
+        model, _ = build_variant(name)
         attention = model.config._attn_implementation
         with pytest.raises(ConfigError, match=message):
             serving.enable(model)
@@ -552,14 +552,14 @@ class TestErrors:
         Up to transformers 5.20, gemma2 runs sdpa by default, which has no softcap.
         """
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            model = tiny(name, **options)[0].to(dtype).train()
+            model = build_variant(name, **options)[0].to(dtype).train()
             attention = model.config._attn_implementation
             serving.enable(model)
             assert model.config._attn_implementation == attention
             assert model.training
 
     def test_the_probe_can_be_disabled(self) -> None:
-        model, _ = tiny("bart")
+        model, _ = build_variant("bart")
         serving.enable(model, probe=False)
         assert type(model.init_continuous_batching(greedy(), batching())) is FP8Manager
 
@@ -646,7 +646,7 @@ class TestRunning:
         assert generate_batch(llama, [[], [5, 6]])[1] == expected
 
     def test_enable_rejects_a_model_with_a_running_stock_manager(self) -> None:
-        model = tiny("llama", attn_implementation="sdpa")[0]
+        model = build_variant("llama", attn_implementation="sdpa")[0]
         manager = model.init_continuous_batching(greedy(), batching())
         with run_manager(manager), pytest.raises(ConfigError, match="running"):
             serving.enable(model)
@@ -696,7 +696,7 @@ class TestRunning:
         assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
 
     def test_tokens_held_counts_running_requests(self) -> None:
-        model = tiny("mistral", sliding_window=20)[0]
+        model = build_variant("mistral", sliding_window=20)[0]
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching())
         manager.warmup()

@@ -17,7 +17,7 @@ from tests.helpers.serving_tools import (
     head_scales,
     prompts,
 )
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -37,7 +37,7 @@ class TestCompiled:
     @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
     def test_compiled_steps_give_the_same_tokens(self, name: str) -> None:
         """Attention is not compiled, so a new number of requests needs no new compilation."""
-        model = tiny(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
+        model = build_variant(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
         expected = enable(model, prompts(), scales=head_scales(model))
         config = CompileConfig(fullgraph=False, **TRACED)
         initial_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -48,7 +48,7 @@ class TestCompiled:
         assert 0 < num_graphs < 25
 
     def test_a_whole_step_as_one_graph_is_rejected(self) -> None:
-        model = tiny("llama", attn_implementation="sdpa")[0]
+        model = build_variant("llama", attn_implementation="sdpa")[0]
         serving.enable(model)
         # decode_compile_config is accepted, because the engine uses it only for its own attention.
         config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **TRACED))
@@ -57,7 +57,7 @@ class TestCompiled:
         assert model.config._attn_implementation == "sdpa"
 
     def test_the_default_compile_level_is_accepted(self) -> None:
-        model = tiny("llama")[0]
+        model = build_variant("llama")[0]
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(default_compile_level=1))
         assert manager.continuous_batching_config.varlen_compile_config is not None
@@ -66,7 +66,7 @@ class TestCompiled:
 def test_layer_windows_finds_models_without_block_tables() -> None:
     """The engine passes steps to CUDA graphs as block tables."""
     for name, has_windows in (("gpt_oss", True), ("llama", False)):
-        config = tiny(name)[0].config
+        config = build_variant(name)[0].config
         has_block_tables = all(
             stock.ATTN_TYPE_TO_ALLOCATOR[layer_type].supports_block_table
             for layer_type in stock.group_layers_by_attn_type(config)

@@ -28,7 +28,7 @@ from tests.helpers.serving_tools import (
     prompts,
     record_offloads,
 )
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
@@ -54,7 +54,7 @@ def make_cache_and_handler(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tu
             handlers.append(self)
 
     monkeypatch.setattr(flat_tensor, "_MemoryHandler", RecordingHandler)
-    model = tiny("llama")[0].to(torch.bfloat16)
+    model = build_variant("llama")[0].to(torch.bfloat16)
     serving.enable(model)
     cache = make_cache(model, **config)
     assert handlers[0].activation_dtype == torch.bfloat16
@@ -76,7 +76,7 @@ class TestEngineChoice:
         def stub(self: Any) -> None:
             raise NotImplementedError
 
-        model = tiny("llama", attn_implementation="sdpa")[0]
+        model = build_variant("llama", attn_implementation="sdpa")[0]
         for owner, name, message in (
             (continuous_api.ContinuousBatchingManager, "_create_batch_processor", "Cache in stub"),
             (stock_cache.PagedAttentionCache, "__init__", "MemoryHandler in stub"),
@@ -96,7 +96,7 @@ class TestEngineChoice:
         monkeypatch.delitem(sys.modules, flat_tensor.__name__)
         monkeypatch.delattr(stock_cache, "PagedAttentionMemoryHandler")
         with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
-            serving.enable(tiny("llama")[0])
+            serving.enable(build_variant("llama")[0])
 
 
 class TestGroups:
@@ -110,7 +110,7 @@ class TestGroups:
     )
     def test_layers_in_any_order_give_the_same_tokens(self, layer_types: list[str]) -> None:
         """The cases have groups of two layers, groups of one layer, and one group of each type."""
-        model = tiny(
+        model = build_variant(
             "gpt_oss", sliding_window=9, num_hidden_layers=len(layer_types), layer_types=layer_types
         )[0]
         model.set_attn_implementation("fp8_paged")
@@ -125,7 +125,7 @@ class TestGroups:
 class TestMemory:
     def test_planned_bytes_match_allocated_bytes(self) -> None:
         for options in ({}, {"key_dtype": "auto"}, {"dtype": "auto"}, {"scales": 0.1}):
-            model = tiny("llama")[0].to(torch.bfloat16)
+            model = build_variant("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
             cache = make_cache(model, pages=5)
             total_bytes, used_bytes, page_bytes, num_tokens = cache.memory_usage({})
@@ -151,7 +151,7 @@ class TestMemory:
         assert num_extra > 3 * 4 * 16
 
     def test_a_rank_stores_its_heads_and_their_scales(self) -> None:
-        model = tiny("llama")[0]
+        model = build_variant("llama")[0]
         scales = head_scales(model)
         distributed_helper = SimpleNamespace(
             tp_size=2, tp_local_rank=1, tp_all_reduce_min=lambda x: x,
@@ -186,7 +186,7 @@ class TestOffloading:
         """Codes and dynamic scales keep their bytes when they return to different blocks."""
         offloads = record_offloads(monkeypatch)
         config = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
-        model = tiny(name, **config)[0]
+        model = build_variant(name, **config)[0]
         prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
         expected = enable(model, prompt_ids, **options)
         tokens = generate_batch(

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.modeling.model_support import model_class
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build_variant
 
 Logits = list[torch.Tensor]
 MAX_CACHE_LEN = 40
@@ -113,7 +113,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name, cases in CASES.items():
-        model, inputs = tiny(name, attn_implementation="fp8_paged")
+        model, inputs = build_variant(name, attn_implementation="fp8_paged")
         assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "not the first"
         for case in cases:
             compile_first(case, model, inputs)

@@ -60,11 +60,11 @@ class Workload:
         import torch
 
         from hf_fp8kv import FP8PagedCache, enable
-        from tests.helpers.tiny_models import tiny
+        from tests.helpers.tiny_models import build_variant
 
         torch.set_num_threads(1)
         self.folder = folder
-        self.model: Any = tiny("sliding_and_full", max_position_embeddings=512)[0]
+        self.model: Any = build_variant("sliding_and_full", max_position_embeddings=512)[0]
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(2, 98, (NUM_PROMPTS, 1, PROMPT_TOKENS), generator=generator)
         enable(self.model, prefill="stored", page_size=PAGE_SIZE)

@@ -36,7 +36,7 @@ from hf_fp8kv import FP8KVError, FP8PagedCache, check_model
 from hf_fp8kv.attention.latent import reads_stored_latents
 from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.utils.environment import describe_hardware
-from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build, type_names
+from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build_model, type_names
 
 FP8_PAGED = "fp8_paged"
 FP8 = "fp8_e4m3"
@@ -276,7 +276,7 @@ def measure_paged(
 
     # Here transformers warns and keeps the old attention. from_pretrained would change it.
     def run_forced() -> Outcome:
-        model, inputs = build(row.name, attn_implementation=FP8_PAGED)
+        model, inputs = build_model(row.name, attn_implementation=FP8_PAGED)
         accepts_single = not model.config.is_encoder_decoder
         with watch():
             return find_worst_outcome(
@@ -298,7 +298,7 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
     """Return the row of a type. Only TypeTimeout and KeyboardInterrupt propagate."""
     row, start = Row(name), time.perf_counter()
     try:
-        model, inputs = build(name)
+        model, inputs = build_model(name)
         if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             # Older versions choose sdpa here, which omits the softcap.
             model.set_attn_implementation("eager")

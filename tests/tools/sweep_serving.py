@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hf_fp8kv import FP8KVError, serving
 from tests.helpers.serving_tools import generate_batch, greedy, prompts
-from tests.helpers.tiny_models import tiny, type_names
+from tests.helpers.tiny_models import build_variant, type_names
 
 NEW_TOKENS = 6
 
@@ -58,7 +58,7 @@ def compare_caches(name: str) -> list[str] | None:
     """
     prompt_ids = prompts(90)[:5]
     try:
-        model, _ = tiny(name)
+        model, _ = build_variant(name)
         expected = [generate_alone(model, ids) for ids in prompt_ids]
     except Exception:
         return None

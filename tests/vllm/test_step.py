@@ -19,29 +19,31 @@ from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
 
-HEADS, GROUPS, DIM, SLOTS, NUM_BLOCKS = 2, 3, 32, 16, 40
-NUM_REQUESTS = 5
+NUM_HEADS, GROUP_SIZE, DIM = 2, 3, 32
+NUM_QUERY_HEADS = GROUP_SIZE * NUM_HEADS
+BLOCK_SIZE, NUM_BLOCKS, NUM_REQUESTS = 16, 40, 5
 DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 
 def make_pool(dtype, *, gap=0):
     """Return memory full of NaN codes, and vLLM's view of it, with `gap` bytes between blocks."""
     slot_bytes = dtype.slot_bytes(DIM, DIM)
-    memory = torch.full((NUM_BLOCKS, HEADS * SLOTS * slot_bytes + gap), 0xFF, dtype=torch.uint8)
-    shape = (NUM_BLOCKS, HEADS, SLOTS, slot_bytes)
-    strides = (memory.stride(0), SLOTS * slot_bytes, slot_bytes, 1)
+    block_bytes = NUM_HEADS * BLOCK_SIZE * slot_bytes
+    memory = torch.full((NUM_BLOCKS, block_bytes + gap), 0xFF, dtype=torch.uint8)
+    shape = (NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, slot_bytes)
+    strides = (memory.stride(0), BLOCK_SIZE * slot_bytes, slot_bytes, 1)
     return memory, memory.view(dtype.torch_dtype).as_strided(shape, strides)
 
 
 class Layer:
-    """A layer with a pool of blocks, its storage settings, and attention over the pool's pages."""
+    """A layer that stores tokens in a pool of blocks, and attends to them."""
 
     def __init__(self, kind, backend, *, gap=0, window=0, softcap=0.0, sinks=None):
         dtype = DTYPES[DTYPE_NAMES[kind]]
         self.storage = make_storage(dtype, centered=kind == "static")
         plan = self.storage.plan
         self.memory, kv_cache = make_pool(dtype, gap=gap)
-        self.layout = EnginePages(HEADS, DIM, SLOTS, plan, torch.float32, dtype.dynamic)
+        self.layout = EnginePages(NUM_HEADS, DIM, BLOCK_SIZE, plan, torch.float32, dtype.dynamic)
         pages = view_pages(kv_cache, self.layout)
         self.stored_layer = StoredLayer(pages, self.storage, self.layout, backend)
         self.spec = AttentionSpec(DIM**-0.5, True, window, softcap, sinks)
@@ -54,13 +56,15 @@ class Layer:
 
 
 def make_storage(dtype, *, centered):
+    """Return storage whose static scales differ between K, V and heads."""
     generator = torch.Generator().manual_seed(4)
     k = SidePlan(dtype.format, centered=centered)
     scales = [None, None]
     if not dtype.dynamic:
-        noise = [0.01 * torch.rand((HEADS, 1), generator=generator) for _ in range(2)]
-        scales = [(noise[0] + 0.01).repeat(1, DIM), (noise[1] + 0.03).repeat(1, DIM)]
-    center = torch.randn((HEADS, DIM), generator=generator) if centered else None
+        smallest_scales = torch.tensor([0.01, 0.03]).view(2, 1, 1)
+        noise = 0.01 * torch.rand((2, NUM_HEADS, 1), generator=generator)
+        scales = (smallest_scales + noise).repeat(1, 1, DIM).unbind()
+    center = torch.randn((NUM_HEADS, DIM), generator=generator) if centered else None
     return LayerStorage(LayerPlan(k, SidePlan(dtype.format)), *scales, center)
 
 
@@ -72,29 +76,29 @@ class Requests:
         blocks = torch.randperm(NUM_BLOCKS - 1, generator=self.generator).add(1)
         self.table = torch.zeros((NUM_REQUESTS, 8), dtype=torch.int32)
         self.table[:, :-1] = blocks[: NUM_REQUESTS * 7].view(NUM_REQUESTS, 7)
-        self.keys = [self._draw_tokens(0) for _ in range(NUM_REQUESTS)]
-        self.values = [self._draw_tokens(0) for _ in range(NUM_REQUESTS)]
+        self.keys, self.values = ([self._draw_tokens(0)] * NUM_REQUESTS for _ in range(2))
 
     def _draw_tokens(self, num_tokens):
-        return torch.randn((num_tokens, HEADS, DIM), generator=self.generator)
+        return torch.randn((num_tokens, NUM_HEADS, DIM), generator=self.generator)
+
+    def find_slots(self, index, start, stop):
+        """Return the slots of a request's tokens at positions from `start` to `stop`."""
+        positions = torch.arange(start, stop)
+        blocks = self.table[index][positions // BLOCK_SIZE].long()
+        return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def run_step(self, counts, attend):
-        """Add tokens, and return the step's queries and starts, and the result of `attend`."""
+        """Add tokens, call `attend` on them, and return the queries, starts and output."""
         old_lengths = [len(x) for x in self.keys]
         pairs = [(self._draw_tokens(n), self._draw_tokens(n)) for n in counts]
         self.keys = [torch.cat([old, k]) for old, (k, _) in zip(self.keys, pairs, strict=True)]
         self.values = [torch.cat([old, v]) for old, (_, v) in zip(self.values, pairs, strict=True)]
-        query = torch.randn((sum(counts), HEADS * GROUPS, DIM), generator=self.generator)
+        query = torch.randn((sum(counts), NUM_QUERY_HEADS, DIM), generator=self.generator)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = torch.tensor([len(x) for x in self.keys], dtype=torch.int32)
-        slots = torch.cat(
-            [
-                row[(positions := torch.arange(length, length + n)) // SLOTS].long() * SLOTS
-                + positions % SLOTS
-                for row, length, n in zip(self.table, old_lengths, counts, strict=True)
-            ]
-        )
-        work = plan_step(starts, lengths, self.table, slots, SLOTS, int(lengths.max()))
+        ranges = enumerate(zip(old_lengths, lengths.tolist(), strict=True))
+        slots = torch.cat([self.find_slots(i, start, stop) for i, (start, stop) in ranges])
+        work = plan_step(starts, lengths, self.table, slots, BLOCK_SIZE, int(lengths.max()))
         return query, starts, attend(query, *(torch.cat(x) for x in zip(*pairs, strict=True)), work)
 
 
@@ -113,7 +117,7 @@ def compute_expected(requests, index, query, layer):
         x = decode(codes, FORMATS[plan.format])
         x = x * (scale[:, None] if scales is None else scales.float()[..., None])
         decoded.append(x if center is None else x + center[None, :, None])
-    k, v = (x.repeat_interleave(GROUPS, 1) for x in decoded)
+    k, v = (x.repeat_interleave(GROUP_SIZE, 1) for x in decoded)
     q = query.transpose(0, 1)[None]
     logits = q @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:
@@ -125,17 +129,17 @@ def compute_expected(requests, index, query, layer):
     if spec.window:
         is_visible &= column > row - spec.window
     logits = logits.masked_fill(~is_visible, -torch.inf)
-    sinks = torch.full((HEADS * GROUPS,), -torch.inf) if spec.sinks is None else spec.sinks
+    sinks = torch.full((NUM_QUERY_HEADS,), -torch.inf) if spec.sinks is None else spec.sinks
     sinks = sinks.view(1, -1, 1, 1).expand(1, -1, num_queries, 1)
     weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
     return (weights @ v)[0].transpose(0, 1)
 
 
 STEPS = ((3, 37, 16, 1, 63), (1, 1, 20, 0, 2), (1, 1, 1, 1, 1), (9, 1, 1, 1, 1))
-ATTENTIONS = {
+ATTENTION_OPTIONS = {
     "plain": {},
     "window": {"window": 21},
-    "softcap and sinks": {"softcap": 2.0, "sinks": torch.linspace(-1, 1, HEADS * GROUPS)},
+    "softcap and sinks": {"softcap": 2.0, "sinks": torch.linspace(-1, 1, NUM_QUERY_HEADS)},
 }
 
 
@@ -144,14 +148,14 @@ ATTENTIONS = {
 @pytest.mark.parametrize(
     ("backend", "gap", "kind", "attention"),
     [
-        *itertools.product(["torch", "cpu"], [0, 512], DTYPE_NAMES, ATTENTIONS),
+        *itertools.product(["torch", "cpu"], [0, 512], DTYPE_NAMES, ATTENTION_OPTIONS),
         ("triton", 512, "dynamic", "plain"), ("triton", 512, "static", "window"),
         ("triton", 512, "dynamic", "softcap and sinks"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_stores_and_attends_as_the_reference(backend, gap, kind, attention):
-    layer = Layer(kind, backend, gap=gap, **ATTENTIONS[attention])
+def test_a_step_matches_the_reference(backend, gap, kind, attention):
+    layer = Layer(kind, backend, gap=gap, **ATTENTION_OPTIONS[attention])
     memory, requests = layer.memory, Requests(seed=6)
     for counts in STEPS[: 3 if backend == "triton" else None]:
         query, starts, out = requests.run_step(counts, layer.attend)
@@ -160,7 +164,7 @@ def test_a_step_stores_and_attends_as_the_reference(backend, gap, kind, attentio
                 expected = compute_expected(requests, index, query[start:stop], layer)
                 torch.testing.assert_close(out[start:stop], expected, rtol=2e-4, atol=2e-4)
     assert (memory[:, memory.shape[1] - gap :] == 0xFF).all()
-    used_blocks = requests.table[:, : -(-max(map(len, requests.keys)) // SLOTS)].unique()
+    used_blocks = requests.table[:, : -(-max(map(len, requests.keys)) // BLOCK_SIZE)].unique()
     is_unused = torch.ones(NUM_BLOCKS, dtype=torch.bool)
     is_unused[used_blocks.long()] = False
     assert (memory[is_unused] == 0xFF).all()
@@ -178,29 +182,29 @@ def test_a_replayed_step_uses_the_current_requests(kind):
     requests.run_step((17, 16, 31, 5, 9), layer.attend)
     buffers = DecodeStep(
         torch.empty(3, dtype=torch.int32), torch.empty((3, 8), dtype=torch.int32),
-        torch.empty(3, dtype=torch.int64), SLOTS,
+        torch.empty(3, dtype=torch.int64), BLOCK_SIZE,
     )  # fmt: skip
-    for indices, missing_row in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
+    for indices, row_without_slot in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
         old_memory = memory.clone()
         query, key, value = (
             torch.randn((3, n, DIM), generator=requests.generator)
-            for n in (HEADS * GROUPS, HEADS, HEADS)
+            for n in (NUM_QUERY_HEADS, NUM_HEADS, NUM_HEADS)
         )
         for row, index in enumerate(indices):
             length = len(requests.keys[index])
-            page = int(requests.table[index, length // SLOTS])
             buffers.lengths[row] = length + 1
             buffers.table[row] = requests.table[index]
-            buffers.slots[row] = -1 if row == missing_row else page * SLOTS + length % SLOTS
-            if row != missing_row:
+            buffers.slots[row] = -1
+            if row != row_without_slot:
+                buffers.slots[row] = requests.find_slots(index, length, length + 1)
                 requests.keys[index] = torch.cat([requests.keys[index], key[[row]]])
                 requests.values[index] = torch.cat([requests.values[index], value[[row]]])
-        replay = DecodeStep(buffers.lengths, buffers.table, buffers.slots, SLOTS)
+        replay = DecodeStep(buffers.lengths, buffers.table, buffers.slots, BLOCK_SIZE)
         out = layer.attend(query, key, value, replay.work)
         for row, index in enumerate(indices):
-            if row == missing_row:
-                pages = requests.table[index].long()
-                assert torch.equal(memory[pages], old_memory[pages])
+            if row == row_without_slot:
+                blocks = requests.table[index].long()
+                assert torch.equal(memory[blocks], old_memory[blocks])
                 assert not out[row].any()
                 continue
             expected = compute_expected(requests, index, query[[row]], layer)
@@ -208,17 +212,17 @@ def test_a_replayed_step_uses_the_current_requests(kind):
 
 
 @pytest.mark.parametrize(
-    ("starts", "decoding"),
+    ("starts", "expected"),
     [([0, 1, 2], True), ([0, 1, 2, 2], True), ([0, 0, 1], False), ([0, 2, 2], False), ([0], True)],
 )
-def test_only_decode_steps_can_be_captured(starts, decoding):
-    assert is_decoding(np.array(starts, np.int32)) is decoding
+def test_only_decode_steps_can_be_captured(starts, expected):
+    assert is_decoding(np.array(starts, np.int32)) is expected
 
 
 def test_tokens_without_a_slot_are_not_stored():
     lengths, table = torch.tensor([2], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)
-    slots = torch.tensor([3 * SLOTS, -1])
-    work = plan_step(np.array([0, 2], np.int32), lengths, table, slots, SLOTS, 2)
+    slots = torch.tensor([3 * BLOCK_SIZE, -1])
+    work = plan_step(np.array([0, 2], np.int32), lengths, table, slots, BLOCK_SIZE, 2)
     assert work.written_tokens.tolist() == [0]
     assert work.table.tolist() == [[3]]
     assert work.slot_ends.tolist() == [1]

@@ -1,4 +1,4 @@
-"""Helpers for tests on a GPU. Without a GPU, models are tiny and use Triton's interpreter."""
+"""Helpers for tests on a GPU. Without a GPU, tiny models run in Triton's interpreter."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ MARKS = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="requires a GPU, but torch found none")
 
 
 def make_llama(dtype: torch.dtype = torch.float32) -> Any:
     """Return a random model of medium size, or a tiny model without a GPU.
 
-    The weights are so small that each query attends to many tokens. If it attended to few tokens,
-    a different code of one key would change the logits by several percent.
+    With small weights, each query attends to many tokens. Otherwise, a different code for one key
+    would change the logits by several percent.
     """
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
@@ -42,7 +42,7 @@ def make_llama(dtype: torch.dtype = torch.float32) -> Any:
 
 @contextlib.contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """Return a context in which torch raises an error if Python waits for the GPU."""
+    """Let torch raise an error if Python waits for the GPU. Do nothing without a GPU."""
     if not ON_GPU:
         yield
         return
