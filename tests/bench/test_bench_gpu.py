@@ -299,7 +299,7 @@ def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp
     assert result["sections"][0]["error"].startswith("lost the device: write, a case, bad: ")
     assert summarize(result)["unfinished"] == ["decode"]
     assert main(["--from", str(path)]) == 1
-    assert "not measured, or only in part: decode: the run ended" in capsys.readouterr().out
+    assert "section decode is missing or incomplete: the run ended" in capsys.readouterr().out
 
 
 def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, monkeypatch):
