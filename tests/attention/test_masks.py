@@ -406,7 +406,7 @@ def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, max_len: in
     config = build_variant("gqa")[0].config
     cache = FP8PagedCache(config, backend=backend, prefill="stored", max_cache_len=max_len)
     key, value = cache.update(torch.randn(3, 2, 72, 16), torch.randn(3, 2, 72, 16), 0)
-    module = AttentionLayer(groups=2)
+    module = AttentionLayer(num_groups=2)
     arguments = {"query": torch.randn(3, 4, 8, 16), "attention_mask": torch.zeros(3, 1, 8, 72)}
     expected, _ = fp8_paged_attention(module, key=key, value=value, **arguments)
     for name, pattern, x in MISMATCHES:
