@@ -45,7 +45,7 @@ ModelInputs = tuple[PreTrainedModel, Inputs]
 
 # Config fields of all types. Each type gets the fields that its config has.
 COMMON_FIELDS: Fields = {
-    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB,
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "unpadded_vocab_size": VOCAB,
     "max_position_embeddings": 256, "n_positions": 256,
     "max_source_positions": 64, "max_target_positions": 64, "max_encoder_position_embeddings": 64,
     "max_decoder_position_embeddings": 64,
