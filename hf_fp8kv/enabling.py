@@ -59,12 +59,12 @@ def enable(
     unchanged.
 
     With `deterministic=True`, the pages and logits of a token have the same bits for any batch, and
-    for any split of the sequence into calls. Such calls take longer. docs/limits.md lists the
+    for any split of the sequence into calls. Such calls are slower. docs/limits.md lists the
     requirements. Both options need `prefill="stored"`, which becomes the default.
 
     Args:
         model: A model with `generate`, or PEFT's wrapper of one.
-        deterministic: As described. The model is run on 64 tokens. Add adapters before this call.
+        deterministic: See above. The model is run on 64 tokens. Add adapters before this call.
         training: None or "stored", as described. With "stored" the model is run on three tokens, so
             call `enable` before the model is compiled, wrapped or sharded.
         reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, so that only
@@ -147,7 +147,7 @@ def _find_base_model(model: Any) -> Any:
 
 
 class _PrepareCache(ModelMethod):
-    """The preparation of a model's cache, which creates an FP8 cache from keywords, its argument.
+    """Replaces the method that prepares a model's cache, and creates an FP8 cache from keywords.
 
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
@@ -191,7 +191,7 @@ class _PrepareCache(ModelMethod):
                 layers: list[Any] = prefix.layers
                 for index, layer in enumerate(layers):
                     if getattr(layer, "keys", None) is not None:
-                        _get_prefix_cache(cache).update(*_fill_window(layer), index)
+                        _get_prefix_cache(cache).update(*_pad_to_full_length(layer), index)
             return inputs
 
         vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
@@ -202,8 +202,8 @@ def _get_prefix_cache(cache: Any) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def _fill_window(layer: Any) -> list[torch.Tensor]:
-    """Return keys and values for all positions of a layer, which may only hold its window.
+def _pad_to_full_length(layer: Any) -> list[torch.Tensor]:
+    """Return keys and values for all positions of a layer, which may hold only its window.
 
     Earlier positions are not visible to any query. They get the mean, so that centers do not
     change.

@@ -8,13 +8,13 @@ from typing import Any
 
 from ..modeling.model_support import config_field, uses_interface
 
-# Model types that need a mask even if causality and a window would suffice. Moshi's mask ignores
+# Model types that need a mask even where causality and a window suffice. Moshi's mask ignores
 # the window, which only its cache applies, after the first call. The modules of Pegasus-X's decoder
-# have is_causal=False. The rest index the mask by query, or combine it with a second mask.
+# have is_causal=False. The others index the mask by query, or combine it with a second mask.
 MODELS_NEEDING_MASK = frozenset(
     {"moshi", "pegasus_x", "qwen4_exp", "qwen4_exp_text", "t5gemma2", "t5gemma2_decoder"}
 )
-# Model types that add the mask to the scores themselves.
+# Model types whose code adds the mask to the scores.
 MODELS_ADDING_MASK = frozenset({"nllb-moe", "deepseek_v4", "git", "bigbird_pegasus"})
 # Models with one of these config fields also need a mask, because their attention does not receive
 # the cached K (MLA), or selects keys (sparse attention).
@@ -22,7 +22,7 @@ _FIELDS_NEEDING_MASK = ("kv_lora_rank", "index_topk", "index_n_heads")
 
 
 def adds_mask(config: Any) -> bool:
-    """Return whether a model itself adds the mask to its scores, whatever its implementation."""
+    """Return whether a model itself adds the mask to its scores, with any implementation."""
     model_type = config_field(config, "model_type")
     return not uses_interface(type(config)) or model_type in MODELS_ADDING_MASK
 

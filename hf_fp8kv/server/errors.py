@@ -13,14 +13,14 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 
 
 class APIError(Exception):
-    """An error that becomes the answer to a request. Any code that handles a request may raise it.
+    """An error that becomes the response to a request. Code that handles requests may raise it.
 
     Args:
-        status: HTTP status, 400 or more.
+        status: HTTP status code, at least 400.
         message: Text for the client.
-        param: Name of the field of the request that is wrong.
-        code: Short name of the error for programs.
-        headers: Additional headers of the answer.
+        param: Name of the invalid field of the request.
+        code: Machine-readable name of the error.
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class APIError(Exception):
         self.headers = headers or {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of the answer."""
+        """Return the JSON body of the response."""
         default_type = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _ERROR_TYPES.get(self.status, default_type)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        error_type = _ERROR_TYPES.get(self.status, default_type)
+        body = {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
+        return {"error": body}
 
     def to_response(self) -> Response:
-        """Return the answer to the request."""
-        # json.dumps writes ASCII, because a message may repeat a text that UTF-8 cannot encode.
+        """Return the response to the request."""
+        # json.dumps writes ASCII, because a message may quote text that UTF-8 cannot encode.
         return Response(json.dumps(self.to_dict()), self.status, self.headers, "application/json")
 
 

@@ -154,9 +154,9 @@ class _Server(uvicorn.Server):
             self._app.is_stopping, grace = True, self._app.config.grace
             self._deadline = now + grace
             logger.info("stopping: %d requests get %g s", len(unfinished), grace)
-        is_late = now >= self._deadline or self._num_signals > 1
-        if unfinished and is_late and not self._requests_ended:
-            logger.warning("stopping: %d requests are ended", len(unfinished))
+        is_overdue = now >= self._deadline or self._num_signals > 1
+        if unfinished and is_overdue and not self._requests_ended:
+            logger.warning("stopping: ending %d requests", len(unfinished))
             self._app.fail_requests()
             self._requests_ended, self._deadline = True, now + _SEND_SECONDS
         return not unfinished or (self._requests_ended and now >= self._deadline)

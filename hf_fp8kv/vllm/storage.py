@@ -51,7 +51,7 @@ class ModelStorage:
         if extra_layers := [index for index in scales.layers if index >= num_layers]:
             raise ScaleError(
                 f"scales ({scales.origin}): expected only the model's layers, 0 to "
-                f"{num_layers - 1}, got also {extra_layers}. Use the scales of the served model"
+                f"{num_layers - 1}, also got {extra_layers}. Use the scales of the served model"
             )
         if scales.model_type is not None and model_types and scales.model_type not in model_types:
             raise ScaleError(
