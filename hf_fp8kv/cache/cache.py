@@ -305,7 +305,7 @@ class FP8PagedCache(DynamicCache):
         return max(self._paged.host_lengths(), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, and free pages that are no longer needed.
+        """Remove the last `-tokens_to_remove` tokens, and free the pages that no other token needs.
 
         Raises:
             ConfigError: A sliding window has lost tokens that would become visible. The cache is

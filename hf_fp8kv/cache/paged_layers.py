@@ -241,7 +241,7 @@ class PagedLayers:
                 store.length.check_crop(num_tokens, length)
 
     def crop(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` tokens, and free pages that are no longer needed.
+        """Remove the last `num_tokens` tokens, and free the pages that no other token needs.
 
         Raises:
             OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
