@@ -39,7 +39,7 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cli.shared import load_model
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.demo_model import find_gguf_file
-from hf_fp8kv.utils.environment import describe_run, version
+from hf_fp8kv.utils.environment import describe_run, find_version
 
 from .other_cpu_kernels import Attend, make_other_steps
 from .shared import TURNS, Result, main
@@ -110,7 +110,7 @@ def measure_rivals(
                 for dtype in dtypes:
                     progress(f"slopes of the demo model in {dtype}")
                     rows += measure_slopes(turns, dtype, llama)
-    rivals = {name: version(name) for name in RIVALS}
+    rivals = {name: find_version(name) for name in RIVALS}
     settings = {"turns": turns, "threads": threads, "reads_gb_per_s": reads, "rivals": rivals}
     return {**run, "settings": settings, "rows": rows}
 

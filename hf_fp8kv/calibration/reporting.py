@@ -18,7 +18,7 @@ from ..formats.codec import dynamic_scale, round_to_format, rounding_error, sear
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, CalibrationReport, LayerStatistics, QualityRow, SideStatistics
-from ..utils.environment import describe_hardware, list_versions, utc_now
+from ..utils.environment import describe_hardware, format_utc_now, list_versions
 from . import scoring
 from .choose import center_and_rotate
 from .divergence import UNQUANTIZED
@@ -191,7 +191,7 @@ def make_report(
         tokens=num_tokens,
         held_out_tokens=sum(map(len, windows)),
         seconds=time.monotonic() - job.start_time,
-        date=utc_now(),
+        date=format_utc_now(),
         versions=list_versions(),
         hardware=describe_hardware() | {"device": str(model.device)},
         scales_digest=scales.digest,

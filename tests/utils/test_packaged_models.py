@@ -35,7 +35,7 @@ def converted_files(tmp_path, monkeypatch) -> list[bytes]:
     def convert(source: Path, folder: Path) -> None:
         contents.append(source.read_bytes())
         folder.mkdir()
-        for file in demo_model._FILES:
+        for file in demo_model._FILE_NAMES:
             (folder / file).write_text("new")
 
     monkeypatch.setattr(demo_model, "convert", convert)
