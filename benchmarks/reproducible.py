@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, disable, enable, serving
-from hf_fp8kv.cli.shared import DEMO, load_model
+from hf_fp8kv.cli.shared import DEMO_NAME, load_model
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.environment import describe_run
 
@@ -239,7 +239,7 @@ class Reader:
 
 def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the demo model, or a small model with random weights."""
-    if name == DEMO:
+    if name == DEMO_NAME:
         demo_model: PreTrainedModel = load_model(None, device, dtype)[0]
         return demo_model
     torch.manual_seed(0)
@@ -251,7 +251,7 @@ def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
 @torch.no_grad()
 def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]]:
     """Return the seconds of calls of the demo model with and without determinism, and ratios."""
-    model: Any = build_model(DEMO, dtype, device)
+    model: Any = build_model(DEMO_NAME, dtype, device)
     # torch.cpu.synchronize has the same signature and does nothing.
     synchronize = torch.cuda.synchronize if model.device.type == "cuda" else torch.cpu.synchronize
     ids = torch.randint(3, VOCABULARY, (8, 512), device=device)
@@ -316,20 +316,20 @@ def measure_reproducibility(
     results of `measure_cost` if `cost` is True.
     """
     run, rows = describe_run("reproducible"), []
-    full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
+    full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO_NAME)}
     names = [full_names[name] for name in (models.split(",") if models else full_names)]
     cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
     num_per_case = combinations // max(1, len(cases))
     for index, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build_model(name, dtype, device)
-        sizes = DEMO_SIZES if name == DEMO else SIZES
+        sizes = DEMO_SIZES if name == DEMO_NAME else SIZES
         reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
         if not reader.windowed:
             kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
         # The demo model takes far longer, so it gets half the number, and each kind at least once.
-        total = num_per_case // 2 if name == DEMO else num_per_case
+        total = num_per_case // 2 if name == DEMO_NAME else num_per_case
         counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, total - len(kinds) - 1)))
         for kind, count in [*counts.items(), (Reader.decode, 1)]:
             progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind.__name__}")

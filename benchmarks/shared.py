@@ -14,7 +14,7 @@ import typer
 from hf_fp8kv.bench.reporting import build_table
 from hf_fp8kv.cli.arguments import parse_device
 from hf_fp8kv.cli.bench import show_result
-from hf_fp8kv.cli.shared import DEMO, load_model, show_progress
+from hf_fp8kv.cli.shared import DEMO_NAME, load_model, show_progress
 from hf_fp8kv.errors import FP8KVError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def with_model(measure: Callable[..., Result]) -> Callable[..., Result]:
 
     def run(model: str | None = None, device: str = "auto", **values: Any) -> Result:
         loaded_model, tokenizer = load_model(model, parse_device(device), "float32")
-        return measure(loaded_model, tokenizer, name=model or DEMO, **values)
+        return measure(loaded_model, tokenizer, name=model or DEMO_NAME, **values)
 
     return run
 

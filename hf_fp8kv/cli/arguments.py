@@ -1,4 +1,4 @@
-"""The arguments that several commands share: their help, values, and completions in a shell.
+"""Arguments that several commands share: their help, values, and completions in a shell.
 
 An invalid value raises `typer.BadParameter`, which exits with 2.
 """
@@ -19,26 +19,26 @@ from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DT
 from ..ops import CHOICES
 
 
-def completer(values: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a function that completes the values in a shell."""
+def suggest(values: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a function that suggests those `values` that complete a word in a shell."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
-def choice(values: Collection[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return keywords of `typer.Option` for a value that is one of `values` or of their aliases."""
-    names = {alias: value for alias, value in (aliases or {}).items() if value in values}
-    names |= {value: value for value in values}
+def make_choice(values: Collection[str], aliases: Mapping[str, str] = {}) -> dict[str, Any]:
+    """Return keywords of `typer.Option` that accept one of `values`, by its name or an alias."""
+    values_by_name = {alias: value for alias, value in aliases.items() if value in values}
+    values_by_name |= {value: value for value in values}
 
-    def parse(text: str) -> str:
-        if text not in names:
-            raise typer.BadParameter(f"expected one of {', '.join(names)}, got {text!r}")
-        return names[text]
+    def parse(name: str) -> str:
+        if name not in values_by_name:
+            raise typer.BadParameter(f"expected one of {', '.join(values_by_name)}, got {name!r}")
+        return values_by_name[name]
 
-    return {"parser": parse, "autocompletion": completer(names), "metavar": "TEXT"}
+    return {"parser": parse, "autocompletion": suggest(values_by_name), "metavar": "TEXT"}
 
 
 def parse_device(text: str) -> str:
-    """Return a device that torch can use. "auto" is a GPU if this machine has one, else the CPU."""
+    """Return a device that torch can use. "auto" means a GPU if torch finds one, else the CPU."""
     device = text if text != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
@@ -48,7 +48,7 @@ def parse_device(text: str) -> str:
     return device
 
 
-def parse_memory(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a number of bytes such as "8GiB", "16 GB", "512M" or "1000000"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if match is None:
@@ -57,20 +57,20 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
 
 
-def parse_path(path: str) -> str:
+def parse_output_path(path: str) -> str:
     """Return the path of a file to write. Its folder must exist."""
     if not Path(path).parent.is_dir():
         raise typer.BadParameter(f"expected a file in an existing folder, got {path!r}")
     return path
 
 
-def parse_plot(path: str) -> str:
+def parse_png_path(path: str) -> str:
     """Return the path of a plot. It must end in .png, and matplotlib must be installed."""
     if Path(path).suffix.lower() != ".png":
         raise typer.BadParameter(f"expected a file that ends in .png, got {path!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("matplotlib is not installed: pip install 'hf-fp8kv[plot]'")
-    return parse_path(path)
+    return parse_output_path(path)
 
 
 def parse_scales(text: str) -> str | float:
@@ -81,12 +81,12 @@ def parse_scales(text: str) -> str | float:
         return text
 
 
-_SIDE_CHOICE = choice((*FORMATS, AUTO), ALIASES)
+_SIDE_OPTION = make_choice((*FORMATS, AUTO), ALIASES)
 
-SIZE: dict[str, Any] = {"metavar": "SIZE", "parser": parse_memory}
+SIZE: dict[str, Any] = {"metavar": "SIZE", "parser": parse_size}
 
 DEVICE: dict[str, Any] = {
-    "help": "auto, cpu, cuda, cuda:1, ...", "autocompletion": completer(("auto", "cpu", "cuda"))
+    "help": "auto, cpu, cuda, cuda:1, ...", "autocompletion": suggest(("auto", "cpu", "cuda"))
 }  # fmt: skip
 
 _MODEL_HELP = "A folder or a Hub id. Default: the demo model."
@@ -97,26 +97,24 @@ ModelDtype = Annotated[
     str,
     typer.Option(
         help="auto (the checkpoint's), bfloat16, float16, float32.",
-        **choice(("auto", "bfloat16", "float16", "float32")),
+        **make_choice(("auto", "bfloat16", "float16", "float32")),
     ),
 ]
 Backend = Annotated[
-    str, typer.Option(help=f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}.", **choice(CHOICES))
+    str, typer.Option(help=f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}.", **make_choice(CHOICES))
 ]
-Scales = Annotated[
-    str, typer.Argument(help="A file, a folder or a Hub id, in any supported format.")
-]
+Scales = Annotated[str, typer.Argument(help="File, folder or Hub id, in any supported format.")]
 CacheDtype = Annotated[
     str | None,
     typer.Option(
         help=f"{', '.join(FORMATS)}, model (the model's dtype), or {ADAPTIVE} (measured once for "
         f"the model). {', '.join(f'{alias} = {x}' for alias, x in ALIASES.items() if x in FORMATS)}"
         f". Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
-        **choice((*FORMATS, AUTO, ADAPTIVE), ALIASES),
+        **make_choice((*FORMATS, AUTO, ADAPTIVE), ALIASES),
     ),
 ]
-KeyDtype = Annotated[str | None, typer.Option(help="Format of K only, or model.", **_SIDE_CHOICE)]
-ValueDtype = Annotated[str | None, typer.Option(help="Format of V only, or model.", **_SIDE_CHOICE)]
+KeyDtype = Annotated[str | None, typer.Option(help="Format of K only, or model.", **_SIDE_OPTION)]
+ValueDtype = Annotated[str | None, typer.Option(help="Format of V only, or model.", **_SIDE_OPTION)]
 Plan = Annotated[
     str | None,
     typer.Option(
@@ -142,11 +140,11 @@ Overwrite = Annotated[
 PYDOC = "pydoc"
 TEXTS_HELP = "A .txt file, JSON lines (.jsonl), or pydoc for Python's documentation."
 
-Dtype = Annotated[
+ScalesDtype = Annotated[
     str | None,
     typer.Option(
         help="Format of the cache for which scales are made or measured. Default: fp8_e4m3.",
-        **choice(FORMATS, ALIASES),
+        **make_choice(FORMATS, ALIASES),
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]
@@ -188,12 +186,12 @@ def load_texts(name: str) -> Path | list[str]:
 
 
 def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the arguments of a cache that `generate` and `serve` share."""
+    """Return the options of a cache that `generate` and `serve` share."""
     names = ("key_dtype", "value_dtype", "plan", "scales", "backend")
     return {"dtype": ctx.params["kv_cache_dtype"], **{name: ctx.params[name] for name in names}}
 
 
 def collect_user_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the arguments of `calibrate` or `measure` that the user set on the command line."""
-    parameters = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
-    return {k: value for k, value in ctx.params.items() if k in parameters and value is not None}
+    names = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
+    return {name: x for name, x in ctx.params.items() if name in names and x is not None}

@@ -9,7 +9,7 @@ import typer
 from rich.console import RenderableType
 
 from ..modeling.layer_specs import read_config
-from .arguments import Device, parse_path
+from .arguments import Device, parse_output_path
 from .shared import make_console, show_progress
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Measure FP8PagedCache and transformers' own caches on this machine.", no_args_is_help=True
 )
-Shape = Annotated[
+ShapeModel = Annotated[
     str | None,
     typer.Option(
         "--model",
@@ -31,26 +31,26 @@ JsonPath = Annotated[
     typer.Option(
         "--json",
         metavar="PATH",
-        parser=parse_path,
-        help="Write the result as JSON. With - print the JSON instead of tables.",
+        parser=parse_output_path,
+        help="Write the result as JSON. - prints the JSON instead of tables.",
     ),
 ]
 
 
 @app.command()
-def speed(model: Shape = None, device: Device = "auto", json_path: JsonPath = None) -> None:
+def speed(model: ShapeModel = None, device: Device = "auto", json_path: JsonPath = None) -> None:
     """Time decode steps, first calls and chunks of prompts of one layer."""
     from ..bench.speed import format_table, measure_speed
 
     setup, _ = _make_setup(model, device)
-    with show_progress() as report:
-        result = measure_speed(setup, progress=report)
+    with show_progress() as progress:
+        result = measure_speed(setup, progress=progress)
     show_result(result, format_table, json_path)
 
 
 @app.command()
 def memory(
-    model: Shape = None,
+    model: ShapeModel = None,
     device: Device = "auto",
     memory_gib: Annotated[
         float, typer.Option(min=0.001, max=10_000, help="Free memory next to the model, in GiB.")
@@ -62,8 +62,8 @@ def memory(
 
     setup, config = _make_setup(model, device)
     models = None if config is None else {str(model): config}
-    with show_progress() as report:
-        result = measure_memory(setup, models=models, memory_gib=memory_gib, progress=report)
+    with show_progress() as progress:
+        result = measure_memory(setup, models=models, memory_gib=memory_gib, progress=progress)
     show_result(result, format_table, json_path)
 
 
@@ -82,7 +82,7 @@ def show_result(
 
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
-    """Return the setup of the layer to measure, and the model's config (None without a model)."""
+    """Return the setup of the layer to measure, and the model's config or None."""
     from ..bench.contenders import Setup
     from ..serving.engines.common import kv_shape
 

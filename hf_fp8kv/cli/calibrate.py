@@ -14,9 +14,9 @@ from ..scales.report import REPORT_FILE
 from ..scales.save import open_base
 from . import arguments
 from .scales_table import describe_scales, format_quality
-from .shared import Warnings, handle_log, load_model, make_console, print_note
+from .shared import WarningLog, handle_log, load_model, make_console, print_note
 
-COPY = "checkpoint"
+COPY_FOLDER = "checkpoint"
 
 
 def calibrate(
@@ -31,7 +31,7 @@ def calibrate(
         typer.Option(
             help="One scale per layer (tensor), head or channel. "
             "Default: head, or the finest that --format can hold.",
-            **arguments.choice(get_args(Granularity)),
+            **arguments.make_choice(get_args(Granularity)),
         ),
     ] = None,
     center: Annotated[
@@ -42,13 +42,13 @@ def calibrate(
             "Default: on for hf_fp8kv, the only format that can hold them.",
         ),
     ] = None,
-    dtype: arguments.Dtype = None,
+    dtype: arguments.ScalesDtype = None,
     plan: Annotated[
         str | None,
         typer.Option(
             help="measured: choose the format, rotation and center of least cost for each layer. "
             "Only this package can use such scales.",
-            **arguments.choice(("measured",)),
+            **arguments.make_choice(("measured",)),
         ),
     ] = None,
     margin: Annotated[
@@ -64,7 +64,7 @@ def calibrate(
         typer.Option(
             "--format",
             help="Format of the files (see convert --to).",
-            **arguments.choice(SCALE_FORMATS),
+            **arguments.make_choice(SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
     max_tokens: arguments.MaxTokens = None,
@@ -84,7 +84,7 @@ def calibrate(
             metavar="FOLDER",
             exists=True,
             file_okay=False,
-            help=f"Also write a copy of this checkpoint, with scales in --format, to OUT/{COPY}.",
+            help=f"Also copy this checkpoint, with the scales in --format, to OUT/{COPY_FOLDER}.",
         ),
     ] = None,
     overwrite: arguments.Overwrite = False,
@@ -100,18 +100,17 @@ def calibrate(
         raise typer.BadParameter(message, param_hint="--plan")
     if not SCALE_FORMATS[format_name].holds_centers:
         options = {"center": False, "granularity": SCALE_FORMATS[format_name].granularity} | options
-    folder = Path(out)
-    with handle_log(log := Warnings()):
+    folder, copy_folder = Path(out), Path(out) / COPY_FOLDER
+    with handle_log(log := WarningLog()):
         corpus = arguments.load_texts(texts)
-        # The copy of a checkpoint has the scales in --format, and OUT has them as hf_fp8kv.
+        # With a checkpoint, only its copy has the scales in --format, and OUT has hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else format_name
-        # Check before the calibration, which takes minutes, that the scales can be written. The
-        # folder may not have other scales, although some formats can share a folder.
+        # The calibration takes minutes, so first check that the scales can be written. OUT must not
+        # contain other scales, although some formats can share a folder.
         file_names = SCALE_FORMATS[out_format].make_files(KVScales.uniform(1))
         checked_names = {JSON_FILE, REPORT_FILE, SCALES_SHARD, *file_names}
         open_base(folder, SCALE_FORMATS[out_format], checked_names, None, overwrite=overwrite)
         if checkpoint is not None:
-            copy_folder = folder / COPY
             open_base(copy_folder, SCALE_FORMATS[format_name], (), checkpoint, overwrite=overwrite)
         loaded_model, tokenizer = load_model(model, device, model_dtype)
         scales = calibration.calibrate(loaded_model, corpus, tokenizer=tokenizer, **options)
@@ -120,17 +119,17 @@ def calibrate(
         except ScaleError as error:
             if SCALE_FORMATS[out_format].holds_centers:
                 raise
-            scales.save_pretrained(folder, overwrite=overwrite)  # so that the result is not lost
+            scales.save_pretrained(folder, overwrite=overwrite)  # keeps the result
             raise ScaleError(f"{error}. The scales are in {folder}, as hf_fp8kv") from error
         if checkpoint is not None:
             print_note(f"{folder}: scales are written. Copying {checkpoint}")
             paths += scales.save_pretrained(
-                folder / COPY, format=format_name, checkpoint=checkpoint, overwrite=overwrite
+                copy_folder, format=format_name, checkpoint=checkpoint, overwrite=overwrite
             )
     report, files = scales.report, list(map(str, paths))
     if as_json:
-        result = describe_scales(scales) | {"files": files, "warnings": log.messages}
-        print(json.dumps(result | {"report": None if report is None else report.to_dict()}))
+        output = describe_scales(scales) | {"files": files, "warnings": log.messages}
+        print(json.dumps(output | {"report": None if report is None else report.to_dict()}))
         return
     if report is not None:
         make_console(120).print(*format_quality(report), sep="\n")

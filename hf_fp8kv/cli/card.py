@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from . import arguments
-from .shared import DEMO, load_model, make_console, print_note
+from .shared import DEMO_NAME, load_model, make_console, print_note
 
 
 def card(
@@ -49,7 +49,7 @@ def card(
 
     if quick and long:
         raise typer.BadParameter("expected --quick or --long, got both")
-    name = DEMO if model is None else Path(os.path.abspath(model)).name
+    name = DEMO_NAME if model is None else Path(os.path.abspath(model)).name
     folder = out or Path(f"card-{name.split()[0]}")
     size = "quick" if quick else "long" if long else "normal"
     parts_path = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card

@@ -11,18 +11,18 @@ import typer
 from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, KVScales
 from ..scales.save import Weights
-from .arguments import Json, Overwrite, Scales, choice
+from .arguments import Json, Overwrite, Scales, make_choice
 from .scales_table import describe_scales
-from .shared import Warnings, handle_log, print_note
+from .shared import WarningLog, handle_log, print_note
 
 logger = logging.getLogger(__name__)
 
 
 def convert(
     scales: Scales,
-    to: Annotated[str, typer.Option(help=f"{', '.join(SCALE_FORMATS)}.", **choice(SCALE_FORMATS))],
+    to: Annotated[str, typer.Option(help=", ".join(SCALE_FORMATS), **make_choice(SCALE_FORMATS))],
     out: Annotated[
-        str | None, typer.Argument(help="The folder to write to. Created if missing.")
+        str | None, typer.Argument(help="Folder of the new files. Created if missing.")
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -32,12 +32,12 @@ def convert(
         Any,
         typer.Option(
             help="copy, or link (hard links to the weights, on the same disk).",
-            **choice(get_args(Weights)),
+            **make_choice(get_args(Weights)),
         ),
     ] = "copy",
     overwrite: Overwrite = False,
     tp_size: Annotated[
-        int, typer.Option(min=1, help="vllm-json: write the scales for this many ranks.")
+        int, typer.Option(min=1, help="Number of ranks in the file. Only for vllm-json.")
     ] = 1,
     model_type: Annotated[
         str | None,
@@ -46,7 +46,7 @@ def convert(
     lenient: Annotated[
         bool,
         typer.Option(
-            "--lenient", help="Warn about missing layers or a different model type, do not fail."
+            "--lenient", help="Warn of missing layers or a different model type, but do not fail."
         ),
     ] = False,
     push_to_hub: Annotated[
@@ -54,13 +54,13 @@ def convert(
         typer.Option(metavar="REPO", help="Upload the scales instead of writing them to a folder."),
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(metavar="REPO", help="The base model on the Hub, for the card.")
+        str | None, typer.Option(metavar="REPO", help="Base model on the Hub, for the model card.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert static scales to a different format. Print the paths of the new files, one per line.
+    """Convert static scales to a different format, and print the path of each new file.
 
-    Scales that the format cannot hold are reduced so that nothing saturates, with a warning.
+    Scales that the format cannot hold are reduced with a warning, so that nothing saturates.
     """
     if (out is None) == (push_to_hub is None):
         message = f"expected a folder or --push-to-hub, got {'both' if out else 'neither'}"
@@ -76,9 +76,9 @@ def convert(
     options: dict[str, Any] = {
         "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
     }  # fmt: skip
-    with handle_log(log := Warnings()):
+    with handle_log(log := WarningLog()):
         source = KVScales.from_pretrained(scales, strict=not lenient)
-        facts, typed_scales = describe_scales(source), source
+        description, typed_scales = describe_scales(source), source
         if model_type not in (None, source.model_type):
             typed_scales = replace(source, model_type=model_type)
             if source.model_type is not None:
@@ -96,7 +96,8 @@ def convert(
             paths = typed_scales.save_pretrained(str(out), **options)
             files, target = list(map(str, paths)), {"format": to, "folder": str(out)}
     if as_json:
-        print(json.dumps({"from": facts, "to": target, "files": files, "warnings": log.messages}))
+        output = {"from": description, "to": target, "files": files, "warnings": log.messages}
+        print(json.dumps(output))
         return
     print_note(
         f"{source.format} -> {to}: {len(source.layers)} layers, per {source.granularity}"

@@ -25,13 +25,13 @@ from ..modeling.model_support import CACHE
 from ..scales.kv_scales import warn_if_stale
 from ..utils.terminal import format_size
 from . import arguments
-from .shared import DEMO, load_model, make_console
+from .shared import DEMO_NAME, load_model, make_console
 
 
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
-        str, typer.Argument(help="The text to continue or answer; - reads it from stdin.")
+        str, typer.Argument(help="Text to continue or answer. - reads the text from stdin.")
     ] = "London is the capital of",
     model: arguments.Model = None,
     kv_cache_dtype: arguments.CacheDtype = None,
@@ -46,14 +46,14 @@ def generate(
         str,
         typer.Option(
             help="Attention of the FP8 run: fp8_paged, sdpa, eager, ...",
-            autocompletion=arguments.completer(("fp8_paged", "sdpa", "eager", "flex_attention")),
+            autocompletion=arguments.suggest(("fp8_paged", "sdpa", "eager", "flex_attention")),
         ),
     ] = "fp8_paged",
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: always the most likely token.")
+        float, typer.Option(min=0.0, help="0 means always the most likely token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed for a temperature above 0.")] = 0,
     device: arguments.Device = "auto",
@@ -65,12 +65,12 @@ def generate(
     """Answer a prompt with the default cache and with FP8 pages, side by side."""
     options = arguments.collect_page_options(ctx) | {"page_size": page_size}
     if kv_cache_dtype != ADAPTIVE:
-        FP8PagedCache(**options)  # raises an error for wrong options before the model is loaded
+        FP8PagedCache(**options)  # raises for invalid options before the model is loaded
     text = sys.stdin.read().strip() if prompt == "-" else prompt
-    name = model or DEMO
+    name = model or DEMO_NAME
     loaded_model, tokenizer = load_model(model, device)
     inputs = encode_prompt(tokenizer, text, name, chat=chat).to(loaded_model.device)
-    # None overrides the checkpoint's recommendations for sampling.
+    # A value of None overrides the checkpoint's recommendation for sampling.
     sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
                 "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
     run = partial(run_cache, loaded_model, tokenizer, inputs, sampling, seed, memory)
@@ -84,16 +84,16 @@ def generate(
     cache_options = {**options, "dtype": dtype, "plan": chosen_plan}
     runs.append(run(partial(FP8PagedCache, loaded_model.config, **cache_options), scales))
     if as_json:
-        context = {"prompt": text, "model": name, "options": options}
+        settings = {"prompt": text, "model": name, "options": options, "memory_bytes": memory}
         answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}
-        print(json.dumps({**context, "memory_bytes": memory, **answers}))
+        print(json.dumps({**settings, **answers}))
     else:
         make_console().print(*make_comparison(name, text, runs, memory), sep="\n")
 
 
 @dataclass(frozen=True)
 class Run:
-    """An answer, its speed, and the size of its cache. Sizes are in bytes."""
+    """An answer, the speed of its tokens, and the size of the cache in bytes."""
 
     cache: str
     scales: str
@@ -108,7 +108,7 @@ class Run:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, name: str, *, chat: bool) -> BatchEncoding:
-    """Return the tokens of a prompt, as a user's message if `chat`. Errors name the model."""
+    """Return the tokens of a prompt, in the chat template if `chat`. Errors name the model."""
     if not chat:
         encoding = tokenizer(prompt, return_tensors="pt")
     elif tokenizer.chat_template is None:
@@ -128,68 +128,70 @@ def run_cache(
     model: Any, tokenizer: Any, inputs: Mapping[str, torch.Tensor], sampling: Mapping[str, Any],
     seed: int, memory_bytes: int, make_cache: Callable[[], Any], scales: object = None,
 ) -> Run:  # fmt: skip
-    """Generate with a cache. `scales` is the argument of an FP8 cache, for the output."""
+    """Generate with a new cache. `scales` is the option of an FP8 cache, for the output."""
     timestamps: list[float] = []
     streamer = SimpleNamespace(
         put=lambda _ids: timestamps.append(time.perf_counter()), end=lambda: None
     )
-    # Generate two tokens first, because kernels are compiled at their first use.
-    call = {**inputs, CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2}
-    model.generate(**call, do_sample=False)
+    # Generate two tokens before timing, because kernels are compiled at their first use.
+    warm_up = {CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
+    model.generate(**inputs, **warm_up)
     torch.manual_seed(seed)
-    call = {**inputs, CACHE: (cache := make_cache()), **sampling}
-    ids = model.generate(**call, streamer=streamer)[0, inputs["input_ids"].shape[1] :].tolist()
+    options = {CACHE: (cache := make_cache()), **sampling, "streamer": streamer}
+    ids = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
     timestamps = timestamps[-len(ids) :]
     num_steps = len(timestamps) - 1
     speed = num_steps / (timestamps[-1] - timestamps[0]) if num_steps > 0 else None
     if isinstance(cache, FP8PagedCache):
         warn_if_stale(model, cache.options.scales)
-        sizes, page = cache.memory_footprint(), cache.options.page_size
-        tokens, size = sizes.tokens, sizes.used_bytes + sizes.other_bytes
-        # The last page is partly filled. A token's size is its share of a full page.
-        token_size = sizes.used_bytes / (-(-tokens // page) * page) + sizes.other_bytes / tokens
+        sizes, page_size = cache.memory_footprint(), cache.options.page_size
+        num_tokens, cache_bytes = sizes.tokens, sizes.used_bytes + sizes.other_bytes
+        # The last page is partly filled, so count a token as its share of a full page.
+        num_slots = -(-num_tokens // page_size) * page_size
+        token_bytes = sizes.used_bytes / num_slots + sizes.other_bytes / num_tokens
         plans = [*sizes.layers_by_plan]
-        name = f"pages of {page}, {plans[0] if len(plans) == 1 else 'plans by layer'}"
+        cache_title = f"pages of {page_size}, {plans[0] if len(plans) == 1 else 'plans by layer'}"
         is_auto = all(side.is_auto for plan in cache.plan.values() for side in plan)
-        label = "none" if is_auto else str(scales or "dynamic")
+        scales_title = "none" if is_auto else str(scales or "dynamic")
     else:
-        tokens, size, label = cache.get_seq_length(), count_bytes(cache), "none"
-        token_size, name = size / tokens, f"DynamicCache {str(model.dtype).removeprefix('torch.')}"
+        num_tokens, cache_bytes, scales_title = cache.get_seq_length(), count_bytes(cache), "none"
+        token_bytes = cache_bytes / num_tokens
+        cache_title = f"DynamicCache {str(model.dtype).removeprefix('torch.')}"
     return Run(
-        name, label, str(model.config._attn_implementation),
-        tokenizer.decode(ids, skip_special_tokens=True), ids, speed, tokens, size, token_size,
-        int(memory_bytes / token_size),
+        cache_title, scales_title, str(model.config._attn_implementation),
+        tokenizer.decode(ids, skip_special_tokens=True), ids, speed, num_tokens, cache_bytes,
+        token_bytes, int(memory_bytes / token_bytes),
     )  # fmt: skip
 
 
 def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
     """Return the number of equal tokens, the number of positions, and the first difference.
 
-    Positions count from 0, to the end of the longer answer. A token without a counterpart differs.
+    Positions count from 0 to the end of the longer answer, whose additional tokens differ.
     """
     matches = [a == b for a, b in zip_longest(dense_run.token_ids, paged_run.token_ids)]
-    first = None if all(matches) else matches.index(False)
-    return {"equal": sum(matches), "of": len(matches), "first_difference": first}
+    first_difference = None if all(matches) else matches.index(False)
+    return {"equal": sum(matches), "of": len(matches), "first_difference": first_difference}
 
 
 def make_comparison(
-    name: str, prompt: str, runs: Sequence[Run], memory: int
+    name: str, prompt: str, runs: Sequence[Run], memory_bytes: int
 ) -> list[RenderableType]:
-    """Return the prompt and a table with a column for each run."""
+    """Return the prompt, and a table with a column for each run."""
     dense_run, paged_run = runs
-    tokens = compare_tokens(dense_run, paged_run)
-    index = tokens["first_difference"]
+    agreement = compare_tokens(dense_run, paged_run)
+    index = agreement["first_difference"]
     difference = "" if index is None else f", first difference at token {index + 1}"
     ratio = f" ({paged_run.bytes_per_token / dense_run.bytes_per_token:.2f} x)"
-    sizes = [format_size(run.bytes_per_token) for run in runs]
+    token_sizes = [format_size(run.bytes_per_token) for run in runs]
     rows: dict[str, Sequence[str]] = {
         "answer": [run.text for run in runs],
-        "same tokens": ["", f"{tokens['equal']} of {tokens['of']}{difference}"],
+        "same tokens": ["", f"{agreement['equal']} of {agreement['of']}{difference}"],
         "scales": [run.scales for run in runs],
         "attention": [run.attention for run in runs],
         "cache": [f"{format_size(x.cache_bytes)} for {x.cached_tokens} tokens" for x in runs],
-        "per token": [sizes[0], sizes[1] + ratio],
-        f"fit into {format_size(memory)}": [f"{run.tokens_that_fit:,} tokens" for run in runs],
+        "per token": [token_sizes[0], token_sizes[1] + ratio],
+        f"fit into {format_size(memory_bytes)}": [f"{x.tokens_that_fit:,} tokens" for x in runs],
         "tokens/s": [f"{x.tokens_per_second:.1f}" if x.tokens_per_second else "-" for x in runs],
     }
     columns: dict[str, Any] = dict.fromkeys(("", *(run.cache for run in runs)), "left")

@@ -1,4 +1,4 @@
-"""`hf-fp8kv inspect`, which shows static scales, their quality, or how a saved cache is stored."""
+"""`hf-fp8kv inspect`, which shows static scales, their quality, or the storage of a saved cache."""
 
 import json
 from contextlib import suppress
@@ -17,7 +17,7 @@ from ..utils.terminal import format_size
 from . import arguments
 from .scales_plot import plot_scales
 from .scales_table import describe_layers, describe_scales, list_remarks, make_tables
-from .shared import Warnings, handle_log, load_model, make_console
+from .shared import WarningLog, handle_log, load_model, make_console
 
 
 def inspect(
@@ -32,9 +32,9 @@ def inspect(
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Plot all layers as a PNG.", parser=arguments.parse_plot),
+        typer.Option(metavar="PATH", help="PNG of all layers.", parser=arguments.parse_png_path),
     ] = None,
-    dtype: arguments.Dtype = None,
+    dtype: arguments.ScalesDtype = None,
     max_tokens: arguments.MaxTokens = None,
     max_length: arguments.MaxLength = None,
     max_position: arguments.MaxPosition = None,
@@ -53,14 +53,14 @@ def inspect(
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)
-    with handle_log(log := Warnings()):
+    with handle_log(log := WarningLog()):
         if _is_saved_cache(scales):
             if texts is not None or plot is not None:
                 option = "--texts" if texts is not None else "--plot"
                 raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
             _show_cache(scales, as_json)
             return
-        # Show a faulty file with warnings if possible, instead of refusing it.
+        # Faulty scales are shown with warnings, unless they cannot be read.
         kv_scales = KVScales.from_pretrained(scales, strict=False)
         report = kv_scales.report
         if texts is not None:
@@ -85,7 +85,7 @@ def inspect(
 
 
 def _is_saved_cache(path: str) -> bool:
-    with suppress(ScaleError):  # reading the scales raises the error again
+    with suppress(ScaleError):  # the caller then reads scales, and reports the error
         return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False
 

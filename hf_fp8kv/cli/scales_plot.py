@@ -14,12 +14,12 @@ from ..formats import FORMATS
 from ..scales import CalibrationReport, KVScales
 from ..scales.report import DYNAMIC
 from ..utils.files import write_all
-from .scales_table import describe_source
+from .scales_table import describe_texts
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
-# In inches, and dots per inch. A plot is 1600 pixels wide.
-_SIZE, _DPI = (40 / 3, 12), 120
-# Colors that color-blind readers can distinguish (Okabe and Ito), and markers for black print.
+# A plot is 1600 pixels wide.
+_SIZE_INCHES, _DPI = (40 / 3, 12), 120
+# Colors that color-blind readers can distinguish (Okabe and Ito), and markers for gray prints.
 _COLORS = ("#0072b2", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#e69f00")
 _MARKERS = "osv^DP"
 _NOT_MEASURED = (
@@ -35,14 +35,14 @@ def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | 
     magnitude that E4M3 represents with the scales (448 × scale), and a note on missing errors.
     """
     figure = make_figure(scales, report)
-    write_all({Path(path): lambda temporary: figure.savefig(temporary, dpi=_DPI, format="png")})
+    write_all({Path(path): lambda file: figure.savefig(file, dpi=_DPI, format="png")})
 
 
 def make_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     """Return the matplotlib figure that `plot_scales` writes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE, layout="constrained")
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     panels = figure.subplot_mosaic([["kv", "kv"], ["k", "v"], ["k error", "v error"]])
     panels["v error"].sharey(panels["k error"])
     quantity = "largest magnitude" if report is not None else f"{_E4M3_MAX:g} × scale"
@@ -76,7 +76,7 @@ def _make_title(scales: KVScales, report: CalibrationReport | None) -> str:
     if report is None:
         model = scales.model_type or "model type unknown"
         return f"{model}, {_shorten(scales.origin)}\nnot measured: {_E4M3_MAX:g} × scale is shown"
-    return f"{_shorten(report.model)}\nscales per {report.granularity}, {describe_source(report)}"
+    return f"{_shorten(report.model)}\nscales per {report.granularity}, {describe_texts(report)}"
 
 
 def _shorten(name: str, max_length: int = 80) -> str:
@@ -86,7 +86,7 @@ def _shorten(name: str, max_length: int = 80) -> str:
 
 
 def _find_head_maxima(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
-    """Return the largest magnitudes, `[layers, heads]`. NaN stands for 0 and for missing values."""
+    """Return the largest magnitudes, `[layers, heads]`. NaN replaces 0 and missing values."""
     if report is not None:
         amax = {i: np.array(getattr(layer, side).amax) for i, layer in report.layers.items()}
     else:
@@ -105,7 +105,7 @@ def _find_head_maxima(scales: KVScales, report: CalibrationReport | None, side: 
 
 
 def _draw_line(axes: Any, values: Mapping[int, float], index: int, **style: Any) -> None:
-    """Draw positive values by layer as a line, with the color and the marker of series `index`."""
+    """Draw positive values by layer as a line, with the color and marker of series `index`."""
     if points := [(layer, value) for layer, value in values.items() if value > 0]:
         style = {"color": _COLORS[index], "marker": _MARKERS[index], "markersize": 3, **style}
         axes.plot(*zip(*points, strict=True), **style)

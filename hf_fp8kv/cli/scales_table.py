@@ -1,4 +1,4 @@
-"""Show static scales and their report as JSON values, as tables, and with remarks."""
+"""Format static scales and their report as JSON values and tables, with remarks."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from ..scales.report import SideStatistics
 from ..utils.text import format_list
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
-# A layer whose scale exceeds the median of all layers by this factor gets a remark.
+# A scale that exceeds the median of all layers by this factor gets a remark.
 _OUTLIER_FACTOR = 10
 
 
 def describe_scales(scales: KVScales) -> dict[str, Any]:
-    """Return the properties of all layers together, as JSON values."""
+    """Return the properties that the layers share, as JSON values."""
     return {
         "format": scales.format,
         "origin": scales.origin,
@@ -53,18 +53,18 @@ def _describe_side(
     scale: torch.Tensor | None, side_statistics: SideStatistics | None
 ) -> dict[str, Any] | None:
     """Return the scale and statistics of K or V of a layer. Scales per channel are not listed."""
-    side: dict[str, Any] = {}
+    entry: dict[str, Any] = {}
     if scale is not None:
         min_scale, max_scale = float(scale.min()), float(scale.max())
-        side = {"shape": list(scale.shape), "min": min_scale, "max": max_scale}
+        entry = {"shape": list(scale.shape), "min": min_scale, "max": max_scale}
         if scale.ndim == 0 or scale.shape[1] == 1:
-            side["values"] = scale.flatten().tolist()
-        # This is the largest magnitude that the scale can represent, if nothing was measured.
-        side |= {"amax": _E4M3_MAX * max_scale, "amax_from": "scale"}
+            entry["values"] = scale.flatten().tolist()
+        # Without a measurement, show the largest magnitude that the scale can represent.
+        entry |= {"amax": _E4M3_MAX * max_scale, "amax_from": "scale"}
     if side_statistics is not None:
-        side |= {"amax": max(side_statistics.amax), "amax_from": "text"}
-        side |= {"saturated": side_statistics.saturated, "underflow": side_statistics.underflow}
-    return side or None
+        entry |= {"amax": max(side_statistics.amax), "amax_from": "text"}
+        entry |= {"saturated": side_statistics.saturated, "underflow": side_statistics.underflow}
+    return entry or None
 
 
 def list_remarks(scales: KVScales) -> Iterator[str]:
@@ -77,23 +77,23 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
         )
     if scales.is_dynamic:
         return
-    layers = {index: layer.static for index, layer in scales.layers.items()}
-    if all(bool((scale == 1).all()) for pair in layers.values() for scale in pair):
+    sides_by_layer = {index: layer.static for index, layer in scales.layers.items()}
+    if all(bool((scale == 1).all()) for sides in sides_by_layer.values() for scale in sides):
         yield (
-            "every scale is exactly 1.0, the value tools write without calibration. Calibrate, or "
+            "every scale is exactly 1.0, which tools write without calibration. Calibrate, or "
             "use dynamic scales (scales=None)"
         )
-    elif all(torch.equal(*pair) for pair in layers.values()):
+    elif all(torch.equal(k_scale, v_scale) for k_scale, v_scale in sides_by_layer.values()):
         yield (
             "K and V have the same scale in every layer, which wastes range on the smaller side. "
             "Calibrate separate scales for K and V"
         )
-    for n, name in enumerate("KV"):
-        largest_scales = {index: float(pair[n].max()) for index, pair in layers.items()}
+    for n, side in enumerate("KV"):
+        largest_scales = {index: float(x[n].max()) for index, x in sides_by_layer.items()}
         median = statistics.median(largest_scales.values())
         if outliers := [i for i, x in largest_scales.items() if x > _OUTLIER_FACTOR * median]:
             yield (
-                f"{name} of {_name_layers(outliers)}: the scale is over {_OUTLIER_FACTOR} times "
+                f"{side} of {_name_layers(outliers)}: the scale is over {_OUTLIER_FACTOR} times "
                 f"the median of all layers ({format_number(median)}), because of a few huge values "
                 "or a faulty file. Compare the heads, and measure the error there"
             )
@@ -106,19 +106,19 @@ def _name_layers(indices: Sequence[object]) -> str:
 def make_tables(
     scales: KVScales, report: CalibrationReport | None, width: int
 ) -> list[RenderableType]:
-    """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
+    """Return the headings, tables and remarks of `hf-fp8kv inspect`, from top to bottom.
 
-    Without a report only the scales are shown. The table of layers has the sources of the scales if
-    they fit into `width` columns of the terminal. Columns that do not fit are in further tables.
+    Without a report, only the scales are shown. The sources of the scales are omitted if the table
+    of layers is wider than `width` characters. Columns that do not fit are in further tables.
     """
-    parts: list[RenderableType] = [Text(line) for line in _list_headings(scales, report)]
+    output: list[RenderableType] = [Text(line) for line in _list_headings(scales, report)]
     rows = list(_list_rows(scales, report))
     columns = {name: cells for name in rows[0] if any(cells := [row[name] for row in rows])}
-    # Each column has two spaces and a line, and one line is added.
+    # A column adds two spaces and a vertical line. The table ends with one more line.
     widths = {name: 3 + max(map(len, [name, *cells])) for name, cells in columns.items()}
     if 1 + sum(widths.values()) > width:
         columns.pop("source", None)
-    fixed_columns, other_columns = [*columns][:2], [*columns][2:]  # the layer, and K or V
+    fixed_columns, other_columns = [*columns][:2], [*columns][2:]  # "layer" and "stored"
     tables = [[*fixed_columns]]
     for name in other_columns:
         if len(tables[-1]) > 2 and 1 + sum(widths[x] for x in [*tables[-1], name]) > width:
@@ -129,21 +129,20 @@ def make_tables(
         alignments: dict[str, Any] = {n: "left" if n in left_columns else "right" for n in names}
         table_rows = zip(*(columns[name] for name in names), strict=True)
         padding = (0, 1, 0, int(len(tables) == 1))
-        parts.append(build_table(alignments, table_rows, padding=padding))
-    parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
+        output.append(build_table(alignments, table_rows, padding=padding))
+    output += [Text(f"! {remark}") for remark in list_remarks(scales)]
     if report is not None:
-        parts += format_quality(report)
-    return parts
+        output += format_quality(report)
+    return output
 
 
 def _list_headings(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
-    description = describe_scales(scales)
-    num_layers = description["num_layers"]
+    num_layers = len(scales.layers)
     num_centered = sum(layer.k_center is not None for layer in scales.layers.values())
     layer_share = f" in {num_centered} of {num_layers} layers" if num_centered < num_layers else ""
     yield (
         f"{scales.format}, {scales.model_type or 'model type unknown'}, "
-        f"{num_layers} layer{'s' if num_layers > 1 else ''}, per {description['granularity']}, "
+        f"{num_layers} layer{'s' if num_layers > 1 else ''}, per {scales.granularity}, "
         f"{f'K centered{layer_share}' if num_centered else 'K not centered'}"
     )
     yield f"from {scales.origin}"
@@ -152,11 +151,11 @@ def _list_headings(scales: KVScales, report: CalibrationReport | None) -> Iterat
     if scales.weights_digest is not None:
         yield f"for weights with the digest {scales.weights_digest}"
     if report is not None:
-        yield f"{report.model}: {describe_source(report)}; {report.date[:10]}"
+        yield f"{report.model}: {describe_texts(report)}; {report.date[:10]}"
 
 
-def describe_source(report: CalibrationReport) -> str:
-    """Describe the texts of a report. Scales from other sources have only been measured."""
+def describe_texts(report: CalibrationReport) -> str:
+    """Describe the texts on which the scales of a report were calibrated, or only measured."""
     if not report.tokens:
         return f"measured as {report.dtype} on {report.held_out_tokens} tokens"
     texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
@@ -168,27 +167,28 @@ def describe_source(report: CalibrationReport) -> str:
 
 def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[dict[str, str]]:
     """Yield the cells of K and of V of each layer by heading. Cells without a value are empty."""
-    amax, origin = (f"{_E4M3_MAX:g} x scale", "scale") if report is None else ("amax", "text")
+    heading, amax_from = (f"{_E4M3_MAX:g} x scale", "scale") if report is None else ("amax", "text")
     has_fractions = report is not None and report.held_out_tokens > 0
     for index, layer in describe_layers(scales, report).items():
         for n, side in enumerate("kv"):
             values = layer[side] or {}
             center = "centered" if layer["centered"] and side == "k" else ""
             plan = center if layer["plan"] is None else layer["plan"][n]
-            limits = dict.fromkeys(values[end] for end in ("min", "max") if end in values)
+            limits = dict.fromkeys(values[name] for name in ("min", "max") if name in values)
             row = {"layer": index, "stored": f"{side.upper()} {plan}".rstrip()}
             row["scale"] = " .. ".join(map(format_number, limits))
-            row[amax] = format_number(values["amax"]) if values.get("amax_from") == origin else ""
-            for fraction in ("saturated", "underflow") if has_fractions else ():
-                row[fraction] = f"{100 * values[fraction]:.3g} %" if fraction in values else ""
-            # The cell has the name of the tensor, without the file.
+            has_amax = values.get("amax_from") == amax_from
+            row[heading] = format_number(values["amax"]) if has_amax else ""
+            for name in ("saturated", "underflow") if has_fractions else ():
+                row[name] = f"{100 * values[name]:.3g} %" if name in values else ""
+            # Show the name of the tensor, without the name of its file.
             row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-n]
             yield row
 
 
 def format_quality(report: CalibrationReport) -> list[RenderableType]:
-    """Return the quality on held-out text at near and far positions, and a note on centers."""
-    parts: list[RenderableType] = []
+    """Return tables of the quality on held-out text, near and far, and a note on centers."""
+    output: list[RenderableType] = []
     for title, rows in (
         ("held-out text, compared with the unquantized cache", report.quality),
         (f"the same at far positions, up to {report.max_position}", report.far_quality),
@@ -203,5 +203,5 @@ def format_quality(report: CalibrationReport) -> list[RenderableType]:
         )  # fmt: skip
         if rows:
             alignments: dict[str, Any] = {"cache": "left", **dict.fromkeys(measures, "right")}
-            parts.append(build_table(alignments, cells, title=title))
-    return [*parts, Text(report.centers)] if report.centers else parts
+            output.append(build_table(alignments, cells, title=title))
+    return [*output, Text(report.centers)] if report.centers else output

@@ -16,7 +16,7 @@ from . import arguments
 from .shared import handle_log, print_note
 
 
-def parse_object(text: str) -> dict[str, Any]:
+def parse_json(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         value = json.loads(text)
@@ -44,18 +44,18 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="The clients' token. HF_FP8KV_API_KEY is safer: other users can see arguments.",
+            help="Token of the clients. HF_FP8KV_API_KEY is safer: other users see arguments.",
             show_default=False,
         ),
     ] = None,
     max_body: Annotated[
-        Any, typer.Option(help="Size of the largest request.", **arguments.SIZE)
+        Any, typer.Option(help="Maximum size of a request.", **arguments.SIZE)
     ] = "4MiB",
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Number of requests that may wait. Others get 429.")
+        int, typer.Option(min=1, help="Maximum number of waiting requests. Others get 429.")
     ] = 128,
     served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name for clients. Default: its own name.")
+        str | None, typer.Option(help="Name of the model for clients. Default: the model's name.")
     ] = None,
     chat_template: Annotated[
         Path | None,
@@ -64,14 +64,13 @@ def serve(
         ),
     ] = None,
     chat_template_kwargs: Annotated[
-        Any,
-        typer.Option(metavar="JSON", parser=parse_object, help="Arguments of the chat template."),
+        Any, typer.Option(metavar="JSON", parser=parse_json, help="Arguments of the chat template.")
     ] = None,
     reasoning: Annotated[
         str,
         typer.Option(
             help="on or off: `enable_thinking` of the chat template. auto: the template's default.",
-            **arguments.choice(("auto", "on", "off")),
+            **arguments.make_choice(("auto", "on", "off")),
         ),
     ] = "auto",
     max_model_len: Annotated[
@@ -107,7 +106,7 @@ def serve(
         bool | None, typer.Option(help="Capture steps in which every request decodes.")
     ] = None,
     deterministic: Annotated[
-        bool, typer.Option(help="Answers do not depend on other requests. Steps take longer.")
+        bool, typer.Option(help="Make answers independent of other requests, in slower steps.")
     ] = False,
     default_seed: Annotated[
         int | None,
@@ -116,14 +115,14 @@ def serve(
     prefix_store: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, help="A folder for pages of prompts, which outlive the server."
+            file_okay=False, help="Folder for the pages of prompts, which later servers reuse."
         ),
     ] = None,
     prefix_store_size: Annotated[
-        Any, typer.Option(help="Maximum size of that folder.", **arguments.SIZE)
+        Any, typer.Option(help="Maximum size of the prefix store.", **arguments.SIZE)
     ] = "16GiB",
     client_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a client may neither send nor read.")
+        float, typer.Option(min=0.1, help="Seconds after which an inactive client is dropped.")
     ] = 60.0,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")
@@ -138,7 +137,7 @@ def serve(
         str,
         typer.Option(
             help="Level of transformers' log.",
-            **arguments.choice(log_levels, {level.upper(): level for level in log_levels}),
+            **arguments.make_choice(log_levels, {level.upper(): level for level in log_levels}),
         ),
     ] = "warning",
 ) -> None:
@@ -156,7 +155,7 @@ def serve(
     from ..server.model import ServedModel
     from ..server.run import load_model, run
 
-    pages = arguments.collect_page_options(ctx) | {
+    page_options = arguments.collect_page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
         "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
@@ -173,29 +172,30 @@ def serve(
         seed=default_seed,
         cors=enable_cors,
     )
-    settings = {
+    batching_options = {
         "num_blocks": cb_num_blocks, "page_size": cb_block_size,
         "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
     # Check these options before the model is loaded.
-    batching = make_batching_config(**{name: x for name, x in settings.items() if x is not None})
+    batching = make_batching_config(**{k: x for k, x in batching_options.items() if x is not None})
     template_text = None if chat_template is None else chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])
     name = model or str(demo_model_path())
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.INFO)
-    # The log's lines look like the server's own lines.
-    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
-    with handle_log(handler), closing(listen(host, port)) as listener:
+    log_handler = logging.StreamHandler()
+    log_handler.setLevel(logging.INFO)
+    # Lines of the library's log look like lines of the server.
+    log_handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
+    with handle_log(log_handler), closing(listen(host, port)) as listener:
         loaded_model, processor = load_model(
             name, device=device, dtype=dtype, quantization=quantization,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         served_model = ServedModel(
-            serving.enable(loaded_model, **pages), processor, name, served_name=served_model_name,
-            template=template_text, template_arguments={**(chat_template_kwargs or {}), **thinking},
+            serving.enable(loaded_model, **page_options), processor, name,
+            served_name=served_model_name, template=template_text,
+            template_arguments={**(chat_template_kwargs or {}), **thinking},
         )  # fmt: skip
         app = Application(served_model, config, batching)
         run(app, listener, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

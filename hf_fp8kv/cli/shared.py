@@ -12,11 +12,11 @@ from rich.console import Console
 from ..errors import ConfigError
 from ..utils.demo_model import demo_model_path
 
-DEMO = "SmolLM2-135M-Instruct (demo)"
+DEMO_NAME = "SmolLM2-135M-Instruct (demo)"
 
 
 def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Return a model on a device, and its tokenizer. None loads the demo model."""
+    """Return the model on a device, and its tokenizer. Without a name, load the demo model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = name or str(demo_model_path())
@@ -29,40 +29,40 @@ def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any,
 
 
 def make_console(piped_width: int | None = None) -> Console:
-    """Return stdout with the width of the terminal or COLUMNS, or `piped_width` for files."""
+    """Return a console on stdout. Without a terminal and COLUMNS, its width is `piped_width`."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if has_width else piped_width)
 
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a message on stderr."""
+    """Yield a function that shows the current message on stderr."""
     console = Console(stderr=True)
     with console.status("") as status:
         yield status.update if console.is_terminal else print_note
 
 
 def print_note(message: str) -> None:
-    """Print a line on stderr, so that a pipe only gets results."""
+    """Print a line on stderr, because stdout is only for results."""
     print(message, file=sys.stderr)
 
 
 @contextmanager
 def handle_log(handler: logging.Handler) -> Iterator[None]:
-    """Pass the library's log to a handler, starting at the handler's level."""
+    """Pass messages of the library's log to a handler, from the handler's level on."""
     logger = logging.getLogger("hf_fp8kv")
-    level = logger.level
+    old_level = logger.level
     logger.addHandler(handler)
     logger.setLevel(min(handler.level, logger.getEffectiveLevel()))
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(old_level)
 
 
-class Warnings(logging.Handler):
-    """Print each warning of the library once, and collect it."""
+class WarningLog(logging.Handler):
+    """A handler that prints each warning of the library once, and collects the messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import choose_plan
-from hf_fp8kv.cli.arguments import parse_memory
+from hf_fp8kv.cli.arguments import parse_size
 from hf_fp8kv.cli.generate import Run, compare_tokens
 from hf_fp8kv.utils.environment import find_version
 from tests.helpers import command_line
@@ -147,8 +147,8 @@ def test_agreement_counts_equal_positions(first_ids, second_ids, expected):
         ("1000000", 10**6), ("2TiB", 2**41), ("7b", 7),
     ],
 )  # fmt: skip
-def test_memory_sizes_are_parsed(text, size):
-    assert parse_memory(text) == size
+def test_sizes_with_units_are_parsed_as_bytes(text, size):
+    assert parse_size(text) == size
 
 
 # -- errors ----------------------------------------------------------------------------------------
