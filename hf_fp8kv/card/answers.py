@@ -11,9 +11,8 @@ from .caches import UNQUANTIZED, Contender
 from .predictions import prefill
 from .tasks import Haystack, Question
 
-# A task is too hard for a model with a smaller share of correct answers without quantization.
-_MIN_CORRECT = 0.5
-_MAX_ROWS = 8  # maximum number of questions in a call, each with a copy of the haystack's states
+_MIN_CORRECT_SHARE = 0.5  # of unquantized answers. A task with fewer is too hard for the model
+_MAX_ROWS = 8  # maximum number of questions in a call. Each row copies the haystack's states
 
 
 def run_task(
@@ -49,17 +48,17 @@ def run_task(
 
     unquantized_correct = answer_all(UNQUANTIZED)
     num_asked, num_correct = len(unquantized_correct), sum(unquantized_correct)
-    dropped = num_correct < _MIN_CORRECT * num_asked
+    is_dropped = num_correct < _MIN_CORRECT_SHARE * num_asked
     caches = {}
-    for name, contender in {} if dropped else contenders.items():
+    for name, contender in {} if is_dropped else contenders.items():
         outcomes = [*zip(unquantized_correct, answer_all(contender), strict=True)]
         caches[name] = {"lost": outcomes.count((True, False)), "won": outcomes.count((False, True))}
-    return {"asked": num_asked, "right": num_correct, "dropped": dropped, "caches": caches}
+    return {"asked": num_asked, "right": num_correct, "dropped": is_dropped, "caches": caches}
 
 
 def _check_answers(model: PreTrainedModel, questions: Sequence[Question], cache: Any) -> list[bool]:
-    """Return whether all tokens of each answer have higher logits than the wrong candidates."""
-    # Shorter questions are padded at the end, which no scored token attends to.
+    """Return whether all tokens of each answer have higher logits than the wrong tokens."""
+    # Shorter questions are padded at the end. No scored token attends to the padding.
     ids = pad_sequence([question.ids[0] for question in questions], batch_first=True)
     logits = compute_logits(model, ids.to(model.device), cache, {}, scored=True).cpu()
     return [

@@ -15,25 +15,23 @@ from ..formats import ADAPTIVE
 from ..formats.rotation import rotate
 from ..scales.checkpoint.configs import declared_kv_scales
 
-FLOOR, CHECKPOINT = "bf16", "checkpoint"
-# Number of values that share a scale in llama.cpp's q8_0, and its largest code.
-_BLOCK_SIZE, _MAX_CODE = 32, 127
+FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
+_BLOCK_SIZE, _MAX_CODE = 32, 127  # values that share a scale in llama.cpp's q8_0, and largest code
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
-_CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
-# Keys and values of a layer, `[B, Hkv, N, D]`.
-States = tuple[torch.Tensor, torch.Tensor]
+_CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of the page size
+States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
 Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A cache of a card.
+    """A kind of cache that a card measures.
 
     Attributes:
         title: Name in tables.
         make: Function that returns an empty cache for a model.
-        bits: Bits per value of the cache that this contender imitates by rounding, while it stores
-            unquantized values. None means that the cache itself is measured.
+        bits: Bits per value of a cache of other software, which is imitated by rounding. None means
+            that the cache itself is measured.
     """
 
     title: str
@@ -60,10 +58,10 @@ class RoundedCache(DynamicCache):
         *args: Any, **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Store rounded states. On an empty cache, return the unrounded states."""
-        is_first = not self.get_seq_length(layer_idx)
+        is_empty = not self.get_seq_length(layer_idx)
         rounded_states = self._rounding(key_states, value_states)
         keys, values = super().update(*rounded_states, layer_idx, *args, **kwargs)
-        return (key_states, value_states) if is_first else (keys, values)
+        return (key_states, value_states) if is_empty else (keys, values)
 
 
 def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> States:
@@ -102,6 +100,7 @@ def _round_blocks(states: torch.Tensor) -> torch.Tensor:
 
 
 def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
+    """Return a function that makes a cache with these options for a model."""
     return lambda model: FP8PagedCache(model.config, **options)
 
 
@@ -139,7 +138,7 @@ STANDARD_CACHES = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
 def choose_contenders(
     model: PreTrainedModel, names: Iterable[str] = (), scales: str | None = None
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return the caches that a card measures, and the reasons why other caches are left out.
+    """Return the caches that a card measures, and why it leaves other caches out, by name.
 
     Args:
         model: The model.
@@ -171,24 +170,24 @@ def choose_contenders(
         scales_contender.make(model)
         contenders["scales"] = scales_contender
     if not contenders:
-        raise ConfigError(f"caches: expected one to measure. {' '.join(refusals.values())}")
+        raise ConfigError(f"caches: expected a usable cache. {' '.join(refusals.values())}")
     return contenders, refusals
 
 
-def measure_bytes(contender: Contender, model: PreTrainedModel, states: list[States]) -> float:
-    """Return the bytes per token of a cache of 1,024 tokens with bfloat16 as the model's dtype.
+def count_token_bytes(contender: Contender, model: PreTrainedModel, states: list[States]) -> float:
+    """Return the bytes per token of a cache of 1,024 tokens, if the model's dtype is bfloat16.
 
     Args:
         contender: The cache.
         model: The model.
-        states: Keys and values of each layer with any number of tokens.
+        states: Keys and values of each layer, with any number of tokens.
     """
-    full_states = [
+    new_states = [
         (keys.new_ones((*keys.shape[:2], _CACHE_TOKENS, keys.shape[3]), dtype=torch.bfloat16),
          values.new_ones((*values.shape[:2], _CACHE_TOKENS, values.shape[3]), dtype=torch.bfloat16))
         for keys, values in states
     ]  # fmt: skip
-    cache = contender.fill(model, full_states)
+    cache = contender.fill(model, new_states)
     is_paged = isinstance(cache, FP8PagedCache)
     size = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
     return size * (contender.bits or 16) / 16 / _CACHE_TOKENS

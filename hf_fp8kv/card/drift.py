@@ -14,17 +14,16 @@ from ..calibration.divergence import compute_logits, compute_scores
 from .caches import UNQUANTIZED, Contender
 from .predictions import Prefill
 
-# Pages in the model's dtype store the bits of DynamicCache, and a step does not copy them.
+# Pages in the model's dtype store the same bits as DynamicCache, but a step does not copy them.
 UNQUANTIZED_PAGES = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
-WINDOW = 32  # tokens of an answer whose divergences are averaged
-_SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
+WINDOW_TOKENS = 32  # tokens of an answer whose divergences are averaged
+_SLOPE_WINDOWS = 4  # windows whose divergences are averaged for a point of a slope
 _TEMPERATURE = 0.7
-_MAX_CHUNK, _MAX_LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
+_MAX_CHUNK_TOKENS, _MAX_LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
 _FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
-# A window whose divergence is this number of standard deviations above the trend is a jump.
-_JUMP_DEVIATIONS = 8.0
-_MAX_CHANGE = math.log(11)
-_MIN_WINDOWS = 8  # windows of 128 tokens that a slope needs
+_JUMP_DEVIATIONS = 8.0  # standard deviations from the median of all windows to a jump
+_MAX_LOG_CHANGE = math.log(11)  # +1,000%
+_MIN_SLOPE_POINTS = 8  # points of 128 tokens that a slope needs
 _POWER = 0.8  # probability of finding the detectable slope
 
 
@@ -39,24 +38,24 @@ def sample_answers(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sample answers with one cache, and compare the predictions of other caches along them.
 
-    Tokens are sampled one by one at a temperature of 0.7. The noise of a token depends on its row
-    and position, not on the cache: two caches give different tokens only if their logits differ.
-    The token that ends a text is not sampled. The other caches read the answers in chunks. The
-    tokens of a chunk attend to stored keys and values only, so they read the bytes that decoding
-    reads, and their logits differ from decoding by rounding. One call computes the states of a
-    prompt, as in `generate`, and all caches store the same states.
+    Tokens are sampled one by one at a temperature of 0.7, without tokens that end a text. The noise
+    of a token depends on its row and position, but not on the cache. Two caches therefore give
+    different tokens only if their logits differ. All caches store the states of the prompts, which
+    one call computed, as in `generate`. The other caches then read the answers in chunks. As in
+    decoding, all tokens of a chunk attend to stored keys and values, those of the chunk included.
+    Their logits differ from logits in decoding only by rounding.
 
     Args:
         model: The model, with the attention implementation to measure.
         prompts: The prefill of the prompts of all answers.
         rows: Rows of the prompts to answer.
         sampled: The cache to sample with.
-        compared: The other caches by name.
+        compared: The other caches, by name.
         length: Number of tokens of each answer.
 
     Returns:
-        The answers, `[B, length]`, int64, and by name the divergences after each of their tokens,
-        `[B, length]`, float64.
+        The answers, `[B, length]`, int64, and for each other cache the divergences after each token
+        of the answers, `[B, length]`, float64.
     """
     states = [(keys[rows], values[rows]) for keys, values in prompts.states]
     cache = sampled.fill(model, states)
@@ -64,37 +63,38 @@ def sample_answers(
     end_ids = getattr(model.generation_config, "eos_token_id", None)
     excluded_ids = torch.tensor([] if end_ids is None else end_ids, dtype=torch.long).flatten()
 
-    def sample(logits: torch.Tensor, position: int) -> torch.Tensor:
+    def sample_tokens(logits: torch.Tensor, position: int) -> torch.Tensor:
         scores = logits[:, -1].float().cpu().index_fill(1, excluded_ids, -math.inf)
         generator = torch.Generator().manual_seed(position)
         noise = torch.rand((len(prompts.logits), scores.shape[1]), generator=generator)
-        # The logarithms are minus Gumbel noise: the largest sum is a sample of the softmax.
+        # Adding Gumbel noise, -log(-log(noise)), makes the largest score a sample of the softmax.
         scores = scores / _TEMPERATURE - noise[rows].log().neg().log()
         return scores.argmax(-1, keepdim=True).to(logits.device)
 
-    ids = sample(prompts.logits[rows], 0)
+    ids = sample_tokens(prompts.logits[rows], 0)
     answers = ids.new_empty(len(ids), length)
     kl = {name: torch.empty(answers.shape, dtype=torch.float64) for name in compared}
-    chunk_size = max(min(_MAX_CHUNK, _MAX_LOGITS // prompts.logits[rows].numel()), 1)
+    chunk_size = max(min(_MAX_CHUNK_TOKENS, _MAX_LOGITS // prompts.logits[rows].numel()), 1)
     with _speed_up_few_rows(model):
         for positions in torch.arange(length).split(chunk_size):
             steps = []
             for position in positions.tolist():
                 answers[:, position] = ids[:, 0]
                 steps.append(compute_logits(model, ids, cache, {}, scored=True))
-                ids = sample(steps[-1], position + 1)
+                ids = sample_tokens(steps[-1], position + 1)
             chunk_ids, logits = answers[:, positions], torch.cat(steps, 1)
             for name, contender in compared.items():
-                pair = logits, compute_logits(model, chunk_ids, other_caches[name], {}, scored=True)
-                exact_logits, quantized_logits = pair[::-1] if contender is UNQUANTIZED else pair
-                scores = compute_scores(exact_logits, quantized_logits, chunk_ids)
+                other = compute_logits(model, chunk_ids, other_caches[name], {}, scored=True)
+                is_exact = contender is UNQUANTIZED
+                exact, quantized = (other, logits) if is_exact else (logits, other)
+                scores = compute_scores(exact, quantized, chunk_ids)
                 kl[name][:, positions] = scores.kl.view(chunk_ids.shape)
     return answers, kl
 
 
 @contextmanager
 def _speed_up_few_rows(model: PreTrainedModel) -> Iterator[None]:
-    """Compute linear layers on few rows as weight times input, two to four times as fast on a CPU.
+    """Compute linear layers of few rows as weight times input, two to four times as fast on a CPU.
 
     `linear` of torch 2.13 reads float32 weights at only 6 GB/s for 2 to 8 rows.
     """
@@ -118,76 +118,76 @@ def _apply_linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     return product if layer.bias is None else product + layer.bias
 
 
-def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
-    """Return the means over windows of tokens, `[B, T // window]`."""
-    windows: torch.Tensor = kl[:, : kl.shape[1] // window * window].unflatten(1, (-1, window))
+def average_windows(kl: torch.Tensor, size: int = WINDOW_TOKENS) -> torch.Tensor:
+    """Return the means of `kl`, `[B, T]`, over windows of `size` tokens, `[B, T // size]`."""
+    windows: torch.Tensor = kl[:, : kl.shape[1] // size * size].unflatten(1, (-1, size))
     return windows.mean(-1)
 
 
 def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any]:
     """Return the drift of the divergence along answers, relative to the drift of the floor.
 
-    One slope is fitted to the logarithms of the divergences of all answers, each answer with its
-    own mean. It is the change of the logarithm per 1,000 tokens. The interval covers 95% by
-    Student's distribution, if the errors of windows of 128 tokens are independent.
+    The slope is the change of the logarithm of the divergence per 1,000 tokens. Least squares fit
+    one slope to all answers, and a separate mean to each answer. The 95% interval is from Student's
+    t-distribution, and assumes that the errors of windows of 128 tokens are independent.
 
     Args:
         windows: Divergences by answer and window, `[B, W]`.
-        floor: As `windows`, for rounding to bfloat16. None fits the divergences themselves.
+        floor: As `windows`, for rounding to bfloat16. None means no floor.
 
     Returns:
-        `slope`, `low`, `high`, and `detectable`, the smallest slope found with a probability
-        of 80%. These are None for answers of fewer than 1,024 tokens. `jump` is None, or has the
-        `position` and `factor` of a window far above the trend.
+        `slope`, its interval `low` to `high`, and `detectable`, the slope that would be found with
+        a probability of 80%. These are None for answers of fewer than 1,024 tokens. `jump` is None,
+        or has the `position` and `factor` of a window far above the median.
     """
     jump = {"jump": _find_jump(windows, floor)}
-    if windows.shape[1] < _MIN_WINDOWS * _SLOPE_WINDOWS:
+    if windows.shape[1] < _MIN_SLOPE_POINTS * _SLOPE_WINDOWS:
         return dict.fromkeys(("slope", "low", "high", "detectable")) | jump
-    y = _log_divergence(average_windows(windows, _SLOPE_WINDOWS))
+    y = _compute_log(average_windows(windows, _SLOPE_WINDOWS))
     if floor is not None:
-        y = y - _log_divergence(average_windows(floor, _SLOPE_WINDOWS))
-    x = torch.arange(y.shape[1], dtype=y.dtype) * _SLOPE_WINDOWS * WINDOW / 1000
+        y = y - _compute_log(average_windows(floor, _SLOPE_WINDOWS))
+    x = torch.arange(y.shape[1], dtype=y.dtype) * _SLOPE_WINDOWS * WINDOW_TOKENS / 1000
     x, y = x - x.mean(), y - y.mean(1, keepdim=True)
-    weight = len(y) * x.square().sum()
-    slope = (y * x).sum() / weight
+    x_power = len(y) * x.square().sum()
+    slope = (y * x).sum() / x_power
     degrees = y.numel() - len(y) - 1
-    error = ((y - slope * x).square().sum() / degrees / weight).sqrt().item()
-    width = student_quantile(0.975, degrees)
+    standard_error = ((y - slope * x).square().sum() / degrees / x_power).sqrt().item()
+    quantile = compute_student_quantile(0.975, degrees)
     return {
         "slope": slope.item(),
-        "low": slope.item() - width * error,
-        "high": slope.item() + width * error,
-        "detectable": (width + student_quantile(_POWER, degrees)) * error,
+        "low": slope.item() - quantile * standard_error,
+        "high": slope.item() + quantile * standard_error,
+        "detectable": (quantile + compute_student_quantile(_POWER, degrees)) * standard_error,
         **jump,
     }
 
 
 def format_change(logarithm: float) -> str:
     """Return a change of a logarithm as a change in percent, at most +1,000%."""
-    return f"{math.expm1(logarithm):+.0%}" if logarithm < _MAX_CHANGE else "> +1,000%"
+    return f"{math.expm1(logarithm):+.0%}" if logarithm < _MAX_LOG_CHANGE else "> +1,000%"
 
 
-def _log_divergence(windows: torch.Tensor) -> torch.Tensor:
+def _compute_log(windows: torch.Tensor) -> torch.Tensor:
     return windows.clamp(1e-15, 1e15).log()
 
 
 def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any] | None:
-    """Return the window whose mean over the answers is far above the trend, or None."""
-    trend = _log_divergence(windows.mean(0))
+    """Return the window whose mean over all answers is far above the median window, or None."""
+    log_kl = _compute_log(windows.mean(0))
     if floor is not None:
-        trend = trend - _log_divergence(floor.mean(0))
-    excess = trend - trend.median()
-    deviation = 1.4826 * excess.abs().median()  # of a normal distribution
+        log_kl = log_kl - _compute_log(floor.mean(0))
+    excess = log_kl - log_kl.median()
+    deviation = 1.4826 * excess.abs().median()  # estimates a standard deviation
     peak = int(excess.argmax())
     if excess[peak] < _JUMP_DEVIATIONS * deviation.clamp(min=0.1):
         return None
-    return {"position": peak * WINDOW, "factor": excess[peak].exp().item()}
+    return {"position": peak * WINDOW_TOKENS, "factor": excess[peak].exp().item()}
 
 
-def student_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile, above the median, of Student's distribution with `degrees` of freedom.
+def compute_student_quantile(probability: float, degrees: int) -> float:
+    """Return a quantile above the median of Student's t-distribution with `degrees` of freedom.
 
-    The density is integrated over the angle whose tangent is the value over sqrt(degrees).
+    With t = sqrt(degrees) * tan(angle), the density is proportional to cos(angle) ** (degrees - 1).
     """
     angle = torch.linspace(0, math.pi / 2, 1 << 16, dtype=torch.float64)
     integral = torch.cumulative_trapezoid(angle.cos() ** (degrees - 1), angle)
@@ -198,7 +198,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 def compare_answers(
     answers: torch.Tensor, unquantized_answers: torch.Tensor, kl: torch.Tensor
 ) -> dict[str, Any]:
-    """Compare answers sampled with a cache with the unquantized answers.
+    """Compare the answers that a cache samples with the unquantized answers.
 
     Args:
         answers, unquantized_answers: Tokens, `[B, T]`, int64, on the CPU.
@@ -211,7 +211,7 @@ def compare_answers(
     """
     is_different = (answers != unquantized_answers).cumsum(1) > 0
     first_differences = [int(row.int().argmax()) if row.any() else None for row in is_different]
-    # The prompt predicts the first token, without a divergence.
+    # The first token has no divergence, because its logits come from the prefill of the prompt.
     predictions = torch.nn.functional.pad(kl[:, :-1], (1, 0))
     means = {
         name: predictions[is_selected].mean().item() if is_selected.any() else None

@@ -25,8 +25,9 @@ from ..errors import ConfigError
 from ..utils.digests import digest_weights
 from ..utils.environment import describe_run
 from ..utils.files import write_all
+from ..utils.text import format_list
 from .answers import run_task
-from .caches import FLOOR, UNQUANTIZED, Contender, States, choose_contenders, measure_bytes
+from .caches import FLOOR, UNQUANTIZED, Contender, States, choose_contenders, count_token_bytes
 from .drift import (
     UNQUANTIZED_PAGES,
     average_windows,
@@ -42,12 +43,12 @@ from .texts import KINDS, read_texts
 ALL_KINDS = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
-_PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # number of tokens of a prompt, and of answers in a group
-_TIMED_STEPS = 5  # number of timed steps
+_PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # numbers of tokens of a prompt, and of answers in a group
+_TIMED_STEPS = 5  # number of timed steps of a cache
 _MIN_POSITIONS = 512  # minimum number of positions of a model
-# Tolerances of stored states: a gain, and the error with centers relative to no centers.
+# Tolerances of stored states: the gain, and the error relative to the error without centers.
 _MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
-_SIGNIFICANCE = 0.05
+_SIGNIFICANCE = 0.05  # maximum p-value of a finding about lost answers
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Size:
         positions: Positions in tokens before which predictions are scored.
         scored: Number of scored tokens before each position.
         answers: Number of long answers.
-        drift: Number of tokens of a long answer.
+        drift: Number of tokens of a long answer, along which drift is measured.
         free: Number of tokens of a freely sampled answer. 0 leaves this part out.
-        asked: Number of answers to each task. 0 leaves the tasks out.
-        length: Number of tokens before and in a question of a task.
+        asked: Number of answers in each task. 0 leaves the tasks out.
+        length: Number of tokens of a haystack and its longest question in a task.
         stored: Numbers of stored tokens before a timed decode step.
     """
 
@@ -76,13 +77,13 @@ class Size:
     length: int = 1024
     stored: tuple[int, ...] = (1024, 4096, 16384)
 
-    def fit(self, limit: int) -> "Size":
-        """Return this size, reduced for a model with `limit` positions."""
-        drift = min(self.drift, limit - _PROMPT_TOKENS)
+    def fit(self, max_positions: int) -> "Size":
+        """Return the size for a model with at most `max_positions` positions."""
+        drift = min(self.drift, max_positions - _PROMPT_TOKENS)
         return replace(
-            self, positions=tuple(sorted({min(n, limit) for n in self.positions})),
-            drift=drift, free=min(self.free, drift), length=min(self.length, limit),
-            stored=tuple(sorted({min(n, limit - 2 * _TIMED_STEPS) for n in self.stored})),
+            self, positions=tuple(sorted({min(n, max_positions) for n in self.positions})),
+            drift=drift, free=min(self.free, drift), length=min(self.length, max_positions),
+            stored=tuple(sorted({min(n, max_positions - 2 * _TIMED_STEPS) for n in self.stored})),
         )  # fmt: skip
 
 
@@ -96,10 +97,10 @@ SIZES = {
 
 
 class Parts:
-    """The results of a card by name, saved in a file so that a later run can resume.
+    """The results of the parts of a card, saved in a file so that a later run can resume.
 
     Args:
-        path: The file. A file with different settings is replaced.
+        path: The file. Results for different settings in this file are discarded.
         settings: Everything that the results depend on.
     """
 
@@ -112,7 +113,7 @@ class Parts:
                 self._content = saved_content
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the result of an earlier run, or compute and save it."""
+        """Return the saved result of a part, or compute and save the result."""
         parts = self._content["parts"]
         if name not in parts:
             parts[name] = json.loads(json.dumps(compute()))
@@ -130,7 +131,7 @@ def measure_card(
     caches: Sequence[str] = (),
     scales: str | None = None,
     memory_gib: float = 8.0,
-    progress: bool = True,
+    show_progress: bool = True,
 ) -> dict[str, Any]:
     """Measure what a model loses with each cache, and return the card for JSON.
 
@@ -138,11 +139,11 @@ def measure_card(
         model: A decoder, which is left unchanged. In float32 only the cache adds errors.
         tokenizer: The model's tokenizer.
         name: Name of the model in the card.
-        parts: File that keeps the results of an interrupted run.
+        parts: File in which an interrupted run keeps its results.
         size: Numbers of texts, tokens and answers.
         caches: Names or plans, as in `choose_contenders`. Empty means the standard caches.
         scales: Folder or repository of static scales to measure as well.
-        memory_gib: Memory for the tokens that are counted, in GiB.
+        memory_gib: Memory in GiB, for the number of tokens that fit into it.
         progress: Whether to show a progress bar on stderr.
 
     Returns:
@@ -154,18 +155,18 @@ def measure_card(
     """
     run = describe_run("card", device=str(model.device))
     config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None) or max(size.positions)
+    max_positions = getattr(config, "max_position_embeddings", None) or max(size.positions)
     layer_classes = {type(layer) for layer in UNQUANTIZED.make(model).layers}
     if (
         model.config.is_encoder_decoder
-        or limit < _MIN_POSITIONS
+        or max_positions < _MIN_POSITIONS
         or layer_classes - {DynamicLayer, DynamicSlidingWindowLayer}
     ):
         raise ConfigError(
             f"model: expected a decoder of attention layers with at least {_MIN_POSITIONS} "
-            f"positions, got {type(model).__name__} with {limit}"
+            f"positions, got {type(model).__name__} with {max_positions}"
         )
-    size = size.fit(limit)
+    size = size.fit(max_positions)
     contenders, refusals = choose_contenders(model, caches, scales)
     settings = {
         "model": name, "dtype": str(model.dtype).removeprefix("torch."), **asdict(size),
@@ -176,7 +177,7 @@ def measure_card(
     settings["memory_gib"] = memory_gib  # no part depends on it
     card = _Card(model, tokenizer, size, contenders)
     computations, results = card.list_parts(), card.results
-    with paged_attention(model), tqdm(computations, disable=not progress, unit="part") as bar:
+    with paged_attention(model), tqdm(computations, disable=not show_progress, unit="part") as bar:
         for part, compute in computations.items():
             bar.set_description(part)
             results[part] = saved_parts.get(part, compute)
@@ -194,7 +195,7 @@ def measure_card(
 
 
 class _Card:
-    """The parts of a card, and the description of a cache from their results."""
+    """Computes the parts of a card, and describes each cache from their results."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, size: Size,
@@ -216,25 +217,25 @@ class _Card:
                 self.haystacks[task] = write_haystacks(tokenizer, task, size.length, size.asked)
             except ConfigError as error:
                 self.refusals[task] = str(error)
-        num_per_kind = -(-size.answers // len(KINDS))
+        num_prompts = -(-size.answers // len(KINDS))
         prompts = [
-            x for kind in KINDS for x in read_texts(tokenizer, kind, num_per_kind, _PROMPT_TOKENS)
+            x for kind in KINDS for x in read_texts(tokenizer, kind, num_prompts, _PROMPT_TOKENS)
         ]
         self.prompts = prefill(model, torch.cat(prompts)[: size.answers].to(model.device))
         self.sample_states = [(keys[:1], values[:1]) for keys, values in self.prompts.states]
 
     def list_parts(self) -> dict[str, Callable[[], Any]]:
-        """Return functions that compute the parts, in order. Some parts read earlier results."""
+        """Return the functions that compute the parts, in order. Some need earlier results."""
         size = self.size
         parts: dict[str, Callable[[], Any]] = {"bytes": self._count_bytes}
-        for number in range(size.texts):
+        for index in range(size.texts):
             for kind in KINDS:
-                parts[f"text: {kind} {number + 1}"] = partial(self._score_text, kind, number)
+                parts[f"text: {kind} {index + 1}"] = partial(self._score_text, kind, index)
         parts["stored states"] = self._compare_states
         for start in range(0, size.answers, _GROUP_SIZE):
             parts[f"drift: answers from {start + 1}"] = partial(self._measure_drift, start)
         for name in self.contenders if size.free else ():
-            parts[f"free: {name}"] = partial(self._run_freely, name)
+            parts[f"free: {name}"] = partial(self._sample_freely, name)
         for task, haystacks in self.haystacks.items():
             parts[f"task: {task}"] = partial(run_task, self.model, haystacks, self.contenders)
         for length in size.stored:
@@ -248,10 +249,10 @@ class _Card:
 
     def _count_bytes(self) -> dict[str, float]:
         caches, states = self.all_caches.items(), self.sample_states
-        return {name: measure_bytes(cache, self.model, states) for name, cache in caches}
+        return {name: count_token_bytes(cache, self.model, states) for name, cache in caches}
 
-    def _score_text(self, kind: str, number: int) -> dict[str, Any]:
-        ids = self.texts[kind][number]
+    def _score_text(self, kind: str, index: int) -> dict[str, Any]:
+        ids = self.texts[kind][index]
         states = self.states if ids is self.first_text else prefill(self.model, ids).states
         scores = score_text(
             self.model, ids, states, self.contenders,
@@ -266,7 +267,7 @@ class _Card:
         return {n: compare_states(c, self.model, self.states) for n, c in self.contenders.items()}
 
     def _measure_drift(self, start: int) -> dict[str, Any]:
-        """Return unquantized answers, and windows of divergences of each cache along them."""
+        """Return unquantized answers, and the divergences of each cache along them, by window."""
         answers, kl = sample_answers(
             self.model, self.prompts, slice(start, start + _GROUP_SIZE), UNQUANTIZED_PAGES,
             self.contenders, self.size.drift,
@@ -279,7 +280,8 @@ class _Card:
         """The results of `_measure_drift`."""
         return [group for part, group in self.results.items() if part.startswith("drift:")]
 
-    def _run_freely(self, name: str) -> dict[str, Any]:
+    def _sample_freely(self, name: str) -> dict[str, Any]:
+        """Sample answers with a cache, and compare them with the unquantized answers."""
         answers, kl = sample_answers(
             self.model, self.prompts, slice(None), self.contenders[name], {name: UNQUANTIZED},
             self.size.free,
@@ -288,7 +290,7 @@ class _Card:
         return compare_answers(answers.cpu(), torch.tensor(rows), kl[name])
 
     def _time_steps(self, length: int) -> dict[str, Any]:
-        """Return milliseconds of a decode step, and its ratio to DynamicCache's."""
+        """Return the milliseconds of a decode step, and the ratio to a step with DynamicCache."""
         repeats = 1, 1, -(-length // _PROMPT_TOKENS), 1
         states = [(k.repeat(repeats), v.repeat(repeats)) for k, v in self.sample_states]
         steps: dict[str, Step] = {
@@ -308,7 +310,7 @@ class _Card:
         }
 
     def describe_cache(self, name: str) -> dict[str, Any]:
-        """Return the entry of a cache."""
+        """Return the entry of a cache in the card."""
         groups = [group["windows"] for group in self._drift_groups]
         windows, floor = (
             torch.tensor([row for x in groups for row in x.get(cache, ())], dtype=torch.float64)
@@ -341,26 +343,26 @@ class _Card:
         rows = []
         for position in self.size.positions:
             for kind in (ALL_KINDS, *KINDS):
-                texts = [
+                text_scores = [
                     Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
                     for part, part_scores in self.results.items()
                     if part.startswith("text:" if kind == ALL_KINDS else f"text: {kind} ")
                     for fields in [part_scores[f"{position} {name}"]]
                 ]
-                rows.append({"position": position, "kind": kind, **summarize_scores(texts)})
+                rows.append({"position": position, "kind": kind, **summarize_scores(text_scores)})
         return rows
 
 
 def summarize_scores(texts: Sequence[Scores]) -> dict[str, Any]:
-    """Return mean, 99th percentile and largest divergence of texts, top-1 and perplexity.
+    """Return the mean, 99th percentile and maximum of the divergence, top-1 and perplexity.
 
-    `kl_error` is the standard error of the mean over the texts, and None for a single text.
+    `kl_error` is the standard error of the mean over the texts, or None for a single text.
     """
     all_scores, means = Scores.concat(texts), torch.stack([text.kl.mean() for text in texts])
     row = asdict(all_scores.summarize())
     del row["cache"]
-    error = means.std().item() / len(means) ** 0.5 if len(means) > 1 else None
-    return {**row, "kl_error": error, "kl_p99": all_scores.kl.quantile(0.99).item()}
+    standard_error = means.std().item() / len(means) ** 0.5 if len(means) > 1 else None
+    return {**row, "kl_error": standard_error, "kl_p99": all_scores.kl.quantile(0.99).item()}
 
 
 def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -368,22 +370,22 @@ def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> di
 
     Returns:
         `kl`, the largest of the mean divergences at each position and along the answers, `tier`,
-        the key of `TIERS` for this divergence, and `findings`, sentences about defects.
+        the key of `TIERS` for this divergence, and `findings`, a sentence about each defect.
     """
-    drift, errors, findings = cache["drift"], cache["stored"], []
+    drift, stored_errors, findings = cache["drift"], cache["stored"], []
     kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL_KINDS))
-    if errors is not None:
+    if stored_errors is not None:
         for side in "kv":
-            if abs(gain := errors[f"{side}_gain"]) > _MAX_GAIN:
-                size = "large" if gain > 0 else "small"
-                findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {size}.")
-        if positions := errors["lost"]:
-            text = ", ".join(map(str, positions[:3])) + ", ..." * (len(positions) > 3)
-            findings.append(f"{len(positions)} stored tokens are lost (at {text}).")
-        if errors["center"] > _MAX_CENTER_ERROR:
+            if abs(gain := stored_errors[f"{side}_gain"]) > _MAX_GAIN:
+                direction = "large" if gain > 0 else "small"
+                findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {direction}.")
+        if positions := stored_errors["lost"]:
+            first_positions = format_list(positions, 3)
+            findings.append(f"{len(positions)} stored tokens are lost (at {first_positions}).")
+        if stored_errors["center"] > _MAX_CENTER_ERROR:
             findings.append(
-                f"The centers do not fit: the error of K is {errors['center']:.1f} times the error "
-                "without centers."
+                f"The centers do not fit: the error of K is {stored_errors['center']:.1f} times "
+                "the error without centers."
             )
     if cache is not floor and floor is not None and (drift["low"] or 0) > 0:
         growth = format_change(drift["slope"])
@@ -392,13 +394,13 @@ def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> di
         findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
     tasks = [task for task in cache["tasks"].values() if task]
     num_lost, num_gained = (sum(task[key] for task in tasks) for key in ("lost", "won"))
-    if _sign_test(num_lost, num_gained) < _SIGNIFICANCE:
+    if _compute_p_value(num_lost, num_gained) < _SIGNIFICANCE:
         findings.append(f"It loses {num_lost} correct answers and gains {num_gained}.")
     tier = next(tier for tier, max_kl in TIERS.items() if kl <= max_kl)
     return {"tier": tier, "kl": kl, "findings": findings}
 
 
-def _sign_test(num_lost: int, num_gained: int) -> float:
-    """Return the probability of at least `num_lost` losses if a loss is as likely as a gain."""
+def _compute_p_value(num_lost: int, num_gained: int) -> float:
+    """Return the p-value of a sign test: P(losses >= num_lost) if losses are as likely as gains."""
     total = num_lost + num_gained
     return float(sum(math.comb(total, n) for n in range(num_lost, total + 1)) / 2**total)

@@ -1,8 +1,8 @@
 """Compare predictions after long texts, and stored states, with the unquantized cache.
 
-With `prefill="exact"` a first call attends to its own unquantized keys and values, so it passes the
-same states to every cache. One call with an unquantized cache therefore fills all caches: `update`
-passes the recorded states to each cache, layer by layer, which stores them as in the call.
+With `prefill="exact"`, the first call attends to its own unquantized keys and values, so it passes
+the same states to every cache. Therefore the model is called once, with an unquantized cache. All
+other caches store the recorded states by `update`, layer by layer, as in a call of the model.
 """
 
 import math
@@ -20,8 +20,7 @@ from ..calibration.divergence import Scores, compute_logits, compute_scores
 from ..scales import KVScales
 from .caches import UNQUANTIZED, Contender, States
 
-# A stored token whose error is larger than this share of its norm is lost.
-_LOST_ERROR = 0.5
+_LOST_ERROR = 0.5  # relative error from which on a stored token counts as lost
 _EPSILON = 1e-30
 
 
@@ -49,18 +48,18 @@ def score_text(
     positions: Sequence[int],
     scored: int,
 ) -> dict[tuple[int, str], Scores]:
-    """Score the last `scored` tokens before each position under each cache.
+    """Return the scores of the last `scored` tokens before each position, by position and cache.
 
-    One call scores them. It reads the stored states of all earlier tokens, which one call stored in
-    an empty cache.
+    These tokens are one call. It attends to the stored states of all earlier tokens, as if the
+    earlier tokens had been one call on an empty cache.
 
     Args:
         model: The model, with the attention implementation to measure.
         ids: Tokens, `[1, N]`, int64, on the model's device. N is at least the last position.
         states: Keys and values of the text, by layer, with at least N - `scored` tokens.
         contenders: The caches by name.
-        positions: Positions in tokens, each greater than `scored`.
-        scored: Number of tokens that are scored before each position.
+        positions: Positions in the text, each greater than `scored`.
+        scored: Number of scored tokens before each position.
     """
     scores: dict[tuple[int, str], Scores] = {}
     for position in positions:
@@ -78,7 +77,7 @@ def score_text(
 def compare_states(
     contender: Contender, model: PreTrainedModel, states: list[States]
 ) -> dict[str, Any] | None:
-    """Compare the states that pages store with the exact states.
+    """Compare the states that pages store with the exact states of the model.
 
     Args:
         contender: The cache.
@@ -90,29 +89,30 @@ def compare_states(
 
         * `k_error`, `v_error`: largest RMS error of a layer, relative to the RMS of its states.
         * `k_gain`, `v_gain`: largest factor of a layer between stored and exact states, minus 1.
-        * `center`: RMS error of K over all layers, relative to the error without centers.
+        * `center`: RMS error of K over all layers, relative to the RMS error without centers.
         * `lost`: positions of tokens whose error is larger than half of their norm.
     """
     cache = contender.fill(model, states)
     if not isinstance(cache, FP8PagedCache):
         return None
-    uncentered = Contender("", partial(_make_uncentered, cache)).fill(model, states)
+    uncentered_cache = Contender("", partial(_make_uncentered, cache)).fill(model, states)
     largest_errors: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
     lost_positions: set[int] = set()
-    error_power = uncentered_power = 0.0  # sums over the layers
+    error_power = uncentered_power = 0.0  # sums of squared errors over the layers
     # The last layers of some models store nothing, because they read an earlier layer.
-    layers = zip(cache.layers, uncentered.layers, states, strict=False)
-    for layer, uncentered_layer, sides in layers:
-        for side, handle, target in zip("kv", (layer.keys, layer.values), sides, strict=True):
-            num_skipped = target.shape[2] - handle.shape[2]  # tokens before the window of the layer
-            target = target[:, :, num_skipped:].float()
-            error, gain, errors = _compare_side(handle, target)
+    layers = zip(cache.layers, uncentered_cache.layers, states, strict=False)
+    for layer, uncentered_layer, exact_states in layers:
+        for side, stored, exact in zip("kv", (layer.keys, layer.values), exact_states, strict=True):
+            num_skipped = exact.shape[2] - stored.shape[2]  # tokens before the layer's window
+            exact = exact[:, :, num_skipped:].float()
+            error, gain, token_errors = _compare_side(stored, exact)
             largest_errors[f"{side}_error"] = max(largest_errors[f"{side}_error"], error)
             largest_errors[f"{side}_gain"] = max(largest_errors[f"{side}_gain"], gain, key=abs)
-            lost_positions.update(int(n) + num_skipped for n in (errors > _LOST_ERROR).nonzero())
+            lost_tokens = (token_errors > _LOST_ERROR).nonzero()
+            lost_positions.update(int(n) + num_skipped for n in lost_tokens)
             if side == "k":
                 error_power += error**2
-                uncentered_power += _compare_side(uncentered_layer.keys, target)[0] ** 2
+                uncentered_power += _compare_side(uncentered_layer.keys, exact)[0] ** 2
     center_error = math.sqrt(error_power / max(uncentered_power, _EPSILON))
     return {**largest_errors, "center": center_error, "lost": sorted(lost_positions)}
 
@@ -125,8 +125,8 @@ def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCa
     }
     scales = cache.options.scales
     if not isinstance(scales, KVScales) or scales.is_dynamic:
-        constant = None if isinstance(scales, KVScales) else scales
-        return FP8PagedCache(model.config, plan=plan, scales=constant)
+        constant_scale = None if isinstance(scales, KVScales) else scales
+        return FP8PagedCache(model.config, plan=plan, scales=constant_scale)
     layers = {
         index: replace(layer, k_center=None, plan=plan[index])
         for index, layer in scales.layers.items()
@@ -134,12 +134,12 @@ def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCa
     return FP8PagedCache(model.config, scales=replace(scales, layers=layers))
 
 
-def _compare_side(handle: torch.Tensor, target: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+def _compare_side(stored: torch.Tensor, exact: torch.Tensor) -> tuple[float, float, torch.Tensor]:
     """Return the relative RMS error, the gain minus 1, and the relative error of each token."""
-    actual = densify(handle).float()
-    power = target.square().sum().clamp(min=_EPSILON)
-    error = ((actual - target).square().sum() / power).sqrt()
-    gain = (actual * target).sum() / power - 1
-    distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (actual - target, target))
-    errors = distance / norm.clamp(min=_EPSILON)
-    return error.item(), gain.item(), errors.cpu()
+    actual = densify(stored).float()
+    power = exact.square().sum().clamp(min=_EPSILON)
+    error = ((actual - exact).square().sum() / power).sqrt()
+    gain = (actual * exact).sum() / power - 1
+    distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (actual - exact, exact))
+    token_errors = distance / norm.clamp(min=_EPSILON)
+    return error.item(), gain.item(), token_errors.cpu()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.reporting import build_table
 from .caches import FLOOR
-from .drift import WINDOW, format_change
+from .drift import WINDOW_TOKENS, format_change
 from .measure import ALL_KINDS, TIERS
 from .texts import KINDS
 
@@ -23,10 +23,10 @@ aria-label="{label}: {text}"><rect width="{width}" height="20" rx="3" fill="#555
 <text x="{label_x}" y="14">{label}</text><text x="{text_x}" y="14">{text}</text></g></svg>
 """
 _BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), strict=True))
-_CHARACTER_WIDTH = 7  # pixels
-# Colors for color-blind readers (Okabe and Ito).
+_CHARACTER_PIXELS = 7  # width of a character of a badge
+# Colors that color-blind readers can distinguish (Okabe and Ito).
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
-_SMOOTHING = 4  # number of windows averaged for each point of the plot
+_WINDOWS_PER_POINT = 4  # number of windows whose mean is a point of the plot
 
 
 def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
@@ -50,7 +50,7 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
     settings, columns = card["settings"], make_columns(card)
     table = build_table(
         {title: "right" if title else "left" for title in columns},
-        zip(*columns.values(), strict=True), caption=_describe_run(card),
+        zip(*columns.values(), strict=True), caption=_describe_conditions(card),
         title=f"{settings['model']}, {settings['dtype']}",
     )  # fmt: skip
     refusals = [f"{name} was not measured. {reason}" for name, reason in card["refused"].items()]
@@ -74,7 +74,7 @@ def format_markdown(card: Mapping[str, Any]) -> str:
         *(f"* {format_verdict(card, name)}" for name in card["caches"]),
         *(f"* {name} was not measured. {reason}" for name, reason in card["refused"].items()),
         "",
-        _describe_run(card),
+        _describe_conditions(card),
     ]
     return "\n".join(lines) + "\n"
 
@@ -95,14 +95,14 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
             f"{settings['free']} sampled tokens."
         )
     tasks = card["tasks"].items()
-    if counts := [f"{n} ({x['right']} of {x['asked']})" for n, x in tasks if not x["dropped"]]:
-        yield f"Correct answers with the unquantized cache: {', '.join(counts)}."
+    if shares := [f"{n} ({x['right']} of {x['asked']})" for n, x in tasks if not x["dropped"]]:
+        yield f"Correct answers with the unquantized cache: {', '.join(shares)}."
     if dropped_tasks := [name for name, task in tasks if task["dropped"]]:
         yield f"Too hard for this model: {', '.join(dropped_tasks)}."
 
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the columns of the table: labels under "", and a cache's values under its name."""
+    """Return the columns of the table: labels under "", and values under the name of a cache."""
     settings = card["settings"]
     columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
@@ -144,7 +144,7 @@ def _format_kl(mean: float, error: float | None = None) -> str:
     return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
 
 
-def _describe_run(card: Mapping[str, Any]) -> str:
+def _describe_conditions(card: Mapping[str, Any]) -> str:
     hardware, versions = card["hardware"], card["versions"]
     device = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
     return (
@@ -161,7 +161,7 @@ def draw_badge(card: Mapping[str, Any]) -> str:
     label, text = "8-bit KV cache", f"KL {verdict['kl']:.1e}, {verdict['tier']}"
     if verdict["findings"]:
         text += ", see card"
-    label_width, text_width = (_CHARACTER_WIDTH * len(part) + 10 for part in (label, text))
+    label_width, text_width = (_CHARACTER_PIXELS * len(part) + 10 for part in (label, text))
     color = _BADGE_COLORS["visible" if verdict["findings"] else verdict["tier"]]
     return _BADGE.format(
         width=label_width + text_width, label_width=label_width, text_width=text_width, color=color,
@@ -170,7 +170,7 @@ def draw_badge(card: Mapping[str, Any]) -> str:
 
 
 def draw_plot(card: Mapping[str, Any]) -> bytes:
-    """Return a PNG with a plot of the divergence by position in the answer."""
+    """Return a PNG that plots the divergence by position in the answer."""
     from matplotlib.figure import Figure
 
     # pyplot is not used, because it would look for a display.
@@ -178,9 +178,10 @@ def draw_plot(card: Mapping[str, Any]) -> bytes:
     axes = figure.subplots()
     for color, cache in zip(cycle(_COLORS), card["caches"].values(), strict=False):
         windows = cache["drift"]["windows"]
-        groups = [windows[n : n + _SMOOTHING] for n in range(0, len(windows), _SMOOTHING)]
-        positions = [WINDOW * (_SMOOTHING * n + len(group) / 2) for n, group in enumerate(groups)]
-        means = [1e3 * statistics.mean(group) for group in groups]
+        starts = range(0, len(windows), _WINDOWS_PER_POINT)
+        groups = {start: windows[start : start + _WINDOWS_PER_POINT] for start in starts}
+        positions = [WINDOW_TOKENS * (start + len(group) / 2) for start, group in groups.items()]
+        means = [1e3 * statistics.mean(group) for group in groups.values()]
         axes.plot(positions, means, color=color, label=cache["title"])
     axes.set_title(card["settings"]["model"], loc="left", parse_math=False)
     ylabel = "mean KL from the unquantized cache, 1e-3"

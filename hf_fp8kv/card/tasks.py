@@ -1,9 +1,9 @@
 """Four tasks that a cache can fail, for models of any size.
 
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
-a unique key is found with any cache. Nothing is generated. Questions are beginnings of sentences.
-An answer is correct if each of its tokens has a higher logit than the tokens of all wrong
-candidates. The question continues with the correct answer, even if the model's answer is wrong.
+a unique key is found with any cache. Nothing is generated. A question is the beginning of a
+sentence, which ends with the answer. An answer is correct if each of its tokens has a higher logit
+than the tokens of all wrong answers. If several answers follow, each comes after correct answers.
 """
 
 import random
@@ -38,8 +38,8 @@ _CHAIN_LINKS = 3  # number of links of a chain
 _LIST_PREFIX = "A list of words:"
 _COMMON_PREFIX = "\n\nThe most frequent words in the list above are:"
 _NUM_WORDS = 40  # number of different words in a list
-_NUM_COMMON, _REPEATS = 3, 30  # frequent words, and occurrences of each for each rare word
-_NUM_WRONG = 4  # wrong candidates for a word of a list
+_NUM_COMMON, _COMMON_REPEATS = 3, 30  # frequent words, and occurrences of each per rare word
+_NUM_WRONG = 4  # number of wrong answers for a word of a list
 _QUESTION_TOKENS = 96  # tokens that are reserved for a question after a haystack
 _TOOL_TEXT = (
     '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
@@ -52,7 +52,7 @@ _TOOL_TOKENS = 60  # tokens of a tool, an upper limit for most tokenizers
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """A token of an answer. At `index` of a question, its logit must exceed the wrong logits."""
+    """A token of an answer. The logits at token `index` of a question must prefer it."""
 
     index: int
     correct_id: int
@@ -61,7 +61,7 @@ class AnswerToken:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Tokens `[1, T]`, int64, that follow a haystack, and the scored tokens of each answer."""
+    """A question after a haystack, `[1, T]`, int64, and the scored tokens of each answer."""
 
     ids: torch.Tensor
     answers: tuple[tuple[AnswerToken, ...], ...]
@@ -77,7 +77,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a question: its text, the correct answer, and wrong candidates."""
+    """A part of a question: its text, the correct answer, and wrong answers."""
 
     text: str
     answer: str
@@ -85,7 +85,7 @@ class Part:
 
 
 class Writer:
-    """A writer of haystacks in the tokens of a model.
+    """Writes haystacks and questions as tokens of a model.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -112,8 +112,8 @@ class Writer:
 
     def hide_sentences(self, sentences: Sequence[str]) -> torch.Tensor:
         """Return the tokens of prose that contains the sentences in this order, `[1, N]`."""
-        start, lines = self._start_ids(), [self.encode(f"{sentence}\n") for sentence in sentences]
-        tokens_left = self.haystack_length - len(start) - sum(map(len, lines))
+        start_ids, lines = self._get_start_ids(), [self.encode(f"{x}\n") for x in sentences]
+        tokens_left = self.haystack_length - len(start_ids) - sum(map(len, lines))
         prose: list[list[int]] = []
         for sentence in _read_sentences(self._seed):
             ids = self.encode(f"{sentence}\n")
@@ -121,31 +121,31 @@ class Writer:
                 break
             prose.append(ids)
             tokens_left -= len(ids)
-        # Sentence n of m is inserted into part n of m of the text.
+        # The prose is divided into as many sections as sentences, and each section gets one.
         for number, line in reversed([*enumerate(lines)]):
             start_index, stop_index = (len(prose) * n // len(lines) for n in (number, number + 1))
             prose.insert(self.random.randint(start_index, stop_index), line)
-        return torch.tensor([start + [token for line in prose for token in line]])
+        return torch.tensor([start_ids + [token for line in prose for token in line]])
 
     def encode_haystack(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, `[1, N]`, truncated to the length of a haystack."""
-        return torch.tensor([(self._start_ids() + self.encode(text))[: self.haystack_length]])
+        return torch.tensor([(self._get_start_ids() + self.encode(text))[: self.haystack_length]])
 
     def make_question(self, *parts: Part) -> Question:
         """Return the question of these parts, with the tokens at which each answer is scored.
 
         Raises:
-            ConfigError: The tokenizer encodes an answer and all candidates as the same tokens.
+            ConfigError: The tokenizer encodes an answer and all wrong answers as the same tokens.
         """
         ids: list[int] = []
         answers: list[tuple[AnswerToken, ...]] = []
         for part in parts:
             ids += self.encode(part.text)
             answer = self.encode(part.answer)
-            candidates = [self.encode(candidate) for candidate in part.wrong_answers]
+            wrong_answers = [self.encode(x) for x in part.wrong_answers]
             scored = []
             for n, token in enumerate(answer):
-                wrong_ids = {x[n] for x in candidates if x[:n] == answer[:n] and x[n:]} - {token}
+                wrong_ids = {x[n] for x in wrong_answers if x[:n] == answer[:n] and x[n:]} - {token}
                 if wrong_ids:
                     scored.append(AnswerToken(len(ids) + n - 1, token, tuple(sorted(wrong_ids))))
             if not scored:
@@ -157,7 +157,7 @@ class Writer:
             ids += answer
         return Question(torch.tensor([ids[:-1]]), tuple(answers))
 
-    def _start_ids(self) -> list[int]:
+    def _get_start_ids(self) -> list[int]:
         """Return the tokens that the tokenizer adds before a text: <bos>, or nothing."""
         bos = self._tokenizer.bos_token_id
         return [bos] if self._tokenizer("a")["input_ids"][0] == bos else []
@@ -174,7 +174,7 @@ def _read_sentences(seed: int) -> Iterable[str]:
 def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
     """Return a haystack of numbers whose keys differ in one digit from three other keys.
 
-    The wrong candidates are all other numbers of the haystack.
+    The wrong answers are all other numbers of the haystack.
     """
     num_groups = min(max(num_hidden // _GROUP_SIZE, 1), _MAX_GROUPS)
     words, codes = writer.draw_words(num_groups), writer.draw_numbers(num_groups)
@@ -186,34 +186,34 @@ def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
     numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))
     order = writer.random.sample(keys, len(keys))
     ids = writer.hide_sentences([f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in order])
-    return Haystack(ids, tuple(writer.make_question(_make_part(key, numbers)) for key in keys))
+    return Haystack(ids, tuple(writer.make_question(_ask_number(key, numbers)) for key in keys))
 
 
-def _make_part(key: str, numbers: dict[str, str]) -> Part:
+def _ask_number(key: str, numbers: dict[str, str]) -> Part:
     wrong_answers = [f" {number}" for number in numbers.values() if number != numbers[key]]
     return Part(_ANSWER_PREFIX + _NUMBER_TEXT.format(key), f" {numbers[key]}", wrong_answers)
 
 
 def write_chains(writer: Writer, num_hidden: int) -> Haystack:
-    """Return a haystack of chains of words. A word stands for its predecessor or for a number."""
+    """Return a haystack of chains of words. A word refers to its predecessor or to a number."""
     num_chains = max(num_hidden // _CHAIN_LINKS, 2)
     words, numbers = writer.draw_words(num_chains * _CHAIN_LINKS), writer.draw_numbers(num_chains)
     chains = [words[n::num_chains] for n in range(num_chains)]
-    number_of = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
-    # A word is defined before the words that stand for it, as in programs.
-    sentences = [f"{_NUMBER_TEXT.format(word)} {number}." for word, number in number_of.items()]
+    number_by_word = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
+    # A word is defined before the words that refer to it, as in programs.
+    sentences = [f"{_NUMBER_TEXT.format(word)} {x}." for word, x in number_by_word.items()]
     for link in range(1, _CHAIN_LINKS):
         sentences += [f"{_WORD_TEXT.format(chain[link])} {chain[link - 1]}." for chain in chains]
     questions = []
     for chain in chains:
         parts = [
             Part(
-                _ANSWER_PREFIX + _WORD_TEXT.format(word), f" {target}",
-                [f" {candidate}" for candidate in words if candidate != target],
+                _ANSWER_PREFIX + _WORD_TEXT.format(key), f" {target}",
+                [f" {word}" for word in words if word != target],
             )
-            for word, target in pairwise(chain[::-1])
+            for key, target in pairwise(chain[::-1])
         ]  # fmt: skip
-        questions.append(writer.make_question(*parts, _make_part(chain[0], number_of)))
+        questions.append(writer.make_question(*parts, _ask_number(chain[0], number_by_word)))
     return Haystack(writer.hide_sentences(sentences), tuple(questions))
 
 
@@ -221,8 +221,8 @@ def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:
     """Return a list in which three words are far more frequent than all other words."""
     words = writer.draw_words(_NUM_WORDS)
     rare_words = words[_NUM_COMMON:]
-    bag = words[:_NUM_COMMON] * _REPEATS + rare_words
-    stream = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
+    pool = words[:_NUM_COMMON] * _COMMON_REPEATS + rare_words
+    stream = (word for _ in count() for word in writer.random.sample(pool, len(pool)))
     text = _LIST_PREFIX + "".join(f" {word}," for word in islice(stream, writer.haystack_length))
     questions = []
     for start in range(_NUM_COMMON):
@@ -236,31 +236,32 @@ def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:
 
 
 def write_tool_calls(writer: Writer, num_hidden: int) -> Haystack:
-    """Return descriptions of tools as JSON, and requests to call each with a number.
+    """Return descriptions of tools as JSON, and requests that call each tool with a number.
 
-    The name and the number are in the request, and the name of the argument is in the description.
-    The wrong candidates are the names, arguments and numbers of all other tools.
+    A request has the name and the number. The name of the argument is only in the description.
+    The wrong answers are the names, arguments and numbers of all other tools.
     """
     num_tools = max(min(num_hidden, writer.haystack_length // _TOOL_TOKENS - 1, 30), 3)
-    words, values = writer.draw_words(3 * num_tools), writer.draw_numbers(num_tools)
-    rows = [*zip(words[:num_tools], words[num_tools : 2 * num_tools], values, strict=True)]
+    words, numbers = writer.draw_words(3 * num_tools), writer.draw_numbers(num_tools)
+    tools = [*zip(words[:num_tools], words[num_tools : 2 * num_tools], numbers, strict=True)]
 
-    def make_parts(row: tuple[str, str, str]) -> list[Part]:
-        wrong_answers = zip(*(candidate for candidate in rows if candidate != row), strict=True)
-        texts = (_REQUEST_TEXT.format(row[0], row[2]) + _NAME_TEXT, _ARGUMENT_TEXT, _VALUE_TEXT)
-        return [*map(Part, texts, row, wrong_answers)]
+    def make_parts(tool: tuple[str, str, str]) -> list[Part]:
+        name, _, number = tool
+        wrong_answers = zip(*(x for x in tools if x != tool), strict=True)
+        texts = (_REQUEST_TEXT.format(name, number) + _NAME_TEXT, _ARGUMENT_TEXT, _VALUE_TEXT)
+        return [*map(Part, texts, tool, wrong_answers)]
 
-    example, *requests = writer.random.sample(rows, num_tools)
+    example, *requests = writer.random.sample(tools, num_tools)
     call = "".join(part.text + part.answer for part in make_parts(example)) + "}}"
     text = "\n".join(
         _TOOL_TEXT.format(name, topic, argument)
-        for (name, argument, _), topic in zip(rows, words[2 * num_tools :], strict=True)
+        for (name, argument, _), topic in zip(tools, words[2 * num_tools :], strict=True)
     )
-    questions = tuple(writer.make_question(*make_parts(row)) for row in requests)
+    questions = tuple(writer.make_question(*make_parts(tool)) for tool in requests)
     return Haystack(writer.encode_haystack(text + call), questions)
 
 
-# Functions that write a haystack with a number of hidden sentences.
+# Functions of a writer and the number of hidden sentences, by task.
 TASKS: dict[str, Callable[[Writer, int], Haystack]] = {
     "confusable keys": write_confusable_keys,
     "chains": write_chains,
@@ -269,24 +270,24 @@ TASKS: dict[str, Callable[[Writer, int], Haystack]] = {
 }
 
 
-def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> list[Haystack]:
-    """Return the fewest haystacks that together have at least `answers` answers.
+def write_haystacks(tokenizer: Any, task: str, length: int, num_answers: int) -> list[Haystack]:
+    """Return the fewest haystacks that have at least `num_answers` answers in total.
 
     Args:
         tokenizer: The model's tokenizer.
         task: A key of `TASKS`.
         length: Number of tokens of a haystack and its longest question.
-        answers: Number of answers in all haystacks.
+        num_answers: Minimum number of answers in all haystacks.
 
     Raises:
-        ConfigError: The haystacks are too short, or the tokenizer encodes answers as candidates.
+        ConfigError: `length` is too small, or the tokenizer encodes different answers as the same.
     """
     haystacks: list[Haystack] = []
-    while answers > 0:
+    while num_answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
-        num_hidden = max(min(answers, _MAX_HIDDEN, length // _TOKENS_PER_SENTENCE), 1)
+        num_hidden = max(min(num_answers, _MAX_HIDDEN, length // _TOKENS_PER_SENTENCE), 1)
         haystacks.append(haystack := TASKS[task](writer, num_hidden))
-        answers -= sum(len(question.answers) for question in haystack.questions)
+        num_answers -= sum(len(question.answers) for question in haystack.questions)
         min_length = haystack.ids.shape[1] + max(x.ids.shape[1] for x in haystack.questions)
         if min_length > length:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Read texts of five kinds for long contexts from files that come with Python.
+"""Read long texts of five kinds from files that come with Python.
 
 Nothing is downloaded. Code is the source of the standard library. Manual pages are `pydoc_data`.
 Prose is the running text in the library's docstrings, which is technical English. Tool JSON
@@ -24,14 +24,12 @@ import torch
 from ..calibration.texts import read_corpus
 from ..errors import ConfigError
 
-# Minimum number of characters of a module that is read as code.
-_MIN_MODULE_LENGTH = 16_000
+_MIN_MODULE_BYTES = 16_000  # minimum size of a module that is read as code
 # Minimum number of characters of a paragraph of running text, and its minimum share of letters.
-_MIN_PARAGRAPH_LENGTH, _MIN_LETTER_SHARE = 200, 0.97
-# Number of characters that are tokenized first for each requested token.
-_CHARACTERS_PER_TOKEN = 3
+_MIN_PARAGRAPH_CHARACTERS, _MIN_LETTER_SHARE = 200, 0.97
+_CHARACTERS_PER_TOKEN = 3  # characters that are tokenized first for each requested token
 _EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
-# JSON types of arguments by the type of their default. All further types are strings.
+# JSON types of arguments by the type of their default. All other types become strings.
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
 _QUESTIONS = ("What does {} do?", "And {}?", "How do I use {}?", "Explain {}, please.")
 
@@ -52,10 +50,10 @@ def read_texts(tokenizer: Any, kind: str, num_texts: int, length: int) -> list[t
     Raises:
         ConfigError: The kind has fewer texts of this length, or Python has no sources.
     """
-    items = KINDS[kind]()
+    passages = KINDS[kind]()  # strings, or questions with answers for a chat
     texts: list[torch.Tensor] = []
     while len(texts) < num_texts:
-        ids = _read_text(tokenizer, items, length)
+        ids = _read_text(tokenizer, passages, length)
         if ids is None:
             raise ConfigError(
                 f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
@@ -65,16 +63,16 @@ def read_texts(tokenizer: Any, kind: str, num_texts: int, length: int) -> list[t
     return texts
 
 
-def _read_text(tokenizer: Any, items: Iterator[Any], length: int) -> torch.Tensor | None:
-    """Return the tokens of the next items, `[1, length]`, or None if there are too few items."""
-    text_items: list[Any] = []
+def _read_text(tokenizer: Any, passages: Iterator[Any], length: int) -> torch.Tensor | None:
+    """Return the tokens of the next passages, `[1, length]`, or None if they are too few."""
+    text_passages: list[Any] = []
     min_characters, num_characters = _CHARACTERS_PER_TOKEN * length, 0
-    for item in items:
-        text_items.append(item)
-        num_characters += len(item if isinstance(item, str) else item[0] + item[1])
+    for passage in passages:
+        text_passages.append(passage)
+        num_characters += sum(map(len, passage))
         if num_characters < min_characters:
             continue
-        text = _join_items(text_items, tokenizer)
+        text = _join_passages(text_passages, tokenizer)
         corpus = read_corpus([text], tokenizer, max_tokens=length, max_length=length, held_out=0)
         ids = corpus.windows[0]
         if len(ids) == length:
@@ -83,16 +81,16 @@ def _read_text(tokenizer: Any, items: Iterator[Any], length: int) -> torch.Tenso
     return None
 
 
-def _join_items(items: list[Any], tokenizer: Any) -> str | list[dict[str, str]]:
+def _join_passages(passages: list[Any], tokenizer: Any) -> str | list[dict[str, str]]:
     """Return one text, or the messages of a chat if the tokenizer has a chat template."""
-    if isinstance(items[0], str):
-        return "\n".join(items)
+    if isinstance(passages[0], str):
+        return "\n".join(passages)
     if not tokenizer.chat_template:
-        return "\n".join(f"User: {question}\n\nAssistant: {answer}\n" for question, answer in items)
+        return "\n".join(f"User: {prompt}\n\nAssistant: {answer}\n" for prompt, answer in passages)
     return [
         {"role": role, "content": content}
-        for item in items
-        for role, content in zip(("user", "assistant"), item, strict=True)
+        for passage in passages
+        for role, content in zip(("user", "assistant"), passage, strict=True)
     ]
 
 
@@ -100,12 +98,12 @@ def read_prose() -> Iterator[str]:
     """Yield paragraphs of running text from the docstrings of the standard library."""
     seen: set[str] = set()
     for definition in _walk_library():
-        for part in re.split(r"\n\s*\n", definition.doc):
-            paragraph = " ".join(part.split())
-            letters = sum(c.isalpha() or c in " ,.'" for c in paragraph)
+        for block in re.split(r"\n\s*\n", definition.doc):
+            paragraph = " ".join(block.split())
+            num_letters = sum(c.isalpha() or c in " ,.'" for c in paragraph)
             if (
-                len(paragraph) >= _MIN_PARAGRAPH_LENGTH
-                and letters >= _MIN_LETTER_SHARE * len(paragraph)
+                len(paragraph) >= _MIN_PARAGRAPH_CHARACTERS
+                and num_letters >= _MIN_LETTER_SHARE * len(paragraph)
                 and paragraph[0].isupper()
                 and paragraph.endswith(".")
                 and paragraph not in seen
@@ -116,7 +114,7 @@ def read_prose() -> Iterator[str]:
 
 def _read_code() -> Iterator[str]:
     for path in _find_modules():
-        if not path.name.startswith("_") and path.stat().st_size >= _MIN_MODULE_LENGTH:
+        if not path.name.startswith("_") and path.stat().st_size >= _MIN_MODULE_BYTES:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -125,17 +123,17 @@ def _read_manual() -> Iterator[str]:
     topics: dict[str, str] = pydoc_data.topics.topics
     seen: set[str] = set()
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
-        parts = [part for part in topics[name].split("\n\n") if part not in seen]
-        seen.update(parts)
-        yield "\n\n".join(parts) + "\n"
+        paragraphs = [x for x in topics[name].split("\n\n") if x not in seen]
+        seen.update(paragraphs)
+        yield "\n\n".join(paragraphs) + "\n"
 
 
 def _read_tools() -> Iterator[str]:
-    """Yield functions as JSON, in the form of a model's tools."""
+    """Yield functions as JSON, in the format of a model's tools."""
     for function in _find_functions():
         arguments = function.arguments or ()
-        properties = {name: {"type": kind or "string"} for name, kind in arguments}
-        required = [name for name, kind in arguments if kind is None]
+        properties = {name: {"type": json_type or "string"} for name, json_type in arguments}
+        required = [name for name, json_type in arguments if json_type is None]
         declaration = {
             "name": function.name,
             "description": function.doc.split("\n\n")[0],
@@ -145,9 +143,9 @@ def _read_tools() -> Iterator[str]:
 
 
 def _read_chat() -> Iterator[tuple[str, str]]:
-    for number, function in enumerate(_find_functions()):
+    for index, function in enumerate(_find_functions()):
         call = f"{function.name}({', '.join(name for name, _ in function.arguments or ())})"
-        yield _QUESTIONS[number % len(_QUESTIONS)].format(call), function.doc
+        yield _QUESTIONS[index % len(_QUESTIONS)].format(call), function.doc
 
 
 KINDS: dict[str, Callable[[], Iterator[Any]]] = {
@@ -188,7 +186,7 @@ def _walk_library() -> Iterator[_Definition]:
 
 @functools.cache
 def _parse_module(path: Path, root: Path) -> tuple[_Definition, ...]:
-    """Return the documented definitions of a module. They take less memory than its syntax tree."""
+    """Return the documented definitions of a module. They need less memory than its syntax tree."""
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     definitions = []
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -204,22 +202,22 @@ def _parse_module(path: Path, root: Path) -> tuple[_Definition, ...]:
 
 
 def _find_functions() -> Iterator[_Definition]:
-    """Yield the library's functions that have a docstring of some length, each docstring once."""
+    """Yield the library's functions that have a long enough docstring, each docstring once."""
     seen: set[str] = set()
     for function in _walk_library():
-        is_long_enough = len(function.doc) >= _MIN_PARAGRAPH_LENGTH // 2
+        is_long_enough = len(function.doc) >= _MIN_PARAGRAPH_CHARACTERS // 2
         if function.arguments is not None and is_long_enough and function.doc not in seen:
             seen.add(function.doc)
             yield function
 
 
 def _list_arguments(arguments: ast.arguments) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of arguments with the JSON types of their defaults, or None."""
+    """Yield the name of each argument, and the JSON type of its default or None."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[Any] = [None] * (len(positional) - len(arguments.defaults))
-    pairs = [*zip(positional, defaults + arguments.defaults, strict=True)]
-    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    for argument, default in pairs:
+    arguments_with_defaults = [*zip(positional, defaults + arguments.defaults, strict=True)]
+    arguments_with_defaults += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    for argument, default in arguments_with_defaults:
         if argument.arg not in ("self", "cls"):
             value = getattr(default, "value", None)
             yield argument.arg, None if default is None else _JSON_TYPES.get(type(value), "string")

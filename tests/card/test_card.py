@@ -22,14 +22,14 @@ from hf_fp8kv.card.caches import (
     UNQUANTIZED,
     Contender,
     choose_contenders,
-    measure_bytes,
+    count_token_bytes,
     round_to_q8_0,
 )  # fmt: skip
 from hf_fp8kv.card.drift import (
     compare_answers,
+    compute_student_quantile,
     describe_drift,
     sample_answers,
-    student_quantile,
 )  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge_cache
 from hf_fp8kv.card.predictions import States, compare_states, prefill, score_text
@@ -149,8 +149,8 @@ def test_cards_support_windows_latents_and_shared_layers(name):
     model, _ = build_variant(name)
     states = prefill(model, torch.randint(4, 90, (1, 80))).states
     assert not _find_defects(CONTENDERS["default"], model, states)
-    unquantized = measure_bytes(UNQUANTIZED, model, states)
-    assert unquantized == measure_bytes(CONTENDERS["bf16"], model, states)
+    unquantized = count_token_bytes(UNQUANTIZED, model, states)
+    assert unquantized == count_token_bytes(CONTENDERS["bf16"], model, states)
     if name == "deepseek_v3":
         assert unquantized == 2 * 2 * (16 + 8)
     else:
@@ -306,7 +306,7 @@ def test_slopes_and_intervals_match_planted_drift():
     ("probability", "freedom", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
 )
 def test_quantiles_match_students_t(probability, freedom, expected):
-    assert student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
+    assert compute_student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_lost_token_changes_predictions():
@@ -409,7 +409,7 @@ def test_caches_are_selected_by_name_or_plan(folder):
     assert "checkpoint" in reasons
     with pytest.raises(ConfigError, match="caches: expected some of default"):
         choose_contenders(model, ["fp9"])
-    with pytest.raises(ConfigError, match="caches: expected one to measure"):
+    with pytest.raises(ConfigError, match="caches: expected a usable cache"):
         choose_contenders(model, ["checkpoint"])
 
 
