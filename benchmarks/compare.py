@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_fp8kv.bench.reporting import median_and_quartiles
+from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.utils.environment import describe_run
 
 from . import hot_loops
@@ -72,7 +72,7 @@ def compare_trees(
                     times_by_loop[name].append((times[0], times[1]))
     rows = []
     for name, turn_times in times_by_loop.items():
-        ratio, low, high = median_and_quartiles([new_us / old_us for old_us, new_us in turn_times])
+        ratio, low, high = compute_quartiles([new_us / old_us for old_us, new_us in turn_times])
         old_us, new_us = map(statistics.median, zip(*turn_times, strict=True))
         row = {"loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high}
         rows.append(row)

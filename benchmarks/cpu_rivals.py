@@ -31,8 +31,8 @@ from hf_fp8kv.bench.contenders import (
     AttentionLayer,
     Heads,
     Step,
+    compute_ratios,
     make_config,
-    ratios,
     take_turns,
 )
 from hf_fp8kv.cache.cache import FP8PagedCache
@@ -44,7 +44,7 @@ from hf_fp8kv.utils.environment import describe_run, find_version
 from .other_cpu_kernels import Attend, make_other_steps
 from .shared import TURNS, Result, main
 
-SHAPES: tuple[Heads, ...] = ((32, 8, 128), (9, 3, 64), (4, 1, 256))
+SHAPES = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
 # Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit 24 GiB.
 MAX_LAYERS, MAX_STORED_TOKENS = 16, 1 << 17
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
@@ -142,7 +142,7 @@ def _measure_layer(
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
             "new": chunk, "layers": num_layers, "threads": torch.get_num_threads(),
             "ms": round(ms, 3), "gb_per_s": round(rate, 1), "of_read": round(rate / read_rate, 2),
-            "ratio": round(statistics.median(ratios(seconds, name, BASELINE)), 3),
+            "ratio": round(statistics.median(compute_ratios(seconds, name, BASELINE)), 3),
         })  # fmt: skip
     return rows
 
@@ -235,7 +235,7 @@ def measure_slopes(turns: int, dtype: str, llama: Slopes) -> list[Result]:
         {
             "cache": name, "dtype": dtype, "us_per_token": round(1e6 * statistics.median(slope), 2),
             "tokens_per_s": round(1 / statistics.median(seconds[name, LONG_CONTEXT]), 1),
-            "ratio": round(statistics.median(ratios(slopes, name, DYNAMIC)), 3),
+            "ratio": round(statistics.median(compute_ratios(slopes, name, DYNAMIC)), 3),
         }
         for name, slope in slopes.items()
     ]  # fmt: skip

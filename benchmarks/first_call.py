@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, choose_plan
-from hf_fp8kv.bench.contenders import ratios
+from hf_fp8kv.bench.contenders import compute_ratios
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.ops import api
 from hf_fp8kv.utils.environment import describe_run
@@ -90,9 +90,10 @@ def measure_first_calls(
                 "cache": label, "tokens": num_tokens, "operations": counts[label],
                 "operations_ratio": round(counts[label] / counts["DynamicCache"], 3),
                 "seconds": round(statistics.median(seconds[label]), 4),
-                "ratio": round(statistics.median(ratios(seconds, label, "DynamicCache")), 3),
+                "ratio": round(statistics.median(ratios), 3),
             }
             for label in contenders
+            for ratios in [compute_ratios(seconds, label, "DynamicCache")]
         ]  # fmt: skip
     settings = {"model": name, "turns": turns, "threads": torch.get_num_threads()}
     settings |= {"plan": repr(plan), "choose_plan_seconds": round(plan_seconds, 2)}

@@ -32,10 +32,10 @@ from .shared import TURNS, Result, main, make_environment, run_process
 GPU = "sm_90"
 # Numbers of layers. A single layer has all costs of a step, and 32 layers share them.
 LAYER_COUNTS = (1, 32)
-HEADS: Heads = (32, 8, 128)
+HEADS = Heads(32, 8, 128)
 TOKENS = 1000
 # DynamicCache computes on the CPU. With small tensors, most of its time is spent on calls.
-TINY_HEADS: Heads = (4, 2, 16)
+TINY_HEADS = Heads(4, 2, 16)
 TINY_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
 # Rows that omit a mechanism: the replaced object, and its replacement.

@@ -16,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from hf_fp8kv.attention import latent
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.contenders import DYNAMIC, Step, random_states, ratios, take_turns
+from hf_fp8kv.bench.contenders import DYNAMIC, Step, compute_ratios, draw_states, take_turns
 from hf_fp8kv.bench.reporting import make_row
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.modeling.model_support import ATTENTION
@@ -95,7 +95,9 @@ def _measure_steps(
         for name, durations in {**absorbed_seconds, DYNAMIC: expanded_seconds[DYNAMIC]}.items()
     ]
     return rows + [
-        make_row(label, name, ratios(durations, name, other), "×", context=tokens, baseline=other)
+        make_row(
+            label, name, compute_ratios(durations, name, other), "×", context=tokens, baseline=other
+        )
         for other, durations in ((DYNAMIC, expanded_seconds), (ABSORBED, absorbed_seconds))
         for name in PAGED
     ]
@@ -107,9 +109,9 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
     Raises:
         RuntimeError: A step of this package does not compute absorbed attention.
     """
-    query = random_states(heads, 1, module.qk_head_dim)
-    new_states = random_states(1, 1, RANK), random_states(1, 1, ROPE_DIM)
-    history = random_states(1, tokens, RANK), random_states(1, tokens, ROPE_DIM)
+    query = draw_states(heads, 1, module.qk_head_dim)
+    new_states = draw_states(1, 1, RANK), draw_states(1, 1, ROPE_DIM)
+    history = draw_states(1, tokens, RANK), draw_states(1, tokens, ROPE_DIM)
 
     def step(cache: Cache, attend: Callable[..., Any]) -> torch.Tensor:
         states = module.expand_kv(*cache.update(*new_states, 0))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hf_fp8kv.bench.reporting import median_and_quartiles
+from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
@@ -73,7 +73,7 @@ def measure_prefix(
         sizes = [file.stat().st_size for file in full_store.glob("*.safetensors")]
     rows = []
     for kind, kind_answers in answers.items():
-        median, low, high = median_and_quartiles([answer["seconds"] for answer in kind_answers])
+        median, low, high = compute_quartiles([answer["seconds"] for answer in kind_answers])
         rows.append(
             {
                 "store": kind, "seconds": [answer["seconds"] for answer in kind_answers],

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hf_fp8kv.bench.reporting import median_and_quartiles
+from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.formats import AUTO, DEFAULT_DTYPE, parse_dtype
 from hf_fp8kv.serving.engines.common import kv_shape
 from hf_fp8kv.utils.demo_model import demo_model_path
@@ -151,7 +151,7 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
 def _make_row(
     load: Load, measure: str, server: str, values: Sequence[float], unit: str
 ) -> dict[str, Any]:
-    value, low, high = median_and_quartiles(values)
+    value, low, high = compute_quartiles(values)
     return {
         "load": load.name, "measure": measure, "server": server, "against": None,
         "value": value, "unit": unit, "low": low, "high": high, "failed": None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_fp8kv.bench.reporting import median_and_quartiles
+from hf_fp8kv.bench.reporting import compute_quartiles
 
 Step = Callable[[], object]
 
@@ -180,6 +180,6 @@ def _time_runs(run: Step, num_runs: int) -> list[float]:
 
 
 def _summarize_times(run_times: list[float], num_calls: int) -> dict[str, Any]:
-    us, low, high = median_and_quartiles([total / num_calls for total in run_times])
+    us, low, high = compute_quartiles([total / num_calls for total in run_times])
     return {"us": us, "low": us if low is None else low, "high": us if high is None else high,
             "calls": num_calls}  # fmt: skip

@@ -1,7 +1,7 @@
 """Calculate the number of tokens that fit in transformers' engine, with FP8 and bf16 pages.
 
-The planner gets the memory of a GPU as a number. It needs no GPU and allocates nothing, because the
-pages are on torch's "meta" device.
+The engine's planner gets the memory of a GPU as a number. It needs no GPU and allocates nothing,
+because the pages are on torch's "meta" device.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from ..serving.config import ServingConfig
 from ..serving.engines import make_cache_class, rebind_globals
 from ..serving.engines.common import EngineCache, kv_shape
 
-# Shapes of well-known models: the fields of their config.json that determine the size of a token.
+# Shapes of well-known models: the fields of their config.json that determine the bytes per token.
 _FIELDS = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "sliding_window",
@@ -46,13 +46,12 @@ FP8_OPTIONS: dict[str, dict[str, Any]] = {
 }
 GIB = 2**30
 MEMORY_SHARE = 0.9  # share of the free memory that pages may use, the engine's default on a GPU
-PAGE_SIZE = 256
-# Limits of a step, for whose activations the engine reserves memory.
-BATCH_TOKENS, REQUESTS = 8192, 256
+PAGE_SIZE = 256  # tokens
+MAX_BATCH_TOKENS, MAX_REQUESTS = 8192, 256  # of a step, whose activations need memory
 
 
 class _SingleProcess:
-    """The distributed helper of an engine in one process."""
+    """A distributed helper for the engine, with one process."""
 
     tp_size = 1
     tp_local_rank = 0
@@ -63,8 +62,8 @@ class _SingleProcess:
 
 def plan_tokens(
     config: PreTrainedConfig,
-    memory: int,
-    settings: ServingConfig | None,
+    memory_bytes: int,
+    serving_config: ServingConfig | None,
     *,
     attention: str = ATTENTION,
 ) -> int:
@@ -72,17 +71,17 @@ def plan_tokens(
 
     Args:
         config: Config of the model, or of its text part.
-        memory: Bytes that are free once the model is loaded.
-        settings: FP8 pages. None means transformers' own cache, in bfloat16.
-        attention: Attention function that the planner reserves memory for.
+        memory_bytes: Bytes that are free once the model is loaded.
+        serving_config: Config of FP8 pages. None means transformers' own cache, in bfloat16.
+        attention: Name of the attention function, for which the planner reserves memory.
 
     Raises:
         ConfigError: The memory does not suffice for a single step.
     """
-    cache_class = _make_planning_class(settings, int(memory * MEMORY_SHARE))
+    cache_class = _make_planning_class(serving_config, int(memory_bytes * MEMORY_SHARE))
     config._attn_implementation_internal = attention
     batching_config = ContinuousBatchingConfig(
-        page_size=PAGE_SIZE, max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS,
+        page_size=PAGE_SIZE, max_batch_tokens=MAX_BATCH_TOKENS, max_requests_per_batch=MAX_REQUESTS,
         max_blocks_per_request=0, max_memory_percent=MEMORY_SHARE, use_async_batching=False,
         use_cuda_graph=False,
     )  # fmt: skip
@@ -97,13 +96,13 @@ def plan_tokens(
         )
     except (MemoryError, ValueError) as error:
         raise ConfigError(
-            f"memory: expected room for a step of {BATCH_TOKENS} tokens and for pages, got "
-            f"{memory / GIB:.3g} GiB: {error}"
+            f"memory: expected room for a step of {MAX_BATCH_TOKENS} tokens and for pages, got "
+            f"{memory_bytes / GIB:.3g} GiB: {error}"
         ) from error
     return int(planned_cache.num_blocks) * PAGE_SIZE
 
 
-def _make_planning_class(settings: ServingConfig | None, num_bytes: int) -> Any:
+def _make_planning_class(serving_config: ServingConfig | None, num_bytes: int) -> Any:
     """Return a cache class whose planner has `num_bytes` bytes of memory on every machine."""
 
     def fix_memory(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,8 +113,8 @@ def _make_planning_class(settings: ServingConfig | None, num_bytes: int) -> Any:
 
         return make_handler
 
-    if settings is not None:
-        paged_class = make_cache_class(settings)
+    if serving_config is not None:
+        paged_class = make_cache_class(serving_config)
         make = fix_memory(paged_class.make_memory_handler)
         return type("PlanningCache", (paged_class,), {"make_memory_handler": make})
     stock_class, make = stock.PagedAttentionCache, fix_memory(stock.PagedAttentionMemoryHandler)
@@ -124,36 +123,36 @@ def _make_planning_class(settings: ServingConfig | None, num_bytes: int) -> Any:
 
 
 def plan_capacity(
-    models: Mapping[str, PreTrainedConfig], memory_gib: float, report: Callable[[str], None]
+    models: Mapping[str, PreTrainedConfig], memory_gib: float, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return the number of tokens of each model that fit, by cache, as rows for JSON.
 
     Args:
         models: Configs by name.
         memory_gib: Memory in GiB that is free once the model is loaded.
-        report: Function that is called with the name of the next model.
+        progress: Function that is called with a message before each model.
 
     Returns:
         Rows with `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` to bf16 with flash.
     """
     rows: list[dict[str, Any]] = []
-    memory = int(memory_gib * GIB)
+    memory_bytes = int(memory_gib * GIB)
     for model, config in models.items():
-        report(f"capacity of {model}")
+        progress(f"capacity of {model}")
         decoder = config.get_text_config()
-        num_heads, dim = kv_shape(decoder)
-        token_bytes = 4.0 * num_heads * dim * decoder.num_hidden_layers
+        num_kv_heads, dim = kv_shape(decoder)
+        token_bytes = 4.0 * num_kv_heads * dim * decoder.num_hidden_layers
         sizes_by_cache = {
-            cache: (token_bytes, plan_tokens(decoder, memory, None, attention=attention))
+            cache: (token_bytes, plan_tokens(decoder, memory_bytes, None, attention=attention))
             for cache, attention in STOCK_ATTENTION.items()
         }
         _, stock_tokens = sizes_by_cache["bf16, flash"]
         for cache, options in FP8_OPTIONS.items():
-            settings = ServingConfig.parse(backend="torch", **options)
+            serving_config = ServingConfig.parse(backend="torch", **options)
             layout = EngineCache()
-            layout.prepare(settings, decoder, PAGE_SIZE, torch.bfloat16, "cpu")
+            layout.prepare(serving_config, decoder, PAGE_SIZE, torch.bfloat16, "cpu")
             token_bytes = layout.page_layout.bytes_per_page / PAGE_SIZE * decoder.num_hidden_layers
-            sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory, settings)
+            sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory_bytes, serving_config)
         rows += [
             {
                 "model": model, "cache": cache, "bytes_per_token": size, "tokens": tokens,
@@ -164,7 +163,7 @@ def plan_capacity(
     return rows
 
 
-def shape(name: str) -> PreTrainedConfig:
-    """Return the config of a model of `MODELS`."""
+def get_config(name: str) -> PreTrainedConfig:
+    """Return the config of the model `name`, a key of `MODELS`."""
     fields = dict(MODELS[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..utils.environment import describe_run
-from .capacity import BATCH_TOKENS, MEMORY_SHARE, MODELS, PAGE_SIZE, REQUESTS, plan_capacity, shape
-from .contenders import E4M3, PAGED, Attention, AttentionLayer, Setup, attend_step
+from . import capacity
+from .contenders import E4M3, PAGED, Attention, Heads, Setup, store_and_attend
 from .reporting import build_rows_table, build_table, make_row
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def measure_memory(
     *,
     models: Mapping[str, PreTrainedConfig] | None = None,
     memory_gib: float = 40.0,
-    tokens: int = 8192,
-    grow: bool = True,
+    num_tokens: int = 8192,
+    measures_growth: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Count bytes, measure processes, calculate capacities, and return a result for JSON.
@@ -38,30 +38,31 @@ def measure_memory(
     Args:
         setup: Shape of the layer, backend and device. None means the shape of an 8B model on a CPU.
         models: Configs by name, for the capacity. None means well-known models.
-        memory_gib: Memory next to the model in GiB, for the capacity.
-        tokens: Number of tokens in the caches whose bytes are counted or measured.
-        grow: Whether to measure the growth of separate processes that store `tokens` tokens.
-        progress: Function that is called with the name of the next measurement.
+        memory_gib: Free memory next to the model in GiB, for the capacity.
+        num_tokens: Number of tokens in the caches whose bytes are counted or measured.
+        measures_growth: Whether to measure the growth of separate processes that fill a cache.
+        progress: Function that is called with a message before each measurement.
 
     Returns:
         The entries of `describe_run`, `settings`, `rows` of `make_row`, and `capacity`, the rows of
         `plan_capacity`.
     """
-    setup, report = setup or Setup(), progress or (lambda _message: None)
+    setup, progress = setup or Setup(), progress or (lambda _message: None)
     run = describe_run("memory", device=setup.device)
-    report("bytes per token")
-    rows = count_bytes_per_token(setup, tokens)
-    if grow:
-        report("growth of processes")
-        rows += measure_processes(setup, tokens)
-    configs = models or {name: shape(name) for name in MODELS}
+    progress("bytes per token")
+    rows = count_bytes_per_token(setup, num_tokens)
+    if measures_growth:
+        progress("growth of processes")
+        rows += measure_processes(setup, num_tokens)
+    configs = models or {name: capacity.get_config(name) for name in capacity.MODELS}
     return {
         **run,
-        "settings": {"heads": list(setup.heads), "tokens": tokens, "memory_gib": memory_gib,
-                     "percent": MEMORY_SHARE, "page_size": PAGE_SIZE,
-                     "max_batch_tokens": BATCH_TOKENS, "max_requests": REQUESTS},
+        "settings": {"heads": list(setup.heads), "tokens": num_tokens, "memory_gib": memory_gib,
+                     "percent": capacity.MEMORY_SHARE, "page_size": capacity.PAGE_SIZE,
+                     "max_batch_tokens": capacity.MAX_BATCH_TOKENS,
+                     "max_requests": capacity.MAX_REQUESTS},
         "rows": rows,
-        "capacity": plan_capacity(configs, memory_gib, report),
+        "capacity": capacity.plan_capacity(configs, memory_gib, progress),
     }  # fmt: skip
 
 
@@ -69,11 +70,11 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     """Return the result of `measure_memory` as tables for a terminal."""
     from rich.console import Group
 
-    settings, heads = result["settings"], result["settings"]["heads"]
-    device = result["hardware"]["device"]
+    settings, device = result["settings"], result["hardware"]["device"]
+    heads = Heads(*settings["heads"])
     bytes_table = build_rows_table(
         result["rows"],
-        title=f"{heads[1]} key/value heads, head size {heads[2]}, bf16",
+        title=f"{heads.kv} key/value heads, head size {heads.dim}, bf16",
         caption=f"bytes per token and layer, process growth with {_NUM_LAYERS} layers on {device}",
     )
     text_columns, number_columns = ("model", "cache"), ("KiB / token", "tokens", "x")
@@ -95,50 +96,50 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     return Group(bytes_table, capacity_table)
 
 
-def count_bytes_per_token(setup: Setup, tokens: int) -> list[dict[str, Any]]:
-    """Return rows of bytes per token and layer, with `tokens` stored."""
-    bf16_bytes = 4 * setup.heads[1] * setup.heads[2]
-    rows = [make_row("bytes per token", "DynamicCache", [bf16_bytes], "B", context=tokens)]
-    ratios = []
+def count_bytes_per_token(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
+    """Return rows of bytes per token and layer, of caches with `num_tokens` tokens."""
+    bf16_bytes = 4 * setup.heads.kv * setup.heads.dim
+    rows = [make_row("bytes per token", "DynamicCache", [bf16_bytes], "B", context=num_tokens)]
+    ratio_rows = []
     for name in PAGED:
-        cache = setup.fill(setup.make_paged(name), tokens)
-        size = cache.memory_footprint().total_bytes / tokens
-        rows.append(make_row("bytes per token", name, [size], "B", context=tokens))
-        ratios.append(make_row("bytes per token, ratio", name, [size / bf16_bytes], "×",
-                               context=tokens, baseline="DynamicCache"))  # fmt: skip
-    return rows + ratios
+        cache = setup.fill(setup.make_paged_cache(name), num_tokens)
+        token_bytes = cache.memory_footprint().total_bytes / num_tokens
+        rows.append(make_row("bytes per token", name, [token_bytes], "B", context=num_tokens))
+        ratio_rows.append(make_row("bytes per token, ratio", name, [token_bytes / bf16_bytes], "×",
+                                   context=num_tokens, baseline="DynamicCache"))  # fmt: skip
+    return rows + ratio_rows
 
 
-def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
+def measure_processes(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
     """Return rows with the growth of separate processes that store `_NUM_LAYERS` layers.
 
     Raises:
         RuntimeError: A process failed.
     """
-    rows, growth = [], {}
+    rows, growth_mib = [], {}
     for name in ("DynamicCache", E4M3):
-        task = json.dumps({"name": name, "tokens": tokens, "setup": vars(setup)})
+        task = json.dumps({"name": name, "num_tokens": num_tokens, "setup": vars(setup)})
         script = f"import sys; from {__name__} import _report_growth; _report_growth(sys.argv[1])"
-        run = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", script, task],
             env=make_environment(),
             capture_output=True,
             text=True,
             check=False,
         )
-        if run.returncode:
-            raise RuntimeError(f"the process that measures {name} ended with:\n{run.stderr}")
-        growth[name] = float(run.stdout.split()[-1])
-        rows.append(make_row("process grows", name, [growth[name] / 2**20], "MiB", context=tokens))
-    ratio = growth[E4M3] / growth["DynamicCache"]
-    return [*rows, make_row("process grows, ratio", E4M3, [ratio], "×", context=tokens,
+        if process.returncode:
+            raise RuntimeError(f"the process that measures {name} ended with:\n{process.stderr}")
+        growth_mib[name] = float(process.stdout.split()[-1]) / 2**20
+        rows.append(make_row("process grows", name, [growth_mib[name]], "MiB", context=num_tokens))
+    ratio = growth_mib[E4M3] / growth_mib["DynamicCache"]
+    return [*rows, make_row("process grows, ratio", E4M3, [ratio], "×", context=num_tokens,
                             baseline="DynamicCache")]  # fmt: skip
 
 
 def make_environment() -> dict[str, str]:
     """Return the environment of a process whose memory is measured.
 
-    glibc keeps freed blocks of up to 32 MiB unless the environment sets the limit.
+    Without this threshold, glibc keeps freed blocks of up to 32 MiB in the process.
     """
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 
@@ -146,25 +147,24 @@ def make_environment() -> dict[str, str]:
 def _report_growth(task: str) -> None:
     """Print the bytes by which this process grows while it fills a cache and runs a step."""
     options = json.loads(task)
-    setup = Setup(tuple(options["setup"].pop("heads")), **options["setup"])
-    query, key = setup.queries(1), setup.states(1)
-    module: AttentionLayer = setup.module
+    setup = Setup(Heads(*options["setup"].pop("heads")), **options["setup"])
+    module, (query, key, value) = setup.make_layer(), setup.draw_inputs(1)
 
-    def fill_and_attend(tokens: int) -> Cache:
+    def fill_and_attend(num_tokens: int) -> Cache:
         cache: Cache = DynamicCache()
         attention: Attention = sdpa_attention_forward
         if options["name"] in PAGED:
-            cache = setup.make_paged(options["name"], _NUM_LAYERS)
+            cache = setup.make_paged_cache(options["name"], _NUM_LAYERS)
             attention = fp8_paged_attention
-        for layer in range(_NUM_LAYERS):
-            setup.fill(cache, tokens, layer)
-            attend_step(module, query, key, key, cache, attention, layer)
+        for index in range(_NUM_LAYERS):
+            setup.fill(cache, num_tokens, index)
+            store_and_attend(module, query, key, value, cache, attention, index)
         return cache
 
     with torch.inference_mode():
         fill_and_attend(64)  # loads code and starts threads before the measurement
         bytes_before = _count_allocated_bytes(setup.device)
-        cache = fill_and_attend(options["tokens"])
+        cache = fill_and_attend(options["num_tokens"])
         sys.stdout.write(f"{_count_allocated_bytes(setup.device) - bytes_before}\n")
         del cache
 

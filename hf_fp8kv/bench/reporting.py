@@ -1,4 +1,4 @@
-"""Statistics and tables that the benchmarks share."""
+"""Compute statistics and build tables for the benchmarks."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def median_and_quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the median, and the first and third quartiles, both None for a single value."""
+def compute_quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return the median, and the first and third quartiles, which are None for a single value."""
     if len(values) == 1:
         return values[0], None, None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -34,20 +34,20 @@ def make_row(
     Args:
         measure: Name of the measured quantity.
         cache: Name of the measured cache.
-        values: One value for each turn.
+        values: A value of each turn, or a single value.
         unit: Unit of the values.
         context: Number of tokens in the cache.
         baseline: Name of the cache that ratios are relative to.
     """
-    value, low, high = median_and_quartiles(values)
+    median, low, high = compute_quartiles(values)
     return {
         "measure": measure, "cache": cache, "context": context, "against": baseline,
-        "value": value, "unit": unit, "low": low, "high": high,
+        "value": median, "unit": unit, "low": low, "high": high,
     }  # fmt: skip
 
 
 def format_number(value: float | None) -> str:
-    """Return three significant digits, an integer if 100 <= |value| < 1e6, or "-" for None."""
+    """Return three significant digits, or an integer if 100 <= |value| < 1e6, or "-" for None."""
     if value is None:
         return "-"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
@@ -87,7 +87,7 @@ def build_table(
 
 
 def build_rows_table(rows: Iterable[Mapping[str, Any]], **options: Any) -> "Table":
-    """Return a table for a terminal of rows made by `make_row`."""
+    """Return a terminal table of rows from `make_row`."""
     columns: dict[str, Literal["left", "right"]] = {
         "measure": "left", "cache": "left", "tokens": "right", "median": "right",
         "quartiles": "right", "baseline": "left",
@@ -106,7 +106,7 @@ def build_rows_table(rows: Iterable[Mapping[str, Any]], **options: Any) -> "Tabl
 
 
 def count_bytes(cache: Any) -> int:
-    """Return the bytes in a cache of this package or of transformers."""
+    """Return the number of bytes in a cache of this package or of transformers."""
     if isinstance(cache, FP8PagedCache):
         return cache.memory_footprint().total_bytes
     return sum(getattr(x, "nbytes", 0) for x in {*tree_leaves([*map(vars, cache.layers)])})

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention.switching import paged_attention
-from ..bench.contenders import Step, ratios, take_turns
+from ..bench.contenders import Step, compute_ratios, take_turns
 from ..calibration.divergence import Scores, compute_logits
 from ..errors import ConfigError
 from ..utils.digests import digest_weights
@@ -304,7 +304,7 @@ class _Card:
         return {
             name: {
                 "ms": 1e3 * statistics.median(durations),
-                "ratio": statistics.median(ratios(seconds, name, UNQUANTIZED.title)),
+                "ratio": statistics.median(compute_ratios(seconds, name, UNQUANTIZED.title)),
             }
             for name, durations in seconds.items()
         }

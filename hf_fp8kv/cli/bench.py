@@ -83,11 +83,11 @@ def show_result(
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     """Return the setup of the layer to measure, and the model's config or None."""
-    from ..bench.contenders import Setup
+    from ..bench.contenders import Heads, Setup
     from ..serving.engines.common import kv_shape
 
     if model is None:
         return Setup(device=device), None
     config = read_config(model)
-    text_config = config.get_text_config()
-    return Setup((text_config.num_attention_heads, *kv_shape(text_config)), device=device), config
+    decoder = config.get_text_config()
+    return Setup(Heads(decoder.num_attention_heads, *kv_shape(decoder)), device=device), config

@@ -6,13 +6,13 @@ import json
 import pytest
 
 from hf_fp8kv.bench import contenders, memory, speed
-from hf_fp8kv.bench.contenders import DYNAMIC, FOLDED, PAGED, QUANTIZED, Setup, take_turns
-from hf_fp8kv.bench.reporting import median_and_quartiles
+from hf_fp8kv.bench.contenders import DYNAMIC, FOLDED, PAGED, QUANTIZED, Heads, Setup, take_turns
+from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.formats import DISTINCT
 from tests.helpers import command_line
 
 pytestmark = pytest.mark.text
-SMALL_SIZES = {"context": (64,), "first": (48,), "turns": 1}
+SMALL_SIZES = {"context_lengths": (64,), "first_lengths": (48,), "num_turns": 1}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(contenders, "fp8_paged_attention", swapped_attention)
     with pytest.raises(RuntimeError, match="expected torch's attention"):
-        contenders.make_steps(64, Setup((4, 2, 16), "torch"))
+        contenders.make_steps(64, Setup(Heads(4, 2, 16), "torch"))
 
 
 def test_turns_alternate_in_changing_order():
@@ -75,13 +75,13 @@ def test_turns_alternate_in_changing_order():
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len(set(turns)) > 2
     assert {len(durations) for durations in seconds.values()} == {5}
-    assert median_and_quartiles([3.0]) == (3.0, None, None)
-    assert median_and_quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
+    assert compute_quartiles([3.0]) == (3.0, None, None)
+    assert compute_quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
 
 
 def test_memory_counts_the_bytes_of_the_format(run_command, model, monkeypatch, tmp_path):
     """A token has K and V of two heads with 16 values, and two bytes per dynamic scale."""
-    measure_small = functools.partial(memory.measure_memory, grow=False, tokens=2048)
+    measure_small = functools.partial(memory.measure_memory, measures_growth=False, num_tokens=2048)
     monkeypatch.setattr(memory, "measure_memory", measure_small)
     path = tmp_path / "memory.json"
     options = ("--model", model, "--device", "cpu", "--memory-gib", "9")
@@ -106,14 +106,14 @@ def test_memory_counts_the_bytes_of_the_format(run_command, model, monkeypatch, 
 @pytest.mark.full
 def test_a_process_grows_by_the_size_of_its_cache(monkeypatch):
     """No dense copy of the pages remains. A process that fails reports the reason."""
-    rows = memory.measure_processes(Setup((8, 8, 128)), 2048)
+    rows = memory.measure_processes(Setup(Heads(8, 8, 128)), 2048)
     growth = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
     cache_mib = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
     assert 0.95 * cache_mib < growth["DynamicCache"] < 1.1 * cache_mib
     assert growth["FP8PagedCache e4m3"] < 0.65 * cache_mib
     monkeypatch.setattr(memory, "PAGED", {"FP8PagedCache e4m3": {}})
     with pytest.raises(RuntimeError, match="BackendError"):
-        memory.measure_processes(Setup((4, 2, 16), "no such backend"), 64)
+        memory.measure_processes(Setup(Heads(4, 2, 16), "no such backend"), 64)
 
 
 @pytest.mark.parametrize(

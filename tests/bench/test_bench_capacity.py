@@ -6,7 +6,7 @@ import pytest
 
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.bench import capacity
-from hf_fp8kv.bench.capacity import GIB, MODELS, plan_capacity, plan_tokens, shape
+from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_capacity, plan_tokens
 from hf_fp8kv.serving.config import ServingConfig
 from tests.helpers.serving_tools import batching, greedy
 from tests.helpers.tiny_models import build_variant
@@ -25,7 +25,7 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
 
     FP8 pages store at least 1.9 times the tokens of bf16 pages with FlashAttention.
     """
-    config = shape(name).get_text_config()
+    config = get_config(name).get_text_config()
     num_heads = config.num_key_value_heads * config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bf16_tokens = 0
@@ -51,7 +51,7 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
 
 def test_too_little_memory_for_a_step_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
-        plan_tokens(shape("Llama-3.1-8B"), GIB // 2, make_config())
+        plan_tokens(get_config("Llama-3.1-8B"), GIB // 2, make_config())
 
 
 def test_an_engine_has_the_planned_pages() -> None:
@@ -73,7 +73,8 @@ def test_an_engine_has_the_planned_pages() -> None:
 def test_capacity_is_reported_with_bytes_and_ratios() -> None:
     messages: list[str] = []
     rows = {
-        row["cache"]: row for row in plan_capacity({"q": shape("Qwen2.5-7B")}, 10, messages.append)
+        row["cache"]: row
+        for row in plan_capacity({"q": get_config("Qwen2.5-7B")}, 10, messages.append)
     }
     head_bytes = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
     for name, num_bytes in head_bytes.items():
