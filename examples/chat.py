@@ -1,10 +1,10 @@
-"""Chat with one cache, which gets the whole conversation in each turn and computes only new tokens.
+"""Chat with one cache. Each turn passes the whole conversation, but computes only new tokens.
 
     python examples/chat.py
     python examples/chat.py --model path/or/hub-id --questions "Who are you?" "Why?"
 
-After `enable`, `generate()` passes the token ids to the cache. It continues after the tokens that
-the prompt and the cache share, even if an answer was edited or a question is repeated.
+After `enable`, the cache stores its token ids. `generate()` continues after the tokens that the
+prompt and the cache share, even if an answer was edited or a question is repeated.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
     chat: list[dict[str, str]] = []
     for question in [*args.questions, args.questions[-1]]:
         if chat and chat[-2]["content"] == question:
-            chat = chat[:-2]  # repeat the last question
+            chat = chat[:-2]  # ask the last question again
         chat.append({"role": "user", "content": question})
         inputs = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"

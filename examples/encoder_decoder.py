@@ -3,8 +3,8 @@
     python examples/encoder_decoder.py
     python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"
 
-Without --model, the script creates a small random BART, which does not need the Hub. Its text is
-meaningless, but with dtype="model" it is the same with both caches. In FP8, compare the bytes.
+Without --model, the script creates a small random BART. Its text is meaningless, but pages in the
+model's dtype give the same text as DynamicCache. For FP8 pages, the script compares the bytes.
 """
 
 import argparse
@@ -40,20 +40,20 @@ def main() -> None:
     inputs.update(num_beams=1, return_dict_in_generate=True, max_length=251, min_length=251)
 
     default_output = model.generate(**inputs)
-    # The second cache takes no config, because every cross-attention stores the encoder's output.
+    # The second cache needs no config, because all its layers store the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
     paged_output = model.generate(**inputs, past_key_values=EncoderDecoderCache(*caches))
-    tokens = default_output.sequences
+    tokens, dtype = default_output.sequences, str(model.dtype).removeprefix("torch.")
     print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} of them distinct")
     print(f"the same tokens with dtype='model': {torch.equal(tokens, paged_output.sequences)}")
-    enable(model)  # from now on each call creates such a pair, in FP8
+    enable(model)  # from now on, each call creates two such caches in FP8
     fp8_caches = model.generate(**inputs).past_key_values
     for name in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(default_output.past_key_values, name).layers
         dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         page_bytes = getattr(fp8_caches, name).memory_footprint().used_bytes
         description = f"{page_bytes:,} in FP8 ({page_bytes / dense_bytes:.3f} of it)"
-        print(f"{name}: {dense_bytes:,} bytes in {str(model.dtype)[6:]}, {description}")
+        print(f"{name}: {dense_bytes:,} bytes in {dtype}, {description}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python examples/long_context.py
     python examples/long_context.py --max-pages 200     # enough for the whole document
 
-The model reads the document in chunks, so that attention never processes all of it at once. The
-error leaves the cache unchanged, so this script continues with the part that was read, without the
-tokens whose pages the final question and its answer need.
+The model reads the document in chunks, so that attention never processes all tokens at once. The
+error leaves the cache unchanged, so the script continues with the chunks that were read. It removes
+some of their last tokens, to free pages for the final question and its answer.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError, demo_model_path
 
-NEW_TOKENS = 24
+NEW_TOKENS, PAGE_SIZE = 24, 64
 
 
 @torch.no_grad()
@@ -33,24 +33,24 @@ def main() -> None:
     question = tokenizer(
         "\n\nThe text above describes", return_tensors="pt", add_special_tokens=False
     ).input_ids
-    cache = FP8PagedCache(model.config, max_pages=args.max_pages, page_size=64)
+    cache = FP8PagedCache(model.config, max_pages=args.max_pages, page_size=PAGE_SIZE)
     try:
         for chunk in document.split(args.chunk, dim=1):
             model(chunk.to(model.device), past_key_values=cache, logits_to_keep=1)
     except OutOfPagesError as error:
         print(f"out of pages: a chunk needs {error.needed}, {error.available} are left")
-    num_read = cache.get_seq_length()
-    max_read = max(args.max_pages * 64 - question.shape[1] - NEW_TOKENS, 0)
-    if num_read > max_read:
-        cache.crop(max_read - num_read)  # removes the last tokens and their pages
-    num_read = min(num_read, max_read)
-    print(f"read {num_read} of {document.shape[1]} tokens")
-    ids = torch.cat([document[:, :num_read], question], dim=1).to(model.device)
+    num_read_tokens = cache.get_seq_length()
+    max_read_tokens = max(args.max_pages * PAGE_SIZE - question.shape[1] - NEW_TOKENS, 0)
+    if num_read_tokens > max_read_tokens:
+        cache.crop(max_read_tokens - num_read_tokens)  # removes the last tokens and their pages
+    num_read_tokens = min(num_read_tokens, max_read_tokens)
+    print(f"read {num_read_tokens} of {document.shape[1]} tokens")
+    ids = torch.cat([document[:, :num_read_tokens], question], dim=1).to(model.device)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     output = model.generate(ids, past_key_values=cache, **options)
     print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")
     page_bytes, num_pages = cache.memory_footprint().total_bytes, cache.budget.num_held
-    # PagedKV tensors have the shape and dtype of dense K and V, so these are the dense bytes.
+    # PagedKV tensors have the shape and dtype of dense K and V, so `nbytes` are the dense bytes.
     dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     ratio = page_bytes / dense_bytes
     print(f"{num_pages} pages: {page_bytes:,} bytes, {ratio:.3f} of {dense_bytes:,} unquantized")

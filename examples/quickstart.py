@@ -3,8 +3,8 @@
     python examples/quickstart.py
     python examples/quickstart.py --model path/or/hub-id --dtype fp8
 
-The model continues one long prompt with each cache. The last tokens of the prompt are scored. The
-default is the small demo model, which does not need the Hub.
+The model continues a long prompt with each cache, which gives the speed. The last 64 tokens of the
+prompt are scored, which gives the KL. The default is the small demo model, which needs no Hub.
 """
 
 import argparse
@@ -30,13 +30,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(name)
     # Line 1: attention that reads 8-bit pages. With other caches it is ordinary attention.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="fp8_paged")
-    text = pydoc_data.topics.topics["typesseq"]
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.prompt_tokens].to(device)
+    document = pydoc_data.topics.topics["typesseq"]
+    ids = tokenizer(document, return_tensors="pt").input_ids[:, : args.prompt_tokens].to(device)
     model.to(device)
     dynamic_cache = DynamicCache(config=model.config)
     # Line 2: the cache.
     paged_cache = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
-    num_new = args.new_tokens  # a fixed number, because times and bytes are compared
+    num_new = args.new_tokens  # fixed, so that times and bytes can be compared
     options = {"max_new_tokens": num_new, "min_new_tokens": num_new, "do_sample": False}
     logps, answers = [], []
     for cache in (dynamic_cache, paged_cache):
@@ -46,8 +46,8 @@ def main() -> None:
         start, prompt = time.perf_counter(), torch.cat([ids, logps[-1][:, -1:].argmax(-1)], dim=1)
         answer = model.generate(prompt, past_key_values=cache, **options)[0, ids.shape[1] :]
         speed = num_new / (time.perf_counter() - start)
-        answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: ")
-        answers[-1] += repr(tokenizer.decode(answer))
+        text = tokenizer.decode(answer)
+        answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: {text!r}")
     dense_bytes = sum(2 * (x.keys.numel() + x.values.numel()) for x in dynamic_cache.layers)
     pages = paged_cache.memory_footprint()
     kl = (logps[0].exp() * (logps[0] - logps[1])).sum(-1).mean()

