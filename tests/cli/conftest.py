@@ -1,4 +1,4 @@
-"""Fixtures: a tiny model, saved scales, and commands that run in this process."""
+"""Fixtures of a tiny model, of saved scales, and of commands that run in this process."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.scales.test_export import random_scales
 
 
 class Command:
-    """Runs commands in this process. A command that fails must write nothing to stdout."""
+    """Runs commands in this process, and checks their exit codes."""
 
     def __init__(self, run_command: command_line.Runner) -> None:
         self.run_command = run_command
@@ -27,7 +27,7 @@ class Command:
         return json.loads(self(*arguments, "--json", **kwargs)[0])
 
     def fails(self, *arguments: object, code: int = 1) -> str:
-        """Run a command that must exit with `code`. Return its stderr."""
+        """Run a command that must exit with `code`, without output on stdout. Return its stderr."""
         exit_code, out, err = self.run_command(*map(str, arguments))
         assert (exit_code, out) == (code, ""), err
         assert "Traceback" not in err
@@ -35,7 +35,7 @@ class Command:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> str:
+def model_folder(tmp_path_factory) -> str:
     return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
@@ -48,5 +48,5 @@ def run(monkeypatch, capsys) -> Command:
 @pytest.fixture
 def saved_scales(tmp_path) -> Path:
     """Return a folder with the scales of three layers."""
-    random_scales("tensor").save_pretrained(tmp_path / "own")
-    return tmp_path / "own"
+    random_scales("tensor").save_pretrained(tmp_path / "scales")
+    return tmp_path / "scales"

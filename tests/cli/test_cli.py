@@ -20,11 +20,11 @@ TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 
 
 @pytest.fixture
-def generate(run, model):
+def generate(run, model_folder):
     """Return a function that runs `generate --json` with the tiny model."""
 
-    def run_generate(*arguments: str, stdin: str = "", model: str = model) -> dict:
-        fixed_arguments = ("--model", model, "--max-new-tokens", "12", "--backend", "torch")
+    def run_generate(*arguments: str, stdin: str = "", model_folder: str = model_folder) -> dict:
+        fixed_arguments = ("--model", model_folder, "--max-new-tokens", "12", "--backend", "torch")
         return run.json("generate", *arguments, *fixed_arguments, stdin=stdin)
 
     return run_generate
@@ -36,7 +36,7 @@ def generate(run, model):
 def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
     # In a 16-bit dtype, two attention implementations may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)
-    output = generate("--kv-cache-dtype", "auto", model=folder)
+    output = generate("--kv-cache-dtype", "auto", model_folder=folder)
     dense_run, paged_run = output["runs"]
     assert paged_run["token_ids"] == dense_run["token_ids"]
     assert output["agreement"] == {"equal": 12, "of": 12, "first_difference": None}
@@ -68,8 +68,8 @@ def test_bytes_per_token_match_the_formats(generate, options, ratio):
         assert run["tokens_that_fit"] == memory // run["bytes_per_token"]
 
 
-def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
-    plan = choose_plan(AutoModelForCausalLM.from_pretrained(model))
+def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model_folder, tmp_path):
+    plan = choose_plan(AutoModelForCausalLM.from_pretrained(model_folder))
     plan.save_pretrained(tmp_path)
     chosen_run, saved_run = (
         generate(*options)["runs"][1] | {"tokens_per_second": None}
@@ -82,7 +82,7 @@ def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "fp8_paged"])
-def test_every_attention_reads_the_pages(generate, attn):
+def test_every_attention_implementation_runs_on_pages(generate, attn):
     output = generate("--attn", attn, "--kv-cache-dtype", "auto")
     assert output["runs"][1]["attention"] == attn
     assert len(output["runs"][1]["token_ids"]) == 12
@@ -93,14 +93,15 @@ def test_a_prompt_can_come_from_stdin(generate):
 
 
 def test_sampling_is_reproducible_with_a_seed(generate):
-    seeds = ("1", "1", "2")
-    answers = [generate("--temperature", "5", "--seed", s)["runs"][0]["token_ids"] for s in seeds]
-    assert answers[0] == answers[1] != answers[2]
+    first, repeated, other = (
+        generate("--temperature", "5", "--seed", seed)["runs"][0]["token_ids"] for seed in "112"
+    )
+    assert first == repeated != other
 
 
-def test_chat_uses_the_template(generate, run, model, tmp_path):
-    assert "expected a chat template" in run.fails("generate", "--model", model, "--chat")
-    (path := Path(model) / "chat_template.jinja").write_text(TEMPLATE)
+def test_chat_uses_the_template(generate, run, model_folder, tmp_path):
+    assert "expected a chat template" in run.fails("generate", "--model", model_folder, "--chat")
+    (path := Path(model_folder) / "chat_template.jinja").write_text(TEMPLATE)
     try:
         assert generate("capital", "--chat")["runs"][0]["cached_tokens"] == 3 + 12 - 1
     finally:
@@ -108,9 +109,9 @@ def test_chat_uses_the_template(generate, run, model, tmp_path):
 
 
 @pytest.mark.parametrize("columns", ["30", pytest.param("80", marks=pytest.mark.full), "200"])
-def test_the_table_fits_into_the_terminal(run, model, monkeypatch, columns):
+def test_the_table_fits_into_the_terminal(run, model_folder, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    fixed_arguments = ("--model", model, "--backend", "torch", "--max-new-tokens", "9")
+    fixed_arguments = ("--model", model_folder, "--backend", "torch", "--max-new-tokens", "9")
     out, _ = run("generate", "the capital", *fixed_arguments, "--memory", "500 MB")
     assert max(map(len, out.splitlines())) <= int(columns)
     if columns == "200":
@@ -154,12 +155,12 @@ def test_sizes_with_units_are_parsed_as_bytes(text, size):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-# SCALES stands for a folder with scales, and OUT for a folder that does not exist.
+# SCALES is a folder with scales, MODEL a folder with a model, and OUT a folder that does not exist.
 GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect SCALES ", "convert SCALES "
 
 
 @pytest.mark.parametrize(
-    ("code", "line", "message"),
+    ("code", "command", "message"),
     [
         (2, "generate --kv-cache-dtype int4", "--kv-cache-dtype"),
         (2, "generate --key-dtype fp16", "--key-dtype"),
@@ -204,16 +205,16 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect SCALES ", "conv
     ],
 )
 def test_usage_errors_exit_with_2_and_other_errors_with_1(
-    run, saved_scales, model, tmp_path, code, line, message
+    run, saved_scales, model_folder, tmp_path, code, command, message
 ):
     out = tmp_path / "out"
-    values = {"SCALES": str(saved_scales), "OUT": str(out), "MODEL": model, "EMPTY": ""}
-    arguments = [re.sub("|".join(values), lambda m: values[m[0]], part) for part in line.split()]
+    words = {"SCALES": str(saved_scales), "OUT": str(out), "MODEL": model_folder, "EMPTY": ""}
+    arguments = [re.sub("|".join(words), lambda m: words[m[0]], x) for x in command.split()]
     err = run.fails(*arguments, code=code)
     if code == 1:
         output, error, err = err.partition("hf-fp8kv: error: ")
         assert error
-        assert line.startswith("generate") or not output
+        assert command.startswith("generate") or not output
     assert message in err
     assert not out.exists()
 
@@ -221,18 +222,18 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
 # -- other commands --------------------------------------------------------------------------------
 
 
-def test_help_names_the_commands(run):
+def test_help_names_the_commands_and_version_prints_the_version(run):
     out, _ = run("--help")
     for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
         assert name in out
     assert run("--version")[0].strip() == find_version("hf-fp8kv")
 
 
-def test_check_shows_versions_and_backends(run, model):
+def test_check_shows_versions_and_backends(run, model_folder):
     output = run.json("check")
     # A build for GPUs shows the CUDA version only in `torch.__version__`.
     assert torch.__version__.startswith(output["versions"]["torch"])
     assert output["backends"]["torch"] == "available"
     assert output["versions"]["torch"] in run("check")[0]
-    assert "fused" in json.dumps(run.json("check", "--model", model)["model"])
-    assert "fused" in run("check", "--model", model)[0]
+    assert "fused" in json.dumps(run.json("check", "--model", model_folder)["model"])
+    assert "fused" in run("check", "--model", model_folder)[0]

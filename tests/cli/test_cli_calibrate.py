@@ -41,18 +41,18 @@ def text_file(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(run, model, text_file, tmp_path):
-    """Return a command that runs `calibrate` with a small default model, text and folder."""
+def run(run, model_folder, text_file, tmp_path):
+    """Return a command that runs `calibrate`, by default with a small model, text and folder."""
     original_run = run.run_command
 
     def run_calibrate(*arguments: str, **kwargs: str) -> tuple[int, str, str]:
         if "inspect" in arguments:
             return original_run(*arguments, **kwargs)
         defaults = {
-            "--model": model, "--texts": str(text_file), "--out": str(tmp_path / "out"),
+            "--model": model_folder, "--texts": str(text_file), "--out": str(tmp_path / "out"),
             "--device": "cpu",
         }  # fmt: skip
-        added = [part for pair in defaults.items() if pair[0] not in arguments for part in pair]
+        added = [f"{name}={value}" for name, value in defaults.items() if name not in arguments]
         return original_run("calibrate", *added, *arguments, **kwargs)
 
     run.run_command = run_calibrate
@@ -76,25 +76,25 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
         "granularity": "channel", "dtype": "fp8_e5m2", "margin": 1.25, "max_tokens": 100,
         "max_length": 32, "batch_size": 3, "text_column": "body", "held_out": 0,
     }  # fmt: skip
-    arguments = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", str(v))]
+    arguments = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
     run(*arguments, "--no-center", "--chat-template", "--model-dtype", "float16")
     (call,) = calibration.calls
     assert call["model"].dtype == torch.float16
-    assert {k: call[k] for k in options} == options
+    assert {name: call[name] for name in options} == options
     assert (call["center"], call["chat_template"]) == (False, True)
 
 
-@pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_every_format_is_written(run, calibration, tmp_path, format):
-    output = run.json("--format", format)
+@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
+def test_every_format_is_written(run, calibration, tmp_path, scale_format):
+    output = run.json("--format", scale_format)
     assert output["num_layers"] == 2
     assert sorted(map(Path, output["files"])) == sorted((tmp_path / "out").iterdir())
-    assert bool(output["warnings"]) == (format not in ("hf_fp8kv", "compressed-tensors"))
-    assert KVScales.from_pretrained(tmp_path / "out").format == format
+    assert bool(output["warnings"]) == (scale_format not in ("hf_fp8kv", "compressed-tensors"))
+    assert KVScales.from_pretrained(tmp_path / "out").format == scale_format
 
 
 @pytest.mark.parametrize(
-    ("format", "options", "expected"),
+    ("scale_format", "options", "expected"),
     [
         ("hf_fp8kv", [], {}),
         ("vllm-json", [], {"granularity": "tensor", "center": False}),
@@ -105,16 +105,16 @@ def test_every_format_is_written(run, calibration, tmp_path, format):
             {"granularity": "head", "center": True},
         ),
     ],
-    ids=["own", "one-scale", "per-head", "explicit"],
+    ids=["hf_fp8kv", "one-scale", "per-head", "explicit"],
 )
-def test_calibration_matches_the_format(run, calibration, format, options, expected):
-    run("--format", format, *options)
+def test_calibration_matches_the_format(run, calibration, scale_format, options, expected):
+    run("--format", scale_format, *options)
     call = calibration.calls[0]
     assert {name: call[name] for name in ("granularity", "center") if name in call} == expected
 
 
-def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
-    out, _ = run("--checkpoint", model, "--format", "compressed-tensors")
+def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model_folder, tmp_path):
+    out, _ = run("--checkpoint", model_folder, "--format", "compressed-tensors")
     folder, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint"
     assert KVScales.from_pretrained(folder).format == "hf_fp8kv"
     assert KVScales.from_pretrained(checkpoint).format == "compressed-tensors"
@@ -122,10 +122,10 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model, t
     assert str(checkpoint / "model-kv-scales.safetensors") in out.splitlines()
 
 
-def test_overwrite_replaces_the_scales_in_a_copy(run, calibration, model, tmp_path):
+def test_overwrite_replaces_the_scales_in_a_copy(run, calibration, model_folder, tmp_path):
     old_folder = tmp_path / "old"
     random_scales("tensor", num_layers=2).save_pretrained(
-        old_folder, format="compressed-tensors", checkpoint=model
+        old_folder, format="compressed-tensors", checkpoint=model_folder
     )
     options = ("--checkpoint", old_folder, "--format", "compressed-tensors")
     err = run.fails(*options)
@@ -158,15 +158,15 @@ def test_existing_scales_are_rejected_before_calibration(run, calibration, tmp_p
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
 
 
-def test_invalid_outputs_fail_before_calibration(run, calibration, model, tmp_path):
-    err = run.fails("--out", model, "--format", "autofp8")
+def test_invalid_outputs_fail_before_calibration(run, calibration, model_folder, tmp_path):
+    err = run.fails("--out", model_folder, "--format", "autofp8")
     assert "expected a place without config.json" in err
     (tmp_path / "file").write_text("")
     assert "expected a folder" in run.fails("--out", tmp_path / "file")
     # A copy of the checkpoint must not replace existing files.
     (tmp_path / "out" / "checkpoint").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint" / "mine").write_text("")
-    assert "new or empty" in run.fails("--checkpoint", model, "--overwrite")
+    assert "new or empty" in run.fails("--checkpoint", model_folder, "--overwrite")
     assert calibration.calls == []
 
 
@@ -193,7 +193,7 @@ def test_an_error_is_one_message(run, calibration, tmp_path, error, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
+def test_a_measured_plan_is_requested_and_saved(run, calibration, tmp_path):
     calibration.scales = planned_scales(2)
     output = run.json("--plan", "measured")
     (call,) = calibration.calls
@@ -227,8 +227,8 @@ def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(run, calibratio
         (["--format", "trtllm"], "vllm-json, tgi"),
     ],
 )
-def test_usage_errors_exit_with_2(run, calibration, tmp_path, model, arguments, message):
-    assert message in run.fails(*[a.replace("MODEL", model) for a in arguments], code=2)
+def test_usage_errors_exit_with_2(run, calibration, tmp_path, arguments, message):
+    assert message in run.fails(*arguments, code=2)
     assert calibration.calls == []
     assert not (tmp_path / "out").exists()
 
@@ -240,14 +240,14 @@ def test_missing_texts_are_rejected_before_calibration(run, calibration):
     assert len(calibration.calls[0]["texts"]) > 50
 
 
-def test_calibrated_scales_are_measured_by_inspect(run, tmp_path, model, text_file):
+def test_calibrated_scales_are_measured_by_inspect(run, tmp_path, model_folder, text_file):
     options = ["--max-length", "64", "--max-tokens", "160", "--held-out", "40"]
     out, _ = run(*options, "--granularity", "tensor")
-    for part in ("unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "kv_scales.safetensors"):
-        assert part in out
+    for text in ("unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "kv_scales.safetensors"):
+        assert text in out
     scales = KVScales.from_pretrained(tmp_path / "out")
     assert {layer.granularity for layer in scales.layers.values()} == {"tensor"}
-    inspect_arguments = ("inspect", tmp_path / "out", "--model", model, "--texts", text_file)
+    inspect_arguments = ("inspect", tmp_path / "out", "--model", model_folder, "--texts", text_file)
     output = run.json(*inspect_arguments, "--max-tokens", "100", "--device", "cpu")
     for index, layer in scales.layers.items():
         side = output["layers"][str(index)]["v"]

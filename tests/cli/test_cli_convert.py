@@ -51,12 +51,13 @@ def test_a_file_is_converted_and_its_warnings_are_printed_once(run, tmp_path):
     assert any("ranks differ" in message for message in warnings)
 
 
-def test_scales_are_converted_into_a_copy_of_a_checkpoint(convert, saved_scales, tmp_path, model):
+def test_scales_are_converted_into_a_checkpoint(convert, saved_scales, tmp_path, model_folder):
     layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
     KVScales({0: layer, 1: layer}, model_type="llama").save_pretrained(saved_scales, overwrite=True)
-    out, _ = convert("--to", "compressed-tensors", "--checkpoint", model, "--weights", "link")
+    options = ("--checkpoint", model_folder, "--weights", "link")
+    out, _ = convert("--to", "compressed-tensors", *options)
     files = (tmp_path / "out").glob("*.safetensors")
-    assert any(path.samefile(Path(model) / "model.safetensors") for path in files)
+    assert any(path.samefile(Path(model_folder) / "model.safetensors") for path in files)
     assert str(tmp_path / "out" / "model-kv-scales.safetensors") in out.splitlines()
     assert KVScales.from_pretrained(tmp_path / "out").layers[1].k == 0.5
 

@@ -24,19 +24,19 @@ def measure_calls(monkeypatch) -> list[dict[str, object]]:
 
     def measure(model, scales, texts, **options):
         calls.append({"model": model, "scales": scales, "texts": texts, **options})
-        return make_report(len(scales.layers), heads=2)
+        return make_report(len(scales.layers), num_heads=2)
 
     monkeypatch.setattr(hf_fp8kv.calibration, "measure", measure, raising=False)
     return calls
 
 
-@pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_every_format_is_a_table_with_two_rows_per_layer(run, tmp_path, format):
+@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
+def test_every_format_is_a_table_with_two_rows_per_layer(run, tmp_path, scale_format):
     scales = random_scales("tensor")
-    scales.save_pretrained(tmp_path, format=format)
+    scales.save_pretrained(tmp_path, format=scale_format)
     out, err = run("inspect", tmp_path)
     assert err == ""
-    assert f"{format}, llama, 3 layers, per tensor, K not centered" in out
+    assert f"{scale_format}, llama, 3 layers, per tensor, K not centered" in out
     assert str(tmp_path) in out
     for index, layer in KVScales.from_pretrained(tmp_path).layers.items():
         rows = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
@@ -47,7 +47,7 @@ def test_every_format_is_a_table_with_two_rows_per_layer(run, tmp_path, format):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centered-channel"])
-def test_json_contains_all_properties(run, tmp_path, kind):
+def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path)
     out, err = run("inspect", tmp_path, "--json")
@@ -126,26 +126,27 @@ def test_warnings_and_remarks_are_shown(run, tmp_path):
     assert len(run.json("inspect", tmp_path)["remarks"]) == 2
 
 
-def test_a_measurement_is_shown(run, tmp_path, model, measure_calls):
+def test_a_measurement_is_shown(run, tmp_path, model_folder, measure_calls):
     scales = random_scales("head", num_layers=2)
     scales.save_pretrained(tmp_path)
-    (text := tmp_path / "text.txt").write_text("the capital of London")
-    args = ["inspect", tmp_path, "--model", model, "--device", "cpu", "--model-dtype", "bfloat16"]
-    out, _ = run(*args, "--texts", text, "--max-tokens", "99", "--dtype", "fp8")
+    (text_file := tmp_path / "text.txt").write_text("the capital of London")
+    arguments = ("inspect", tmp_path, "--model", model_folder, "--device", "cpu", "--texts")
+    options = ("--max-tokens", "99", "--dtype", "fp8", "--model-dtype", "bfloat16")
+    out, _ = run(*arguments, text_file, *options)
     (call,) = measure_calls
     assert (loaded_model := call.pop("model")).config.num_hidden_layers == 2
     assert loaded_model.dtype == torch.bfloat16
     assert call.pop("tokenizer").vocab_size > 2
     assert call.pop("scales").layers.keys() == {0, 1}
-    assert call == {"texts": text, "max_tokens": 99, "dtype": "fp8_e4m3"}
-    for part in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
-        assert part in out
-    output = run.json(*args, "--texts", text)
+    assert call == {"texts": text_file, "max_tokens": 99, "dtype": "fp8_e4m3"}
+    for text in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
+        assert text in out
+    output = run.json(*arguments, text_file)
     assert output["layers"]["1"]["v"]["amax"] == 2.125
     assert output["layers"]["1"]["v"]["amax_from"] == "text"
     assert output["layers"]["1"]["k"]["saturated"] == 0.00003
-    assert CalibrationReport.from_dict(output["report"], "it") == make_report(2, heads=2)
-    run(*args, "--texts", "pydoc")  # the documentation of Python
+    assert CalibrationReport.from_dict(output["report"], "stdout") == make_report(2, num_heads=2)
+    run(*arguments, "pydoc")  # Python's documentation
     assert len(texts := measure_calls[-1]["texts"]) > 50
     assert all(isinstance(text, str) for text in texts)
 
@@ -171,7 +172,7 @@ def test_a_missing_matplotlib_is_reported_before_measuring(run, monkeypatch, mea
 
 def test_a_report_next_to_the_scales_is_shown(run, tmp_path):
     scales = random_scales("head")
-    report = make_report(3, heads=2, scales_digest=scales.digest)
+    report = make_report(3, num_heads=2, scales_digest=scales.digest)
     replace(scales, report=report).save_pretrained(tmp_path)
     out, _ = run("inspect", tmp_path)
     assert "12.5 %" in out

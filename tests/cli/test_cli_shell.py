@@ -55,18 +55,18 @@ def test_a_shell_completes_words(complete, line, expected):
 
 
 def test_zsh_completes_words(complete):
-    (expected,) = complete("hf-fp8kv bench s", "zsh")
-    assert '"speed"' in expected
+    (completion,) = complete("hf-fp8kv bench s", "zsh")
+    assert '"speed"' in completion
 
 
-def test_completion_script_contains_the_command(run, monkeypatch):
+def test_the_completion_script_contains_the_command(run, monkeypatch):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     out, _ = run("--show-completion", "bash")
     assert "_HF_FP8KV_COMPLETE=complete_bash" in out
     assert "hf-fp8kv" in out
 
 
-def test_python_m_is_the_same_command(monkeypatch, capsys):
+def test_python_m_runs_the_same_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/somewhere/hf_fp8kv/cli/__main__.py", "bench", "--help"])
     with pytest.raises(SystemExit) as exit_info:
         runpy.run_module("hf_fp8kv.cli", run_name="__main__")
@@ -76,7 +76,7 @@ def test_python_m_is_the_same_command(monkeypatch, capsys):
     assert sys.argv[0] == "hf-fp8kv"
 
 
-def test_an_interruption_is_one_line(run, monkeypatch):
+def test_an_interruption_prints_one_line(run, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Tests of a calibration report and its scales as JSON, as tables and as a plot."""
+"""Tests of calibrated scales and their report as JSON, as tables and as a plot."""
 
 import io
 import itertools
@@ -18,44 +18,51 @@ from hf_fp8kv.cli.scales_plot import make_figure, plot_scales
 from hf_fp8kv.cli.scales_table import list_remarks, make_tables
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.scales import KVScales, LayerScales, report
+from hf_fp8kv.scales import KVScales, LayerScales
+from hf_fp8kv.scales.report import (
+    DYNAMIC,
+    CalibrationReport,
+    LayerStatistics,
+    QualityRow,
+    SideStatistics,
+)  # fmt: skip
 
-DYNAMIC, NAN, Row = report.DYNAMIC, float("nan"), report.QualityRow
+NAN = float("nan")
 ERRORS = [prefix + name for prefix in ("", DYNAMIC) for name in FORMATS]
 
 
-def make_side(amax: list[float], error: float) -> report.SideStatistics:
-    """Return statistics of K or V in which each format has a different error."""
+def make_side(amax: list[float], error: float) -> SideStatistics:
+    """Return statistics of K or V in which the error of each format is different."""
     errors = {name: error * (1 + index / 10) for index, name in enumerate(ERRORS)}
-    return report.SideStatistics(tuple(amax), 0.00003, 0.125, errors)
+    return SideStatistics(tuple(amax), 0.00003, 0.125, errors)
 
 
-def make_report(layers: int = 4, heads: int = 3, **changes: Any) -> report.CalibrationReport:
+def make_report(num_layers: int = 4, num_heads: int = 3, **changes: Any) -> CalibrationReport:
     """Return a report in which all layers, heads and sides have different statistics."""
-    result = report.CalibrationReport(
+    report = CalibrationReport(
         model="a model", dtype="fp8_e4m3", granularity="head", margin=1.0, texts=2, tokens=5000,
         held_out_tokens=400, seconds=12.5, date="2026-11-21T10:00:00+00:00",
         versions={"torch": "2.13"}, hardware={"cpu": "a cpu", "cores": 2, "gpus": []},
         scales_digest="0f" * 32, centers="No center was kept.",
         layers={
-            i: report.LayerStatistics(
-                make_side([10.0 + i + h / 8 for h in range(heads)], 0.02 + i / 1000),
-                make_side([1.0 + i + h / 8 for h in range(heads)], 0.01 + i / 1000), False,
+            i: LayerStatistics(
+                make_side([10.0 + i + h / 8 for h in range(num_heads)], 0.02 + i / 1000),
+                make_side([1.0 + i + h / 8 for h in range(num_heads)], 0.01 + i / 1000), False,
             )
-            for i in range(layers)
+            for i in range(num_layers)
         },
         quality=(
-            Row("unquantized", 0.0, 0.0, 1.0, 12.5, 400),
-            Row("static fp8_e4m3", 0.003, 0.2, 0.9625, 12.53125, 400),
+            QualityRow("unquantized", 0.0, 0.0, 1.0, 12.5, 400),
+            QualityRow("static fp8_e4m3", 0.003, 0.2, 0.9625, 12.53125, 400),
         ),
     )  # fmt: skip
-    return replace(result, **changes)
+    return replace(report, **changes)
 
 
-def make_scales(result: report.CalibrationReport, centered: tuple[int, ...] = ()) -> KVScales:
+def make_scales(report: CalibrationReport, centered: tuple[int, ...] = ()) -> KVScales:
     """Return the scales per head that a calibration with this report computes."""
     layers = {}
-    for index, layer in result.layers.items():
+    for index, layer in report.layers.items():
         k, v = (torch.tensor(side.amax).view(-1, 1) / 448 for side in (layer.k, layer.v))
         center = torch.zeros(len(k), 2) if index in centered else None
         layers[index] = LayerScales(k, v, center, f"a: b/kv.safetensors: layers.{index}")
@@ -66,32 +73,32 @@ def make_scales(result: report.CalibrationReport, centered: tuple[int, ...] = ()
 
 
 def test_a_report_survives_json():
-    result = make_report(
+    report = make_report(
         model="\u2603 \x00", tokens=10**30, margin=1e-3, seconds=1e300, max_position=0,
         hardware={"": None, "gpus": [{"gb": 80.0, "ecc": True}]}, far_quality=make_report().quality,
     )  # fmt: skip
     layers = {12: make_report().layers[1], 3: make_report().layers[0]}
-    result = replace(result, layers=layers)
-    data = result.to_dict()
-    loaded = report.CalibrationReport.from_dict(json.loads(json.dumps(data, allow_nan=False)), "x")
+    report = replace(report, layers=layers)
+    fields = report.to_dict()
+    loaded = CalibrationReport.from_dict(json.loads(json.dumps(fields, allow_nan=False)), "x")
     # Strings are compared, because the types must match, but 2 == 2.0.
-    assert (loaded, repr(loaded.to_dict())) == (result, repr(data))
+    assert (loaded, repr(loaded.to_dict())) == (report, repr(fields))
     assert list(loaded.layers) == [3, 12]
-    data["layers"]["3"]["k"]["error"].clear()  # the JSON must not share objects with the report
-    assert result == loaded
+    fields["layers"]["3"]["k"]["error"].clear()  # the JSON must not share objects with the report
+    assert report == loaded
 
 
 def test_json_of_other_versions_is_read_and_nonfinite_values_are_rejected():
-    data = make_report().to_dict()
-    data["seconds"], data["layers"]["0"]["k"]["amax"][0] = 12, 10  # integers in the JSON
-    del data["far_quality"], data["max_position"]  # as written before these fields existed
-    loaded = report.CalibrationReport.from_dict(data, "x")
+    fields = make_report().to_dict()
+    fields["seconds"], fields["layers"]["0"]["k"]["amax"][0] = 12, 10  # integers in the JSON
+    del fields["far_quality"], fields["max_position"]  # as written before these fields existed
+    loaded = CalibrationReport.from_dict(fields, "x")
     assert (type(loaded.seconds), type(loaded.layers[0].k.amax[0])) == (float, float)
     assert (loaded.far_quality, loaded.max_position) == ((), None)
-    data["hardware"]["gpus"].append("a gpu")
+    fields["hardware"]["gpus"].append("a gpu")
     assert loaded.hardware["gpus"] == []
     with pytest.raises(ScaleError, match=r"the report of a calibration: quality\[0\]\.kl: .* nan"):
-        make_report(quality=(Row("static fp8_e4m3", NAN, 0.2, 0.96, 12.5, 400),)).to_dict()
+        make_report(quality=(QualityRow("static fp8_e4m3", NAN, 0.2, 0.96, 12.5, 400),)).to_dict()
 
 
 MISSING = object()
@@ -117,8 +124,8 @@ MISSING = object()
     ],
 )
 def test_a_malformed_entry_is_rejected_by_its_name(path, value, message):
-    data: Any = {"": make_report().to_dict()}
-    node, names = data, ["", *filter(None, path.split("/"))]
+    root: Any = {"": make_report().to_dict()}
+    node, names = root, ["", *filter(None, path.split("/"))]
     names = [int(name) if name == "1" else name for name in names]
     for name in names[:-1]:
         node = node[name]
@@ -126,7 +133,7 @@ def test_a_malformed_entry_is_rejected_by_its_name(path, value, message):
     if value is MISSING:
         del node[names[-1]]
     with pytest.raises(ScaleError, match=message) as error:
-        report.CalibrationReport.from_dict(data[""], "x.json")
+        CalibrationReport.from_dict(root[""], "x.json")
     assert str(error.value).startswith("x.json: ")
     assert len(str(error.value)) < 600
 
@@ -134,35 +141,36 @@ def test_a_malformed_entry_is_rejected_by_its_name(path, value, message):
 # -- as tables -------------------------------------------------------------------------------------
 
 
-def render(scales: KVScales, result: report.CalibrationReport | None, width: int = 200) -> str:
+def render(scales: KVScales, report: CalibrationReport | None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    for part in make_tables(scales, result, width):
+    for part in make_tables(scales, report, width):
         console.print(part)
     return console.export_text()
 
 
 def parse_tables(text: str) -> list[dict[str, list[str]]]:
     """Return the cells of each table, by heading."""
-    parsed = []
-    for part in text.split("┏")[1:]:
+    tables = []
+    for table in text.split("┏")[1:]:
         headings, rows = (
-            [re.split("[┃│]", line)[1:-1] for line in part.splitlines() if line.startswith(bar)]
+            [re.split("[┃│]", line)[1:-1] for line in table.splitlines() if line.startswith(bar)]
             for bar in "┃│"
         )
         names = (" ".join(" ".join(cells).split()) for cells in zip(*headings, strict=True))
         cells = ([cell.strip() for cell in column] for column in zip(*rows, strict=True))
-        parsed.append(dict(zip(names, cells, strict=True)))
-    return parsed
+        tables.append(dict(zip(names, cells, strict=True)))
+    return tables
 
 
 def read_columns(text: str) -> dict[str, list[str]]:
     """Return the cells, by heading, of all tables with rows for K and V of each layer."""
-    return {name: cells for t in parse_tables(text) if "layer" in t for name, cells in t.items()}
+    tables = [table for table in parse_tables(text) if "layer" in table]
+    return {name: cells for table in tables for name, cells in table.items()}
 
 
 def test_the_table_of_a_calibration_has_all_measurements():
-    result = make_report(2)
-    text = render(make_scales(result, centered=(1,)), result)
+    report = make_report(2)
+    text = render(make_scales(report, centered=(1,)), report)
     assert read_columns(text) == {
         "layer": ["0", "0", "1", "1"],
         "stored": ["K", "V", "K centered", "V"],
@@ -203,36 +211,36 @@ def test_a_table_without_a_report_shows_the_scales():
     text = render(scales, make_report(1, model="[/b]"))
     assert "from [red]x[/red]\n[/b]: 5000 tokens" in text
     assert read_columns(text)["source"] == ["[bold]a[/bold]"] * 2
-    pair = replace(layer, source="a/b.safetensors: layers.0.k_scale, layers.0.v_scale")
-    sources = read_columns(render(KVScales({0: pair}), None))["source"]
+    layer = replace(layer, source="a/b.safetensors: layers.0.k_scale, layers.0.v_scale")
+    sources = read_columns(render(KVScales({0: layer}), None))["source"]
     assert sources == ["layers.0.k_scale", "layers.0.v_scale"]
 
 
 def test_a_table_omits_missing_measurements():
-    result, far_rows = make_report(3), (Row("static fp8_e4m3", 0.007, 0.3, 0.9375, 13.0, 200),)
-    scales = make_scales(result)
-    text = render(scales, replace(result, held_out_tokens=0, quality=(), centers=""))
+    report, far_row = make_report(3), QualityRow("static fp8_e4m3", 0.007, 0.3, 0.9375, 13.0, 200)
+    scales = make_scales(report)
+    text = render(scales, replace(report, held_out_tokens=0, quality=(), centers=""))
     assert set(read_columns(text)) == {"layer", "stored", "scale", "amax", "source"}
-    text = render(scales, replace(result, far_quality=far_rows, max_position=8192))
+    text = render(scales, replace(report, far_quality=(far_row,), max_position=8192))
     title = "the same at far positions, up to 8192"
     assert text.index("3.00e-03") < text.index(title) < text.index("7.00e-03")
-    one_layer = replace(result, layers={1: result.layers[1]})
+    one_layer = replace(report, layers={1: report.layers[1]})
     assert read_columns(render(scales, one_layer))["amax"] == ["", "", "11.2", "2.25", "", ""]
-    without_texts = replace(result, texts=0, tokens=0, quality=())
+    without_texts = replace(report, texts=0, tokens=0, quality=())
     heading = render(scales, without_texts).splitlines()[2]
     assert heading == "a model: measured as fp8_e4m3 on 400 tokens; 2026-11-21"
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
-@pytest.mark.parametrize("result", [make_report(12), None], ids=["measured", "scales"])
-def test_no_cell_is_truncated_at_any_width(width, result):
+@pytest.mark.parametrize("report", [make_report(12), None], ids=["measured", "scales"])
+def test_no_cell_is_truncated_at_any_width(width, report):
     scales = make_scales(make_report(12), centered=(3,))
-    text = render(scales, result, width)
+    text = render(scales, report, width)
     assert max(map(len, text.splitlines())) <= width
-    all_columns, columns = read_columns(render(scales, result)), read_columns(text)
+    all_columns, columns = read_columns(render(scales, report)), read_columns(text)
     assert set(all_columns) - set(columns) <= {"source"}
     assert columns == {name: cells for name, cells in all_columns.items() if name in columns}
-    assert width < 80 or len(parse_tables(text)) - bool(result) <= 2
+    assert width < 80 or len(parse_tables(text)) - bool(report) <= 2
 
 
 @pytest.mark.parametrize(
@@ -242,38 +250,39 @@ def test_no_cell_is_truncated_at_any_width(width, result):
      (0.1234, "12.3 %", 57344.0, "57344"), (0.9996, "100 %", 3e38, "3e+38")],
 )  # fmt: skip
 def test_values_are_short_and_readable(fraction, fraction_text, amax, amax_text):
-    result = make_report(1)
-    k = replace(result.layers[0].k, saturated=fraction, amax=(0.0, amax))
-    result = replace(result, layers={0: replace(result.layers[0], k=k)})
-    cells = read_columns(render(KVScales.uniform(1, k=0.5), result))
+    report = make_report(1)
+    k = replace(report.layers[0].k, saturated=fraction, amax=(0.0, amax))
+    report = replace(report, layers={0: replace(report.layers[0], k=k)})
+    cells = read_columns(render(KVScales.uniform(1, k=0.5), report))
     assert (cells["saturated"][0], cells["amax"][0]) == (fraction_text, amax_text)
 
 
-def tensor_scales(k: list[float], v: list[float] | None = None) -> KVScales:
-    pairs = enumerate(zip(k, v or [0.25 + i for i in range(len(k))], strict=True))
-    return KVScales({i: LayerScales(torch.tensor(a), torch.tensor(b)) for i, (a, b) in pairs})
+def make_per_tensor(k: list[float], v: list[float] | None = None) -> KVScales:
+    """Return scales per tensor with the scales of K, and of V or distinct default scales of V."""
+    layers = zip(torch.tensor(k), torch.tensor(v or [0.25 + i for i in range(len(k))]), strict=True)
+    return KVScales({index: LayerScales(*scales) for index, scales in enumerate(layers)})
 
 
-TENSOR = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
-HEADS = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
+LAYER = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
+HEAD_LAYER = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
 
 
 @pytest.mark.parametrize(
     ("scales", "remark"),
     [
         (KVScales.uniform(3), "every scale is exactly 1.0"),
-        (tensor_scales([1.0, 1.0, 1.5], [1.0, 1.0, 1.0]), None),
-        (tensor_scales([0.5, 0.75], [0.5, 0.75]), "K and V have the same scale in every layer"),
-        (tensor_scales([0.5, 0.75], [0.5, 0.7]), None),
+        (make_per_tensor([1.0, 1.0, 1.5], [1.0, 1.0, 1.0]), None),
+        (make_per_tensor([0.5, 0.75], [0.5, 0.75]), "K and V have the same scale in every layer"),
+        (make_per_tensor([0.5, 0.75], [0.5, 0.7]), None),
         (
-            tensor_scales([1.0, 2.0, 2.0, 20.1, 3.0]),
+            make_per_tensor([1.0, 2.0, 2.0, 20.1, 3.0]),
             "K of layer 3: the scale is over 10 times the median",
         ),
-        (tensor_scales([1.0, 2.0, 2.0, 20.0, 3.0]), None),
-        (tensor_scales([0.5] * 6, [1.0, 11.0, 1.0, 12.0, 1.0, 1.0]), "V of layers 1, 3:"),
-        (KVScales({**tensor_scales([1.0] * 3).layers, 1: HEADS}), "K of layer 1:"),
-        (KVScales(dict.fromkeys((1, 2, 5), TENSOR)), "no scales for layers 0, 3, 4, of 0 to 5"),
-        (KVScales(dict.fromkeys((0, 1), TENSOR)), None),
+        (make_per_tensor([1.0, 2.0, 2.0, 20.0, 3.0]), None),
+        (make_per_tensor([0.5] * 6, [1.0, 11.0, 1.0, 12.0, 1.0, 1.0]), "V of layers 1, 3:"),
+        (KVScales({**make_per_tensor([1.0] * 3).layers, 1: HEAD_LAYER}), "K of layer 1:"),
+        (KVScales(dict.fromkeys((1, 2, 5), LAYER)), "no scales for layers 0, 3, 4, of 0 to 5"),
+        (KVScales(dict.fromkeys((0, 1), LAYER)), None),
     ],
 )
 def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
@@ -285,9 +294,9 @@ def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
 # -- as a plot -------------------------------------------------------------------------------------
 
 
-def get_panels(scales: KVScales, result: report.CalibrationReport | None) -> dict[str, Any]:
+def get_panels(scales: KVScales, report: CalibrationReport | None) -> dict[str, Any]:
     """Return the panels of a plot by title. A color bar has no title."""
-    axes = make_figure(scales, result).axes
+    axes = make_figure(scales, report).axes
     return {panel.get_title(loc="left"): panel for panel in axes if panel.get_title(loc="left")}
 
 
@@ -315,9 +324,9 @@ def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():
 @pytest.mark.parametrize(
     ("scales", "expected"),
     [
-        (tensor_scales([0.5, 0.75]), [[224.0, 336.0]]),
-        (KVScales({0: TENSOR, 1: HEADS}), [[224.0, 448.0], [224.0, 4928.0]]),
-        (KVScales({0: LayerScales(torch.ones(2, 3).cumsum(1), TENSOR.v)}), [[1344.0], [1344.0]]),
+        (make_per_tensor([0.5, 0.75]), [[224.0, 336.0]]),
+        (KVScales({0: LAYER, 1: HEAD_LAYER}), [[224.0, 448.0], [224.0, 4928.0]]),
+        (KVScales({0: LayerScales(torch.ones(2, 3).cumsum(1), LAYER.v)}), [[1344.0], [1344.0]]),
     ],
     ids=["tensor", "tensor and head", "largest channel"],
 )
@@ -329,23 +338,25 @@ def test_a_plot_without_a_report_shows_the_scales(scales, expected):
 
 
 def test_a_plot_omits_missing_layers_and_zeros():
-    result = make_report(6, 2)
-    k = replace(result.layers[4].k, amax=(0.0, 3.0), error={"fp8_e4m3": 0.0})
-    partial = replace(result, layers={1: result.layers[1], 4: replace(result.layers[4], k=k)})
-    panels = get_panels(make_scales(result), partial)
+    report = make_report(6, 2)
+    k = replace(report.layers[4].k, amax=(0.0, 3.0), error={"fp8_e4m3": 0.0})
+    partial = replace(report, layers={1: report.layers[1], 4: replace(report.layers[4], k=k)})
+    panels = get_panels(make_scales(report), partial)
     magnitudes = get_points(panels["largest magnitude of K and V, by layer"])
     assert magnitudes["K, largest head"] == [[1, 11.125], [4, 3.0]]
-    zeros = report.SideStatistics((0.0, 0.0), 0.0, 0.0, {})
-    layers = {i: replace(layer, k=zeros, v=zeros) for i, layer in result.layers.items()}
-    panels = get_panels(make_scales(result), replace(result, layers=layers))
+    zeros = SideStatistics((0.0, 0.0), 0.0, 0.0, {})
+    layers = {i: replace(layer, k=zeros, v=zeros) for i, layer in report.layers.items()}
+    panels = get_panels(make_scales(report), replace(report, layers=layers))
     assert panels["quantization error of K, by layer"].texts
 
 
-# Labels would first overlap with many layers and heads. Both plots are tested: errors or a note.
-@pytest.mark.parametrize(("layers", "heads", "is_measured"), [(80, 8, True), (80, 128, False)])
-def test_no_labels_overlap(layers, heads, is_measured):
-    result = make_report(layers, heads, model="org/" + "a-long-name-" * 20)
-    figure = make_figure(make_scales(result), result if is_measured else None)
+# Labels overlap first with many layers and heads. Both plots are tested, with errors and a note.
+@pytest.mark.parametrize(
+    ("num_layers", "num_heads", "is_measured"), [(80, 8, True), (80, 128, False)]
+)
+def test_no_labels_overlap(num_layers, num_heads, is_measured):
+    report = make_report(num_layers, num_heads, model="org/" + "a-long-name-" * 20)
+    figure = make_figure(make_scales(report), report if is_measured else None)
     figure.draw_without_rendering()
     texts = [figure._suptitle]
     for axes in figure.axes:
@@ -364,11 +375,11 @@ def test_no_labels_overlap(layers, heads, is_measured):
 
 
 def test_a_png_is_written_1600_pixels_wide(tmp_path):
-    result = make_report(model="C:\\models\\$x_{1$ and\nmore")  # formulas are not rendered
-    title = make_figure(make_scales(result), result).get_suptitle()
+    report = make_report(model="C:\\models\\$x_{1$ and\nmore")  # formulas are not rendered
+    title = make_figure(make_scales(report), report).get_suptitle()
     assert title.splitlines()[0] == r"C:\models\$x_{1$ and more"
     was_imported = "matplotlib.pyplot" in sys.modules
-    plot_scales(make_scales(result), result, path := tmp_path / "scales.png")
+    plot_scales(make_scales(report), report, path := tmp_path / "scales.png")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(path.read_bytes()[16:20], "big") == 1600
     assert list(tmp_path.iterdir()) == [path]
