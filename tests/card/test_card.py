@@ -1,4 +1,4 @@
-"""Tests of `hf-fp8kv card`: values are correct, defects are found, and a card can be resumed."""
+"""Tests of `hf-fp8kv card`: its values are correct, defects are found, and a card resumes."""
 
 import json
 import math
@@ -46,7 +46,7 @@ SMALLEST_SIZE = replace(SIZE, positions=(96,), free=0, asked=4, length=512)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+def model_folder(tmp_path_factory) -> str:
     return command_line.save_tiny_model(tmp_path_factory.mktemp("model"), positions=1024)
 
 
@@ -65,8 +65,8 @@ def remove_times(card: dict[str, Any]) -> dict[str, Any]:
     return card
 
 
-def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monkeypatch, tmp_path):
-    options = ("card", folder, "--quick", "--device", "cpu", "--caches", "default,fp8,bf16")
+def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypatch, tmp_path):
+    options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "default,fp8,bf16")
     code, out, err = run_command(*options, "--out", str(tmp_path / "whole"))
     assert code == 0, err
     files = {path.name for path in (tmp_path / "whole").iterdir()}
@@ -84,7 +84,7 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monke
     }  # fmt: skip
     assert caches["fp8"]["tokens"] == 8 * 2**30 // 144
     assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 3
-    assert caches["bf16"]["steps"] == {"64": None}, "expected no speed of a stand-in"
+    assert caches["bf16"]["steps"] == {"64": None}, "expected no times of an imitated cache"
     markdown = (tmp_path / "whole" / "card.md").read_text()
     for cache in caches.values():
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
@@ -92,21 +92,20 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monke
     ET.fromstring((tmp_path / "whole" / "badge.svg").read_text())
 
     started_parts: list[str] = []
-    sample_original = measure.sample_answers
+    sample_answers, score_text = measure.sample_answers, measure.score_text
 
-    def interrupt(*arguments: Any) -> Any:
+    def sample_until_interrupt(*arguments: Any) -> Any:
         started_parts.append("answers")
         if started_parts.count("answers") == 2:
             raise KeyboardInterrupt
-        return sample_original(*arguments)
+        return sample_answers(*arguments)
 
-    monkeypatch.setattr(measure, "sample_answers", interrupt)
-    score = measure.score_text
-    monkeypatch.setattr(
-        measure,
-        "score_text",
-        lambda *args, **kwargs: started_parts.append("text") or score(*args, **kwargs),
-    )
+    def record_and_score(*arguments: Any, **keywords: Any) -> Any:
+        started_parts.append("text")
+        return score_text(*arguments, **keywords)
+
+    monkeypatch.setattr(measure, "sample_answers", sample_until_interrupt)
+    monkeypatch.setattr(measure, "score_text", record_and_score)
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 130
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
     assert started_parts == ["text"] * 5 + ["answers"] * 2
@@ -124,50 +123,51 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run_command, folder, monke
         (("--scales", "/no/such/folder"), 1, "/no/such/folder"),
     ],
 )
-def test_invalid_options_are_rejected(run_command, folder, options, code, message, tmp_path):
-    exit_code, out, err = run_command("card", folder, *options, "--out", str(tmp_path / "card"))
+def test_invalid_options_are_rejected(run_command, model_folder, options, code, message, tmp_path):
+    arguments = (model_folder, *options, "--out", str(tmp_path / "card"))
+    exit_code, out, err = run_command("card", *arguments)
     assert (exit_code, out) == (code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
 
 
-def test_a_card_omits_free_answers_and_tasks(run_command, folder, monkeypatch, tmp_path):
-    """The tokenizer has one token for all words of the tasks, so no task is measured."""
+def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_path):
+    """The tokenizer has one token for all words of the tasks, so no task can be measured."""
     monkeypatch.setitem(measure.SIZES, "quick", SMALLEST_SIZE)
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(model_folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
     code, _, err = run_command("card", ".", *options)
     assert code == 0, err
     markdown = (tmp_path / "card" / "card.md").read_text()
-    assert markdown.startswith(f"# {Path(folder).name}: losses")
+    assert markdown.startswith(f"# {Path(model_folder).name}: losses")
     assert "* chains was not measured. tasks: expected" in markdown
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
 def test_cards_support_windows_latents_and_shared_layers(name):
-    """Layers with a window count only tokens in the window, with and without quantization."""
+    """Layers with a window count only the tokens in the window, with and without quantization."""
     model, _ = build_variant(name)
     states = prefill(model, torch.randint(4, 90, (1, 80))).states
-    assert not _find_defects(CONTENDERS["default"], model, states)
-    unquantized = count_token_bytes(UNQUANTIZED, model, states)
-    assert unquantized == count_token_bytes(CONTENDERS["bf16"], model, states)
+    assert not find_defects(CONTENDERS["default"], model, states)
+    token_bytes = count_token_bytes(UNQUANTIZED, model, states)
+    assert token_bytes == count_token_bytes(CONTENDERS["bf16"], model, states)
     if name == "deepseek_v3":
-        assert unquantized == 2 * 2 * (16 + 8)
+        assert token_bytes == 2 * 2 * (16 + 8)
     else:
-        assert unquantized < 2 * sum(x[:, :, 0].numel() for layer in states for x in layer)
+        assert token_bytes < 2 * sum(x[:, :, 0].numel() for layer in states for x in layer)
 
 
 @pytest.mark.parametrize("name", ["jamba", "seq2seq/t5"])
-def test_unsupported_models_are_rejected(name, folder, tmp_path):
+def test_unsupported_models_are_rejected(name, model_folder, tmp_path):
     model, _ = build_variant(name, max_position_embeddings=512)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     with pytest.raises(ConfigError, match="model: expected a decoder of attention layers"):
         measure.measure_card(model, tokenizer, name=name, parts=tmp_path / "x" / "parts.json")
     assert not (tmp_path / "x").exists()
 
 
-def test_a_broken_cache_is_described():
-    """A cache with infinite divergence gets a tier but no slope."""
+def test_an_infinite_divergence_gives_the_tier_broken():
+    """A cache with an infinite divergence has a tier, but no slope."""
     divergences = torch.full((4,), math.inf, dtype=torch.float64)
     row = measure.summarize_scores(
         [Scores(divergences, torch.ones_like(divergences), divergences)] * 2
@@ -178,7 +178,7 @@ def test_a_broken_cache_is_described():
     assert judge_cache(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
-def test_changed_settings_discard_saved_parts(folder, tmp_path):
+def test_changed_settings_discard_saved_parts(tmp_path):
     """A card never combines results of different caches or weights."""
     parts = measure.Parts(tmp_path / "parts.json", {"caches": ["default"]})
     assert parts.get("one", lambda: 1) == 1
@@ -186,7 +186,7 @@ def test_changed_settings_discard_saved_parts(folder, tmp_path):
     assert measure.Parts(tmp_path / "parts.json", {"caches": ["fp8"]}).get("one", lambda: 2) == 2
 
 
-class TokenLossCache(FP8PagedCache):
+class TokenLosingCache(FP8PagedCache):
     """A cache that loses the token at position 40."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -204,7 +204,7 @@ class ScaledValuesCache(FP8PagedCache):
         return super().update(key_states, 1.02 * value_states, layer_idx, *args, **kwargs)
 
 
-def _make_wrongly_centered_cache(model) -> FP8PagedCache:
+def make_wrongly_centered_cache(model) -> FP8PagedCache:
     """Return a cache with the centers of a different model."""
     torch.manual_seed(5)
     plan = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
@@ -212,11 +212,11 @@ def _make_wrongly_centered_cache(model) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=StoragePlan(layers))
 
 
-def _find_defects(contender: Contender, model: Any, states: list[States]) -> list[str]:
+def find_defects(contender: Contender, model: Any, states: list[States]) -> list[str]:
     row = {"kind": measure.ALL_KINDS, "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    stored_result = compare_states(contender, model, states)
-    cache = {"predictions": [row], "drift": drift, "stored": stored_result, "tasks": {}}
+    stored_errors = compare_states(contender, model, states)
+    cache = {"predictions": [row], "drift": drift, "stored": stored_errors, "tasks": {}}
     return judge_cache(cache, None)["findings"]
 
 
@@ -224,14 +224,14 @@ def test_planted_defects_of_stored_states_are_found():
     model, _ = build_variant("llama", num_hidden_layers=2)
     states = prefill(model, torch.randint(4, 90, (1, 80))).states
     for name in ("default", "adaptive", "fp8"):
-        assert not _find_defects(CONTENDERS[name], model, states)
+        assert not find_defects(CONTENDERS[name], model, states)
     defects = {
         "V is stored 2.": lambda model: ScaledValuesCache(model.config),
-        "1 stored tokens are lost (at 40).": lambda model: TokenLossCache(model.config),
-        "The centers do not fit": _make_wrongly_centered_cache,
+        "1 stored tokens are lost (at 40).": lambda model: TokenLosingCache(model.config),
+        "The centers do not fit": make_wrongly_centered_cache,
     }
     for finding, make_cache in defects.items():
-        findings = _find_defects(Contender("defect", make_cache), model, states)
+        findings = find_defects(Contender("defect", make_cache), model, states)
         assert any(text.startswith(finding) for text in findings), (finding, findings)
 
 
@@ -248,7 +248,7 @@ def test_a_jump_is_found_and_a_trend_is_not():
 
 
 def test_predictions_along_an_answer_match_decoding():
-    """Chunks of an answer have the divergences of decoding it token by token."""
+    """Chunks of an answer have the same divergences as decoding token by token."""
     model, _ = build_variant("llama", num_hidden_layers=2)
     prompt_ids = torch.randint(4, 90, (2, 24))
     contender = CONTENDERS["default"]
@@ -288,25 +288,26 @@ def test_predictions_along_an_answer_match_decoding():
 
 def test_slopes_and_intervals_match_planted_drift():
     generator = torch.Generator().manual_seed(0)
-    x = torch.arange(64) * 32 / 1000
+    positions = torch.arange(64) * 32 / 1000  # in thousands of tokens
     noise = torch.randn(6, 64, generator=generator) / 4
-    floor = torch.exp(torch.randn(6, 64, generator=generator) / 4 - 9)
-    drift = describe_drift(torch.exp(0.5 * x + noise - 7).double(), floor.double())
+    floor = torch.exp(torch.randn(6, 64, generator=generator) / 4 - 9).double()
+    windows = torch.exp(0.5 * positions + noise - 7).double()
+    drift = describe_drift(windows, floor)
     assert drift["low"] < 0.5 < drift["high"]
     assert drift["low"] > 0
     assert drift["detectable"] < 0.5
     assert drift["jump"] is None
-    short = describe_drift(torch.exp(0.5 * x + noise - 7).double()[:, :31], floor.double()[:, :31])
-    assert short["slope"] is short["low"] is None, "expected no slope with too few windows"
-    flat = describe_drift(torch.exp(noise - 7).double(), floor.double())
-    assert flat["low"] < 0 < flat["high"]
+    short_drift = describe_drift(windows[:, :31], floor[:, :31])
+    assert short_drift["slope"] is short_drift["low"] is None, "a slope needs more windows"
+    flat_drift = describe_drift(torch.exp(noise - 7).double(), floor)
+    assert flat_drift["low"] < 0 < flat_drift["high"]
 
 
 @pytest.mark.parametrize(
-    ("probability", "freedom", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
+    ("probability", "degrees", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
 )
-def test_quantiles_match_students_t(probability, freedom, expected):
-    assert compute_student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
+def test_quantiles_match_students_t(probability, degrees, expected):
+    assert compute_student_quantile(probability, degrees) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_lost_token_changes_predictions():
@@ -314,7 +315,7 @@ def test_a_lost_token_changes_predictions():
     ids = torch.randint(4, 90, (1, 64))
     contenders = {
         "whole": Contender("", lambda model: DynamicCache(config=model.config)),
-        "forgetful": Contender("", lambda model: TokenLossCache(model.config, dtype="model")),
+        "forgetful": Contender("", lambda model: TokenLosingCache(model.config, dtype="model")),
     }
     with paged_attention(model):
         states = prefill(model, ids).states
@@ -332,30 +333,31 @@ def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
         with torch.no_grad():
             order = model(torch.cat((ids, question_ids), 1)).logits[0, -1].argsort(descending=True)
         best, *middle, worst = order.tolist()
-        steps = AnswerToken(2, best, (*middle, worst)), AnswerToken(2, worst, (best,))
-        questions.append(Question(question_ids, ((steps[index >= 8],),)))
+        correct = AnswerToken(2, best, (*middle, worst))
+        wrong = AnswerToken(2, worst, (best,))
+        questions.append(Question(question_ids, ((correct if index < 8 else wrong,),)))
     haystack = Haystack(ids, tuple(questions))
     contenders = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
     with paged_attention(model):
-        result = run_task(model, [haystack], contenders)
+        entry = run_task(model, [haystack], contenders)
         # The model answers most of these questions wrongly, so the task is dropped.
-        hard = replace(haystack, questions=haystack.questions[7:])
-        hard_result = run_task(model, [hard], contenders)
-    assert (result["asked"], result["right"]) == (10, 8)
-    assert result["caches"] == {"whole": {"lost": 0, "won": 0}}
-    assert (hard_result["dropped"], hard_result["caches"]) == (True, {})
+        hard_haystack = replace(haystack, questions=haystack.questions[7:])
+        hard_entry = run_task(model, [hard_haystack], contenders)
+    assert (entry["asked"], entry["right"]) == (10, 8)
+    assert entry["caches"] == {"whole": {"lost": 0, "won": 0}}
+    assert (hard_entry["dropped"], hard_entry["caches"]) == (True, {})
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_questions_have_their_answers_in_the_text(task):
-    """The text contains the answer, and the question fits into the length after the text."""
+def test_questions_fit_and_have_their_keys_in_the_text(task):
+    """The question fits into the length after the text. The keys of a question are in the text."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     for haystack in write_haystacks(tokenizer, task, 1024, 10):
         text = tokenizer.decode(haystack.ids[0])
         for question in haystack.questions:
             assert haystack.ids.shape[1] + question.ids.shape[1] <= 1024
-            for steps in question.answers:
-                assert all(step.correct_id not in step.wrong_ids for step in steps)
+            for tokens in question.answers:
+                assert all(token.correct_id not in token.wrong_ids for token in tokens)
             if task == "confusable keys":
                 key = tokenizer.decode(question.ids[0]).split("number for ")[1].split(" is")[0]
                 assert f"for {key} is" in text
@@ -381,42 +383,42 @@ def test_lost_and_gained_answers_cancel():
 
 
 @pytest.mark.parametrize(
-    ("size", "rotation", "block_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
+    ("head_size", "rotation_size", "group_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
 )  # With head size 80, the last block has 16 values. K is rotated over 128 values, V over 64.
-def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotation, block_size):
-    states = torch.randn(1, 2, 5, size)
+def test_q8_0_rounds_blocks_of_32_by_their_largest_value(head_size, rotation_size, group_size):
+    states = torch.randn(1, 2, 5, head_size)
     states[..., 40] *= 50
     rounded, expected = (
-        rotate(x.unflatten(-1, (-1, block_size))).flatten(-2) if block_size else x
-        for x in (round_to_q8_0(states, rotation), states)
+        rotate(x.unflatten(-1, (-1, group_size))).flatten(-2) if group_size else x
+        for x in (round_to_q8_0(states, rotation_size), states)
     )
-    for block, values in zip(rounded.split(32, -1), expected.split(32, -1), strict=True):
-        step = values.abs().amax(-1, keepdim=True) / 127
+    for block, exact in zip(rounded.split(32, -1), expected.split(32, -1), strict=True):
+        step = exact.abs().amax(-1, keepdim=True) / 127
         # The bound is half a step plus the error of a scale in float16.
-        assert ((block - values).abs() <= 0.501 * step + 127 * step * 2**-11).all()
-        assert (block - values).abs().max() > 0.3 * step.min()
+        assert ((block - exact).abs() <= 0.501 * step + 127 * step * 2**-11).all()
+        assert (block - exact).abs().max() > 0.3 * step.min()
 
 
-def test_caches_are_selected_by_name_or_plan(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    contenders, reasons = choose_contenders(model)
+def test_caches_are_selected_by_name_or_plan(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    contenders, refusals = choose_contenders(model)
     assert [*contenders] == ["default", "adaptive", "fp8", "QuantizedCache", "bf16"]
-    assert not reasons
+    assert not refusals
     contenders, _ = choose_contenders(model, ["int8 rotated"])
     assert str(contenders["int8 rotated"].make(model).plan[0].v) == "int8 rotated"
-    contenders, reasons = choose_contenders(model, ["checkpoint", "bf16"])
+    contenders, refusals = choose_contenders(model, ["checkpoint", "bf16"])
     assert [*contenders] == ["bf16"]
-    assert "checkpoint" in reasons
+    assert "checkpoint" in refusals
     with pytest.raises(ConfigError, match="caches: expected some of default"):
         choose_contenders(model, ["fp9"])
     with pytest.raises(ConfigError, match="caches: expected a usable cache"):
         choose_contenders(model, ["checkpoint"])
 
 
-def test_the_docs_contain_the_cards():
-    """Check the tables of docs/accuracy.md and README.md."""
+def test_the_docs_contain_the_values_of_the_cards():
+    """The tables of docs/accuracy.md and README.md have the values of the stored cards."""
     root = Path(__file__).parents[2]
-    runs = root / "docs" / "benchmarks"
+    cards_folder = root / "docs" / "benchmarks"
     lines, readme = (
         (root / page).read_text().splitlines() for page in ("docs/accuracy.md", "README.md")
     )
@@ -425,7 +427,7 @@ def test_the_docs_contain_the_cards():
     kl: dict[tuple[str, str], str] = {}
     for name in models:
         for path in (f"cards/{name}.json", f"2026-11-27-more-caches-{name}.json"):
-            card = json.loads((runs / path).read_text())
+            card = json.loads((cards_folder / path).read_text())
             measures, *columns = make_columns(card).values()
             indices = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
             for cache, column in zip(card["caches"], columns, strict=True):

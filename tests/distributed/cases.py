@@ -1,7 +1,7 @@
-"""The cases of the distributed tests, which each process runs in the order of `CASES`.
+"""Cases of the distributed tests. Each process runs all cases in the order of `CASES`.
 
-A case receives a model, a dict with the keyword `tensor_parallel` (empty for a whole model), and
-a folder for files. It returns a value that JSON can represent.
+A case is a function of a model, a dict with the keyword `tensor_parallel` (empty for a whole
+model), and a folder for files. It returns a value that JSON can represent.
 """
 
 import json
@@ -20,23 +20,24 @@ from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.serving_tools import generate_batch, prompts
 from tests.helpers.tiny_models import build_variant, make_prompt
 
-LAYERS, DIM = 2, 16
+NUM_LAYERS, HEAD_SIZE = 2, 16
 # The vocabulary size is even, because some versions of transformers split only even sizes.
-VOCAB = 96
-SIZES = {"vocab_size": VOCAB}
-# Models by their numbers of query and KV heads or by a property: the type, and config options.
+VOCAB_SIZE = 96
+MODEL_SIZES = {"vocab_size": VOCAB_SIZE}
+# The type and the config options of each model, by its numbers of query and KV heads or a property.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "4q-2kv": ("llama", {}),
     "8q-4kv": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "4q-4kv": ("llama", {"num_key_value_heads": 4}),
     "biased-keys": ("qwen2", {"key_bias": 4.0}),
-    # The plan of this model gathers K and V, so each process has all heads.
+    # The tensor-parallel plan of this model gathers K and V, so each process has all heads.
     "gathered": ("olmo2", {}),
     "one-head": ("llama", {"num_key_value_heads": 1}),
     # The projection of latents is split, but latents are not.
     "latents": ("deepseek_v2", {}),
 }
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+STORED = {"prefill": "stored", "page_size": 8}
 
 RankOptions = dict[str, TensorParallel]
 Case = Callable[[Any, RankOptions, Path], Any]
@@ -44,7 +45,7 @@ Case = Callable[[Any, RankOptions, Path], Any]
 
 def save_models(folder: Path) -> None:
     for name, (kind, options) in MODELS.items():
-        model, _ = build_variant(kind, **SIZES, **options)
+        model, _ = build_variant(kind, **MODEL_SIZES, **options)
         model.save_pretrained(folder / name)
         # `from_pretrained` reads scales next to the weights.
         make_scales("head", model).save_pretrained(folder / name)
@@ -70,26 +71,26 @@ def load_model(folder: Path, name: str, **keywords: Any) -> Any:
 
 
 def make_scales(kind: str, model: Any) -> KVScales:
-    """Return scales that differ by layer, side and head. Some values of K and V saturate."""
+    """Return scales that differ by layer, side and head, with which some of K and V saturate."""
     num_heads = model.config.num_key_value_heads
     generator = torch.Generator().manual_seed(5)
-    head, channel = (num_heads, 1), (num_heads, DIM)
+    head, channel = (num_heads, 1), (num_heads, HEAD_SIZE)
     shapes = {"tensor": (), "head": head, "channel": channel, "centers": head}
 
     def draw(base: float) -> torch.Tensor:
         return base * (0.3 + torch.rand(shapes[kind], generator=generator)) / 448
 
     def make_layer() -> LayerScales:
-        center = torch.randn(num_heads, DIM, generator=generator) if kind == "centers" else None
+        center = torch.randn(channel, generator=generator) if kind == "centers" else None
         return LayerScales(draw(2.0), draw(1.5), center)
 
-    return KVScales({index: make_layer() for index in range(LAYERS)})
+    return KVScales({index: make_layer() for index in range(NUM_LAYERS)})
 
 
 def make_rank_scales(num_ranks: int) -> list[dict[str, float]]:
     """Return a scale for each rank and layer, in the form of vLLM's JSON."""
-    values = torch.rand(num_ranks, LAYERS, generator=torch.Generator().manual_seed(6))
-    return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in values.tolist()]
+    rows = torch.rand(num_ranks, NUM_LAYERS, generator=torch.Generator().manual_seed(6)).tolist()
+    return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in rows]
 
 
 def write_json(path: Path, num_ranks: int) -> None:
@@ -99,7 +100,7 @@ def write_json(path: Path, num_ranks: int) -> None:
 
 
 def combine_rank_scales(num_ranks: int, num_heads: int) -> KVScales:
-    """Return scales per head, for a process that has all heads, from the scales of all ranks."""
+    """Combine the scales of all ranks to scales per head, for a process that has all heads."""
     rank_scales = make_rank_scales(num_ranks)
 
     def make_layer(index: int) -> LayerScales:
@@ -107,32 +108,29 @@ def combine_rank_scales(num_ranks: int, num_heads: int) -> KVScales:
         column = column.repeat_interleave(num_heads // num_ranks)[:, None]
         return LayerScales(column, column.clone())
 
-    return KVScales({index: make_layer(index) for index in range(LAYERS)})
+    return KVScales({index: make_layer(index) for index in range(NUM_LAYERS)})
 
 
 # -- generation ----------------------------------------------------------------------------------
 
 
 def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
-    """Return the greedy tokens of two rows. The first row starts with padding."""
-    out = model.generate(**make_prompt(), past_key_values=cache, **{**GREEDY, **keywords})
-    return out.tolist()
+    """Return the greedy tokens of two sequences. The first sequence starts with padding."""
+    output = model.generate(**make_prompt(), past_key_values=cache, **{**GREEDY, **keywords})
+    return output.tolist()
 
 
 def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Case:
-    """Return a case for `generate()` with an attention function, a kind of scales and options."""
+    """Return a case for `generate()` with an attention function and a kind of scales, or None."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         model.set_attn_implementation(attention)
-        cache_scales = None if kind is None else make_scales(kind, model)
-        cache = FP8PagedCache(model.config, scales=cache_scales, **{**STORED, **keywords}, **ranks)
+        scales = None if kind is None else make_scales(kind, model)
+        cache = FP8PagedCache(model.config, scales=scales, **{**STORED, **keywords}, **ranks)
         tokens = generate(model, cache)
         return {"tokens": tokens, "heads": cache.layers[0].store.pool.heads}
 
     return run
-
-
-STORED = {"prefill": "stored", "page_size": 8}
 
 
 def generate_beams_and_forks(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -150,19 +148,19 @@ def generate_beams_and_forks(model: Any, ranks: RankOptions, folder: Path) -> An
 
 
 def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Save the cache of a prompt to a file of each process, load it, and continue the text."""
+    """Save the cache of a prompt to a file of each process, load it, and continue the sequence."""
     cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
     inputs = make_prompt()
     with torch.no_grad():
         model(**{name: x[:, :9] for name, x in inputs.items()}, past_key_values=cache)
     path = cache.save(folder / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
-    loaded = FP8PagedCache.load(path)
-    assert loaded.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
-    return generate(model, loaded)
+    loaded_cache = FP8PagedCache.load(path)
+    assert loaded_cache.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
+    return generate(model, loaded_cache)
 
 
 def make_latents_case(**keywords: Any) -> Case:
-    """Return a case with latents, which each process stores completely, and the attention path."""
+    """Return a case for latents, which each process stores completely, with the attention path."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
@@ -172,7 +170,7 @@ def make_latents_case(**keywords: Any) -> Case:
 
 
 def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens after `enable`, which reads the rank from the model."""
+    """Return the tokens with `enable`, which reads the rank from the model."""
     hf_fp8kv.enable(model, scales=make_scales("head", model), **STORED)
     try:
         return generate(model, None)
@@ -187,7 +185,7 @@ def generate_from_checkpoint(model: Any, ranks: RankOptions, folder: Path) -> An
 
 
 def make_json_case(num_ranks: int) -> Case:
-    """Return a case for `generate()` with vLLM's JSON, which has scales of `num_ranks` ranks."""
+    """Return a case for `generate()` with vLLM's JSON of scales for `num_ranks` ranks."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         file_scales = find_scales(model, ranks, num_ranks)
@@ -197,14 +195,14 @@ def make_json_case(num_ranks: int) -> Case:
 
 
 def find_scales(model: Any, ranks: RankOptions, num_ranks: int) -> Any:
-    """Return the path of vLLM's JSON, or scales per head for a process that has all heads."""
+    """Return the path of vLLM's JSON, or the same scales per head if a process has all heads."""
     if not ranks and num_ranks > 1:
         return combine_rank_scales(num_ranks, model.config.num_key_value_heads)
     return Path(model.config._name_or_path) / "ranks" / f"{num_ranks}.json"
 
 
 def make_serve_case(kind: str | int, **config: Any) -> Case:
-    """Return a case for `generate_batch`. An int is the number of ranks in vLLM's JSON."""
+    """Return a case for `generate_batch`. `kind` may be the number of ranks in vLLM's JSON."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         if isinstance(kind, int):
@@ -213,7 +211,7 @@ def make_serve_case(kind: str | int, **config: Any) -> Case:
             engine_scales = make_scales(kind, model)
         serving.enable(model, scales=engine_scales)
         try:
-            return generate_batch(model, prompts(VOCAB), **config)
+            return generate_batch(model, prompts(VOCAB_SIZE), **config)
         finally:
             serving.disable(model)
 
@@ -221,7 +219,7 @@ def make_serve_case(kind: str | int, **config: Any) -> Case:
 
 
 def generate_with_wrong_scales(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens if each process uses the scales of rank 0, which are wrong for rank 1."""
+    """Return the tokens if both processes use the scales of rank 0, which are wrong for rank 1."""
     wrong_ranks = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
     cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **wrong_ranks)
     return generate(model, cache)
@@ -231,7 +229,7 @@ def get_rank(model: Any, ranks: RankOptions, folder: Path) -> Any:
     return hf_fp8kv.tensor_parallel(model)
 
 
-def make_report(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def describe_attention(model: Any, ranks: RankOptions, folder: Path) -> Any:
     return check_model(model).to_dict()
 
 
@@ -248,7 +246,7 @@ def catch_error(call: Callable[[], Any]) -> str:
 
 
 def make_refused_case(**keywords: Any) -> Case:
-    """Return a case for the error and sizes of a refused cache, and a valid cache's tokens."""
+    """Return a case for the error and sizes of a refused cache, and the tokens of a valid cache."""
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         options = {"scales": make_scales("head", model), **STORED}
@@ -276,8 +274,8 @@ def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any
 
 # -- all cases -----------------------------------------------------------------------------------
 
-# Cases whose tokens in each process equal the tokens of one process: each kind of attention, scales
-# and cache with a model whose heads are split across processes.
+# Cases in which each process gives the tokens of one process with the whole model: all kinds of
+# attention, scales and caches, with a model whose heads are split across processes.
 EQUAL_CASES: dict[str, tuple[str, Case]] = {
     **{
         f"{model}, {attention}, per head": (model, make_generate_case(attention, "head"))
@@ -319,7 +317,7 @@ CASES: dict[str, tuple[str, Case]] = {
     "other rank's scales": ("8q-4kv", generate_with_wrong_scales),
     "ranks": ("8q-4kv", get_rank),
     "ranks, gathered heads": ("gathered", get_rank),
-    "report": ("8q-4kv", make_report),
+    "report": ("8q-4kv", describe_attention),
     "scales of all heads, no ranks": ("8q-4kv", make_refused_case()),
     "ranks, heads not split": ("gathered", make_refused_case(tensor_parallel=TensorParallel(0, 2))),
     "uneven heads": ("one-head", catch_uneven_errors),

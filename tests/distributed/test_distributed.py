@@ -1,7 +1,7 @@
 """Tests that two tensor-parallel processes (gloo, CPU) give the results of one process.
 
-The processes run all cases (`tests.distributed.cases`) in one launch, and are killed if they take
-too long. Each test then compares one case.
+The two processes run all cases (`tests.distributed.cases`) in one launch, and are killed if they
+take too long. Each test then compares the results of a case.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ pytestmark = pytest.mark.text
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 600
-# On a busy machine, torch aborts about one of 50 launches while threads end. In about one of 200,
-# the C library reports damaged lists of free memory. The cause is unknown: it did not show in 56
-# rounds of the last cases in one launch, in 30 launches with checks of each block of memory, or in
-# 6,000 process groups alone. The log has the stacks of all threads.
-ABORTS = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")
+# On a busy machine, torch aborts about one of 50 launches while threads end. In about one of 200
+# launches, the C library reports damaged lists of free memory. The cause is unknown. Neither error
+# appeared in 56 rounds of the last cases in one launch, in 30 launches with checks of each block of
+# memory, or in 6,000 process groups alone. The log has the stacks of all threads.
+ABORT_ERRORS = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")
 
 
 def launch(*command: str | Path, log: Path, num_tries: int = 3) -> str:
-    """Run Python in a new session, kill the processes that remain, and return the output."""
+    """Run Python in a new session, kill all processes that remain, and return the output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
         "PYTHONFAULTHANDLER": "1",
-        # Two processes on one GPU would be a different test.
+        # The processes run on the CPU. Two processes on one GPU would be a different test.
         "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "",
     }  # fmt: skip
     if sys.platform == "linux":
@@ -53,26 +53,26 @@ def launch(*command: str | Path, log: Path, num_tries: int = 3) -> str:
             start_new_session=True, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            code: int | str = process.wait(TIMEOUT_SECONDS)
+            exit_code: int | str = process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            code = f"none after {TIMEOUT_SECONDS} seconds"
+            exit_code = f"none after {TIMEOUT_SECONDS} seconds"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     output = log.read_text(errors="replace")
-    if code != 0 and num_tries > 1 and any(message in output for message in ABORTS):
+    if exit_code != 0 and num_tries > 1 and any(message in output for message in ABORT_ERRORS):
         sys.__stderr__.write(f"\nlaunched again after:\n{output[-8000:]}\n")
         return launch(*command, log=log, num_tries=num_tries - 1)
-    if code != 0:
+    if exit_code != 0:
         lines = [line for line in output.splitlines() if "Loading weights" not in line]
-        pytest.fail(f"exit code {code}\n" + "\n".join(lines[-60:]), pytrace=False)
+        pytest.fail(f"exit code {exit_code}\n" + "\n".join(lines[-60:]), pytrace=False)
     return output
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create the models and the results of each process, once for all workers of pytest-xdist."""
+    """Save the models and run all cases, once for all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -91,11 +91,11 @@ def results(folder: Path) -> list[dict[str, Any]]:
     files = [folder / f"rank{rank}.json" for rank in range(NUM_PROCESSES)]
     if not all(file.exists() for file in files):
         pytest.fail("the processes failed. The first test of this file has the log", pytrace=False)
-    return [{n: c["result"] for n, c in json.loads(f.read_text()).items()} for f in files]
+    return [json.loads(file.read_text()) for file in files]
 
 
 @functools.cache
-def _run_alone(folder: Path, name: str) -> str:
+def _run_alone_to_json(folder: Path, name: str) -> str:
     model_name, run = cases.CASES[name]
     model = cases.load_model(folder, model_name, attn_implementation="fp8_paged")
     return json.dumps(run(model, {}, folder))
@@ -103,7 +103,7 @@ def _run_alone(folder: Path, name: str) -> str:
 
 def run_alone(folder: Path, name: str) -> Any:
     """Return the result of a case in one process with the whole model."""
-    return json.loads(_run_alone(folder, name))
+    return json.loads(_run_alone_to_json(folder, name))
 
 
 # -- the same tokens -----------------------------------------------------------------------------
@@ -122,18 +122,20 @@ def test_two_processes_give_the_tokens_of_one_process(folder, results, name):
 
 
 def test_scales_of_the_wrong_rank_change_the_tokens(folder, results):
-    expected = run_alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
-    tokens, other_tokens = (result["other rank's scales"] for result in results)
+    right_tokens = run_alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
+    tokens, other_tokens = (rank_results["other rank's scales"] for rank_results in results)
     assert tokens == other_tokens
-    assert tokens != expected
+    assert tokens != right_tokens
 
 
 def test_scales_and_kinds_of_cache_give_different_tokens(folder):
     """If all cases gave the same tokens, comparisons of tokens would prove nothing."""
-    names = [n for n, (model, _) in cases.EQUAL_CASES.items() if model == "8q-4kv"]
-    names = [n for n in names if "sdpa" not in n and "eager" not in n]
-    answers = {json.dumps(run_alone(folder, n)) for n in names}
-    # The cases for enable, from_pretrained and "per head" use the same scales.
+    names = [
+        name for name, (model_name, _) in cases.EQUAL_CASES.items()
+        if model_name == "8q-4kv" and "sdpa" not in name and "eager" not in name
+    ]  # fmt: skip
+    answers = {json.dumps(run_alone(folder, name)) for name in names}
+    # The cases for `enable`, `from_pretrained` and "per head" use the same scales.
     assert len(answers) >= len(names) - 4
 
 
@@ -141,7 +143,7 @@ def test_scales_and_kinds_of_cache_give_different_tokens(folder):
 def test_the_script_in_the_docs_runs(folder, tmp_path):
     page = (ROOT / "docs/distributed.md").read_text()
     block = next(
-        b for b in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "tp.py" in b
+        x for x in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "tp.py" in x
     )
     script, name = tmp_path / "tp.py", folder / "8q-4kv"
     script.write_text(block)
@@ -164,10 +166,10 @@ def test_the_script_in_the_docs_runs(folder, tmp_path):
 
 
 def test_a_model_has_a_rank_if_its_heads_are_split(results):
-    for rank, result in enumerate(results):
-        assert result["ranks"] == [rank, 2]
+    for rank, rank_results in enumerate(results):
+        assert rank_results["ranks"] == [rank, 2]
         # A plan that gathers K and V leaves all heads in each process.
-        assert result["ranks, gathered heads"] == [0, 1]
+        assert rank_results["ranks, gathered heads"] == [0, 1]
     model, _ = build_variant("gqa")
     assert tensor_parallel(model) == TensorParallel(0, 1)
     with pytest.raises(ConfigError, match="expected a PreTrainedModel, got list"):
@@ -177,7 +179,7 @@ def test_a_model_has_a_rank_if_its_heads_are_split(results):
 def test_a_split_model_can_be_checked(folder, results):
     expected = run_alone(folder, "report")
     assert expected["path"] == "fused"
-    assert [result["report"] for result in results] == [expected, expected]
+    assert [rank_results["report"] for rank_results in results] == [expected, expected]
 
 
 # -- errors --------------------------------------------------------------------------------------

