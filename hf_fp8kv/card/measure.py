@@ -44,7 +44,7 @@ ALL_KINDS = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # numbers of tokens of a prompt, and of answers in a group
-_TIMED_STEPS = 5  # number of timed steps of a cache
+_TIMED_STEPS = 5  # number of timed decode steps of a cache
 _MIN_POSITIONS = 512  # minimum number of positions of a model
 # Tolerances of stored states: the gain, and the error relative to the error without centers.
 _MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
@@ -126,7 +126,7 @@ def measure_card(
     tokenizer: Any,
     *,
     name: str,
-    parts: Path,
+    parts_path: Path,
     size: Size = SIZES["normal"],
     caches: Sequence[str] = (),
     scales: str | None = None,
@@ -139,12 +139,12 @@ def measure_card(
         model: A decoder, which is left unchanged. In float32 only the cache adds errors.
         tokenizer: The model's tokenizer.
         name: Name of the model in the card.
-        parts: File in which an interrupted run keeps its results.
+        parts_path: File in which an interrupted run keeps its results.
         size: Numbers of texts, tokens and answers.
         caches: Names or plans, as in `choose_contenders`. Empty means the standard caches.
         scales: Folder or repository of static scales to measure as well.
         memory_gib: Memory in GiB, for the number of tokens that fit into it.
-        progress: Whether to show a progress bar on stderr.
+        show_progress: Whether to show a progress bar on stderr.
 
     Returns:
         The entries of `describe_run`, `settings`, `bf16_bytes_per_token` of an unquantized cache,
@@ -173,7 +173,7 @@ def measure_card(
         "caches": list(contenders), "scales": scales,
     }  # fmt: skip
     conditions = {key: run[key] for key in ("commit", "versions", "hardware")}
-    saved_parts = Parts(parts, {**settings, **conditions, "weights": digest_weights(model)})
+    saved_parts = Parts(parts_path, {**settings, **conditions, "weights": digest_weights(model)})
     settings["memory_gib"] = memory_gib  # no part depends on it
     card = _Card(model, tokenizer, size, contenders)
     computations, results = card.list_parts(), card.results
@@ -227,7 +227,7 @@ class _Card:
     def list_parts(self) -> dict[str, Callable[[], Any]]:
         """Return the functions that compute the parts, in order. Some need earlier results."""
         size = self.size
-        parts: dict[str, Callable[[], Any]] = {"bytes": self._count_bytes}
+        parts: dict[str, Callable[[], Any]] = {"bytes": self._count_token_bytes}
         for index in range(size.texts):
             for kind in KINDS:
                 parts[f"text: {kind} {index + 1}"] = partial(self._score_text, kind, index)
@@ -244,10 +244,10 @@ class _Card:
 
     @cached_property
     def states(self) -> list[States]:
-        """Keys and values of the first text, by layer."""
+        """Return the keys and values of the first text, by layer."""
         return prefill(self.model, self.first_text).states
 
-    def _count_bytes(self) -> dict[str, float]:
+    def _count_token_bytes(self) -> dict[str, float]:
         caches, states = self.all_caches.items(), self.sample_states
         return {name: count_token_bytes(cache, self.model, states) for name, cache in caches}
 
@@ -277,7 +277,7 @@ class _Card:
 
     @property
     def _drift_groups(self) -> list[dict[str, Any]]:
-        """The results of `_measure_drift`."""
+        """Return the results of `_measure_drift`."""
         return [group for part, group in self.results.items() if part.startswith("drift:")]
 
     def _sample_freely(self, name: str) -> dict[str, Any]:
@@ -365,15 +365,15 @@ def summarize_scores(texts: Sequence[Scores]) -> dict[str, Any]:
     return {**row, "kl_error": standard_error, "kl_p99": all_scores.kl.quantile(0.99).item()}
 
 
-def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the verdict on a cache.
+def judge_cache(entry: Mapping[str, Any], floor_entry: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the verdict on a cache from its entry in the card.
 
     Returns:
         `kl`, the largest of the mean divergences at each position and along the answers, `tier`,
         the key of `TIERS` for this divergence, and `findings`, a sentence about each defect.
     """
-    drift, stored_errors, findings = cache["drift"], cache["stored"], []
-    kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL_KINDS))
+    drift, stored_errors, findings = entry["drift"], entry["stored"], []
+    kl = max(drift["kl"], *(row["kl"] for row in entry["predictions"] if row["kind"] == ALL_KINDS))
     if stored_errors is not None:
         for side in "kv":
             if abs(gain := stored_errors[f"{side}_gain"]) > _MAX_GAIN:
@@ -387,12 +387,12 @@ def judge_cache(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> di
                 f"The centers do not fit: the error of K is {stored_errors['center']:.1f} times "
                 "the error without centers."
             )
-    if cache is not floor and floor is not None and (drift["low"] or 0) > 0:
+    if entry is not floor_entry and floor_entry is not None and (drift["low"] or 0) > 0:
         growth = format_change(drift["slope"])
         findings.append(f"KL grows {growth} per 1,000 tokens faster than with bfloat16.")
     if jump := drift["jump"]:
         findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
-    tasks = [task for task in cache["tasks"].values() if task]
+    tasks = [task for task in entry["tasks"].values() if task]
     num_lost, num_gained = (sum(task[key] for task in tasks) for key in ("lost", "won"))
     if _compute_p_value(num_lost, num_gained) < _SIGNIFICANCE:
         findings.append(f"It loses {num_lost} correct answers and gains {num_gained}.")

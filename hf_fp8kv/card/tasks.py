@@ -3,7 +3,7 @@
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
 a unique key is found with any cache. Nothing is generated. A question is the beginning of a
 sentence, which ends with the answer. An answer is correct if each of its tokens has a higher logit
-than the tokens of all wrong answers. If several answers follow, each comes after correct answers.
+than the tokens of all wrong answers. Later answers of a question follow correct earlier answers.
 """
 
 import random
@@ -52,7 +52,7 @@ _TOOL_TOKENS = 60  # tokens of a tool, an upper limit for most tokenizers
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """A token of an answer. The logits at token `index` of a question must prefer it."""
+    """A token of an answer. At `index` of a question, its logit must exceed the wrong logits."""
 
     index: int
     correct_id: int

@@ -56,8 +56,8 @@ def card(
     loaded_model, tokenizer = load_model(model, device, "float32")
     cache_names = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
-        loaded_model, tokenizer, name=name, parts=parts_path, size=SIZES[size], caches=cache_names,
-        scales=scales, memory_gib=memory_gib,
+        loaded_model, tokenizer, name=name, parts_path=parts_path, size=SIZES[size],
+        caches=cache_names, scales=scales, memory_gib=memory_gib,
     )  # fmt: skip
     files = {
         folder / "card.json": (json.dumps(result, indent=2) + "\n").encode(),

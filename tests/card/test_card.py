@@ -162,7 +162,7 @@ def test_unsupported_models_are_rejected(name, model_folder, tmp_path):
     model, _ = build_variant(name, max_position_embeddings=512)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     with pytest.raises(ConfigError, match="model: expected a decoder of attention layers"):
-        measure.measure_card(model, tokenizer, name=name, parts=tmp_path / "x" / "parts.json")
+        measure.measure_card(model, tokenizer, name=name, parts_path=tmp_path / "x" / "parts.json")
     assert not (tmp_path / "x").exists()
 
 
