@@ -42,8 +42,8 @@ def sample_answers(
     of a token depends on its row and position, but not on the cache. Two caches therefore give
     different tokens only if their logits differ. All caches store the states of the prompts, which
     one call computed, as in `generate`. The other caches then read the answers in chunks. As in
-    decoding, all tokens of a chunk attend to stored keys and values, those of the chunk included.
-    Their logits differ from logits in decoding only by rounding.
+    decoding, the tokens of a chunk attend only to stored keys and values, even within the chunk, so
+    their logits differ from logits in decoding only by rounding.
 
     Args:
         model: The model, with the attention implementation to measure.

@@ -121,7 +121,7 @@ class Writer:
                 break
             prose.append(ids)
             tokens_left -= len(ids)
-        # The prose is divided into as many sections as sentences, and each section gets one.
+        # Each hidden sentence is inserted into a separate section of the prose, in order.
         for number, line in reversed([*enumerate(lines)]):
             start_index, stop_index = (len(prose) * n // len(lines) for n in (number, number + 1))
             prose.insert(self.random.randint(start_index, stop_index), line)

@@ -54,7 +54,7 @@ def convert_once(name: str, find_source: Callable[[], Path]) -> Path:
     """Return a folder with a model as bf16 safetensors, and the model's tokenizer.
 
     The first call converts the GGUF file that `find_source` returns, while other processes wait.
-    The folder gets its name once it is complete. The errors are those of `demo_model_path`.
+    The folder gets its name once it is complete. Errors are as in `demo_model_path`.
     """
     folder = Path(constants.HF_HOME) / "hf_fp8kv" / name
     if _is_complete(folder):
