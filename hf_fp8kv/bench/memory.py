@@ -74,7 +74,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     heads = Heads(*settings["heads"])
     bytes_table = build_rows_table(
         result["rows"],
-        title=f"{heads.kv} key/value heads, head size {heads.dim}, bf16",
+        title=f"{heads.kv} KV heads, head size {heads.dim}, bf16",
         caption=f"bytes per token and layer, process growth with {_NUM_LAYERS} layers on {device}",
     )
     text_columns, number_columns = ("model", "cache"), ("KiB / token", "tokens", "x")

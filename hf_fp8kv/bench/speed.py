@@ -78,9 +78,9 @@ def measure_speed(
                 for name in PAGED
                 for baseline in (DYNAMIC, QUANTIZED, FOLDED)
             ]
-        for context in first_lengths:
-            progress(f"first call with {context} tokens")
-            rows += _measure_first_call(setup, context, num_turns)
+        for length in first_lengths:
+            progress(f"first call with {length} tokens")
+            rows += _measure_first_call(setup, length, num_turns)
         for context in context_lengths:
             progress(f"{CHUNK_TOKENS} tokens after {context} tokens")
             rows += _measure_chunk(setup, context, num_turns)
