@@ -22,7 +22,7 @@
 #   make clients  clients of OpenAI's API, run against the server with the demo model, in a separate
 #                 environment: .venv-clients of 1.1 GB. CLIENTS_ARGS="--only openai llm"
 #   make rl       GRPO with TRL on rollouts from 8-bit pages, in the environment .venv-rl;
-#                 RL_ARGS="--case 'ours, no replay' --steps 5 --seed 2"
+#                 RL_ARGS="--case 'not replayed' --steps 5 --seed 2"
 #   make tools    write the small checkpoints in tests/data/tools again with the quantization tools.
 #                 Each has an environment in .venv-tools, 8 GB in all. TOOLS="quark" selects
 #   make compare  time the hot loops of this and of another source tree alternately, OLD=/tmp/before

@@ -2,7 +2,7 @@
 
     python examples/rl.py
 
-`make rl` installs TRL. `--chunk` is the maximum number of tokens in a step of the engine.
+`make rl` installs TRL. --chunk is the maximum number of tokens in a step of the engine.
 """
 
 import argparse
@@ -23,9 +23,9 @@ def reward_vowels(completions: list[str], **_: object) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    cases: dict[str, dict[str, Any]] = {"ours": {}, "ours, no replay": {}, "16-bit cache": {}}
+    cases: dict[str, dict[str, Any]] = {"replayed": {}, "not replayed": {}, "16-bit cache": {}}
     cases["fp8, scale 1.0"] = {"dtype": "fp8_e4m3", "scales": 1.0}
-    parser.add_argument("--case", choices=list(cases), default="ours")
+    parser.add_argument("--case", choices=list(cases), default="replayed")
     for name, default in ("steps", 20), ("seed", 0), ("chunk", 256):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
@@ -33,15 +33,15 @@ def main() -> None:
     dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)
     if args.case != "16-bit cache":
-        serving.enable(model, deterministic=args.case == "ours", **cases[args.case])
-    if args.case == "ours":
+        serving.enable(model, deterministic=args.case == "replayed", **cases[args.case])
+    if args.case == "replayed":
         enable(model, training="stored", deterministic=True)
     logps_by_answer: dict[tuple[int, ...], list[float]] = {}
-    ratios, original_generate_batch = [], model.generate_batch
+    ratios_by_row, run_engine = [], model.generate_batch
 
     def generate_batch(*args: Any, **kwargs: Any) -> Any:
         """Generate answers, and store the engine's log-probabilities, which TRL discards."""
-        answers = original_generate_batch(*args, **kwargs)
+        answers = run_engine(*args, **kwargs)
         logps_by_answer.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
         return answers
 
@@ -54,7 +54,7 @@ def main() -> None:
         token_logps = logps.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
         for row, trainer_logps in zip(labels, token_logps.detach(), strict=True):
             rollout_logps = logps_by_answer[tuple(row[row != -100].tolist())]
-            ratios.append((trainer_logps[row != -100] - torch.tensor(rollout_logps)).exp())
+            ratios_by_row.append((trainer_logps[row != -100] - torch.tensor(rollout_logps)).exp())
         return SimpleNamespace(log_probs=token_logps, entropy=-(logps.exp() * logps).sum(-1))
 
     model.generate_batch = generate_batch
@@ -69,10 +69,10 @@ def main() -> None:
     trainer = GRPOTrainer(model, reward_vowels, config, train_dataset=prompts)
     run_model, model.forward = model.forward, forward
     trainer.train()
-    ratio = torch.cat(ratios)
+    ratios = torch.cat(ratios_by_row)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    print(f"{args.case}, {len(ratio)} tokens, KL {(ratio - 1 - ratio.log()).mean():.1e}")
-    print(f"|ratio - 1| up to {(ratio - 1).abs().max():.1e}, std {ratio.std():.1e}")
+    print(f"{args.case}, {len(ratios)} tokens, KL {(ratios - 1 - ratios.log()).mean():.1e}")
+    print(f"|ratio - 1| up to {(ratios - 1).abs().max():.1e}, std {ratios.std():.1e}")
     print(f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
 
 
