@@ -18,7 +18,7 @@ from ..scales.checkpoint.configs import declared_kv_scales
 FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
 _BLOCK_SIZE, _MAX_CODE = 32, 127  # values that share a scale in llama.cpp's q8_0, and largest code
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
-_CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of the page size
+_CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
 States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
 Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
 
