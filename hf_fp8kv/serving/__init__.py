@@ -26,8 +26,8 @@ from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, make_cache_class
 from .engines.common import EngineCache
-from .fp8_manager import FP8Manager, ManagerFactory, find_factory, require_enabled, running_managers
-from .probe import check_packing, layer_windows
+from .fp8_manager import FP8Manager, ManagerFactory, find_factory, require_enabled, find_running_managers
+from .probe import check_packing, read_layer_windows
 from .usage import Usage, usage
 
 __all__ = ["Usage", "disable", "enable", "manager", "usage"]
@@ -101,7 +101,7 @@ def enable(
             "expected a model whose attention can read pages, got "
             f"{type(model).__name__}: {reason}. Use it without hf_fp8kv.serving"
         )
-    if any(type(manager) is StockManager for manager in running_managers(model)):
+    if any(type(manager) is StockManager for manager in find_running_managers(model)):
         raise ConfigError(
             "expected a model without a running engine of transformers, got one with a running "
             "ContinuousBatchingManager, whose attention would change in the middle of a step. "
@@ -115,7 +115,7 @@ def enable(
     )  # fmt: skip
     make_cache_class(config)  # raises an error if this version of transformers is not supported
     text_config = model.config.get_text_config()
-    has_windows = any(layer_windows(text_config))
+    has_windows = any(read_layer_windows(text_config))
     for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
         if value and has_windows:
             raise ConfigError(

@@ -5,7 +5,7 @@ import torch
 from .. import ops
 from ..ops import AttentionSpec, Pages
 from .config import LayerStorage
-from .layout import EnginePages
+from .layout import EngineLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
 _Slots = tuple[torch.Tensor, torch.Tensor]  # page and slot of each token, both [n]
@@ -15,7 +15,7 @@ class StoredLayer:
     """One layer of an engine: `pages` in the engine's layout, with the layer's `storage`."""
 
     def __init__(
-        self, pages: Pages, storage: LayerStorage, layout: EnginePages, backend: str
+        self, pages: Pages, storage: LayerStorage, layout: EngineLayout, backend: str
     ) -> None:
         k, v = (
             side._replace(static_scale=scale, format=plan.format, rotated=plan.rotated)
@@ -92,7 +92,7 @@ class StoredLayer:
             queries = queries.unflatten(1, (batch_size, batch.num_queries)).transpose(0, 1)
         pages = self._center_pages(self.pages._replace(table=batch.table), spec)
         spec = spec._replace(causal=batch.causal)
-        plan = batch.work_plan(self._backend, self._layout.heads, queries.shape[1], spec.window)
+        plan = batch.get_work_plan(self._backend, self._layout.heads, queries.shape[1], spec.window)
         result = ops.attend(
             queries, pages, batch.lengths, 0, batch.stop, spec, plan=plan, backend=self._backend
         ).flatten(0, 1)  # [B * T, Hq, D]

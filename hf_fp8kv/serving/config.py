@@ -58,7 +58,7 @@ class ServingConfig:
         options = replace(self.options, page_size=page_size)
         return identify_model(model) + identify_options(options, layers)
 
-    def layer_storage(
+    def make_layer_storage(
         self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"
     ) -> list[LayerStorage]:
         """Return the storage of `num_layers` layers, for the `num_heads` KV heads of this process.

@@ -19,7 +19,7 @@ from .config import ServingConfig
 from .engines import StockCache, StockManager, StockMixin, make_cache_class, rebind_globals
 from .engines.common import EngineCache
 from .engines.sampling import NoiseLogitsWarper
-from .probe import layer_windows
+from .probe import read_layer_windows
 
 _METHOD_NAME = "init_continuous_batching"
 _CACHED_MANAGER_NAME = "_cached_continuous_batching_manager"
@@ -28,7 +28,7 @@ _CACHED_MANAGER_NAME = "_cached_continuous_batching_manager"
 _DEFAULT_MAX_BLOCKS = 32
 
 _lock = threading.Lock()
-# The number of active `engine_attention` blocks, and the attention to restore, by model.
+# The number of active `use_engine_attention` blocks, and the attention to restore, by model.
 _attention_users = weakref.WeakKeyDictionary[Any, tuple[int, dict[str, Any]]]()
 
 
@@ -107,7 +107,7 @@ def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None
         raise ConfigError(
             "expected a manager of FP8 pages, because hf_fp8kv.serving.enable() was called on the "
             "model, got a ContinuousBatchingManager of transformers. Make the manager with "
-            "hf_fp8kv.serving.manager(model, ...) or model.init_continuous_batching(...)"
+            "hf_fp8kv.serving.make_manager(model, ...) or model.init_continuous_batching(...)"
         )
 
 
@@ -118,7 +118,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         self._factory: ManagerFactory = vars(model)[_METHOD_NAME]
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
-        with engine_attention(model):
+        with use_engine_attention(model):
             super().__init__(model=model, **kwargs)
             self._check_compilation()
             self._choose_graphs(kwargs["continuous_batching_config"], kwargs["workload_hints"])
@@ -150,7 +150,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if not (use_graphs[1] if isinstance(use_graphs, list | tuple) else use_graphs):
             return
         backend = choose_backend(self._factory.config.options.backend, device)
-        windows = layer_windows(self.model.config.get_text_config())
+        windows = read_layer_windows(self.model.config.get_text_config())
         if backend != "triton" or not any(resolved_graphs) or any(windows):
             raise ConfigError(
                 "use_cuda_graph: expected a CUDA device, the triton backend and a model without "
@@ -164,13 +164,13 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         config.max_blocks_per_request = requested_config.max_blocks_per_request or max_blocks
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
-        """Do nothing, because the engine's steps already run in `engine_attention`."""
+        """Do nothing, because the engine's steps already run in `use_engine_attention`."""
 
     def start(self) -> None:
         """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
         if not self.is_running():
             self._attention = ExitStack()
-            self._attention.enter_context(engine_attention(self.model))
+            self._attention.enter_context(use_engine_attention(self.model))
         super().start()
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def warmup(self) -> None:
         """Capture graphs and compile in advance, like the stock method."""
-        with engine_attention(self.model), exact_states(engine=True):
+        with use_engine_attention(self.model), exact_states(engine=True):
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
@@ -198,7 +198,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         return processor
 
 
-def running_managers(model: Any) -> list[Any]:
+def find_running_managers(model: Any) -> list[Any]:
     """Return the managers whose threads run a model, whether stock or of FP8 pages."""
     targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
     owners = [getattr(target, "__self__", None) for target in targets]
@@ -206,7 +206,7 @@ def running_managers(model: Any) -> list[Any]:
 
 
 @contextmanager
-def engine_attention(model: Any) -> Iterator[None]:
+def use_engine_attention(model: Any) -> Iterator[None]:
     """Use the attention "fp8_paged" until the last active `with` block ends, in any thread."""
     with _lock:
         num_users, original = _attention_users.get(model) or (0, get_implementations(model))

@@ -19,7 +19,7 @@ def skip_pages(pages: Pages, num_skipped: int) -> Pages:
 
 
 @dataclass(frozen=True)
-class EnginePages:
+class EngineLayout:
     """The layout of an engine's pages.
 
     A page holds `page_size` tokens of a layer, for all KV heads of this process. Layers may have
@@ -37,7 +37,7 @@ class EnginePages:
     def from_options(
         cls, options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, page_size: int,
         dtype: torch.dtype,
-    ) -> "EnginePages":  # fmt: skip
+    ) -> "EngineLayout":  # fmt: skip
         """Return the layout for the options of a cache, and the sizes of a model and an engine.
 
         Raises:

@@ -30,7 +30,7 @@ _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 _PAGE_SIZE = 8
 
 
-def layer_windows(config: Any) -> list[int | None]:
+def read_layer_windows(config: Any) -> list[int | None]:
     """Return the window of each layer, as engines read it from a config. None means full attention.
 
     Raises:
@@ -116,7 +116,7 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
             dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )
         self.prepare(unquantized, config, _PAGE_SIZE, model.dtype, model.device)
-        windows = layer_windows(config)
+        windows = read_layer_windows(config)
         self.windows = list(dict.fromkeys(windows))
         self._layer_kinds = {n: self.windows.index(window) for n, window in enumerate(windows)}
         shape = len(windows), len(LENGTHS) * self.page_layout.bytes_per_page

@@ -41,7 +41,7 @@ class AttendBatch:
     causal: bool  # False for single queries, which attend to all stored tokens in any order
     _work_plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def work_plan(
+    def get_work_plan(
         self, backend: str, kv_heads: int, query_heads: int, window: int = 0
     ) -> torch.Tensor | None:
         """Return the work plan for these heads, made once for all layers.

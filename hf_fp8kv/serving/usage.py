@@ -60,7 +60,7 @@ def usage(owner: Any) -> Usage | None:
     cache, scheduler = processor.cache, processor.scheduler
     active_requests = list(scheduler.active_requests.values())
     stored_lengths = {state.request_id: state.position_offset for state in active_requests}
-    total_bytes, used_bytes, page_bytes, num_tokens = cache.memory_usage(stored_lengths)
+    total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory(stored_lengths)
     store = cache.serving_config.prefix_store
     store_counts = Counter[str]({} if store is None else store.counts())  # counts of this process
     return Usage(

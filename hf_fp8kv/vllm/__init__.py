@@ -26,13 +26,13 @@ def register() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         return
-    version = versions.installed_version()
+    version = versions.find_installed_version()
     if not versions.is_supported(version):
-        logger.warning("%s", versions.unsupported_version_message(version))
+        logger.warning("%s", versions.format_unsupported_version(version))
         return
     from .registration import register_dtypes
 
     try:
         register_dtypes()
     except Exception:  # vLLM can still serve its own dtypes
-        logger.exception("%s", versions.registration_error_message(version))
+        logger.exception("%s", versions.format_registration_error(version))

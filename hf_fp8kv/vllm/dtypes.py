@@ -41,7 +41,7 @@ class CacheDType:
         """
         return torch.int8 if self.dynamic else torch.uint8
 
-    def slot_bytes(self, k_dim: int, v_dim: int) -> int:
+    def count_slot_bytes(self, k_dim: int, v_dim: int) -> int:
         """Return the bytes of a token and KV head."""
         return k_dim + v_dim + (SCALE_BYTES if self.dynamic else 0)
 

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
 from ..serving.config import LayerStorage
-from ..serving.layout import EnginePages
+from ..serving.layout import EngineLayout
 from ..serving.step import LayerWork
 from .pages import check_block_size, view_pages
 from .step import DecodeStep, PlannedStep, is_decoding, plan_step
@@ -103,7 +103,7 @@ class BoundLayer:
                 f"{model.backend!r}. Omit the backend"
             )
         self._is_dynamic = model.dtype.dynamic
-        self._storage: LayerStorage = model.layer_storage(index, heads, dim, device)
+        self._storage: LayerStorage = model.make_layer_storage(index, heads, dim, device)
         self._backend = choose_backend(model.backend, device)
         self._sizes = heads, dim, dtype
         self._pool: tuple[torch.Tensor, StoredLayer] | None = None
@@ -113,7 +113,7 @@ class BoundLayer:
         if self._pool is None or self._pool[0] is not kv_cache:
             heads, dim, dtype = self._sizes
             page_size = kv_cache.shape[2]
-            layout = EnginePages(heads, dim, page_size, self._storage.plan, dtype, self._is_dynamic)
+            layout = EngineLayout(heads, dim, page_size, self._storage.plan, dtype, self._is_dynamic)
             pages = view_pages(kv_cache, layout)
             self._pool = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
         return self._pool[1]

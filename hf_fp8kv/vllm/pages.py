@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ConfigError
 from ..ops import Pages
-from ..serving.layout import EnginePages
+from ..serving.layout import EngineLayout
 
 
 def check_block_size(size: int) -> None:
@@ -20,7 +20,7 @@ def check_block_size(size: int) -> None:
         )
 
 
-def view_pages(kv_cache: torch.Tensor, layout: EnginePages) -> Pages:
+def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:
     """Return the pages in one layer's part of vLLM's pool.
 
     `kv_cache` is vLLM's view `[P, Hkv, S, C]` with one-byte elements and C bytes per token and

@@ -59,7 +59,7 @@ class ModelStorage:
                 f"{scales.model_type!r}. Use the scales of the served model"
             )
 
-    def layer_storage(self, index: int, heads: int, dim: int, device: torch.device) -> LayerStorage:
+    def make_layer_storage(self, index: int, heads: int, dim: int, device: torch.device) -> LayerStorage:
         """Return the storage of a layer, with the KV heads of this rank.
 
         Raises:

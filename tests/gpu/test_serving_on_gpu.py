@@ -19,7 +19,7 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import AttentionSpec, Pages
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import EnginePages, skip_pages
+from hf_fp8kv.serving.layout import EngineLayout, skip_pages
 from hf_fp8kv.serving.step import EngineStep
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
 from tests.helpers import serving_tools
@@ -182,7 +182,7 @@ def test_prefixes_are_reused(served_model: Any) -> None:
     model, expected = served_model
     with open_manager(model, pages=PAGES) as manager:
         actual = [request_answer(manager, prompt) for prompt in make_prompts(few=True)]
-        usage = serving.usage(manager)
+        usage = serving.read_usage(manager)
     assert actual == expected[-2:]
     assert usage is not None
     assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LENGTH_FACTOR)
@@ -318,7 +318,7 @@ SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FA
 
 def run_layer(
     stored: Pages,
-    engine_pages: EnginePages,
+    engine_pages: EngineLayout,
     window: int | None,
     first_page: int = 0,
     backend: str = "triton",
@@ -348,7 +348,7 @@ def run_layer(
     return outputs
 
 
-ENGINE_PAGES = EnginePages(
+ENGINE_PAGES = EngineLayout(
     HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True
 )
 

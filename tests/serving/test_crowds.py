@@ -20,7 +20,7 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("llguidance", reason="needs the extra serve")
-from hf_fp8kv.serving.engines.sampling import gumbel_noise, noise_key  # noqa: E402
+from hf_fp8kv.serving.engines.sampling import make_gumbel_noise, make_noise_key  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 NUM_REQUESTS, NEW_TOKENS = 50, 16
@@ -41,8 +41,8 @@ class SeededSampling(LogitsProcessor):
         self._seed = seed
 
     def __call__(self, input_ids, scores):
-        key = torch.tensor([noise_key(self._seed, input_ids.shape[1])], dtype=torch.int64)
-        return scores / TEMPERATURE + gumbel_noise(key.to(torch.int32), scores.shape[1])
+        key = torch.tensor([make_noise_key(self._seed, input_ids.shape[1])], dtype=torch.int64)
+        return scores / TEMPERATURE + make_gumbel_noise(key.to(torch.int32), scores.shape[1])
 
 
 def make_prompts() -> list[str]:

@@ -36,7 +36,7 @@ from transformers.cli.serving.utils import build_response_parser  # noqa: E402
 from hf_fp8kv.server import sampling  # noqa: E402
 from hf_fp8kv.server.choices import Choice, RunningRequest  # noqa: E402
 from hf_fp8kv.server.structured import Grammars  # noqa: E402
-from hf_fp8kv.server.text import AnswerText  # noqa: E402
+from hf_fp8kv.server.text import AnswerDecoder  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 # The template renders the names of the tools and the last message.
@@ -174,7 +174,7 @@ def test_a_prompt_without_an_answer_is_scored(server, model):
 
 def test_scores_of_impossible_tokens_are_finite():
     minus_infinity = float("-inf")
-    (score,) = sampling.score_tokens(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
+    (score,) = sampling.make_token_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
     assert score.rank == 3
     assert score.logprob == -9999
     assert sorted(value for _, value in score.top_tokens)[0] == -9999
@@ -182,7 +182,7 @@ def test_scores_of_impossible_tokens_are_finite():
 
 def test_a_restarted_request_gets_its_own_scores():
     """The engine adds the tokens of a step to `position_offset` before it runs the step."""
-    sequence = sampling.Sequence([5, 6, 7], 9, num_prompt_top=1)
+    sequence = sampling.Sequence([5, 6, 7], 9, num_prompt_top_tokens=1)
     state = SimpleNamespace(logit_processor_kwargs={"sequence": sequence}, position_offset=4)
     plain_state = SimpleNamespace(logit_processor_kwargs={"sequence": sampling.Sequence([5], 9)})
     requests = [SimpleNamespace(state=s, query_length=4) for s in (plain_state, state)]
@@ -273,7 +273,7 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
     started_ids: list[int] = []
 
     class Engine:
-        async def stream(self, sequence, *, each_token):
+        async def stream(self, sequence, *, after_each_step):
             nonlocal num_running, max_running
             started_ids.append(sequence.prompt[0])
             num_running += 1
@@ -285,7 +285,7 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     choices = [
-        Choice(index, index % count == 0, sampling.Sequence([index], 1), AnswerText(tokenizer))
+        Choice(index, index % count == 0, sampling.Sequence([index], 1), AnswerDecoder(tokenizer))
         for index in range(60)
     ]
 
@@ -494,7 +494,7 @@ def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
     def read_parts(text: str) -> list[object]:
-        answer = AnswerText(tokenizer, forced_tool="")
+        answer = AnswerDecoder(tokenizer, forced_tool="")
         assert answer.add_tokens(encode(text)) == []
         return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.finish()]
 
@@ -594,7 +594,7 @@ def test_undecodable_bytes_do_not_end_an_answer():
     for _ in range(400):
         byte_tokens = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
         tokens = [0, *byte_tokens, 2, 1, 0, 2]
-        answer = AnswerText(bpe, stop_strings=["b"])
+        answer = AnswerDecoder(bpe, stop_strings=["b"])
         text = "".join(part.text for part in answer.add_tokens(tokens))
         assert answer.is_stopped
         assert answer.finish() == []
@@ -612,7 +612,7 @@ def test_undecodable_bytes_do_not_end_an_answer():
 @pytest.mark.parametrize(("parser", "reasoning"), [(None, ""), (BracketParser(), "so it is")])
 def test_a_stop_string_ends_a_parsed_answer(folder, parser, reasoning):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    answer = AnswerText(tokenizer, stop_strings=("]END",), parser=parser)
+    answer = AnswerDecoder(tokenizer, stop_strings=("]END",), parser=parser)
     text = "[so it is]EN[]END and more"
     parts = []
     for token in encode(text):
@@ -630,7 +630,7 @@ def test_reasoning_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
     parser = build_response_parser(tokenizer, model, [])
-    answer = AnswerText(tokenizer.backend_tokenizer, parser=parser)
+    answer = AnswerDecoder(tokenizer.backend_tokenizer, parser=parser)
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     tokens = encode(f"<think>so</think>well{call}{call}")
     parts = []
@@ -649,7 +649,7 @@ def test_an_incomplete_message_keeps_its_text(folder):
             raise ValueError("incomplete message")
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    answer = AnswerText(tokenizer, parser=BrokenParser())
+    answer = AnswerDecoder(tokenizer, parser=BrokenParser())
     parts = [*answer.add_tokens(encode("[so]half")), *answer.finish()]
     assert "".join(part.text for part in parts) == "half"
     assert "".join(part.reasoning for part in parts) == "so"
@@ -659,6 +659,6 @@ def test_tokens_of_an_incomplete_character_are_not_lost():
     vocabulary = {"a": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    answer = AnswerText(bpe)
+    answer = AnswerDecoder(bpe)
     parts = [*answer.add_tokens([0, 1 + 0xC3]), *answer.finish()]
     assert "".join(part.text for part in parts) == "a\ufffd"

@@ -24,7 +24,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_fp8kv.server.text import AnswerText
+from hf_fp8kv.server.text import AnswerDecoder
 
 pytestmark = pytest.mark.text
 
@@ -145,7 +145,7 @@ def test_a_failed_engine_is_reported(make_application, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_in_decoding_text_only_fails_its_answer(make_application, monkeypatch, stream):
     with TestClient(make_application()) as client:
-        monkeypatch.setattr(AnswerText, "finish", lambda _: 1 / 0)
+        monkeypatch.setattr(AnswerDecoder, "finish", lambda _: 1 / 0)
         answer = client.post(CHAT, json={**REQUEST, "stop": "\n", "stream": stream})
         assert answer.status_code == (200 if stream else 500)
         assert "internal error" in answer.text

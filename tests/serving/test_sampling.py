@@ -20,7 +20,7 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from hf_fp8kv.server import metrics, sampling  # noqa: E402
-from hf_fp8kv.server.text import AnswerText  # noqa: E402
+from hf_fp8kv.server.text import AnswerDecoder  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 
@@ -28,7 +28,7 @@ COMPLETIONS = "/v1/completions"
 def make_noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
     """Return the keys of one seed at `count` positions, or of `count` seeds at one position."""
     pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
-    return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
+    return torch.tensor([sampling.make_noise_key(*pair) for pair in pairs]).to(torch.int32)
 
 
 def matches_distribution(counts: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -41,7 +41,7 @@ def matches_distribution(counts: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("seed", [None, 0, -3, 2**63 - 1])
 def test_tokens_have_the_probabilities_of_the_logits(seed):
     probabilities = torch.randn(30, generator=torch.Generator().manual_seed(1)).softmax(0)
-    noise = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 30)
+    noise = sampling.make_gumbel_noise(make_noise_keys(50_000, seed=seed), 30)
     counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
     assert matches_distribution(counts, probabilities * len(noise))
 
@@ -49,24 +49,24 @@ def test_tokens_have_the_probabilities_of_the_logits(seed):
 @pytest.mark.parametrize("seed", [None, 11])
 def test_noise_of_neighbors_is_independent(seed):
     """Adjacent positions of one seed, and adjacent seeds at one position, are independent."""
-    tokens = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
+    tokens = sampling.make_gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
     pair_counts = (16 * tokens[:-1] + tokens[1:]).bincount(minlength=256)
     assert matches_distribution(pair_counts, torch.full((256,), (len(tokens) - 1) / 256))
 
 
 def test_noise_depends_only_on_key_and_token():
     keys = make_noise_keys(7, seed=3)
-    noise = sampling.gumbel_noise(keys, 100)
+    noise = sampling.make_gumbel_noise(keys, 100)
     assert noise.isfinite().all()
     for row in range(7):
-        assert torch.equal(sampling.gumbel_noise(keys[row : row + 1], 60)[0], noise[row, :60])
+        assert torch.equal(sampling.make_gumbel_noise(keys[row : row + 1], 60)[0], noise[row, :60])
 
 
 @pytest.mark.parametrize(("position", "token"), [(296, 44251), (661, 30565), (1811, 419)])
 def test_the_largest_noise_is_finite(position, token):
     """At these positions, the hash bits that become a uniform number are all ones."""
-    key = torch.tensor([sampling.noise_key(7, position)]).to(torch.int32)
-    noise = sampling.gumbel_noise(key, 49152)[0]
+    key = torch.tensor([sampling.make_noise_key(7, position)]).to(torch.int32)
+    noise = sampling.make_gumbel_noise(key, 49152)[0]
     assert noise.isfinite().all()
     assert noise.argmax() == token
     assert noise.min() > -3
@@ -89,8 +89,8 @@ def test_rows_without_temperature_have_no_noise():
         sampling.Sequence([1], 9, temperature=0.7, seed=9), sampling.Sequence([1], 9),
     )  # fmt: skip
     assert torch.equal(output[[0, 2]], scores[[0, 2]])
-    key = torch.tensor([sampling.noise_key(9, 5)]).to(torch.int32)
-    assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
+    key = torch.tensor([sampling.make_noise_key(9, 5)]).to(torch.int32)
+    assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + sampling.make_gumbel_noise(key, 40)[0])
 
 
 def test_each_row_is_filtered_by_its_limits():
@@ -108,7 +108,7 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
     tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
     text = "hello world!"
     tokens = tokenizer(text)["input_ids"]
-    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
+    answer = AnswerDecoder(tokenizer.backend_tokenizer, stop_strings=stops)
     decoded = ""
     for token in tokens:
         decoded += "".join(part.text for part in answer.add_tokens([token]))
@@ -119,7 +119,7 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
     assert answer.is_stopped is bool(stop_starts)
     assert decoded == (text[: stop_starts[0]] if stop_starts else text)
     assert answer.num_tokens == (stop_starts[0] + len(stops[-1]) if stop_starts else len(text))
-    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
+    answer = AnswerDecoder(tokenizer.backend_tokenizer, stop_strings=stops)
     assert "".join(x.text for x in [*answer.add_tokens(tokens), *answer.finish()]) == decoded
 
 

@@ -59,7 +59,7 @@ def test_share_tokens_prefers_short_prompts(candidates, num_tokens, order, limit
 def test_scored_prompts_share_the_logits_of_a_step():
     def make_scored(name: str, num_tokens: int) -> SimpleNamespace:
         state = make_prompt(name, num_tokens, 1.0)
-        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, num_prompt_top=0)}
+        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, num_prompt_top_tokens=0)}
         return state
 
     plain = make_prompt("plain", 900, 1.0)

@@ -249,7 +249,7 @@ class TestSharing:
         with open_manager(llama) as manager:
             # Requests run one at a time, so each can reuse the pages of the previous prompts.
             tokens = [request_answer(manager, ids) for ids in prompt_ids]
-            usage = serving.usage(manager)
+            usage = serving.read_usage(manager)
         assert tokens == expected
         assert usage is not None
         assert (usage.prefix_hits, usage.prefix_tokens) == (2, 96)
@@ -290,8 +290,8 @@ class TestManagers:
         configs = {"generation_config": greedy(), "continuous_batching_config": batching()}
         for manager in (
             llama.init_continuous_batching(**configs),
-            serving.manager(llama, **configs),
-            serving.manager(llama, greedy(), batching()),
+            serving.make_manager(llama, **configs),
+            serving.make_manager(llama, greedy(), batching()),
         ):
             assert type(manager) is FP8Manager
             assert isinstance(manager, ContinuousBatchingManager)
@@ -311,7 +311,7 @@ class TestManagers:
         """The manager must not store 16 bits silently. It works after `disable`."""
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        for change, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
+        for change, message in ((serving.enable, "serving.make_manager"), (serving.disable, None)):
             change(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
             with run_manager(manager):
@@ -336,7 +336,7 @@ class TestManagers:
 
     def test_serving_manager_rejects_a_model_without_enable(self, llama: Any) -> None:
         with pytest.raises(ConfigError, match=r"serving\.enable"):
-            serving.manager(llama)
+            serving.make_manager(llama)
 
     def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
         stock_model = make_model("llama")
@@ -395,9 +395,9 @@ class TestManagers:
         with open_manager(llama, pages=32) as manager:
 
             def count_hits(ids: list[int]) -> tuple[int, int]:
-                before = serving.usage(manager)
+                before = serving.read_usage(manager)
                 request_answer(manager, ids, 2)
-                after = serving.usage(manager)
+                after = serving.read_usage(manager)
                 return (
                     after.prefix_hits - before.prefix_hits,
                     after.prefix_tokens - before.prefix_tokens,
@@ -411,7 +411,7 @@ class TestManagers:
             assert results[:3] == [(1, 6 * PAGE)] * 3
             num_cached = count_hits(prompt_ids[1])[1]
             assert 0 < num_cached < 6 * PAGE  # only its beginning is kept
-            assert serving.usage(manager).tokens_held >= 24 * PAGE
+            assert serving.read_usage(manager).tokens_held >= 24 * PAGE
 
     def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
         serving.enable(llama)
@@ -419,27 +419,27 @@ class TestManagers:
         first = llama.generate_batch(
             prompt_ids, greedy(), continuous_batching_config=batching(), persistent_manager=True
         )
-        assert serving.usage(llama).prefix_hits == 0
+        assert serving.read_usage(llama).prefix_hits == 0
         second = llama.generate_batch(prompt_ids, greedy(), persistent_manager=True)
-        assert serving.usage(llama).prefix_hits == 1
+        assert serving.read_usage(llama).prefix_hits == 1
         tokens = [[out.generated_tokens for out in result.values()] for result in (first, second)]
         assert tokens[0] == tokens[1]
         serving.disable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
 
     def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
-        assert serving.usage(llama) is None
+        assert serving.read_usage(llama) is None
         serving.enable(llama)
-        assert serving.usage(llama) is None
+        assert serving.read_usage(llama) is None
         with open_manager(llama) as manager:
             manager.warmup()
-            usage = serving.usage(llama)
+            usage = serving.read_usage(llama)
             assert (usage.pages_total, usage.pages_used, usage.tokens_held) == (64, 0, 0)
             # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
             assert usage.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
             assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
             request_answer(manager, prompts()[1])
-        assert serving.usage(llama) is None
+        assert serving.read_usage(llama) is None
 
 
 class TestStock:
@@ -606,7 +606,7 @@ class TestLimits:
         manager = model.init_continuous_batching(greedy(), batching(pages=6))
         manager.warmup()
         cache = manager.batch_processor.cache
-        max_tokens = cache.max_request_tokens()
+        max_tokens = cache.compute_max_request_tokens()
         if name == "mistral":  # windows in all layers
             assert max_tokens == 2**31 - 1
         else:
@@ -691,7 +691,7 @@ class TestRunning:
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
         batches = step.work(0, torch.device("cpu")).batches
-        plans = [int(batch.work_plan("torch", 2, 4)[0, 0]) for batch in batches]
+        plans = [int(batch.get_work_plan("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(plans) == [5, 8]
         assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
 
@@ -704,4 +704,4 @@ class TestRunning:
         for name, tokens in (("a", 5), ("b", 70)):
             state = SimpleNamespace(request_id=name, current_len=lambda: 0)
             assert cache.can_store_request_tokens(state, tokens)
-        assert cache.memory_usage({"a": 5, "b": 70})[3] == 5 + 20
+        assert cache.measure_memory({"a": 5, "b": 70})[3] == 5 + 20

@@ -8,7 +8,7 @@ from transformers import CompileConfig
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, serving
-from hf_fp8kv.serving.probe import layer_windows
+from hf_fp8kv.serving.probe import read_layer_windows
 from tests.helpers.serving_tools import (
     batching,
     enable,
@@ -71,4 +71,4 @@ def test_layer_windows_finds_models_without_block_tables() -> None:
             stock.ATTN_TYPE_TO_ALLOCATOR[layer_type].supports_block_table
             for layer_type in stock.group_layers_by_attn_type(config)
         )
-        assert (has_block_tables, any(layer_windows(config))) == (not has_windows, has_windows)
+        assert (has_block_tables, any(read_layer_windows(config))) == (not has_windows, has_windows)

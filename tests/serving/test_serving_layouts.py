@@ -128,7 +128,7 @@ class TestMemory:
             model = build_variant("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
             cache = make_cache(model, pages=5)
-            total_bytes, used_bytes, page_bytes, num_tokens = cache.memory_usage({})
+            total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
             layout = cache.page_layout
             assert (used_bytes, num_tokens, page_bytes) == (0, 0, 2 * layout.bytes_per_page)
             assert total_bytes == 5 * page_bytes

@@ -445,14 +445,14 @@ def test_rows_have_the_masks_of_their_requests(make_guide):
 def test_an_end_token_is_allowed_only_if_the_grammar_may_end(make_guide):
     end = ord("b") - 32  # this token is also a letter of the grammar
     guide = make_guide("ab?c?")
-    assert read_mask(guide.blocked_mask([end], 95)) == "a"
+    assert read_mask(guide.compute_mask([end], 95)) == "a"
     guide.accept(ord("a") - 32)
-    assert read_mask(guide.blocked_mask([], 95)) == "bc"
-    assert read_mask(guide.blocked_mask([end, 1], 95)) == "!bc"
+    assert read_mask(guide.compute_mask([], 95)) == "bc"
+    assert read_mask(guide.compute_mask([end, 1], 95)) == "!bc"
     guide.accept(ord("c") - 32)
     assert guide.is_complete
-    assert read_mask(guide.blocked_mask([1], 95)) == "!"
-    assert read_mask(make_guide(r"[?@]").blocked_mask([], 95)) == "@"  # without the special token
+    assert read_mask(guide.compute_mask([1], 95)) == "!"
+    assert read_mask(make_guide(r"[?@]").compute_mask([], 95)) == "@"  # without the special token
 
 
 def test_a_text_that_no_end_token_can_end_is_complete(make_guide):
@@ -473,8 +473,8 @@ def test_a_fork_of_a_guide_advances_independently(make_guide):
     fork = original.fork()
     original.accept(ord("b") - 32)
     fork.accept(ord("d") - 32)
-    assert read_mask(original.blocked_mask([], 95)) == "c"
-    assert read_mask(fork.blocked_mask([], 95)) == "e"
+    assert read_mask(original.compute_mask([], 95)) == "c"
+    assert read_mask(fork.compute_mask([], 95)) == "e"
 
 
 def test_a_tokenizer_without_bytes_is_rejected(folder):

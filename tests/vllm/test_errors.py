@@ -23,8 +23,8 @@ def read_options(dtype, config=None, checkpoint="nowhere", rank=0, size=1):
 
 class TestWithoutVLLM:
     def test_the_dtype_determines_the_bytes_of_a_token(self):
-        assert find_dtype("hf_fp8kv_e3m4").slot_bytes(64, 64) == 132
-        assert find_dtype("hf_fp8kv_e3m4_static").slot_bytes(64, 64) == 128
+        assert find_dtype("hf_fp8kv_e3m4").count_slot_bytes(64, 64) == 132
+        assert find_dtype("hf_fp8kv_e3m4_static").count_slot_bytes(64, 64) == 128
 
     def test_an_unknown_dtype_is_refused_with_the_known_names(self):
         with pytest.raises(ConfigError, match=r"expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
@@ -78,7 +78,7 @@ class TestWithoutVLLM:
         config = {"plan": str(tmp_path)}
         for size, rank in ((1, 0), (2, 1)):
             model = read_options("hf_fp8kv", config, rank=rank, size=size)
-            layer = model.layer_storage(0, 2 // size, 32, torch.device("cpu"))
+            layer = model.make_layer_storage(0, 2 // size, 32, torch.device("cpu"))
             assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
             assert torch.equal(layer.center, plan.layers[0].k_center[rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
@@ -113,7 +113,7 @@ class TestWithoutVLLM:
         scales.save_pretrained(tmp_path)
         config = {"scales": str(tmp_path)}
         for size, rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            layer = read_options("hf_fp8kv_static", config, rank=rank, size=size).layer_storage(
+            layer = read_options("hf_fp8kv_static", config, rank=rank, size=size).make_layer_storage(
                 1, 1, 32, torch.device("cpu")
             )
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))

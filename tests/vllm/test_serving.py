@@ -113,7 +113,7 @@ def test_the_number_of_blocks_matches_the_bytes_of_a_token(models, serve, tmp_pa
     make_scales("tensor").save_pretrained(tmp_path)
     scales = tmp_path if dtype == "hf_fp8kv_static" else None
     llm = serve(folder, dtype, scales, kv_cache_memory_bytes=32 << 20)
-    slot_bytes = DTYPES[dtype].slot_bytes(dim, dim) if dtype != "auto" else 2 * dim * 4
+    slot_bytes = DTYPES[dtype].count_slot_bytes(dim, dim) if dtype != "auto" else 2 * dim * 4
     expected_blocks = (32 << 20) / (conftest.LAYERS * conftest.HEADS * 32 * slot_bytes)
     num_blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     assert num_blocks == pytest.approx(expected_blocks, rel=0.02)

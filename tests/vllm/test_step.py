@@ -14,7 +14,7 @@ from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.ops import AttentionSpec, StoredSide, reference
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import EnginePages
+from hf_fp8kv.serving.layout import EngineLayout
 from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
@@ -27,7 +27,7 @@ DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 def make_pool(dtype, *, gap=0):
     """Return memory full of NaN codes, and vLLM's view of it, with `gap` bytes between blocks."""
-    slot_bytes = dtype.slot_bytes(DIM, DIM)
+    slot_bytes = dtype.count_slot_bytes(DIM, DIM)
     block_bytes = NUM_HEADS * BLOCK_SIZE * slot_bytes
     memory = torch.full((NUM_BLOCKS, block_bytes + gap), 0xFF, dtype=torch.uint8)
     shape = (NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, slot_bytes)
@@ -43,7 +43,7 @@ class Layer:
         self.storage = make_storage(dtype, centered=kind == "static")
         plan = self.storage.plan
         self.memory, kv_cache = make_pool(dtype, gap=gap)
-        self.layout = EnginePages(NUM_HEADS, DIM, BLOCK_SIZE, plan, torch.float32, dtype.dynamic)
+        self.layout = EngineLayout(NUM_HEADS, DIM, BLOCK_SIZE, plan, torch.float32, dtype.dynamic)
         pages = view_pages(kv_cache, self.layout)
         self.stored_layer = StoredLayer(pages, self.storage, self.layout, backend)
         self.spec = AttentionSpec(DIM**-0.5, True, window, softcap, sinks)

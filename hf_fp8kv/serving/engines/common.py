@@ -16,11 +16,11 @@ from ...modeling.model_support import ATTENTION, ENGINE_ATTRIBUTE
 from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
 from ..config import ServingConfig
-from ..layout import EnginePages
+from ..layout import EngineLayout
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, make_decode_work
 
 
-def kv_shape(config: Any) -> tuple[int, int]:
+def read_kv_sizes(config: Any) -> tuple[int, int]:
     """Return KV heads and head size, as engines read them in a text config. Raises ConfigError."""
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
@@ -43,7 +43,7 @@ def count_extra_values(config: Any) -> int:
     before the norm, queries and results in the order of batches (with padding), results in the
     engine's order, and keys in float32 if K is centered.
     """
-    num_heads, head_dim = kv_shape(config)
+    num_heads, head_dim = read_kv_sizes(config)
     hidden_size: int = config.hidden_size
     queries: int = math.ceil((2 / MIN_LENGTH_RATIO + 1) * config.num_attention_heads * head_dim)
     return hidden_size + queries + 2 * num_heads * head_dim
@@ -58,7 +58,7 @@ class EngineCache:
 
     serving_config: ServingConfig
     identity: str  # digest of the model and the options, for a prefix store
-    page_layout: EnginePages
+    page_layout: EngineLayout
     windows: list[int | None]  # window of each kind of layers, in the engine's order
     layers: dict[int, StoredLayer]  # by index
     _layer_kinds: Mapping[int, int]  # index into `windows`, by layer
@@ -79,10 +79,10 @@ class EngineCache:
         Raises:
             ConfigError, ScaleError, BackendError: The options do not fit the model.
         """
-        options, (num_heads, head_dim) = serving_config.options, kv_shape(config)
+        options, (num_heads, head_dim) = serving_config.options, read_kv_sizes(config)
         sizes = config.num_hidden_layers, num_heads // options.tensor_parallel.size, head_dim
-        self._config, self._storage = config, serving_config.layer_storage(*sizes, device)
-        self.page_layout = EnginePages.from_options(options, *sizes, page_size, dtype)
+        self._config, self._storage = config, serving_config.make_layer_storage(*sizes, device)
+        self.page_layout = EngineLayout.from_options(options, *sizes, page_size, dtype)
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._step_id: object = None

@@ -15,9 +15,9 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from ...ops import Pages
 from ...prefix.engine import BlockExchange
-from ..layout import EnginePages, skip_pages
+from ..layout import EngineLayout, skip_pages
 from . import make_engine_error, rebind_globals
-from .common import EngineCache, count_extra_values, kv_shape
+from .common import EngineCache, count_extra_values, read_kv_sizes
 
 # The names in this module depend on the version of transformers.
 stock: Any = cache
@@ -93,7 +93,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def make_memory_handler(self, **kwargs: Any) -> Any:
         return _MemoryHandler(**kwargs)
 
-    def max_request_tokens(self) -> int:
+    def compute_max_request_tokens(self) -> int:
         """Return the maximum number of tokens of one request. 0 means that no token fits.
 
         A request that outgrows all pages stops the engine, so it must be refused in advance. If all
@@ -153,7 +153,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         requests_fit = self.count_storable_requests(needed_blocks) == len(needed_blocks)
         return requests_fit and bool(self.compute_free_capacity() >= min_free)
 
-    def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+    def measure_memory(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
         """Return planned bytes, used bytes, bytes of a page of all layers, and tokens held.
 
         `lengths` has the number of stored tokens of each live request, by request id.
@@ -178,7 +178,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 class _FP8Allocator:
     """The part of an allocator that depends on the size of a page and the location of its bytes."""
 
-    layout: EnginePages
+    layout: EngineLayout
     fp8_pages: Pages
     pages_per_block: int
     block_table: dict[str, list[int]]
@@ -224,7 +224,7 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
             if not hasattr(self, name):
                 raise make_engine_error(f"plans its memory without {name}")
         self.num_attention_masks = 0
-        self.kv_heads_at_peak = -(-count_extra_values(self.config) // kv_shape(self.config)[1])
+        self.kv_heads_at_peak = -(-count_extra_values(self.config) // read_kv_sizes(self.config)[1])
 
     @property
     def bytes_per_cache_token(self) -> int:

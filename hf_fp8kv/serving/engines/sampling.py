@@ -41,7 +41,7 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
         for state in (request.state for request in requests_with_new_token):
             digest = hashlib.sha256(f"{self._seed} {state.request_id}".encode()).digest()
             # The engine has counted the tokens of this step, so this is the next token's position.
-            keys.append(noise_key(int.from_bytes(digest[:8]), state.position_offset))
+            keys.append(make_noise_key(int.from_bytes(digest[:8]), state.position_offset))
         return torch.tensor(keys, dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
         """
         probabilities = scores[0].softmax(-1)
         torch._assert_async(probabilities.isfinite().all(), "expected finite logits")
-        noise = gumbel_noise(self._keys, scores.shape[2])
+        noise = make_gumbel_noise(self._keys, scores.shape[2])
         tokens = (scores[0] + noise).argmax(-1, keepdim=True)
         output_ids[0, : len(tokens)] = tokens[:, 0]
         if len(output_ids) > 1:
@@ -64,8 +64,8 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
             output_ids[1, : len(tokens)] = log_probs.view(torch.int32)
 
 
-def noise_key(seed: int, position: int) -> int:
-    """Return a key for `gumbel_noise`: 31 bits of SplitMix64 (Steele et al. 2014), never 0."""
+def make_noise_key(seed: int, position: int) -> int:
+    """Return a key for `make_gumbel_noise`: 31 bits of SplitMix64 (Steele et al. 2014), never 0."""
     mask = 2**64 - 1
     x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & mask
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -73,7 +73,7 @@ def noise_key(seed: int, position: int) -> int:
     return ((x ^ x >> 31) >> 33) or 1
 
 
-def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def make_gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return noise `[B, V]`, float32, which depends only on the key `[B]`, int32, and the token.
 
     A uniform number is 23 bits of the mixed key and token (finalizer of MurmurHash3) plus a half.
