@@ -174,7 +174,7 @@ def test_a_prompt_without_an_answer_is_scored(server, model):
 
 def test_scores_of_impossible_tokens_are_finite():
     minus_infinity = float("-inf")
-    (score,) = sampling.make_token_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
+    (score,) = sampling.make_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
     assert score.rank == 3
     assert score.logprob == -9999
     assert sorted(value for _, value in score.top_tokens)[0] == -9999
@@ -528,7 +528,7 @@ def test_an_invalid_tool_choice_is_rejected(server, field, fields):
 # -- units -----------------------------------------------------------------------------------------
 
 
-def test_token_rules_count_each_token_of_prompt_and_answer():
+def test_token_rules_count_per_step_of_prompt_and_answer():
     prompt, answer = [1, 2, 2], [4, 5, 5]
     sequence = sampling.Sequence(prompt, 9, frozenset({9, 400}), answer=answer)
 

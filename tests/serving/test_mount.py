@@ -7,7 +7,7 @@ import time
 import pytest
 from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
 
-from hf_fp8kv import application, serving
+from hf_fp8kv import make_application, serving
 from hf_fp8kv.errors import ConfigError
 from tests.helpers.serve_process import (
     NUM_PAGES,
@@ -47,7 +47,7 @@ def make_application(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     attention = model.config._attn_implementation
     serving.enable(model)
-    yield lambda **options: application(
+    yield lambda **options: make_application(
         model, tokenizer, **{"batching": ContinuousBatchingConfig(**BATCHING), **options}
     )
     new_threads = {thread for thread in threading.enumerate() if not thread.daemon} - old_threads
@@ -165,8 +165,8 @@ def test_an_application_rejects_unsuitable_models_and_options(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"enable\(\) was called on, got a different Llama"):
-        application(model, tokenizer)
+        make_application(model, tokenizer)
     serving.enable(model)
     for options in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):
         with pytest.raises(ConfigError, match=next(iter(options)).replace("_", ".")):
-            application(model, tokenizer, **options)
+            make_application(model, tokenizer, **options)

@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_fp8kv import serving
 from hf_fp8kv.server.sampling import Sequence
-from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_prompts, share_steps, share_tokens
+from hf_fp8kv.server.scheduling import MAX_SCORED_TOKENS, limit_scored_prompts, share_steps, share_tokens
 from tests.helpers.serving_tools import PAGE, batching, greedy, open_manager
 from tests.helpers.tiny_models import build_variant
 
@@ -67,9 +67,9 @@ def test_scored_prompts_share_the_logits_of_a_step():
     decoding = make_scored("decodes", 0)
     decoding.status = RequestStatus.DECODING
     a, b, c = (make_scored(*x) for x in (("a", 400), ("b", 300), ("c", 10)))
-    admitted, limits = limit_prompts([decoding, a, plain, b, c])
+    admitted, limits = limit_scored_prompts([decoding, a, plain, b, c])
     assert [state.request_id for state in admitted] == ["decodes", "a", "plain", "b"]
-    assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
+    assert limits == {"a": 400, "b": MAX_SCORED_TOKENS - 400}
 
 
 def submit(

@@ -672,7 +672,7 @@ class TestRunning:
         step = EngineStep([None], 8)
         for index, num_tokens in enumerate((10, 8, 1)):
             step.add(0, num_tokens, [[2 * index, 2 * index + 1]])
-        work = step.work(0, torch.device("cpu"))
+        work = step.get_work(0, torch.device("cpu"))
         targets = [x for batch in work.batches for x in batch.target_tokens.tolist()]
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
@@ -690,7 +690,7 @@ class TestRunning:
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
-        batches = step.work(0, torch.device("cpu")).batches
+        batches = step.get_work(0, torch.device("cpu")).batches
         plans = [int(batch.get_work_plan("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(plans) == [5, 8]
         assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]

@@ -164,7 +164,7 @@ class TestMemory:
             config=model.config, continuous_batching_config=config, device="cpu",
             distributed_helper=distributed_helper, dtype=torch.float32,
         )  # fmt: skip
-        assert cache.page_layout.heads == 1
+        assert cache.page_layout.num_heads == 1
         assert cache.layers[0].pages.k_codes.shape[1] == 1
         for layer in range(2):
             expected = scales.layers[layer].k[1].expand(1, 16)
