@@ -89,5 +89,5 @@ def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     if model is None:
         return Setup(device=device), None
     config = read_config(model)
-    text_config = config.get_text_config()
-    return Setup((text_config.num_attention_heads, *read_kv_sizes(text_config)), device=device), config
+    decoder = config.get_text_config()
+    return Setup((decoder.num_attention_heads, *read_kv_sizes(decoder)), device=device), config

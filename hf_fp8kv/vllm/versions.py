@@ -23,7 +23,7 @@ def is_supported(version: str) -> bool:
 
 
 def format_unsupported_version(version: str) -> str:
-    """Return a message that names the supported versions."""
+    """Return the message for an unsupported version, which names the supported versions."""
     expected = " or ".join(f"{minor}.x" for minor in SUPPORTED_VERSIONS)
     return (
         f"hf_fp8kv's plugin expected vLLM {expected}, got {version}. No dtype was registered, "
@@ -32,8 +32,8 @@ def format_unsupported_version(version: str) -> str:
 
 
 def format_registration_error(version: str) -> str:
-    """Return a message about an error in the hooks of a supported version."""
+    """Return the message for an error of the registration in a supported version."""
     return (
-        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, because its hooks "
+        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, because vLLM's hooks "
         "have changed. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows"
     )

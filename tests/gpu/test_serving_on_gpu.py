@@ -275,7 +275,7 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
 def test_a_compiled_model_gives_the_same_tokens(served_model: Any, option_name: str) -> None:
     model, expected = served_model
     backend = {"mode": "default"} if ON_GPU else {"backend": "eager", "mode": None}
-    options = {"varlen_compile_config": CompileConfig(fullgraph=False, is_dynamic=True, **backend)}
+    options = {"varlen_compile_config": CompileConfig(fullgraph=False, dynamic=True, **backend)}
     if option_name == "level":
         options = {"default_compile_level": 1}
     prompt_slice = slice(None) if ON_GPU else slice(2)
