@@ -29,7 +29,7 @@ def share_steps(scheduler: Any) -> None:
     limits: dict[str, int] = {}  # maximum number of tokens in this step, by request id
 
     def process_candidates(candidates: Sequence[Any], token_budget: int, *args: Any) -> Any:
-        admitted, scored_limits = limit_scored_prompts(candidates)
+        admitted, scored_limits = limit_scoring(candidates)
         ordered, shares = share_tokens(admitted, token_budget)
         limits.clear()
         limits.update(scored_limits)
@@ -53,7 +53,7 @@ def is_prompt(state: Any) -> bool:
     return bool(state.status != RequestStatus.DECODING)
 
 
-def limit_scored_prompts(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
+def limit_scoring(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
     """Return the requests admitted to a step, and token limits of the scored prompts, by id.
 
     A scored prompt is a prompt whose log-probabilities are requested. In total, scored prompts get

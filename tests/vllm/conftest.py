@@ -157,8 +157,7 @@ def generate(llm, prompts, num_tokens=NEW_TOKENS):
     sampling = SamplingParams(
         temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
     return [[*x.outputs[0].token_ids] for x in outputs], [x.num_cached_tokens for x in outputs]
 
 

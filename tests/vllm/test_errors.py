@@ -113,8 +113,7 @@ class TestWithoutVLLM:
         scales.save_pretrained(tmp_path)
         options = {"scales": str(tmp_path)}
         for tp_size, tp_rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
-            storage = read_from_options("hf_fp8kv_static", options, **ranks)
+            storage = read_from_options("hf_fp8kv_static", options, "nowhere", tp_rank, tp_size)
             layer = storage.make_layer_storage(1, 1, 32, torch.device("cpu"))
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
             assert torch.equal(layer.v_scale, scales.layers[1].v[head].expand(1, 32))
