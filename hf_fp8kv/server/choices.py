@@ -80,8 +80,8 @@ class ChoiceMaker:
             if max(tokens, default=0) >= vocab_size:
                 raise make_value_error(field, f"tokens below {vocab_size}", max(tokens))
         num_top_tokens, num_prompt_top_tokens = request.num_logprobs
-        eos = None if request.ignore_eos else self._get_default(request, "eos_token_id")
-        end_tokens = [*(eos if isinstance(eos, list) else [eos]), *request.stop_token_ids]
+        ids = None if request.ignore_eos else self._get_default(request, "eos_token_id")
+        end_tokens = [*(ids if isinstance(ids, list) else [ids]), *request.stop_token_ids]
         choices: list[Choice] = []
         for prompt in prompts:
             max_new_tokens, is_prompt_only = self._limit_new_tokens(request, prompt)
@@ -129,7 +129,7 @@ class ChoiceMaker:
         requested = {x: getattr(request, x) for x in names if getattr(request, x) is not None}
         options = {name: self._get_default(request, name) for name in names} | requested
         temperature = 1.0 if options["temperature"] is None else options["temperature"]
-        does_sample = self._get_default(request, "do_sample") or requested
+        does_sample = bool(requested) or self._get_default(request, "do_sample")
         if not does_sample or temperature < MIN_TEMPERATURE:
             return {}
         if (options["top_k"] or 0) <= 0:

@@ -101,7 +101,7 @@ class CompletionWriter:
         yield DONE_EVENT
 
     def _format_parts(self, parts: ChoiceParts) -> str:
-        """Return the events for parts. If there is one answer, its last event has the usage."""
+        """Return the events for parts. The last event of a single answer may have the usage."""
         adds_usage = len(self._choices) == 1 and not self._sends_usage_last
         return "".join(
             self._format_choices(self._format_part(choice, part), usage=count_usage(self._choices))

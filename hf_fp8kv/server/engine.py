@@ -67,7 +67,7 @@ class Engine:
             generation_config=GenerationConfig(**config | {"use_cache": False}),
             continuous_batching_config=batching,
         )
-        # Each request has a separate temperature, top-k and so on, so the model's are dropped.
+        # The model's warpers are dropped, because each request has a separate temperature etc.
         processors = [
             processor
             for processor in manager.logit_processor.logits_processor
@@ -282,7 +282,7 @@ def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
         raise make_field_error(guide.field, message)
     position, other_cause = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
-        other_cause = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
+        other_cause = "logit_bias, bad_words, min_tokens and the answer's format leave none, or "
     raise APIError(
         500,
         f"no logit of token {position} is finite: {other_cause}the model overflows on this "

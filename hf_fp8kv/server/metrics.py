@@ -61,7 +61,7 @@ class Metrics(Collector):
         return max(sum(list(self.unfinished_answers.values())) - active, 0)
 
     def format_prometheus(self) -> bytes:
-        """Return all metrics in Prometheus' summary format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

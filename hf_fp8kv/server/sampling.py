@@ -129,7 +129,7 @@ _WARMUP_SEQUENCE = Sequence([], 1)  # of all requests in the engine's warmup
 
 
 def make_logprobs(logits: torch.Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """Return the log-probability of each of N tokens, and `num_top` top tokens, for `[N, V]`."""
+    """Return the log-probabilities of N tokens, each with `num_top` top tokens, for `[N, V]`."""
     logprobs = logits.float().log_softmax(-1).clamp_(min=_MIN_LOGPROB)
     index = _make_index(tokens, logits)
     token_logprobs = logprobs.gather(1, index[:, None])
