@@ -80,6 +80,16 @@ def make_chat(content: object = "hello", role: str = "user", **fields: object) -
     return {"messages": [{"role": role, "content": content}], "max_tokens": 4, **fields}
 
 
+def get_status(server, path: str, body: object = None, **options: object) -> int:
+    status, _, _ = server.ask(path, body, **options)
+    return status
+
+
+def read_json(server, path: str, body: object = None) -> dict:
+    _, text, _ = server.ask(path, body)
+    return json.loads(text)
+
+
 def get_text(server, question: str, **options: object) -> str:
     answer = server.answer(CHAT, **make_chat(question, **options))
     assert isinstance(answer, dict) or len(answer) > 2  # an answer, or the events of a stream
@@ -161,7 +171,7 @@ def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server
 
 
 def test_streams_name_the_requested_model(server):
-    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
+    name = read_json(server, "/v1/models")["data"][0]["id"]
     limits = {"max_tokens": 2, "stream": True}
     for path, fields in ((CHAT, make_chat()), (COMPLETIONS, {"prompt": "x"})):
         for model_field in ({}, {"model": name}, {"model": f"{server.model}"}):
@@ -186,12 +196,12 @@ def test_a_truncated_response_is_incomplete(server, folder):
 def test_other_requests_are_answered_while_a_prompt_is_tokenized(server):
     slow_request = make_chat("x", "sloth", max_tokens=1)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(server.ask, CHAT, slow_request)
+        future = pool.submit(get_status, server, CHAT, slow_request)
         num_waiting = 0
         while not future.done():
-            num_waiting += json.loads(server.ask("/health")[1]).get("requests_waiting") == 1
+            num_waiting += read_json(server, "/health").get("requests_waiting") == 1
             time.sleep(0.02)
-    assert future.result()[0] == 200
+    assert future.result() == 200
     assert num_waiting > 0
 
 
@@ -226,8 +236,8 @@ def test_usage_counts_cached_tokens(server):
     ):
         server.answer(path, **request)  # the following requests have the same prompt
         for variant in (request, request | stream_fields):
-            lines = server.ask(path, variant)[1].splitlines()
-            *_, usage_line = (line for line in lines if '"usage"' in line)
+            _, content, _ = server.ask(path, variant)
+            *_, usage_line = (line for line in content.splitlines() if '"usage"' in line)
             event = json.loads(usage_line.removeprefix("data: "))
             usage = event.get("response", event)["usage"]
             prompt_details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
@@ -235,6 +245,7 @@ def test_usage_counts_cached_tokens(server):
             assert prompt_details["cached_tokens"] == (prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
 
 
+HUGE_MULTIPLE = {"type": "integer", "multipleOf": 10**400}
 REJECTED_REQUESTS = {
     "no body": (b"", 400),
     "invalid JSON": (b"{nope", 400),
@@ -271,10 +282,7 @@ REJECTED_REQUESTS = {
     "a long stop string": (make_chat(stop="x" * 1025), 400),
     "many biases": (make_chat(logit_bias={str(token): 1 for token in range(1025)}), 400),
     "many end tokens": (make_chat(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
-    "a huge multiple": (
-        make_chat(structured_outputs={"json": {"type": "integer", "multipleOf": 10**400}}),
-        400,
-    ),
+    "a huge multiple": (make_chat(structured_outputs={"json": HUGE_MULTIPLE}), 400),
     "a different model": (make_chat(model="no/such"), 404),
     "an unknown field": (make_chat(bogus=1), 400),
     "a fraction as top_k": (make_chat(top_k=0.3), 400),
@@ -299,7 +307,7 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
     error = json.loads(text)["error"]
     assert error["message"]
     assert error["type"] in ("invalid_request_error", "not_found_error")
-    assert server.ask(CHAT, make_chat())[0] == 200
+    assert get_status(server, CHAT, make_chat()) == 200
 
 
 @pytest.mark.parametrize(
@@ -489,8 +497,8 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
 def test_a_prompt_that_fills_the_context_is_answered(server):
     num_template_tokens = len("u:;a:")
     prompt = "x" * (CONTEXT_LENGTH - num_template_tokens - 4)
-    assert server.ask(CHAT, make_chat(prompt))[0] == 200
-    assert server.ask(CHAT, make_chat(prompt + "x"))[0] == 400
+    assert get_status(server, CHAT, make_chat(prompt)) == 200
+    assert get_status(server, CHAT, make_chat(prompt + "x")) == 400
 
 
 def test_too_long_texts_are_rejected_before_tokenization(server):
@@ -514,7 +522,7 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
         return stock_make_prompts(self, request)
 
     def complete(prompt: str) -> int:
-        return server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})[0]
+        return get_status(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
 
     long_prompts = [f"long {n}" + "x" * 100_000 for n in range(4)]
     folder = save_chat_model(tmp_path, context=100_100)
@@ -523,7 +531,7 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
     with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
         server.ask(COMPLETIONS, {"prompt": "first", "max_tokens": 1})
         futures = [
-            pool.submit(server.ask, "/tokenize", {"prompt": prompt}) for prompt in long_prompts
+            pool.submit(get_status, server, "/tokenize", {"prompt": x}) for x in long_prompts
         ]
         deadline = time.monotonic() + 60
         while len(started) < 3 and time.monotonic() < deadline:
@@ -531,7 +539,7 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
         assert complete("short") == 200
         assert (started[0], started[-1], len(started)) == ("first", "short", 4)  # two are long
         may_continue.set()
-        assert [future.result()[0] for future in futures] == [200] * 4
+        assert [future.result() for future in futures] == [200] * 4
 
 
 @pytest.mark.parametrize(
@@ -563,9 +571,13 @@ def test_no_answer_contains_the_path_of_the_model(server, folder):
         status, text, headers = server.ask(path, payload)
         assert status in (200, 400, 404)
         assert folder not in text + str(headers), path
-    answer = server.ask("/load_model", {})[1].removeprefix("data:")
-    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
-    assert json.loads(answer) == {"status": "ready", "model": name, "cached": True}
+    _, event, _ = server.ask("/load_model", {})
+    name = read_json(server, "/v1/models")["data"][0]["id"]
+    assert json.loads(event.removeprefix("data:")) == {
+        "status": "ready",
+        "model": name,
+        "cached": True,
+    }
 
 
 def test_detokenize_accepts_as_many_tokens_as_the_context(server):
@@ -596,10 +608,10 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
             answer = client.recv(4000)
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after" in answer
-        assert server.ask(CHAT, make_chat())[0] == 200
+        assert get_status(server, CHAT, make_chat()) == 200
         status, text, _ = server.ask(CHAT, raw=b" " * 127_000)
         assert (status, json.loads(text)["error"]["code"]) == (429, "too_many_bytes")
-    while server.ask(CHAT, raw=b" " * 127_000)[0] == 429:
+    while get_status(server, CHAT, raw=b" " * 127_000) == 429:
         time.sleep(0.02)  # the server still counts bodies of closed connections
 
 
@@ -609,7 +621,7 @@ def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
         hosting(folder, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
         socket.socket() as reader, send_incomplete_body(server) as sender,
     ):  # fmt: skip
-        future = pool.submit(server.ask, CHAT, slow_request)
+        future = pool.submit(get_status, server, CHAT, slow_request)
         assert sender.recv(4000).startswith(b"HTTP/1.1 408 ")
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         reader.settimeout(60)
@@ -617,19 +629,19 @@ def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
         requests = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
         with pytest.raises(ConnectionError):
             reader.sendall(requests)  # the responses are never read
-        assert future.result()[0] == 200
+        assert future.result() == 200
 
 
 @pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
 def test_unsupported_paths_return_404(server, path):
-    assert server.ask(path, {})[0] == 404
-    assert server.ask(CHAT, make_chat())[0] == 200
+    assert get_status(server, path, {}) == 404
+    assert get_status(server, CHAT, make_chat()) == 200
 
 
 def test_other_content_types_are_rejected(server):
     form = {"content-type": "application/x-www-form-urlencoded"}
-    assert server.ask(CHAT, raw=b"a=b", headers=form)[0] == 415
-    assert server.ask("/load_model", {"model": "no/such"})[0] == 404
+    assert get_status(server, CHAT, raw=b"a=b", headers=form) == 415
+    assert get_status(server, "/load_model", {"model": "no/such"}) == 404
 
 
 def test_requests_with_the_same_id_get_their_own_answers(server):
@@ -639,7 +651,7 @@ def test_requests_with_the_same_id_get_their_own_answers(server):
         answers = list(pool.map(lambda body: server.ask(CHAT, body, headers=same_id), requests))
     for request, (status, text, headers) in zip(requests, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
-        single_answer = json.loads(server.ask(CHAT, request)[1])
+        single_answer = read_json(server, CHAT, request)
         assert json.loads(text)["choices"] == single_answer["choices"]
 
 
@@ -681,7 +693,7 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
                 status, text, _ = server.ask(path, payload, headers=headers)
                 assert status == 401
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
-        assert server.ask("/health")[0] == 200
+        assert get_status(server, "/health") == 200
         auth = {"authorization": "Bearer sesame"}
         request, answers = make_chat(STORY, max_tokens=100), []
         with ThreadPoolExecutor(24) as pool:
@@ -690,7 +702,7 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
                 answers += pool.map(lambda _: server.ask(CHAT, request, headers=auth), range(24))
         assert {status for status, _, _ in answers} == {200, 429}
         assert all(headers["retry-after"] for status, _, headers in answers if status == 429)
-        assert server.ask("/health", headers={"host": "any.example"})[0] == 200
+        assert get_status(server, "/health", headers={"host": "any.example"}) == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.models.list().data[0].object == "model"
 
@@ -757,21 +769,20 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
     (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
     options = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
     with hosting(folder, *options, "--max-model-len", "40") as server:
-        assert json.loads(server.ask("/v1/models")[1])["data"][0]["id"] == "mine"
-        entry = json.loads(server.ask("/v1/models/mine")[1])
+        assert read_json(server, "/v1/models")["data"][0]["id"] == "mine"
+        entry = read_json(server, "/v1/models/mine")
         assert (entry["id"], entry["max_model_len"]) == ("mine", 40)
-        assert server.ask("/v1/models/tiny")[0] == 404
+        assert get_status(server, "/v1/models/tiny") == 404
         status, text, _ = server.ask(CHAT, make_chat(model="mine", max_tokens=4))
         assert (status, json.loads(text)["model"]) == (200, "mine")
-        assert server.ask(CHAT, make_chat(model=folder))[0] == 404
-        assert server.ask(CHAT, make_chat(STORY, max_tokens=1))[0] == 400
-        tokenized = json.loads(server.ask("/tokenize", {"messages": [USER_MESSAGE]})[1])
+        assert get_status(server, CHAT, make_chat(model=folder)) == 404
+        assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
+        tokenized = read_json(server, "/tokenize", {"messages": [USER_MESSAGE]})
         assert (tokenized["count"], tokenized["max_model_len"]) == (3, 40)
-        assert json.loads(server.ask("/detokenize", {"tokens": tokenized["tokens"]})[1]) == {
-            "prompt": "<x>"
-        }
-        assert json.loads(server.ask("/tokenize", {"prompt": "abc"})[1])["tokens"] == [65, 66, 67]
-        assert json.loads(server.ask("/version")[1])["version"] == version("hf-fp8kv")
+        detokenized = read_json(server, "/detokenize", {"tokens": tokenized["tokens"]})
+        assert detokenized == {"prompt": "<x>"}
+        assert read_json(server, "/tokenize", {"prompt": "abc"})["tokens"] == [65, 66, 67]
+        assert read_json(server, "/version")["version"] == version("hf-fp8kv")
         for path, payload in (
             ("/tokenize", {}), ("/tokenize", {"prompt": 5}), ("/tokenize", {"text": "x"}),
             ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"messages": [5]}),
@@ -841,12 +852,13 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
         assert json.loads(text)["error"]["code"] == "stopping"
         if sends_twice:
             server.process.send_signal(signal.SIGTERM)
-        *_, last_event = parse_events(future.result()[1])
+        _, events, _ = future.result()
         assert server.process.wait(120) == 0
         server.wait_for_log("Finished server process")
         assert "Traceback" not in server.log
         assert "/metrics HTTP" in server.log
         assert "/health" not in server.log
+    *_, last_event = parse_events(events)
     if sends_twice:
         assert last_event["error"]["code"] == "stopping"
         assert last_event["error"]["type"] == "server_error"
