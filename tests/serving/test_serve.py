@@ -573,11 +573,8 @@ def test_no_answer_contains_the_path_of_the_model(server, folder):
         assert folder not in text + str(headers), path
     _, event, _ = server.ask("/load_model", {})
     name = read_json(server, "/v1/models")["data"][0]["id"]
-    assert json.loads(event.removeprefix("data:")) == {
-        "status": "ready",
-        "model": name,
-        "cached": True,
-    }
+    expected = {"status": "ready", "model": name, "cached": True}
+    assert json.loads(event.removeprefix("data:")) == expected
 
 
 def test_detokenize_accepts_as_many_tokens_as_the_context(server):
