@@ -192,7 +192,7 @@ class _LogprobWriter:
     def take_logprobs(self, num_tokens: int, *, is_chat: bool) -> dict[str, Any]:
         """Return the log-probabilities of the answer's first `num_tokens` tokens, each only once.
 
-        With `echo`, the first call also returns those of the prompt, which come first.
+        With `echo`, the first call returns the log-probabilities of the prompt before them.
         """
         entries = self._get_prompt_entries() if self._echoes_prompt else []
         self._echoes_prompt = False

@@ -230,7 +230,7 @@ class Sampler:
     def record_prompt_logprobs(
         self, model: Any, args: tuple[Any, ...], batch: dict[str, Any], output: Any
     ) -> Any:
-        """Record the spans' log-probabilities, and return the other logits: a forward hook."""
+        """Record the spans' log-probabilities, and return the engine's logits: a forward hook."""
         if not self._spans:
             return None
         logits, num_rows = output.logits, len(batch["logits_indices"])

@@ -35,7 +35,7 @@ _REFUSAL_PREFIX = "this server has no structured output: "
 # White space between the parts of JSON: a space, or a line break and an indentation. Without a
 # limit, a model that is unsure of the next part could write white space forever.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n {0,32})"}
-# Limits of a grammar: its characters, and what takes more than linear time or memory.
+# Limits of a grammar: characters, and parts that need more than linear time or memory.
 _MAX_GRAMMAR_CHARACTERS = 65_536
 _MAX_PATTERN_PROPERTIES = 100
 _MAX_MULTIPLE = 10_000

@@ -272,7 +272,7 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, num_answer
     started: list[int] = []  # indices of the choices, in the order of their starts
 
     class Engine:
-        async def stream(self, sequence, *, after_each_step):
+        async def stream(self, sequence, *, per_step):
             nonlocal num_running, max_running
             started.append(sequence.prompt[0])
             num_running += 1
