@@ -11,8 +11,8 @@ from ..errors import ConfigError
 from .errors import UNSUPPORTED_CODE, APIError, make_field_error
 from .schemas import Request, TokenizeRequest
 
-# In characters. A token for an unknown word or dropped spaces may stand for more than its text has.
-_MIN_LENGTH_BOUND = 128
+# A token for an unknown word or dropped spaces may stand for more characters than its text has.
+_MIN_LENGTH_BOUND = 128  # characters
 
 
 class ServedModel:
