@@ -171,7 +171,7 @@ def serve(
         log_seconds=metrics_interval,
         max_model_tokens=max_model_len,
         seed=default_seed,
-        cors=enable_cors,
+        enable_cors=enable_cors,
     )
     settings = {
         "num_blocks": cb_num_blocks, "page_size": cb_block_size,

@@ -35,7 +35,7 @@ def make_application(
     max_model_len: int | None = None,
     seed: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    cors: bool = False,
+    enable_cors: bool = False,
 ) -> "Application":
     """Return the server of one model as an ASGI application, to run or to mount.
 
@@ -63,7 +63,7 @@ def make_application(
         seed: Seed of the requests that have no seed. With it, every run of the server that receives
             the same requests in the same order gives the same answers.
         chat_template_kwargs: Additional arguments of the chat template.
-        cors: Whether web pages of other origins may read responses.
+        enable_cors: Whether web pages of other origins may read responses.
 
     Raises:
         ConfigError: The model is not enabled or not a text model, an argument is invalid, or
@@ -86,7 +86,7 @@ def make_application(
             max_body_bytes=max_body,
             max_model_tokens=max_model_len,
             seed=seed,
-            cors=cors,
+            enable_cors=enable_cors,
         ),
         batching or ContinuousBatchingConfig(),
     )

@@ -80,7 +80,7 @@ class Application:
         self._prompt_pool = ThreadPoolExecutor(2, "hf_fp8kv prompts")
         self._router = self._build_api()
         self._asgi: Any = self._handle_http
-        if config.cors:
+        if config.enable_cors:
             self._asgi = CORSMiddleware(
                 self._handle_http, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
             )

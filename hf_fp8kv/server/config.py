@@ -34,7 +34,7 @@ class ServerConfig:
     # Seed of the requests that have no seed. With it, every run that receives the same requests in
     # the same order gives the same answers.
     seed: int | None = None
-    cors: bool = False  # whether web pages of other origins may read responses
+    enable_cors: bool = False  # whether web pages of other origins may read responses
 
     def __post_init__(self) -> None:
         key = os.environ.get(KEY_VARIABLE) if self.api_key is None else self.api_key

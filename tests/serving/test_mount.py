@@ -98,17 +98,17 @@ def test_a_server_can_start_an_application_twice(build_application):
         assert application.failure == "the engine was not started"
 
 
-@pytest.mark.parametrize("cors", [False, True])
-def test_cors_allows_other_origins_only_if_enabled(build_application, cors):
+@pytest.mark.parametrize("enable_cors", [False, True])
+def test_cors_allows_other_origins_only_if_enabled(build_application, enable_cors):
     origin_headers = {"origin": "https://page.example"}
     preflight_headers = {"access-control-request-method": "POST"}
     preflight_headers |= {"access-control-request-headers": "x", **origin_headers}
-    with TestClient(build_application(cors=cors, api_key="sesame")) as client:
+    with TestClient(build_application(enable_cors=enable_cors, api_key="sesame")) as client:
         unauthorized = client.get("/v1/models", headers=origin_headers)
         preflight = client.options(CHAT, headers=preflight_headers)
-    assert (unauthorized.status_code, preflight.status_code) == (401, 200 if cors else 401)
+    assert (unauthorized.status_code, preflight.status_code) == (401, 200 if enable_cors else 401)
     for response in (unauthorized, preflight):
-        assert ("access-control-allow-origin" in response.headers) is cors
+        assert ("access-control-allow-origin" in response.headers) is enable_cors
 
 
 def test_an_impossible_engine_fails_the_startup(build_application):
