@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.formats import AUTO, DEFAULT_DTYPE, parse_dtype
-from hf_fp8kv.serving.engines.common import kv_shape
+from hf_fp8kv.serving.engines.common import read_kv_sizes
 from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
@@ -111,7 +111,7 @@ def _count_page_bytes(name: str, page_size: int, dtype: str) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name).get_text_config()
-    heads, dim = kv_shape(config)
+    heads, dim = read_kv_sizes(config)
     is_unquantized = parse_dtype(dtype, "dtype") == AUTO
     token_bytes = dim * (4 if "32" in str(config.dtype) else 2) if is_unquantized else dim + 2
     return int(2 * config.num_hidden_layers * heads * page_size * token_bytes)

@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
-from hf_fp8kv import application, demo_model_path, serving
+from hf_fp8kv import demo_model_path, make_application, serving
 
 ROUTER_CLASS = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 FACT = "Fact {} of {} is kept in a separate page, number {}, and a page has many slots. "
@@ -24,7 +24,7 @@ def make_replicas(name: str) -> serve.Application:
     def build_app() -> object:  # runs in each replica
         model = serving.enable(AutoModelForCausalLM.from_pretrained(name))
         batching = ContinuousBatchingConfig(num_blocks=256, page_size=64, max_batch_tokens=256)
-        return application(model, AutoTokenizer.from_pretrained(name), batching=batching)
+        return make_application(model, AutoTokenizer.from_pretrained(name), batching=batching)
 
     options = {"request_router_config": RequestRouterConfig(request_router_class=ROUTER_CLASS)}
     return serve.deployment(serve.ingress(build_app)(), num_replicas=2, **options).bind()

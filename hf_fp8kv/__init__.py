@@ -21,7 +21,7 @@ from .scales.kv_scales import StoragePlan
 from .utils.demo_model import demo_model_path
 
 if _typing.TYPE_CHECKING:
-    from .server import application
+    from .server import make_application
 
 __all__ = [
     "BackendError",
@@ -39,13 +39,13 @@ __all__ = [
     "SidePlan",
     "StoragePlan",
     "StoreUsage",
-    "application",
     "calibrate",
     "check_model",
     "choose_plan",
     "demo_model_path",
     "disable",
     "enable",
+    "make_application",
     "measure",
     "tensor_parallel",
 ]
@@ -54,9 +54,9 @@ _register()
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Lazily import `hf_fp8kv.serving` and `application`, which need transformers' engine."""
+    """Lazily import `hf_fp8kv.serving` and `make_application`, which need transformers' engine."""
     if name == "serving":
         return _importlib.import_module(f"{__name__}.serving")
-    if name == "application":
-        return _importlib.import_module(f"{__name__}.server").application
+    if name == "make_application":
+        return _importlib.import_module(f"{__name__}.server").make_application
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

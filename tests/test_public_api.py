@@ -23,14 +23,16 @@ def find_public_names(module: ModuleType) -> set[str]:
 
 STABLE_NAMES = {
     "BackendError", "ConfigError", "FP8KVError", "FP8PagedCache", "KVScales", "OutOfPagesError",
-    "ScaleError", "application", "check_model", "demo_model_path", "disable", "enable", "measure",
+    "ScaleError", "check_model", "demo_model_path", "disable", "enable", "make_application",
+    "measure",
 }  # fmt: skip
 
 
 def test_all_lists_exactly_the_public_names_in_order():
     names: dict[str, object] = {}
     exec("from hf_fp8kv import *", names)
-    assert set(hf_fp8kv.__all__) == find_public_names(hf_fp8kv) | {"application"} <= names.keys()
+    public_names = find_public_names(hf_fp8kv) | {"make_application"}
+    assert set(hf_fp8kv.__all__) == public_names <= names.keys()
     assert hf_fp8kv.__all__ == sorted(set(hf_fp8kv.__all__))
     assert set(hf_fp8kv.__all__) >= STABLE_NAMES
     assert all(inspect.getdoc(getattr(hf_fp8kv, name)) for name in hf_fp8kv.__all__)
@@ -68,7 +70,7 @@ print(json.dumps({
     "changed": {k: [n for n in old[k] if new[k].get(n) is not old[k][n]] for k in old},
     "modules": sorted(new_modules),
     "filters": len(warnings.filters) - num_filters,
-    "lazy": [hf_fp8kv.serving.enable.__module__, hf_fp8kv.application.__module__],
+    "lazy": [hf_fp8kv.serving.enable.__module__, hf_fp8kv.make_application.__module__],
 }))
 """
 

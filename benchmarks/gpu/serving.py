@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from hf_fp8kv import serving
 from hf_fp8kv.bench.capacity import GIB, MEMORY_SHARE, plan_tokens
 from hf_fp8kv.serving.config import ServingConfig
-from hf_fp8kv.serving.probe import layer_windows
+from hf_fp8kv.serving.probe import read_layer_windows
 
 from .end_to_end import make_model
 from .record import Record
@@ -60,7 +60,7 @@ def _list_engines(record: Record, config: Any, backend: str) -> Iterator[_Engine
     else:
         record.skip("bf16 flash: flash-attn is not installed")
     on_gpu = record.stage.device.type == "cuda"
-    if on_gpu and backend == "triton" and not any(layer_windows(config)):
+    if on_gpu and backend == "triton" and not any(read_layer_windows(config)):
         yield _Engine("fp8 static, graphs", static_options, "sdpa", {"use_cuda_graph": True})
         yield _Engine("fp8 dynamic, graphs", dynamic_options, "sdpa", {"use_cuda_graph": True})
     else:

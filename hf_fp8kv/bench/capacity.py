@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..serving.config import ServingConfig
 from ..serving.engines import make_cache_class, rebind_globals
-from ..serving.engines.common import EngineCache, kv_shape
+from ..serving.engines.common import EngineCache, read_kv_sizes
 
 # Shapes of well-known models: the fields of their config.json that determine the bytes per token.
 _FIELDS = (
@@ -140,7 +140,7 @@ def plan_capacity(
     for model, config in models.items():
         progress(f"capacity of {model}")
         decoder = config.get_text_config()
-        num_kv_heads, dim = kv_shape(decoder)
+        num_kv_heads, dim = read_kv_sizes(decoder)
         token_bytes = 4.0 * num_kv_heads * dim * decoder.num_hidden_layers
         sizes_by_cache = {
             cache: (token_bytes, plan_tokens(decoder, memory_bytes, None, attention=attention))

@@ -84,10 +84,10 @@ def show_result(
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     """Return the setup of the layer to measure, and the model's config or None."""
     from ..bench.contenders import Heads, Setup
-    from ..serving.engines.common import kv_shape
+    from ..serving.engines.common import read_kv_sizes
 
     if model is None:
         return Setup(device=device), None
     config = read_config(model)
     decoder = config.get_text_config()
-    return Setup(Heads(decoder.num_attention_heads, *kv_shape(decoder)), device=device), config
+    return Setup(Heads(decoder.num_attention_heads, *read_kv_sizes(decoder)), device=device), config

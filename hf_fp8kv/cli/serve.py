@@ -163,14 +163,14 @@ def serve(
     config = ServerConfig(
         host=host,
         api_key=api_key,
-        max_body=max_body,
+        max_body_bytes=max_body,
         max_waiting=max_waiting,
-        grace=grace,
+        grace_seconds=grace,
         client_seconds=client_timeout,
-        metrics_interval=metrics_interval,
+        log_seconds=metrics_interval,
         max_model_tokens=max_model_len,
         seed=default_seed,
-        cors=enable_cors,
+        enable_cors=enable_cors,
     )
     batching_options = {
         "num_blocks": cb_num_blocks, "page_size": cb_block_size,

@@ -3,9 +3,9 @@
     client ──> app ──> schemas ──> model ──> choices ──> engine ──> FP8 pages
                access, validated   prompts   one request continuous batching,
                limits  fields      of tokens per answer  sampling, grammars
-    client <── app <── answers, responses <── text <── tokens
+    client <── app <── completions, responses <── text <── tokens
 
-Importing this package does not import fastapi or uvicorn. Calling `application` imports them.
+Importing this package does not import fastapi or uvicorn. `make_application` imports them.
 """
 
 import importlib.util
@@ -20,10 +20,10 @@ from ..serving.fp8_manager import require_enabled
 if TYPE_CHECKING:
     from .app import Application
 
-_PACKAGES = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
+_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
 
 
-def application(
+def make_application(
     model: Any,
     tokenizer: Any,
     *,
@@ -35,13 +35,13 @@ def application(
     max_model_len: int | None = None,
     seed: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    cors: bool = False,
+    enable_cors: bool = False,
 ) -> "Application":
     """Return the server of one model as an ASGI application, to run or to mount.
 
     ```python
     serving.enable(model, scales="scales")
-    llm = application(model, tokenizer)
+    llm = make_application(model, tokenizer)
     app = FastAPI(lifespan=llm.lifespan)  # mounted applications get no lifespan events
     app.mount("/llm", llm)  # POST /llm/v1/chat/completions
     ```
@@ -56,14 +56,14 @@ def application(
         served_name: The model's name for clients. None means `model.name_or_path`.
         api_key: Token that clients must send. None means the value of HF_FP8KV_API_KEY. If neither
             is set, clients need no token.
-        max_waiting: Maximum number of waiting requests. Additional requests get status 429.
+        max_waiting: Maximum number of waiting requests. Further requests get status 429.
         max_body: Maximum size of a request's body in bytes.
         max_model_len: Maximum number of tokens of a prompt and its answer. None means the model's
             limit.
-        seed: Seed of the server. With it, requests without a seed get the same answers in each run
-            that receives the same requests in the same order.
+        seed: Seed of the requests that have no seed. With it, every run of the server that receives
+            the same requests in the same order gives the same answers.
         chat_template_kwargs: Additional arguments of the chat template.
-        cors: Whether web pages of other origins may read answers.
+        enable_cors: Whether web pages of other origins may read responses.
 
     Raises:
         ConfigError: The model is not enabled or not a text model, an argument is invalid, or
@@ -83,10 +83,10 @@ def application(
         ServerConfig(
             api_key=api_key,
             max_waiting=max_waiting,
-            max_body=max_body,
+            max_body_bytes=max_body,
             max_model_tokens=max_model_len,
             seed=seed,
-            cors=cors,
+            enable_cors=enable_cors,
         ),
         batching or ContinuousBatchingConfig(),
     )
@@ -94,10 +94,10 @@ def application(
 
 def require_server() -> None:
     """Raise ConfigError unless the packages of the extra `serve` are installed."""
-    missing_packages = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing_packages:
+    missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
         raise ConfigError(
-            f"expected the packages {', '.join(_PACKAGES)}, got no {', '.join(missing_packages)}. "
+            f"expected the packages {', '.join(_REQUIRED_PACKAGES)}, got no {', '.join(missing)}. "
             "Install them with pip install 'hf-fp8kv[serve]'"
         )
 

@@ -10,7 +10,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,8 +22,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import FP8KVError
 from . import schemas
-from .answers import AnswerWriter, Parts, TokenTexts, format_event
 from .choices import Choice, ChoiceMaker, RunningRequest
+from .completions import ChoiceParts, CompletionWriter, TokenTexts, format_event
 from .config import KEY_VARIABLE, ServerConfig
 from .engine import Engine
 from .errors import INTERNAL_MESSAGE, STOPPING_MESSAGE, APIError
@@ -38,19 +38,19 @@ _REQUEST_TYPES: dict[str, type[schemas.Request]] = {
     "/v1/completions": schemas.CompletionRequest,
     "/v1/responses": schemas.ResponseRequest,
 }
-_PACKAGES = ("hf-fp8kv", "transformers", "torch")
+_REPORTED_PACKAGES = ("hf-fp8kv", "transformers", "torch")
 _NOT_STARTED_MESSAGE = (
     "the engine was not started: the application that mounts this one must start it, with "
     "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
 )
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
-_LONG_INPUT_SIZE = 100_000  # bytes of a body, or characters of a prompt
+_LONG_INPUT_LENGTH = 100_000  # bytes of a body, or characters of a prompt
 # The bytes of all bodies are limited to `_MAX_BODIES` times the largest body. The first bytes of a
 # body are not counted, because a connection buffers them anyway. So short requests always fit.
 _MAX_BODIES, _UNCOUNTED_BYTES = 16, 65_536
 _RETRY_HEADER = {"retry-after": "5"}
-# Keys of a request's scope: an ExitStack, which is closed when the request is answered, and a
-# timeout, which ends the request when the client leaves.
+# Keys of a request's scope: an ExitStack, which is closed after the response, and a timeout, which
+# ends the request when the client leaves.
 _EXIT_STACK_KEY, _TIMEOUT_KEY = "hf_fp8kv.exit_stack", "hf_fp8kv.timeout"
 
 
@@ -72,7 +72,7 @@ class Application:
         self.is_stopping = False
         self._key_digest = None if config.api_key is None else _hash_key(config.api_key.encode())
         self._lock = threading.Lock()
-        self._counted_bytes = 0  # counted bytes of all bodies, see `_MAX_BODIES`
+        self._counted_bytes = 0  # of all bodies, see `_MAX_BODIES`
         self._token_texts = TokenTexts(served_model.tokenizer)
         # The pools limit the memory for long requests of many clients: parsing takes many times the
         # memory of a body, and tokenizing takes gigabytes.
@@ -80,12 +80,10 @@ class Application:
         self._prompt_pool = ThreadPoolExecutor(2, "hf_fp8kv prompts")
         self._router = self._build_api()
         self._asgi: Any = self._handle_http
-        if config.cors:
+        if config.enable_cors:
             self._asgi = CORSMiddleware(
                 self._handle_http, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
             )
-
-    # -- the engine ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the engine, and return when it accepts requests. Do nothing if it is started.
@@ -96,10 +94,11 @@ class Application:
         with self._lock:
             if self.engine is not None:
                 return
-            metrics, max_tokens = Metrics(self.served_model.names[-1]), self.config.max_model_tokens
-            engine = Engine(self.served_model.model, self._batching, metrics, max_tokens)
+            served_model, max_tokens = self.served_model, self.config.max_model_tokens
+            metrics = Metrics(served_model.short_name)
+            engine = Engine(served_model.model, self._batching, metrics, max_tokens)
             metrics.engine, self.metrics = engine, metrics
-            self._choice_maker = ChoiceMaker(self.served_model, engine, self.config.seed)
+            self._choice_maker = ChoiceMaker(served_model, engine, self.config.seed)
             self.is_stopping, self.engine = False, engine
 
     def stop(self) -> None:
@@ -136,7 +135,7 @@ class Application:
             await asyncio.to_thread(self.stop)
 
     async def _handle_lifespan(self, receive: Receive, send: Send) -> None:
-        await receive()
+        await receive()  # lifespan.startup
         try:
             await asyncio.to_thread(self.start)
         except Exception as error:
@@ -144,11 +143,9 @@ class Application:
             await send({"type": "lifespan.startup.failed", "message": message})
             return
         await send({"type": "lifespan.startup.complete"})
-        await receive()
+        await receive()  # lifespan.shutdown
         await asyncio.to_thread(self.stop)
         await send({"type": "lifespan.shutdown.complete"})
-
-    # -- access ----------------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or the lifespan events of a server."""
@@ -160,7 +157,7 @@ class Application:
             await self._asgi(scope, receive, send)
 
     async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request if the client has access, and count its status."""
+        """Respond to a request if the client has access, and count the status of the response."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         status, request_id = 500, headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
 
@@ -231,26 +228,24 @@ class Application:
             )
         return engine
 
-    # -- bodies ----------------------------------------------------------------------------------
-
     async def _read_body(self, request: Request, body_type: type[schemas.Body]) -> tuple[Any, str]:
-        """Return a request's body as an object, and the model's name for the answer.
+        """Return a request's body as an object, and the model's name for the response.
 
-        The bytes of the body are counted until the request is answered.
+        The bytes of the body are counted until the response is sent.
         """
-        limit, length = self.config.max_body, request.headers.get("content-length", "0")
+        limit, length = self.config.max_body_bytes, request.headers.get("content-length", "0")
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if media_type != "application/json":
             raise APIError(415, f"content-type: expected application/json, got {media_type!r:.100}")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
             raise _make_size_error(limit)
         seconds = min(self.config.body_seconds, self.config.client_seconds)
-        content, num_counted = bytearray(), 0
+        content, num_counted = bytearray(), 0  # number of bytes in `_counted_bytes`
 
-        def release() -> None:
+        def uncount_body() -> None:
             self._counted_bytes -= num_counted
 
-        request.scope[_EXIT_STACK_KEY].callback(release)
+        request.scope[_EXIT_STACK_KEY].callback(uncount_body)
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
@@ -267,9 +262,9 @@ class Application:
         except TimeoutError:
             message = f"expected a body within {seconds:g} s"
             raise APIError(408, message, headers={"connection": "close"}) from None
-        if len(content) > _LONG_INPUT_SIZE:
+        if len(content) > _LONG_INPUT_LENGTH:
             validate, pool = self._validate_body, self._parse_pool
-            validated: tuple[Any, str] = await _run_in(pool, validate, body_type, content)
+            validated: tuple[Any, str] = await _run_in_pool(pool, validate, body_type, content)
             return validated
         return self._validate_body(body_type, content)
 
@@ -281,8 +276,6 @@ class Application:
             self._choice_maker.check_length(body)
         return body, name
 
-    # -- paths -----------------------------------------------------------------------------------
-
     def _build_api(self) -> FastAPI:
         error_types: tuple[Any, ...] = (APIError, HTTPException, Exception)
         api = FastAPI(
@@ -290,10 +283,10 @@ class Application:
             exception_handlers=dict.fromkeys(error_types, _make_error_response),
         )  # fmt: skip
 
-        def add_route(path: str, answer: Callable[..., Any], *methods: str) -> None:
+        def add_route(path: str, handler: Callable[..., Any], *methods: str) -> None:
             for method in methods:
                 api.add_api_route(
-                    path, answer, methods=[method], name=answer.__name__.strip("_"),
+                    path, handler, methods=[method], name=handler.__name__.strip("_"),
                     response_model=None, include_in_schema=method != "HEAD",
                 )  # fmt: skip
 
@@ -322,12 +315,12 @@ class Application:
         return Response(event, media_type="text/event-stream")
 
     async def _show_version(self) -> dict[str, str]:
-        versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        versions = {name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES}
         return {"version": versions["hf-fp8kv"], **versions}
 
     async def _show_metrics(self) -> Response:
         media_type = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.metrics.format(), media_type=media_type)
+        return Response(self.metrics.format_prometheus(), media_type=media_type)
 
     async def _show_health(self) -> Any:
         try:
@@ -341,7 +334,7 @@ class Application:
 
     async def _tokenize(self, request: Request) -> Response:
         body, _ = await self._read_body(request, schemas.TokenizeRequest)
-        (tokens,) = await _run_in(self._prompt_pool, self.served_model.make_prompts, body)
+        (tokens,) = await _run_in_pool(self._prompt_pool, self.served_model.make_prompts, body)
         max_tokens = self._require_engine().max_tokens
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": max_tokens})
 
@@ -350,10 +343,8 @@ class Application:
         max_tokens, vocab_size = (engine := self._require_engine()).max_tokens, engine.vocab_size
         if len(body.tokens) > max_tokens or max(body.tokens, default=0) >= vocab_size:
             expected = f"a list of at most {max_tokens} integers from 0 to {vocab_size - 1}"
-            raise schemas.invalid_value("tokens", expected, body.tokens)
+            raise schemas.make_value_error("tokens", expected, body.tokens)
         return JSONResponse({"prompt": self.served_model.tokenizer.decode(body.tokens)})
-
-    # -- answers ---------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
         self._require_capacity()
@@ -365,38 +356,39 @@ class Application:
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
         guide = await self._choice_maker.grammars.compile(body)
-        pool = self._prompt_pool if sum(body.prompt_lengths) > _LONG_INPUT_SIZE else None
-        choices += await _run_in(pool, self._choice_maker.make_choices, body, guide)
-        answer: AnswerWriter | ResponseWriter
+        pool = self._prompt_pool if sum(body.prompt_lengths) > _LONG_INPUT_LENGTH else None
+        choices += await _run_in_pool(pool, self._choice_maker.make_choices, body, guide)
+        writer: CompletionWriter | ResponseWriter
         if isinstance(body, schemas.ResponseRequest):
-            answer = ResponseWriter(body, name, choices[0])
+            writer = ResponseWriter(body, name, choices[0])
         else:
-            answer = AnswerWriter(body, name, choices, self._token_texts)
+            writer = CompletionWriter(body, name, choices, self._token_texts)
         part_groups = running_request.run(choices, streaming=body.stream)
         if body.stream:
-            return _Stream(_stream_events(part_groups, answer), media_type="text/event-stream")
+            events = _stream_events(part_groups, writer)
+            return _StreamedResponse(events, media_type="text/event-stream")
         parts = [part async for group in part_groups for part in group]
-        # A thread formats the answer, because megabytes of logprobs would delay other clients.
-        return JSONResponse(await asyncio.to_thread(answer.collect, parts))
+        # A thread formats the response, because megabytes of logprobs would delay other clients.
+        return JSONResponse(await asyncio.to_thread(writer.collect, parts))
 
 
 async def _stream_events(
-    part_groups: AsyncGenerator[Parts, None], answer: AnswerWriter | ResponseWriter
+    part_groups: AsyncGenerator[ChoiceParts, None], writer: CompletionWriter | ResponseWriter
 ) -> AsyncGenerator[str, None]:
-    """Yield the events of a streamed answer. The last event may be an error."""
+    """Yield the events of a streamed response. The last event may be an error."""
     try:
         async with contextlib.aclosing(part_groups):
-            async for event in answer.stream(part_groups):
+            async for event in writer.stream(part_groups):
                 yield event
     except Exception as error:
         if not isinstance(error, APIError):
-            logger.exception("a streamed answer failed")
+            logger.exception("a streamed response failed")
             error = APIError(500, INTERNAL_MESSAGE)
-        yield answer.error_events(error)
+        yield writer.format_error(error)
 
 
-class _Stream(StreamingResponse):
-    """A streamed answer, whose generator is closed immediately if the client leaves."""
+class _StreamedResponse(StreamingResponse):
+    """A streamed response, whose generator is closed immediately if the client leaves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events: Any = self.body_iterator
@@ -408,13 +400,13 @@ async def _watch_client(request: Request, choices: list[Choice]) -> None:
     """End a request when its client leaves before the last token of its choices."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    # A client that has the last token may leave before the last part is sent, which is empty.
+    # A client that has the last token may leave before the final event, which has no text.
     if not choices or not all(choice.finish_reason for choice in choices):
         request.scope[_TIMEOUT_KEY].reschedule(asyncio.get_running_loop().time())
 
 
 async def _make_error_response(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that failed."""
+    """Return the response to a request that failed."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_LEFT_STATUS)
     if isinstance(error, HTTPException):
@@ -430,14 +422,14 @@ def _make_size_error(limit: int) -> APIError:
     return APIError(413, f"expected a body of at most {limit} bytes", code="too_large")
 
 
-async def _run_in(pool: ThreadPoolExecutor | None, call: Callable[..., Any], *args: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
+async def _run_in_pool(pool: Executor | None, function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
 
 def _get_path(scope: Scope) -> str:
     """Return the path of a request within this application, which may be mounted."""
-    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+    path, mount_path = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(mount_path) if path.startswith(f"{mount_path}/") else path
 
 
 def _hash_key(key: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The choices (answers) of a request. Each runs as an engine request. Their parts share a queue."""
+"""The choices of a request. Each choice is one answer, and runs as one request of the engine."""
 
 import asyncio
 import contextlib
@@ -16,15 +16,14 @@ from .errors import UNSUPPORTED_CODE, APIError
 from .metrics import Metrics
 from .model import ServedModel
 from .sampling import MIN_TEMPERATURE, Sequence, TokenRules
-from .schemas import CompletionRequest, Request, invalid_value
+from .schemas import CompletionRequest, Request, make_value_error
 from .structured import Grammars, Guide
-from .text import AnswerText, Part
+from .text import AnswerDecoder, AnswerPart
 
-# Maximum number of new tokens by default.
-_DEFAULT_NEW_TOKENS = 1024
+_DEFAULT_NEW_TOKENS = 1024  # if a request does not limit its new tokens
 # Maximum number of answers to one request that run at once, which leaves room for other requests.
 _MAX_RUNNING_ANSWERS = 16
-# transformers 5.18 parses answers without the tools.
+# The function of transformers 5.18 has no argument for tools.
 _PARSER_TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
 
 
@@ -35,18 +34,18 @@ class Choice:
     index: int
     is_first: bool  # whether this is the first answer to its prompt
     sequence: Sequence
-    text: AnswerText
-    scores_only: bool = False  # whether only the scores of the prompt are requested
+    decoder: AnswerDecoder
+    is_prompt_only: bool = False  # whether only the prompt's log-probabilities are requested
     finish_reason: str = ""
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of the answer."""
-        return 0 if self.scores_only else self.text.num_tokens
+        return 0 if self.is_prompt_only else self.decoder.num_tokens
 
 
 class ChoiceMaker:
-    """Makes the choices of each request. `seed` is the seed of the server."""
+    """Makes the choices of each request. Requests without a seed get random seeds from `seed`."""
 
     def __init__(self, served_model: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served_model, self._engine = served_model, engine
@@ -55,7 +54,7 @@ class ChoiceMaker:
         self._seeds = random.Random(seed)  # generates the seeds of requests without a seed
 
     def check_length(self, request: Request) -> None:
-        """Raise APIError for a prompt that cannot fit, before it is tokenized."""
+        """Raise APIError for a prompt with too many characters to fit. It is not tokenized yet."""
         length = max(request.prompt_lengths)
         max_tokens, token_length = self._engine.max_tokens, self._served_model.max_token_length
         if length > max_tokens * token_length:
@@ -67,9 +66,9 @@ class ChoiceMaker:
             )
 
     def make_choices(self, request: Request, guide: Guide | None) -> list[Choice]:
-        """Return the choices of a request, `n` for each prompt, before any choice runs.
+        """Return the choices of a request, `n` for each prompt. They do not run yet.
 
-        It may take seconds to tokenize prompts and words, and to decode prompts for parsers.
+        This may take seconds, because it tokenizes prompts and words, and parsers decode prompts.
 
         Raises:
             APIError: The request exceeds the limits of this engine or model.
@@ -79,13 +78,13 @@ class ChoiceMaker:
         vocab_size, tokenizer = self._engine.vocab_size, self._served_model.tokenizer
         for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= vocab_size:
-                raise invalid_value(field, f"tokens below {vocab_size}", max(tokens))
-        num_top, num_prompt_top = request.num_logprobs
-        eos = None if request.ignore_eos else self._get_default(request, "eos_token_id")
-        end_tokens = [*(eos if isinstance(eos, list) else [eos]), *request.stop_token_ids]
+                raise make_value_error(field, f"tokens below {vocab_size}", max(tokens))
+        num_top_tokens, num_prompt_top_tokens = request.num_logprobs
+        ids = None if request.ignore_eos else self._get_default(request, "eos_token_id")
+        end_tokens = [*(ids if isinstance(ids, list) else [ids]), *request.stop_token_ids]
         choices: list[Choice] = []
         for prompt in prompts:
-            max_new_tokens, scores_only = self._limit_new_tokens(request, prompt)
+            max_new_tokens, is_prompt_only = self._limit_new_tokens(request, prompt)
             for index in range(request.n):
                 sequence = Sequence(
                     prompt,
@@ -93,11 +92,11 @@ class ChoiceMaker:
                     frozenset(token for token in end_tokens if token is not None and token >= 0),
                     rules=rules,
                     guide=None if guide is None else guide.fork(),
-                    num_top=num_top,
-                    num_prompt_top=num_prompt_top,
+                    num_top_tokens=num_top_tokens,
+                    num_prompt_top_tokens=num_prompt_top_tokens,
                     **self._read_sampling(request, index),
                 )
-                text = AnswerText(
+                decoder = AnswerDecoder(
                     tokenizer.backend_tokenizer,
                     stop_strings=request.stop,
                     hidden_tokens=frozenset(request.stop_token_ids),
@@ -105,7 +104,8 @@ class ChoiceMaker:
                     parser=self._build_parser(request, prompt),
                     forced_tool=request.forced_tool,
                 )
-                choices.append(Choice(len(choices), index == 0, sequence, text, scores_only))
+                choice = Choice(len(choices), index == 0, sequence, decoder, is_prompt_only)
+                choices.append(choice)
         return choices
 
     def _build_parser(self, request: Request, prompt: list[int]) -> Any:
@@ -125,11 +125,11 @@ class ChoiceMaker:
         A temperature above zero, top_p, top_k or min_p enables sampling, whatever the model's
         default is. Equal seeds would give equal answers, so answer `index` uses `seed + index`.
         """
-        options = {n: getattr(request, n) for n in ("temperature", "top_p", "top_k", "min_p")}
-        is_requested = any(value is not None for value in options.values())
-        options = {n: self._get_default(request, n) if x is None else x for n, x in options.items()}
+        names = ("temperature", "top_p", "top_k", "min_p")
+        requested = {x: getattr(request, x) for x in names if getattr(request, x) is not None}
+        options = {name: self._get_default(request, name) for name in names} | requested
         temperature = 1.0 if options["temperature"] is None else options["temperature"]
-        does_sample = self._get_default(request, "do_sample") or is_requested
+        does_sample = bool(requested) or self._get_default(request, "do_sample")
         if not does_sample or temperature < MIN_TEMPERATURE:
             return {}
         if (options["top_k"] or 0) <= 0:
@@ -139,17 +139,17 @@ class ChoiceMaker:
         return {name: value for name, value in options.items() if value is not None}
 
     def _limit_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
-        """Return the limit of new tokens, and whether only the prompt's scores are requested."""
+        """Return the limit of new tokens, and the field `is_prompt_only` of the choice."""
         engine, (field, requested) = self._engine, request.token_limit
         if not prompt:
             raise APIError(400, "expected a prompt of at least one token, got none")
-        scores_only = requested == 0  # the engine still generates one token
+        is_prompt_only = requested == 0  # the engine still generates one token
         # The last token of an answer is never stored.
-        max_tokens, model_max = engine.max_page_tokens, engine.max_model_tokens
-        limits = [(max_tokens + 1 - len(prompt), f"the pages hold {max_tokens}")]
-        if model_max is not None:
-            # With `scores_only` the generated token is neither part of the answer nor an input.
-            limits.append((model_max + scores_only - len(prompt), f"the limit is {model_max}"))
+        max_stored, max_total = engine.max_stored_tokens, engine.max_model_tokens
+        limits = [(max_stored + 1 - len(prompt), f"the pages hold {max_stored}")]
+        if max_total is not None:
+            # If `is_prompt_only`, the generated token is neither part of the answer nor an input.
+            limits.append((max_total + is_prompt_only - len(prompt), f"the limit is {max_total}"))
         limit, explanation = min(limits)
         if requested is None and request.generation_config is not None:
             requested = request.generation_config.max_new_tokens
@@ -163,7 +163,7 @@ class ChoiceMaker:
                 param=field,
                 code="context_length_exceeded",
             )
-        return max_new_tokens, scores_only
+        return max_new_tokens, is_prompt_only
 
     def _read_rules(self, request: Request) -> TokenRules:
         """Return the rules of a request. Raise APIError if the engine does not support them."""
@@ -181,9 +181,9 @@ class ChoiceMaker:
             penalty or 1.0, request.presence_penalty, request.frequency_penalty, logit_bias,
             request.min_tokens, tuple(sorted(bad_words - {()})),
         )  # fmt: skip
-        has_scores = any(top is not None for top in request.num_logprobs)
-        for name, value in (("logprobs", has_scores), ("penalties, biases, bad_words", rules)):
-            if value and fixed_steps_reason is not None:
+        has_logprobs = any(number is not None for number in request.num_logprobs)
+        for name, is_used in (("logprobs", has_logprobs), ("penalties, biases, bad_words", rules)):
+            if is_used and fixed_steps_reason is not None:
                 refusal = f"{name}: not supported by this server, because {fixed_steps_reason}"
                 raise APIError(400, f"{refusal}. Omit the field", code=UNSUPPORTED_CODE)
         return rules
@@ -194,15 +194,16 @@ class RunningRequest:
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()  # parts of choices, and exceptions
+        # Tuples of a choice and a part of its answer, and exceptions.
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
 
     def fail(self, error: APIError) -> None:
-        """End the answer early with an error."""
+        """End all unfinished answers with an error."""
         self._queue.put_nowait(error)
 
     async def run(
         self, choices: list[Choice], *, streaming: bool
-    ) -> AsyncGenerator[list[tuple[Choice, Part | None]], None]:
+    ) -> AsyncGenerator[list[tuple[Choice, AnswerPart | None]], None]:
         """Yield the parts of all answers as they are generated. None is the end of one answer.
 
         The first answer to a prompt starts first, so that the next answers find the prompt in the
@@ -211,43 +212,43 @@ class RunningRequest:
         Raises:
             APIError: An answer failed. This ends all answers of the request.
         """
-        running = asyncio.Semaphore(_MAX_RUNNING_ANSWERS)
+        running_limit = asyncio.Semaphore(_MAX_RUNNING_ANSWERS)
         self._metrics.unfinished_answers[self] = 0
-        each_token = streaming or not all(choice.is_first for choice in choices)
+        per_step = streaming or not all(choice.is_first for choice in choices)
         started_events: list[asyncio.Event] = []  # one event for each prompt
         tasks = []
         for choice in choices:
             if choice.is_first:
                 started_events.append(asyncio.Event())
-            answer = self._answer(choice, running, started_events[-1], each_token)
-            tasks.append(asyncio.create_task(answer))
+            answering = self._answer(choice, running_limit, started_events[-1], per_step)
+            tasks.append(asyncio.create_task(answering))
         num_unfinished = len(choices)
         try:
             while num_unfinished:
-                items = [await self._queue.get()]
+                entries = [await self._queue.get()]
                 while not self._queue.empty():
-                    items.append(self._queue.get_nowait())
-                parts = list(itertools.takewhile(lambda item: isinstance(item, tuple), items))
+                    entries.append(self._queue.get_nowait())
+                parts = list(itertools.takewhile(lambda entry: isinstance(entry, tuple), entries))
                 num_unfinished -= sum(part is None for _, part in parts)
                 if parts:
                     yield parts
-                if len(parts) < len(items):
-                    raise items[len(parts)]
+                if len(parts) < len(entries):
+                    raise entries[len(parts)]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(
-        self, choice: Choice, running: asyncio.Semaphore, started: asyncio.Event, each_token: bool
+        self, choice: Choice, limit: asyncio.Semaphore, started: asyncio.Event, per_step: bool
     ) -> None:
         if not choice.is_first:
             await started.wait()
         try:
-            async with running:
+            async with limit:
                 self._metrics.unfinished_answers[self] += 1
                 try:
-                    await self._generate(choice, started, each_token)
+                    await self._generate(choice, started, per_step)
                 finally:
                     self._metrics.unfinished_answers[self] -= 1
         except Exception as error:
@@ -255,27 +256,27 @@ class RunningRequest:
         finally:
             started.set()
 
-    async def _generate(self, choice: Choice, started: asyncio.Event, each_token: bool) -> None:
-        sequence, text = choice.sequence, choice.text
-        stream = self._engine.stream(sequence, each_token=each_token or bool(text.stop_strings))
+    async def _generate(self, choice: Choice, started: asyncio.Event, per_step: bool) -> None:
+        sequence, decoder = choice.sequence, choice.decoder
+        stream = self._engine.stream(sequence, per_step=per_step or bool(decoder.stop_strings))
         last_token: int | None = None
         async with contextlib.aclosing(stream):
             async for tokens in stream:
                 started.set()
                 last_token = tokens[-1] if tokens else last_token
-                self._queue_parts(choice, text.add_tokens(tokens))
-                if text.is_stopped:
+                self._queue_parts(choice, decoder.add_tokens(tokens))
+                if decoder.is_stopped:
                     break
         self._metrics.record_end(sequence)
-        self._queue_parts(choice, text.finish())
-        guide_is_complete = sequence.guide is not None and sequence.guide.is_complete
-        has_ended = text.is_stopped or guide_is_complete or last_token in sequence.end_tokens
-        if not has_ended or choice.scores_only:
+        self._queue_parts(choice, decoder.finish())
+        is_guide_complete = sequence.guide is not None and sequence.guide.is_complete
+        has_ended = decoder.is_stopped or is_guide_complete or last_token in sequence.end_tokens
+        if not has_ended or choice.is_prompt_only:
             choice.finish_reason = "length"
         else:
-            choice.finish_reason = "tool_calls" if text.num_calls else "stop"
+            choice.finish_reason = "tool_calls" if decoder.num_calls else "stop"
         self._queue.put_nowait((choice, None))
 
-    def _queue_parts(self, choice: Choice, parts: list[Part]) -> None:
-        for part in () if choice.scores_only else parts:
+    def _queue_parts(self, choice: Choice, parts: list[AnswerPart]) -> None:
+        for part in () if choice.is_prompt_only else parts:
             self._queue.put_nowait((choice, part))

@@ -23,18 +23,18 @@ class ServerConfig:
 
     host: str | None = None  # address to listen on. None if the application is mounted
     api_key: str | None = None  # token that clients must send. None means the environment variable
-    max_body: int = 4 * 2**20  # maximum size of a request's body in bytes
+    max_body_bytes: int = 4 * 2**20  # maximum size of a request's body
     max_waiting: int = 128  # maximum number of requests that wait for the engine
-    grace: float = 30.0  # seconds that running requests get after a signal to stop
-    metrics_interval: float = 10.0  # seconds between log lines while requests run. 0 means no lines
+    grace_seconds: float = 30.0  # time that running requests get after a signal to stop
+    log_seconds: float = 10.0  # time between log lines while requests run. 0 means no lines
     header_seconds: float = 15.0  # time in which a client must send the headers of a request
     body_seconds: float = 30.0  # time in which a client must send the body of a request
     client_seconds: float = 60.0  # time for which a client may neither send nor read
     max_model_tokens: int | None = None  # for a prompt and its answer. None means the model's limit
-    # Seed of the server. With it, requests without a seed get the same answers in each run that
-    # receives the same requests in the same order.
+    # Seed of the requests that have no seed. With it, every run that receives the same requests in
+    # the same order gives the same answers.
     seed: int | None = None
-    cors: bool = False  # whether web pages of other origins may read answers
+    enable_cors: bool = False  # whether web pages of other origins may read responses
 
     def __post_init__(self) -> None:
         key = os.environ.get(KEY_VARIABLE) if self.api_key is None else self.api_key
@@ -45,14 +45,14 @@ class ServerConfig:
                 f"--host {self.host}: expected an access token, because other machines can reach "
                 f"it, got none. Set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
-        for name in ("max_waiting", "max_body"):
-            if (value := getattr(self, name)) < 1:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option}: expected at least 1, got {value}")
+        limits = (("--max-waiting", self.max_waiting), ("--max-body", self.max_body_bytes))
+        for option, limit in limits:
+            if limit < 1:
+                raise ConfigError(f"{option}: expected at least 1, got {limit}")
         self.api_key = key or None
 
     def accepts_host(self, host_header: str) -> bool:
-        """Return whether a request may have this `Host` header. No name is looked up.
+        """Return whether a request may have this `Host` header, without a query of DNS.
 
         The name of a web page is refused even if it was rebound to this machine (DNS rebinding).
         """
@@ -68,21 +68,23 @@ class ServerConfig:
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a server that listens on `host`."""
     try:
-        addresses = [info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(x).split("%")[0]).is_loopback for x in addresses)
+    addresses = [str(address[0]).partition("%")[0] for *_, address in entries]  # without the zone
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not accept connections yet. Raise ConfigError on failure."""
     try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        infos.sort(key=lambda info: info[0] != socket.AF_INET)  # `localhost` may be IPv4 and IPv6
-        family, socket_type, protocol, _, address = infos[0]
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # `localhost` may have addresses of IPv4 and IPv6. Prefer IPv4.
+        entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+        family, socket_type, protocol, _, address = entries[0]
         sock = socket.socket(family, socket_type, protocol)
         try:
-            # Connections inherit the size. A larger buffer could hold megabytes that nothing reads.
+            # Connections inherit the size. Larger buffers could hold megabytes for stalled clients.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             if os.name == "posix":
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -10,29 +10,29 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import APIError
 
-_BACKLOG = 128
-# Descriptors that are reserved for files opened while the server runs.
-_SPARE_DESCRIPTORS = 32
+_MAX_BACKLOG = 128
+# Number of file descriptors that are reserved for files opened while the server runs.
+_NUM_SPARE_DESCRIPTORS = 32
 
 
-def max_connections() -> int | None:
-    """Return the number of connections for which descriptors are free. None means no limit.
+def compute_max_connections() -> int | None:
+    """Return the number of connections for which file descriptors are free. None means no limit.
 
     If a new connection gets no descriptor, Python's event loop logs errors continuously.
     """
-    limit = _max_descriptors()
+    limit = _read_max_descriptors()
     if limit is None:
         return None
     num_used: int = psutil.Process().num_fds()
-    return max(limit - num_used - backlog_size() - _SPARE_DESCRIPTORS, 1)
+    return max(limit - num_used - compute_backlog_size() - _NUM_SPARE_DESCRIPTORS, 1)
 
 
-def backlog_size() -> int:
-    """Return the number of connections that may wait. The event loop accepts all at once."""
-    return max(min(_BACKLOG, (_max_descriptors() or 8 * _BACKLOG) // 8), 1)
+def compute_backlog_size() -> int:
+    """Return the number of connections that may wait to be accepted. All are accepted at once."""
+    return max(min(_MAX_BACKLOG, (_read_max_descriptors() or 8 * _MAX_BACKLOG) // 8), 1)
 
 
-def _max_descriptors() -> int | None:
+def _read_max_descriptors() -> int | None:
     try:
         import resource
     except ImportError:  # Windows
@@ -42,32 +42,32 @@ def _max_descriptors() -> int | None:
 
 
 def make_connection_class(
-    max_open: int | None, header_seconds: float, client_seconds: float
+    max_open_connections: int | None, header_seconds: float, client_seconds: float
 ) -> type[asyncio.Protocol]:
-    """Return a class of connections, of which at most `max_open` may be open at a time.
+    """Return a class of connections, of which at most `max_open_connections` may be open at a time.
 
     h11 limits the bytes of a request's first line and headers. A client may take `header_seconds`
     to send these bytes, or bytes between requests, for example the rest of a rejected body. It
-    may pause for `client_seconds` before it reads more of its answer.
+    may pause for `client_seconds` before it reads more of its response.
     """
-    period = min(header_seconds, client_seconds) / 8
-    error = APIError(
+    check_interval = min(header_seconds, client_seconds) / 8
+    refusal = APIError(
         503,
         "too many open connections. Try again later",
         code="too_many_connections",
         headers={"connection": "close", "retry-after": "5"},
     ).to_response()
-    head = h11.Response(status_code=503, headers=error.raw_headers, reason=b"Service Unavailable")
+    head = h11.Response(status_code=503, headers=refusal.raw_headers, reason=b"Service Unavailable")
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
         _last_state: object = None
-        _last_change = 0.0
+        _changed_at = 0.0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if max_open is not None and len(self.connections) > max_open:
-                events = (head, h11.Data(data=bytes(error.body)), h11.EndOfMessage())
+            if max_open_connections is not None and len(self.connections) > max_open_connections:
+                events = (head, h11.Data(data=bytes(refusal.body)), h11.EndOfMessage())
                 transport.write(b"".join(self.conn.send(event) or b"" for event in events))
                 transport.close()
             self._check_idle()
@@ -83,15 +83,15 @@ def make_connection_class(
             unread_bytes = self.transport.get_write_buffer_size()
             state, now = (self.cycle, is_idle, unread_bytes), self.loop.time()
             if state != self._last_state:
-                self._last_state, self._last_change = state, now
-            # In these states nothing is written, so only the client's reads change `unread_bytes`.
+                self._last_state, self._changed_at = state, now
+            # If the server writes nothing, only the client's reads change `unread_bytes`.
             if unread_bytes and (is_idle or self.flow.write_paused):
                 timeout = client_seconds
             else:
                 timeout = header_seconds if is_idle else math.inf
-            if now - self._last_change >= timeout:
+            if now - self._changed_at >= timeout:
                 self.transport.abort()
             else:
-                self._timer = self.loop.call_later(period, self._check_idle)
+                self._timer = self.loop.call_later(check_interval, self._check_idle)
 
     return Connection

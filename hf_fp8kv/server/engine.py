@@ -19,18 +19,18 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..errors import ConfigError
-from ..serving import Usage, usage
-from .errors import STOPPING_MESSAGE, APIError, field_error
+from ..serving import Usage, read_usage
+from .errors import STOPPING_MESSAGE, APIError, make_field_error
 from .metrics import Metrics
-from .sampling import SEQUENCE_KEY, Sampler, Sequence, needs_prompt_scores
+from .sampling import SEQUENCE_KEY, Sampler, Sequence, needs_prompt_logprobs
 from .scheduling import share_steps
 
 logger = logging.getLogger(__name__)
 
-_STOP_SECONDS = 30.0
+_STOP_TIMEOUT_SECONDS = 30.0
 # Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
-# minutes while a prompt is read. Short steps read the weights more often, which costs little.
-_CPU_STEP_TOKENS = 256
+# minutes while a prompt is computed. Short steps read the weights more often, which costs little.
+_MAX_CPU_STEP_TOKENS = 256
 
 
 class Engine:
@@ -56,18 +56,18 @@ class Engine:
         max_positions = getattr(text_config, "max_position_embeddings", None)
         limits = [n for n in (max_positions, max_model_tokens) if isinstance(n, int) and n > 0]
         self.max_model_tokens = min(limits, default=None)  # for a prompt and its answer
-        self.prompt_tokens = self.new_tokens = 0  # counts since the start
+        self.num_prompt_tokens = self.num_new_tokens = 0  # since the start
         # Why the host cannot change or read the logits of a request. None means that it can.
         self.fixed_steps_reason: str | None = None
         if model.device.type == "cpu" and batching.max_batch_tokens is None:
-            batching = dataclasses.replace(batching, max_batch_tokens=_CPU_STEP_TOKENS)
-        # The planner leaves memory for logits processors only if the configuration samples.
+            batching = dataclasses.replace(batching, max_batch_tokens=_MAX_CPU_STEP_TOKENS)
+        # The engine reserves memory for logits processors only if the configuration samples.
         config = model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
         manager = model.init_continuous_batching(
             generation_config=GenerationConfig(**config | {"use_cache": False}),
             continuous_batching_config=batching,
         )
-        # Each request has a temperature, top-k and so on, so the model's "warpers" are dropped.
+        # The model's warpers are dropped, because each request has a separate temperature etc.
         processors = [
             processor
             for processor in manager.logit_processor.logits_processor
@@ -80,13 +80,14 @@ class Engine:
         self._status = manager.background_thread_status
         self._hooks = [
             model.register_forward_pre_hook(sampler.request_prompt_logits, with_kwargs=True),
-            model.register_forward_hook(sampler.record_prompt_scores, with_kwargs=True),
+            model.register_forward_hook(sampler.record_prompt_logprobs, with_kwargs=True),
         ]
         try:
             manager.warmup()  # allocates the pages
-            self.max_page_tokens: int = manager.batch_processor.cache.max_request_tokens()
-            if self.max_page_tokens < 2:
-                raise ValueError(f"pages for {self.max_page_tokens} tokens of a request")
+            # Maximum number of tokens of one request that fit the pages.
+            self.max_stored_tokens: int = manager.batch_processor.cache.compute_max_request_tokens()
+            if self.max_stored_tokens < 2:
+                raise ValueError(f"pages for {self.max_stored_tokens} tokens of a request")
             manager.start()
         except BaseException as error:
             self.stop()
@@ -102,18 +103,16 @@ class Engine:
         manager, self._manager = self._manager, None
         if manager is None:
             return
-        manager.stop(block=True, timeout=_STOP_SECONDS, hard_stop=True)
+        manager.stop(block=True, timeout=_STOP_TIMEOUT_SECONDS, hard_stop=True)
         for hook in self._hooks:
             hook.remove()
         if manager.is_running():
-            logger.error("the engine's thread did not end within %g s", _STOP_SECONDS)
-
-    # -- state -----------------------------------------------------------------------------------
+            logger.error("the engine's thread did not end within %g s", _STOP_TIMEOUT_SECONDS)
 
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens of one request that the pages and the model allow."""
-        return min(self.max_page_tokens, self.max_model_tokens or self.max_page_tokens)
+        return min(self.max_stored_tokens, self.max_model_tokens or self.max_stored_tokens)
 
     @property
     def failure(self) -> str | None:
@@ -126,21 +125,19 @@ class Engine:
         manager = self._manager
         return manager is not None and manager.is_running() and self.failure is None
 
-    def usage(self) -> Usage | None:
+    def read_usage(self) -> Usage | None:
         """Return the usage of the pages, or None if the engine does not run."""
-        return usage(self.model) if self.is_alive() else None
+        return read_usage(self.model) if self.is_alive() else None
 
     def count_active(self) -> int:
-        """Return the number of requests in steps, including requests that were just canceled."""
+        """Return the number of requests that hold pages. Just canceled requests are included."""
         processor = None if self._manager is None else self._manager.batch_processor
         return 0 if processor is None else len(processor.scheduler.active_requests)
 
-    # -- requests --------------------------------------------------------------------------------
-
     async def stream(
-        self, sequence: Sequence, *, each_token: bool
+        self, sequence: Sequence, *, per_step: bool
     ) -> AsyncGenerator[list[int], None]:
-        """Yield the new tokens of an answer after each step, or all tokens at its end.
+        """Yield the new tokens of an answer after each step, or all of them after the last step.
 
         Close the generator early to cancel the request. Its pages are free after the current step.
 
@@ -149,9 +146,9 @@ class Engine:
         """
         if not self.is_alive():
             raise APIError(503, self.failure or STOPPING_MESSAGE, code="stopping")
-        manager, request_id, num_seen, is_finished = self._manager, uuid.uuid4().hex, 0, False
+        manager, request_id, num_yielded, is_finished = self._manager, uuid.uuid4().hex, 0, False
         outputs: asyncio.Queue[Any] = asyncio.Queue()
-        # The handler comes before the request, because an output without a handler is lost.
+        # The handler is registered before the request, because outputs without a handler are lost.
         manager.register_result_handler(request_id, outputs.put_nowait)
         sequence.submitted_at = time.perf_counter()
         try:
@@ -159,14 +156,14 @@ class Engine:
                 sequence.prompt,
                 request_id=request_id,
                 max_new_tokens=sequence.max_new_tokens,
-                streaming=each_token,
-                # The engine would replace an empty list by the model's end tokens.
+                streaming=per_step,
+                # The engine would replace an empty list by the model's end tokens. No token is -1.
                 eos_token_id=sorted(sequence.end_tokens) or [-1],
                 **{SEQUENCE_KEY: sequence},
             )
             if accepted_id is None:
                 raise APIError(503, self.failure or STOPPING_MESSAGE, code="stopping")
-            self.prompt_tokens += len(sequence.prompt)
+            self.num_prompt_tokens += len(sequence.prompt)
             while not is_finished:
                 output = await outputs.get()
                 while not outputs.empty():  # the last output contains all tokens
@@ -175,9 +172,9 @@ class Engine:
                 if output.error is not None:
                     status = 500 if self.is_alive() else 503
                     raise sequence.error or APIError(status, str(output.error))
-                new_tokens = output.generated_tokens[num_seen:]
-                num_seen += len(new_tokens)
-                self.new_tokens += len(new_tokens)
+                new_tokens = output.generated_tokens[num_yielded:]
+                num_yielded += len(new_tokens)
+                self.num_new_tokens += len(new_tokens)
                 yield new_tokens
         finally:
             if not is_finished:
@@ -191,18 +188,18 @@ class Engine:
         self.fixed_steps_reason = explain_fixed_steps(processor)
         buffers, vocab_size = processor.inputs_and_outputs, self.vocab_size
 
-        def sample(_: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        def choose_tokens(_: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
             max_scores, tokens = scores[0].max(-1)
             is_failed = max_scores.isfinite().logical_not_()
             output_ids[0, : len(tokens)] = tokens + is_failed * vocab_size
 
         # A row without finite logits gets a token past the vocabulary, so that only its request
-        # fails. `_sample` is private, but no public part of the engine has both logits and tokens.
-        processor.model_runner._sample = MethodType(sample, processor.model_runner)
-        finish_step = buffers.prepare_batch_update
+        # fails. `_sample` is private, but no public method of the engine gets logits and tokens.
+        processor.model_runner._sample = MethodType(choose_tokens, processor.model_runner)
+        stock_batch_update = buffers.prepare_batch_update
 
         def prepare_batch_update() -> tuple[list[Any], list[int], None]:
-            requests, tokens, _ = finish_step()
+            requests, tokens, _ = stock_batch_update()
             return (*self._record_tokens(processor, sampler, requests, tokens), None)
 
         buffers.prepare_batch_update = prepare_batch_update
@@ -219,12 +216,12 @@ class Engine:
 
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
             state = processor.scheduler.waiting_requests[request_id]
-            if needs_prompt_scores(state):
+            if needs_prompt_logprobs(state):
                 return 0  # tokens of a reused prefix are not computed, so they have no logits
             num_cached = int(stock_search(request_id, prompt_ids))
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
             if sequence.last_token_at is None:  # otherwise the request is resumed
-                sequence.cached_tokens = num_cached
+                sequence.num_cached_tokens = num_cached
             return num_cached
 
         processor.cache.search_prefix_match = search_prefix_match
@@ -232,7 +229,7 @@ class Engine:
     def _record_tokens(
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
     ) -> tuple[list[Any], list[int]]:
-        """Record the tokens of a step. Return the unfinished requests and their tokens."""
+        """Record the tokens of a step. Return the unfinished requests, and their tokens."""
         unfinished, unfinished_tokens, rows = [], [], enumerate(tokens)
         for request in requests:
             row, token = next(rows) if request.has_new_token else (None, None)
@@ -265,7 +262,7 @@ class Engine:
 
 
 def _is_complete(sequence: Sequence, vocab_size: int) -> bool:
-    """Return whether the text is complete and no token of the model ends the answer."""
+    """Return whether the text is complete, and the model has no token that ends the answer."""
     return (
         sequence.guide is not None
         and sequence.guide.is_complete
@@ -274,7 +271,7 @@ def _is_complete(sequence: Sequence, vocab_size: int) -> bool:
 
 
 def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
-    """Advance a request's grammar by a token. Raise APIError if the token fails the request."""
+    """Advance a request's grammar by a token. Raise APIError if the request fails at the token."""
     guide, rules = sequence.guide, sequence.rules
     if token < vocab_size:
         if guide is not None and token not in sequence.end_tokens:
@@ -282,13 +279,13 @@ def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
         return
     if guide is not None and (rules.bad_words or rules.min_tokens):
         message = "bad_words or min_tokens remove every token that may follow"
-        raise field_error(guide.field, message)
-    position, possible_reason = len(sequence.prompt) + len(sequence.answer), ""
+        raise make_field_error(guide.field, message)
+    position, other_cause = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
-        possible_reason = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
+        other_cause = "logit_bias, bad_words, min_tokens and the answer's format leave none, or "
     raise APIError(
         500,
-        f"no logit of token {position} is finite: {possible_reason}the model overflows on this "
+        f"no logit of token {position} is finite: {other_cause}the model overflows on this "
         "prompt, or with these weights and dtype",
     )
 
@@ -306,4 +303,4 @@ class _DiscardingQueue(queue.SimpleQueue[Any]):
     """A queue that discards the outputs of requests whose clients have left."""
 
     def put(self, *_: Any, **__: Any) -> None:
-        """Discard an output."""
+        """Discard an output, instead of storing it forever."""

@@ -40,8 +40,8 @@ class APIError(Exception):
         """Return the JSON body of the response."""
         default_type = "server_error" if self.status >= 500 else "invalid_request_error"
         error_type = _ERROR_TYPES.get(self.status, default_type)
-        body = {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
-        return {"error": body}
+        fields = {"message": self.message, "type": error_type}
+        return {"error": {**fields, "param": self.param, "code": self.code}}
 
     def to_response(self) -> Response:
         """Return the response to the request."""
@@ -49,6 +49,6 @@ class APIError(Exception):
         return Response(json.dumps(self.to_dict()), self.status, self.headers, "application/json")
 
 
-def field_error(field: str, message: str, code: str | None = None) -> APIError:
-    """Return the error for a field of a request."""
+def make_field_error(field: str, message: str, code: str | None = None) -> APIError:
+    """Return the error (status 400) for an invalid field of a request."""
     return APIError(400, f"{field}: {message}", param=field, code=code)

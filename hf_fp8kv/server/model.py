@@ -8,11 +8,11 @@ from typing import Any
 from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError
-from .errors import UNSUPPORTED_CODE, APIError, field_error
+from .errors import UNSUPPORTED_CODE, APIError, make_field_error
 from .schemas import Request, TokenizeRequest
 
 # A token for an unknown word or dropped spaces may stand for more characters than its text has.
-_MIN_LENGTH_BOUND = 128
+_MIN_LENGTH_BOUND = 128  # characters
 
 
 class ServedModel:
@@ -49,9 +49,9 @@ class ServedModel:
                 f"{name}: expected a text model with a fast tokenizer, got {type(model).__name__} "
                 f"({modality}) with {type(self.tokenizer).__name__}. Choose a different model"
             )
-        short_name = name.rstrip("/").rsplit("/", 1)[-1]
+        self.short_name = served_name or name.rstrip("/").rsplit("/", 1)[-1]
         revision_names = () if os.path.exists(name) or "@" in name else (f"{name}@main",)
-        self.names = (served_name,) if served_name else (name, *revision_names, short_name)
+        self.names = (served_name,) if served_name else (name, *revision_names, self.short_name)
         self._template_arguments = dict(template_arguments or {})
         if template is not None:
             self.tokenizer.chat_template = template
@@ -71,7 +71,7 @@ class ServedModel:
         self.max_token_length = max([_MIN_LENGTH_BOUND, *map(len, self.tokenizer.get_vocab())])
 
     def check_name(self, name: str | None) -> str:
-        """Return the model's name for an answer: the requested name, or by default the short name.
+        """Return the model's name for a response: the requested name, or by default the short name.
 
         Raises:
             APIError: The request names a different model.
@@ -79,27 +79,28 @@ class ServedModel:
         if name is not None and name not in self.names:
             raise APIError(
                 404,
-                f"model: expected {self.names[-1]!r}, the only served model, got {name!r:.100}",
+                f"model: expected {self.short_name!r}, the only served model, got {name!r:.100}",
                 param="model",
                 code="model_not_found",
             )
-        return name or self.names[-1]
+        return name or self.short_name
 
     def make_model_entry(self, name: str | None = None) -> dict[str, Any]:
         """Return the model's entry in OpenAI's list of models."""
-        return {"id": name or self.names[-1], "object": "model", "created": 0, "owned_by": ""}
+        return {"id": name or self.short_name, "object": "model", "created": 0, "owned_by": ""}
 
     def check_template_fields(self, request: Request) -> None:
-        """Raise APIError for tools that the template omits, and arguments that the server sets."""
+        """Raise APIError for tools that the template omits, or arguments that the server sets."""
         if request.tools and not self._template_shows_tools:
-            raise field_error(
+            raise make_field_error(
                 "tools",
                 "expected none, because this model's chat template does not show tools to it. "
                 "Omit them, or serve a model that was trained to call tools",
                 UNSUPPORTED_CODE,
             )
         for name in request.chat_template_kwargs.keys() & self._reserved_arguments:
-            raise field_error(f"chat_template_kwargs.{name}", "the server sets this field. Omit it")
+            message = "the server sets this field. Omit it"
+            raise make_field_error(f"chat_template_kwargs.{name}", message)
 
     def make_prompts(self, request: Request | TokenizeRequest) -> list[list[int]]:
         """Return the tokens of each prompt of a request.
@@ -108,9 +109,9 @@ class ServedModel:
             APIError: The chat template rejects the messages.
         """
         if request.prompts:
-            add_special = request.add_special_tokens
+            options = {"add_special_tokens": request.add_special_tokens}
             return [
-                list(self.tokenizer(prompt, add_special_tokens=add_special)["input_ids"])
+                list(self.tokenizer(prompt, **options)["input_ids"])
                 if isinstance(prompt, str)
                 else prompt
                 for prompt in request.prompts
@@ -129,7 +130,7 @@ class ServedModel:
 
 def template_shows_tools(tokenizer: Any) -> bool:
     """Return whether the chat template writes the names of tools to the prompt."""
-    name = "weather_of_tomorrow"
+    name = "weather_of_tomorrow"  # does not occur in any template
     function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
         prompt = tokenizer.apply_chat_template(

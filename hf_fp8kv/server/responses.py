@@ -1,4 +1,4 @@
-"""Answers of /v1/responses, as one object or streamed: items of reasoning, text and calls."""
+"""Responses of /v1/responses, as one object or streamed: items of reasoning, text and calls."""
 
 import itertools
 import time
@@ -6,14 +6,14 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from .answers import Parts, count_usage, format_event
 from .choices import Choice
+from .completions import ChoiceParts, count_usage, format_event
 from .errors import APIError
 from .schemas import ResponseRequest
-from .text import Part
+from .text import AnswerPart
 
-# For each kind of item: the prefix of its id, its fields, and its initial content.
-_ITEM_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+# For each type of item with text: the prefix of its id, its fields, and its initial content.
+_TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
     "message": (
         "msg", {"role": "assistant"}, {"type": "output_text", "text": "", "annotations": []}
@@ -22,12 +22,12 @@ _ITEM_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 class ResponseWriter:
-    """Writes the answer to one request. `name` is the model's name as the client sent it."""
+    """Writes the response to one request. `name` is the model's name as the client sent it."""
 
     def __init__(self, request: ResponseRequest, name: str, choice: Choice) -> None:
         self._choice = choice
-        self._id, self._event_numbers = uuid.uuid4().hex, itertools.count()
-        self._base = {
+        self._id, self._sequence_numbers = uuid.uuid4().hex, itertools.count()
+        self._common_fields = {
             "id": f"resp_{self._id}",
             "object": "response",
             "created_at": time.time(),
@@ -37,18 +37,18 @@ class ResponseWriter:
             "parallel_tool_calls": bool(request.parallel_tool_calls),
         }
         self._items: list[dict[str, Any]] = []
-        self._open_kind: str | None = None  # kind of the last item, if text is added to it
+        self._open_type: str | None = None  # type of the last item, while text is added to it
         self._events: list[str] = []  # events that are not sent yet
 
-    def collect(self, parts: Parts) -> dict[str, Any]:
-        """Return the answer for all parts."""
+    def collect(self, parts: ChoiceParts) -> dict[str, Any]:
+        """Return the response for all parts."""
         self._add_parts(parts)
         return self._finish_response()
 
-    async def stream(self, part_groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
-        """Yield the events of the answer."""
-        for name, status in (("created", "queued"), ("in_progress", "in_progress")):
-            self._add_event(f"response.{name}", response=self._make_response(status, []))
+    async def stream(self, part_groups: AsyncIterator[ChoiceParts]) -> AsyncIterator[str]:
+        """Yield the events of the response, for parts in groups that arrive together."""
+        for event_name, status in (("created", "queued"), ("in_progress", "in_progress")):
+            self._add_event(f"response.{event_name}", response=self._make_response(status, []))
         yield self._take_events()
         async for parts in part_groups:
             self._add_parts(parts)
@@ -57,18 +57,19 @@ class ResponseWriter:
         self._add_event(f"response.{response['status']}", response=response)
         yield self._take_events()
 
-    def error_events(self, error: APIError) -> str:
+    def format_error(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
-        data = {"code": "server_error", "message": error.message}
+        error_fields = {"code": "server_error", "message": error.message}
+        response = self._make_response("failed", [], error=error_fields)
         self._add_event("error", message=error.message, code=error.code, param=error.param)
-        self._add_event("response.failed", response=self._make_response("failed", [], error=data))
+        self._add_event("response.failed", response=response)
         return self._take_events()
 
-    def _make_response(self, status: str, output: list[Any], **fields: Any) -> dict[str, Any]:
-        return {**self._base, "status": status, "output": output, **fields}
+    def _make_response(self, status: str, items: list[Any], **fields: Any) -> dict[str, Any]:
+        return {**self._common_fields, "status": status, "output": items, **fields}
 
-    def _add_event(self, kind: str, **fields: Any) -> None:
-        event = {"type": kind, **fields, "sequence_number": next(self._event_numbers)}
+    def _add_event(self, event_type: str, **fields: Any) -> None:
+        event = {"type": event_type, **fields, "sequence_number": next(self._sequence_numbers)}
         self._events.append(format_event(event))
 
     def _take_events(self) -> str:
@@ -76,52 +77,54 @@ class ResponseWriter:
         events, self._events = self._events, []
         return "".join(events)
 
-    def _add_item_event(self, kind: str, **fields: Any) -> None:
+    def _add_item_event(self, event_name: str, **fields: Any) -> None:
         """Add an event for the last item."""
         location = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        self._add_event(f"response.{kind}", **location, **fields)
+        self._add_event(f"response.{event_name}", **location, **fields)
 
-    def _add_parts(self, parts: Parts) -> None:
+    def _add_parts(self, parts: ChoiceParts) -> None:
         for _, part in parts:
             if part is not None and part.call is not None:
                 self._add_call(*part.call)
             elif part is not None:
                 self._add_text("reasoning" if part.reasoning else "message", part)
 
-    def _add_text(self, kind: str, part: Part) -> None:
-        if self._open_kind != kind:
-            self._open_item(kind)
+    def _add_text(self, item_type: str, part: AnswerPart) -> None:
+        if self._open_type != item_type:
+            self._open_item(item_type)
         text = part.reasoning or part.text
         self._items[-1]["content"][0]["text"] += text
         self._add_text_event("delta", delta=text)
 
-    def _open_item(self, kind: str) -> None:
+    def _open_item(self, item_type: str) -> None:
+        """Begin an item to which text is added."""
         self._close_item()
-        prefix, fields, content = _ITEM_KINDS[kind]
-        self._begin_item(prefix, type=kind, status="in_progress", content=[], **fields)
-        self._items[-1]["content"], self._open_kind = [dict(content)], kind
-        if kind == "message":
+        id_prefix, fields, content = _TEXT_ITEMS[item_type]
+        self._begin_item(id_prefix, type=item_type, status="in_progress", content=[], **fields)
+        self._items[-1]["content"], self._open_type = [dict(content)], item_type
+        if item_type == "message":
             self._add_item_event("content_part.added", content_index=0, part=content)
 
-    def _add_text_event(self, kind: str, **fields: Any) -> None:
+    def _add_text_event(self, event_name: str, **fields: Any) -> None:
         """Add an event for the text of the open item."""
-        logprobs: dict[str, Any] = {"logprobs": []} if self._open_kind == "message" else {}
+        if self._open_type == "message":
+            fields["logprobs"] = []
         (content,) = self._items[-1]["content"]
-        self._add_item_event(f"{content['type']}.{kind}", content_index=0, **fields, **logprobs)
+        self._add_item_event(f"{content['type']}.{event_name}", content_index=0, **fields)
 
     def _close_item(self) -> None:
         """Finish the open item, if there is one."""
-        if self._open_kind is None:
+        if self._open_type is None:
             return
         (content,) = self._items[-1]["content"]
         self._add_text_event("done", text=content["text"])
-        if self._open_kind == "message":
+        if self._open_type == "message":
             self._add_item_event("content_part.done", content_index=0, part=content)
-        self._open_kind = None
+        self._open_type = None
         self._end_item()
 
-    def _begin_item(self, prefix: str, **fields: Any) -> None:
-        item = {"id": f"{prefix}_{self._id}_{len(self._items)}", **fields}
+    def _begin_item(self, id_prefix: str, **fields: Any) -> None:
+        item = {"id": f"{id_prefix}_{self._id}_{len(self._items)}", **fields}
         self._add_event("response.output_item.added", output_index=len(self._items), item=item)
         self._items.append(item)
 
@@ -139,7 +142,7 @@ class ResponseWriter:
         self._end_item()
 
     def _finish_response(self) -> dict[str, Any]:
-        """Finish and return the answer. An answer without calls has at least one message."""
+        """Finish and return the response. A response without calls has at least one message."""
         self._close_item()
         if not self._items or all(item["type"] == "reasoning" for item in self._items):
             self._open_item("message")

@@ -1,4 +1,4 @@
-"""Run the server: load the model, and answer requests until a signal."""
+"""Run the server: load the model, and serve requests until a signal."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError, EngineError
 from .app import Application
-from .connections import backlog_size, make_connection_class, max_connections
+from .connections import compute_backlog_size, compute_max_connections, make_connection_class
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,15 @@ _LOADING_ERRORS = (
 
 
 def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Start an application's engine, and answer requests until a signal.
+    """Start an application's engine, and serve requests until a signal.
 
-    After SIGTERM or SIGINT, new requests get 503, and running requests get `config.grace` seconds.
+    After SIGTERM or SIGINT, new requests get 503. Running requests get `config.grace_seconds`.
     A second signal ends running requests at once.
 
     Args:
         app: The application.
         sock: A socket that is bound and does not accept connections yet.
-        on_ready: Function that is called with the URL as soon as the server answers requests.
+        on_ready: Function that is called with the URL as soon as the server accepts requests.
 
     Raises:
         ConfigError: The engine cannot run the model with its configuration.
@@ -84,18 +84,18 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
             f"expected the folder of a model or a Hub id, got {name!r}: no such folder"
         )
     try:
-        (entry,) = ModelManager(force_model=name, **options).loaded_models.values()
-        return entry.model, entry.processor
+        (loaded,) = ModelManager(force_model=name, **options).loaded_models.values()
+        return loaded.model, loaded.processor
     except _LOADING_ERRORS as error:
-        text = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+        given = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
         raise ConfigError(
-            f"cannot load a language model from {name!r} with {text}: "
+            f"cannot load a language model from {name!r} with {given}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
-    """Return whether uvicorn logs a request. Requests to /health are too frequent."""
+    """Return whether uvicorn logs a request. Requests to /health are too frequent for the log."""
     return str(record.args[2]).partition("?")[0] != "/health"  # type: ignore[index]
 
 
@@ -112,9 +112,9 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=make_connection_class(
-                    max_connections(), app.config.header_seconds, app.config.client_seconds
+                    compute_max_connections(), app.config.header_seconds, app.config.client_seconds
                 ),
-                backlog=backlog_size(),
+                backlog=compute_backlog_size(),
                 log_level="info",
                 lifespan="on",
                 ws="none",
@@ -123,9 +123,9 @@ class _Server(uvicorn.Server):
         )
         self._app, self._on_ready = app, on_ready
         self._num_signals = 0
-        self._deadline = math.inf  # deadline of running requests, after a signal
-        self._requests_ended = False  # whether `Application.fail_requests` was called
-        self.failure: str | None = None  # failure of the engine, if it ended by itself
+        self._deadline = math.inf  # monotonic time at which running requests end after a signal
+        self._has_failed_requests = False  # whether `Application.fail_requests` was called
+        self.failure: str | None = None  # why the engine ended, unless the server stopped it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -145,33 +145,33 @@ class _Server(uvicorn.Server):
         if self.failure is None and self._app.failure is not None:
             # The engine has ended all running requests, and later requests would be refused.
             self.failure, self._num_signals = self._app.failure, 2
-        return (self._num_signals > 0 and self._advance_stop()) or await super().on_tick(counter)
+        return (self._num_signals > 0 and self._continue_stop()) or await super().on_tick(counter)
 
-    def _advance_stop(self) -> bool:
+    def _continue_stop(self) -> bool:
         """Refuse new requests, and end late requests. Return whether to shut down."""
         unfinished, now = self._app.metrics.unfinished_answers, time.monotonic()
         if not self._app.is_stopping:
-            self._app.is_stopping, grace = True, self._app.config.grace
-            self._deadline = now + grace
-            logger.info("stopping: %d requests get %g s", len(unfinished), grace)
+            self._app.is_stopping, grace_seconds = True, self._app.config.grace_seconds
+            self._deadline = now + grace_seconds
+            logger.info("stopping: %d requests get %g s", len(unfinished), grace_seconds)
         is_overdue = now >= self._deadline or self._num_signals > 1
-        if unfinished and is_overdue and not self._requests_ended:
+        if unfinished and is_overdue and not self._has_failed_requests:
             logger.warning("stopping: ending %d requests", len(unfinished))
             self._app.fail_requests()
-            self._requests_ended, self._deadline = True, now + _SEND_SECONDS
-        return not unfinished or (self._requests_ended and now >= self._deadline)
+            self._has_failed_requests, self._deadline = True, now + _SEND_SECONDS
+        return not unfinished or (self._has_failed_requests and now >= self._deadline)
 
     async def _log_metrics(self) -> None:
-        """Log a line at intervals if requests are running or have finished since the last line."""
+        """Log a line in each interval in which requests run or finish."""
         metrics, engine = self._app.metrics, self._app.engine
-        interval = self._app.config.metrics_interval
-        if interval <= 0 or engine is None:
+        interval_seconds = self._app.config.log_seconds
+        if interval_seconds <= 0 or engine is None:
             return
-        num_tokens, num_answered, start = 0, 0, time.monotonic()
+        num_tokens, num_finished, start = 0, 0, time.monotonic()
         while True:
-            await asyncio.sleep(interval)
-            now = time.monotonic()
-            if metrics.unfinished_answers or metrics.status_counts.total() != num_answered:
-                rate = (engine.new_tokens - num_tokens) / (now - start)
+            await asyncio.sleep(interval_seconds)
+            now, new_num_finished = time.monotonic(), metrics.status_counts.total()
+            if metrics.unfinished_answers or new_num_finished != num_finished:
+                rate = (engine.num_new_tokens - num_tokens) / (now - start)
                 logger.info("%s", metrics.summarize(rate))
-            num_tokens, num_answered, start = engine.new_tokens, metrics.status_counts.total(), now
+            num_tokens, num_finished, start = engine.num_new_tokens, new_num_finished, now

@@ -1,8 +1,8 @@
-"""Sampling of each request's next token: penalties, masks, temperature, seeds and scores.
+"""Sampling of each request's next token: penalties, masks, temperature, seeds and logprobs.
 
-A request with a temperature is sampled with noise, a function of its seed, the position and the
-token, so a seed gives the same text next to any other requests. Without noise the most likely token
-is chosen. Log-probabilities are computed from the model's logits before they are changed.
+For a request with a temperature, noise is added to the scores. The token with the largest score is
+chosen. The noise is a function of the seed, the position and the token, so a seed gives the same
+text next to any other requests. Log-probabilities are computed from the model's unchanged logits.
 """
 
 import math
@@ -14,26 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..serving.engines.sampling import gumbel_noise, noise_key
+from ..serving.engines.sampling import make_gumbel_noise, make_noise_key
 from .errors import APIError
 from .structured import Guide
 
 # Keyword argument of `add_request` that passes a Sequence.
 SEQUENCE_KEY = "sequence"
 ALL_TOKENS = 1.0  # value of top_p that removes no token
-# With a lower temperature the most likely token is chosen, because logits would not stay finite.
+# Below this temperature the most likely token is chosen, because logits would not stay finite.
 MIN_TEMPERATURE = 1e-5
 # JSON has no infinity. Other servers also send this value instead.
 _MIN_LOGPROB = -9999.0
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token at its position."""
+    """The log-probability of a token at its position, and the most likely tokens there."""
 
     token: int
     logprob: float | None  # None for the first token of a prompt
     rank: int  # 1 for the most likely token
-    top_tokens: tuple[tuple[int, float], ...]  # most likely tokens first, with their logprobs
+    top_tokens: tuple[tuple[int, float], ...]  # tokens and their logprobs, the most likely first
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class TokenRules:
     """
 
     repetition_penalty: float = 1.0  # for tokens of prompt and answer (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # for tokens of the answer, as OpenAI defines both penalties
-    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0  # for tokens of the answer, as in OpenAI's API
+    frequency_penalty: float = 0.0  # as `presence_penalty`, for each occurrence of a token
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -59,33 +59,32 @@ class TokenRules:
         answer, tensors = sequence.answer, sequence.cached_tensors
         if self.logit_bias:
             if "bias" not in tensors:
-                tensors["bias_tokens"] = _to_index(self.logit_bias, scores)
+                tensors["bias_tokens"] = _make_index(self.logit_bias, scores)
                 tensors["bias"] = torch.tensor([*self.logit_bias.values()], device=scores.device)
             scores[tensors["bias_tokens"]] += tensors["bias"]
-        blocked = {words[-1] for words in self.bad_words if _ends_with(answer, words[:-1])}
+        blocked = {word[-1] for word in self.bad_words if _ends_with(answer, word[:-1])}
         if len(answer) < self.min_tokens:
             blocked |= {token for token in sequence.end_tokens if token < len(scores)}
         if blocked:
-            scores[_to_index(blocked, scores)] = -math.inf
+            scores[_make_index(blocked, scores)] = -math.inf
         if self.repetition_penalty != 1:
             if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
-                tensors["prompt"] = _to_index(sequence.prompt, scores)
+                tensors["prompt"] = _make_index(sequence.prompt, scores)
             # A token that occurs twice is penalized once.
-            index = torch.cat([tensors["prompt"], _to_index({*answer}, scores)])
-            values, penalty = scores[index], self.repetition_penalty
-            scores[index] = torch.where(values > 0, values / penalty, values * penalty)
+            index = torch.cat([tensors["prompt"], _make_index({*answer}, scores)])
+            old_scores, penalty = scores[index], self.repetition_penalty
+            scores[index] = torch.where(old_scores > 0, old_scores / penalty, old_scores * penalty)
         if answer and (self.presence_penalty or self.frequency_penalty):
             counts = Counter(answer)
             frequencies = torch.tensor([*counts.values()], device=scores.device)
-            scores[_to_index(counts, scores)] -= (
-                self.presence_penalty + self.frequency_penalty * frequencies
-            )
+            penalties = self.presence_penalty + self.frequency_penalty * frequencies
+            scores[_make_index(counts, scores)] -= penalties
 
 
 _NO_RULES = TokenRules()
 
 
-def _to_index(tokens: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
+def _make_index(tokens: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
     return torch.tensor([*tokens], dtype=torch.int64, device=scores.device)
 
 
@@ -97,7 +96,7 @@ def _ends_with(tokens: list[int], end: tuple[int, ...]) -> bool:
 class Sequence:
     """One request of the engine: a prompt, its answer, and how the next token is chosen.
 
-    The engine's thread changes `answer` and all fields after it. A copy is the same object,
+    The engine's thread changes `answer` and all fields after it. Copying returns the same object,
     because an engine that computes a request again copies the arguments of the request.
     """
 
@@ -111,38 +110,36 @@ class Sequence:
     seed: int = 0
     rules: TokenRules = _NO_RULES
     guide: Guide | None = None
-    num_top: int | None = None  # likely tokens to report with each token. None means no scores
-    num_prompt_top: int | None = None  # as `num_top`, for the tokens of the prompt
+    num_top_tokens: int | None = None  # length of each `top_tokens`. None means no logprobs
+    num_prompt_top_tokens: int | None = None  # as `num_top_tokens`, for the tokens of the prompt
     answer: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, from 1
-    cached_tokens: int = 0  # tokens of the prompt that were in the pages
-    submitted_at: float = 0.0  # in `time.perf_counter`, like the engine's times
+    num_cached_tokens: int = 0  # number of the prompt's tokens that were in the pages
+    submitted_at: float = 0.0  # time of `time.perf_counter`, like the engine's times
     last_token_at: float | None = None
     error: APIError | None = None  # the error that ended the answer
-    cached_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # shared by all steps
+    cached_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # made by TokenRules
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sequence":
         return self
 
 
-# The sequence of all requests in the engine's warmup.
-_WARMUP = Sequence([], 1)
+_WARMUP_SEQUENCE = Sequence([], 1)  # of all requests in the engine's warmup
 
 
-def score_tokens(logits: torch.Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """Return the log-probability of each of N tokens, for logits `[N, V]`."""
+def make_logprobs(logits: torch.Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of N tokens, each with `num_top` top tokens, for `[N, V]`."""
     logprobs = logits.float().log_softmax(-1).clamp_(min=_MIN_LOGPROB)
-    index = _to_index(tokens, logits)
+    index = _make_index(tokens, logits)
     token_logprobs = logprobs.gather(1, index[:, None])
     ranks = (logprobs > token_logprobs).sum(-1) + 1
-    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    columns = (token_logprobs[:, 0], ranks, top.indices, top.values)
+    top_values, top_indices = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    columns = (token_logprobs[:, 0], ranks, top_indices, top_values)
+    rows = zip(tokens, *(column.tolist() for column in columns), strict=True)
     return [
         TokenLogprob(token, logprob, rank, tuple(zip(indices, values, strict=True)))
-        for token, logprob, rank, indices, values in zip(
-            tokens, *(x.tolist() for x in columns), strict=True
-        )
+        for token, logprob, rank, indices, values in rows
     ]
 
 
@@ -152,7 +149,7 @@ class Sampler:
     It replaces transformers' ContinuousBatchingLogitsProcessorList and has the same methods.
     `processors` are the model's processors, for all requests. The arguments of a step are
     `[5, B]`, int32: temperature, top-p and min-p as float32 bits, top-k, and the key of the noise.
-    CUDA graphs can read this tensor. Rules, grammars and scores are computed on the host.
+    CUDA graphs can read this tensor. The host computes rules, grammars and log-probabilities.
     """
 
     do_processing = True
@@ -177,12 +174,13 @@ class Sampler:
         """Fill in the arguments `[5, >= B]` of a step's rows, and store their sequences."""
         self._spans = _find_spans(requests_in_batch)
         states = [request.state for request in requests_in_batch if request.has_new_token]
-        self._sequences = [x.logit_processor_kwargs.get(SEQUENCE_KEY, _WARMUP) for x in states]
+        arguments = [state.logit_processor_kwargs for state in states]
+        self._sequences = [x.get(SEQUENCE_KEY, _WARMUP_SEQUENCE) for x in arguments]
         rows = []
         for state, sequence in zip(states, self._sequences, strict=True):
             temperature, top_k = sequence.temperature, min(sequence.top_k, self._vocab_size)
             # The engine has counted the tokens of this step, so this is the next token's position.
-            key = noise_key(sequence.seed, state.position_offset) if temperature else 0
+            key = make_noise_key(sequence.seed, state.position_offset) if temperature else 0
             rows.append((temperature, sequence.top_p, sequence.min_p, top_k, key))
         if rows:
             arg_storage[:, : len(rows)] = _encode_arguments(rows).to(arg_storage.device)
@@ -195,7 +193,7 @@ class Sampler:
         self._logits = {
             row: scores[row].clone()
             for row, sequence in enumerate(self._sequences)
-            if sequence.num_top is not None
+            if sequence.num_top_tokens is not None
         }
         for processor in self._processors:
             scores = processor(input_ids, scores)
@@ -203,24 +201,24 @@ class Sampler:
             if sequence.rules:
                 sequence.rules.apply(scores[row], sequence)
             if sequence.guide is not None:
-                blocked = sequence.guide.blocked_mask(sequence.end_tokens, self._vocab_size)
-                mask = torch.from_numpy(blocked).to(scores.device)
-                scores[row].masked_fill_(mask, -math.inf)
-        return sample(scores, arguments[:, : len(scores)])
+                mask = sequence.guide.compute_mask(sequence.end_tokens, self._vocab_size)
+                is_blocked = torch.from_numpy(mask).to(scores.device)
+                scores[row].masked_fill_(is_blocked, -math.inf)
+        return transform_scores(scores, arguments[:, : len(scores)])
 
     def record(self, row: int, token: int) -> None:
         """Record the log-probability of a row's new token, from the logits of the same step."""
         logits = self._logits.pop(row, None)
         if logits is not None:
             sequence = self._sequences[row]
-            sequence.logprobs += score_tokens(logits[None], [token], sequence.num_top or 0)
+            sequence.logprobs += make_logprobs(logits[None], [token], sequence.num_top_tokens or 0)
 
     # -- log-probabilities of prompts ------------------------------------------------------------
 
     def request_prompt_logits(
         self, model: Any, args: tuple[Any, ...], batch: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make a model compute the logits of scored prompts, as a forward pre-hook with keywords.
+        """Make a model compute logits for the spans of a step: a forward pre-hook with keywords.
 
         The engine requests only the logits of a prompt's last token.
         """
@@ -229,22 +227,22 @@ class Sampler:
         rows_to_keep = torch.cat([batch["logits_to_keep"], self._get_span_rows(batch)])
         return args, {**batch, "logits_to_keep": rows_to_keep}
 
-    def record_prompt_scores(
+    def record_prompt_logprobs(
         self, model: Any, args: tuple[Any, ...], batch: dict[str, Any], output: Any
     ) -> Any:
-        """Record the scores of prompts, and return the logits of new tokens, as a forward hook."""
+        """Record the spans' log-probabilities, and return the engine's logits: a forward hook."""
         if not self._spans:
             return None
-        logits, num_new = output.logits, len(batch["logits_indices"])
+        logits, num_rows = output.logits, len(batch["logits_indices"])
         if "logits_to_keep" in batch:
-            logits, prompt_logits = logits[:, :num_new], logits[0, num_new:]
+            logits, prompt_logits = logits[:, :num_rows], logits[0, num_rows:]
         else:
             prompt_logits = logits[0, self._get_span_rows(batch)]
         for span in self._spans:
-            tokens, num_top = span.tokens, span.sequence.num_prompt_top or 0
-            scores = score_tokens(prompt_logits[: len(tokens)], tokens, num_top)
+            tokens, num_top = span.tokens, span.sequence.num_prompt_top_tokens or 0
+            logprobs = make_logprobs(prompt_logits[: len(tokens)], tokens, num_top)
             prompt_logits = prompt_logits[len(tokens) :]
-            span.sequence.prompt_logprobs.update(enumerate(scores, span.position))
+            span.sequence.prompt_logprobs.update(enumerate(logprobs, span.position))
         return SimpleNamespace(logits=logits)
 
     def _get_span_rows(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -261,30 +259,27 @@ class _Span(NamedTuple):
     tokens: list[int]  # the predicted tokens
 
 
-def needs_prompt_scores(state: Any) -> bool:
+def needs_prompt_logprobs(state: Any) -> bool:
     """Return whether a request of the engine needs the log-probabilities of its prompt."""
     sequence = state.logit_processor_kwargs.get(SEQUENCE_KEY)
-    return sequence is not None and sequence.num_prompt_top is not None
+    return sequence is not None and sequence.num_prompt_top_tokens is not None
 
 
 def _find_spans(requests: Iterable[Any]) -> list[_Span]:
-    """Return the spans of a step that predict tokens of scored prompts.
+    """Return the spans of a step, for the prompts whose log-probabilities are needed.
 
     The requests' `position_offset` already includes the tokens of the step.
     """
     spans, first_row = [], 0
     for request in requests:
         num_tokens = request.query_length
-        if needs_prompt_scores(request.state):
+        if needs_prompt_logprobs(request.state):
             sequence = request.state.logit_processor_kwargs[SEQUENCE_KEY]
             position = request.state.position_offset - num_tokens + 1
             if tokens := sequence.prompt[position : position + num_tokens]:
                 spans.append(_Span(sequence, first_row, position, tokens))
         first_row += num_tokens
     return spans
-
-
-# -- sampling --------------------------------------------------------------------------------------
 
 
 def _encode_arguments(rows: list[tuple[float, float, float, int, int]]) -> torch.Tensor:
@@ -294,37 +289,37 @@ def _encode_arguments(rows: list[tuple[float, float, float, int, int]]) -> torch
     return torch.cat([floats.view(torch.int32), integers], dim=1).T
 
 
-def sample(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:
+def transform_scores(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:
     """Return scores `[B, V]` with temperature, top-k, top-p, min-p and noise applied.
 
-    `arguments` is `[5, B]`, as in Sampler. A temperature of 0 does not change the logits.
+    `arguments` is `[5, B]`, as in Sampler. A temperature of 0 does not change the scores.
     """
     temperature, top_p, min_p = (row.view(torch.float32) for row in arguments[:3])
     top_k, keys = arguments[3], arguments[4]
     on_cpu = scores.device.type == "cpu"
 
-    def is_used(rows: torch.Tensor) -> bool:  # on a GPU, reading the result would synchronize
-        return not on_cpu or bool(rows.any())
+    def may_apply(is_affected: torch.Tensor) -> bool:  # on a GPU, a read would synchronize
+        return not on_cpu or bool(is_affected.any())
 
-    if is_used((temperature != 0) & (temperature != 1)):
+    if may_apply((temperature != 0) & (temperature != 1)):
         scores = scores / temperature.masked_fill(temperature == 0, 1.0)[:, None]
-    if is_used(top_k < scores.shape[1]):
+    if may_apply(top_k < scores.shape[1]):
         sorted_scores = scores.sort(-1, descending=True).values
         threshold = sorted_scores.gather(1, (top_k - 1)[:, None].long())
         scores = scores.masked_fill(scores < threshold, -math.inf)
-    if is_used(top_p < ALL_TOKENS):
+    if may_apply(top_p < ALL_TOKENS):
         sorted_scores, order = scores.sort(-1)
         is_dropped = sorted_scores.softmax(-1).cumsum(-1) <= 1 - top_p[:, None]
         is_dropped[:, -1] = False
         scores = scores.masked_fill(is_dropped.scatter(-1, order, is_dropped), -math.inf)
-    if is_used(min_p > 0):
+    if may_apply(min_p > 0):
         # Nguyen et al. 2024. It can be last, because top-k and top-p keep probability ratios.
         threshold = scores.amax(-1, keepdim=True) + min_p.log()[:, None]  # -inf for 0
         scores = scores.masked_fill(scores < threshold, -math.inf)
     if not on_cpu:
-        noise = gumbel_noise(keys, scores.shape[1])
+        noise = make_gumbel_noise(keys, scores.shape[1])
         return scores + noise.masked_fill_((keys == 0)[:, None], 0.0)
     rows = keys.nonzero()[:, 0]  # greedy rows need no noise
     if not len(rows):
         return scores
-    return scores.index_add(0, rows, gumbel_noise(keys[rows], scores.shape[1]))
+    return scores.index_add(0, rows, make_gumbel_noise(keys[rows], scores.shape[1]))

@@ -13,31 +13,32 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-from .sampling import needs_prompt_scores
+from .sampling import needs_prompt_logprobs
 
-# Maximum number of prompt tokens in a step whose logits are needed. It is limited because each of
-# them has one logit for every token of the vocabulary.
-PROMPT_STEP_TOKENS = 512
+# Maximum number of prompt tokens in a step whose logits are needed. Each of these tokens has one
+# logit for every token of the vocabulary.
+MAX_SCORED_TOKENS = 512
 
 
 def share_steps(scheduler: Any) -> None:
-    """Make a first-in-first-out scheduler share each step between prompts. Ignore other classes."""
+    """Make a FIFOScheduler share each step between prompts. Do not change other schedulers."""
     instance: object = scheduler
     if not isinstance(instance, FIFOScheduler):
         return
     stock_process, stock_schedule = scheduler._process_candidates, scheduler._schedule_request
-    limits: dict[str, int] = {}
+    limits: dict[str, int] = {}  # maximum number of tokens in this step, by request id
 
     def process_candidates(candidates: Sequence[Any], token_budget: int, *args: Any) -> Any:
-        admitted, caps = limit_prompts(candidates)
+        admitted, scored_limits = limit_scoring(candidates)
         ordered, shares = share_tokens(admitted, token_budget)
         limits.clear()
-        limits.update(caps | {name: min(n, caps.get(name, n)) for name, n in shares.items()})
-        result = stock_process(ordered, token_budget, *args)
+        limits.update(scored_limits)
+        limits.update({x: min(share, scored_limits.get(x, share)) for x, share in shares.items()})
+        scheduled = stock_process(ordered, token_budget, *args)
         # The last request loses its pages first. This should be the newest prompt, not the longest
         # prompt. Decoding requests stay in front, in their order.
-        scheduler.starved_requests.sort(key=lambda item: is_prompt(item[0]) * item[0].created_time)
-        return result
+        scheduler.starved_requests.sort(key=lambda pair: is_prompt(pair[0]) * pair[0].created_time)
+        return scheduled
 
     def schedule_request(state: Any, tokens: Any, token_budget: int, *args: Any) -> None:
         limit = limits.get(state.request_id, token_budget)
@@ -48,19 +49,19 @@ def share_steps(scheduler: Any) -> None:
 
 
 def is_prompt(state: Any) -> bool:
-    """Return whether a request is still a prompt, without a new token."""
+    """Return whether a request has no new token yet."""
     return bool(state.status != RequestStatus.DECODING)
 
 
-def limit_prompts(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
+def limit_scoring(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
     """Return the requests admitted to a step, and token limits of the scored prompts, by id.
 
-    Scored prompts get PROMPT_STEP_TOKENS tokens of the step in total. Scored prompts that would get
-    no token are not admitted.
+    A scored prompt is a prompt whose log-probabilities are requested. In total, scored prompts get
+    at most MAX_SCORED_TOKENS tokens of the step. Those that would get no token are not admitted.
     """
-    admitted, limits, budget = [], {}, PROMPT_STEP_TOKENS
+    admitted, limits, budget = [], {}, MAX_SCORED_TOKENS
     for state in candidates:
-        if needs_prompt_scores(state) and is_prompt(state):
+        if needs_prompt_logprobs(state) and is_prompt(state):
             if not budget:
                 continue
             limits[state.request_id] = limit = min(len(state.remaining_prefill_tokens), budget)
@@ -72,14 +73,14 @@ def limit_prompts(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]
 def share_tokens(candidates: Sequence[Any], num_tokens: int) -> tuple[list[Any], dict[str, int]]:
     """Return the requests of a step in a new order, and token limits of some prompts, by id.
 
-    Requests that decode come first, in their order. Then come the newer prompts that get tokens,
-    the shortest first, then the oldest prompt, which gets the remaining tokens, and then the rest.
+    Requests that decode come first, in their order. The newer prompts that get tokens follow, the
+    shortest first. Then come the oldest prompt, which gets the remaining tokens, and other prompts.
     """
-    decoders = [state for state in candidates if not is_prompt(state)]
+    decoding = [state for state in candidates if not is_prompt(state)]
     prompts = [state for state in candidates if is_prompt(state)]
-    prompt_budget = num_tokens - len(decoders)
+    prompt_budget = num_tokens - len(decoding)
     if len(prompts) < 2 or prompt_budget < 2:
-        return [*decoders, *prompts], {}
+        return [*decoding, *prompts], {}
     oldest = min(prompts, key=lambda state: state.created_time)
     newer_prompts = [state for state in prompts if state is not oldest]
     newer_prompts.sort(key=lambda state: len(state.remaining_prefill_tokens))  # a stable sort
@@ -90,4 +91,4 @@ def share_tokens(candidates: Sequence[Any], num_tokens: int) -> tuple[list[Any],
         if shared_budget == 0:
             break
     num_limited = len(limits)
-    return [*decoders, *newer_prompts[:num_limited], oldest, *newer_prompts[num_limited:]], limits
+    return [*decoding, *newer_prompts[:num_limited], oldest, *newer_prompts[num_limited:]], limits

@@ -1,7 +1,7 @@
 """Requests of each path: their fields, and errors that name the expected values.
 
 Fields that the server would have to ignore (beams, images for a text model, ...) are rejected,
-because an answer to a different question is worse than an error.
+because ignoring a field would silently change the meaning of the request.
 """
 
 import itertools
@@ -25,15 +25,16 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from .errors import UNSUPPORTED_CODE, APIError, field_error
+from .errors import UNSUPPORTED_CODE, APIError, make_field_error
 
 MAX_CHOICES = 1024  # answers to all prompts of one request
 MAX_REGEX_LENGTH = 8_192  # characters of a regular expression
-_MAX_VALUES = 16_384  # values in all lists and objects of a field
+_MAX_FIELD_VALUES = 16_384  # values in all lists and objects of a field
 _MAX_CONFIG_LENGTH = 16_384  # characters of a generation_config
+_MAX_ERROR_LENGTH = 60  # characters of an invalid value in an error
 
-# Fields of other servers, with the only values that agree with this server's behavior. All other
-# fields that a model does not declare are unknown.
+# Fields of other servers, with the values that agree with this server's behavior. All other fields
+# that a request does not declare are unknown.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
@@ -60,29 +61,31 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _json_equal(a: Any, b: Any) -> bool:
+def _equals_json(a: Any, b: Any) -> bool:
     """Return whether two JSON values are equal. 1 equals 1.0, but not true."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def invalid_value(name: str, expected: str, value: Any) -> APIError:
+def make_value_error(name: str, expected: str, value: Any) -> APIError:
     """Return the error for a field with an invalid value."""
-    # The encoder yields parts, so only the first parts of a value of megabytes are encoded.
-    text = "".join(itertools.islice(json.JSONEncoder(default=str).iterencode(value), 60))
-    text = text if len(text) <= 60 else f"{text[:57]}..."
-    return field_error(name, f"expected {expected}, got {text}")
+    # The encoder is a generator. Only the beginning of a value of megabytes is encoded.
+    chunks = json.JSONEncoder(default=str).iterencode(value)
+    text = "".join(itertools.islice(chunks, _MAX_ERROR_LENGTH))
+    text = text if len(text) <= _MAX_ERROR_LENGTH else f"{text[: _MAX_ERROR_LENGTH - 3]}..."
+    return make_field_error(name, f"expected {expected}, got {text}")
 
 
-def unsupported_value(name: str, expected: str, value: Any) -> APIError:
+def make_unsupported_error(name: str, expected: str, value: Any) -> APIError:
     """Return the error for a field with a valid value that this server does not support."""
-    message = f"{invalid_value(name, expected, value).message}. This server supports nothing else"
+    message = make_value_error(name, expected, value).message
+    message += ". This server supports nothing else"
     return APIError(400, message, param=name, code=UNSUPPORTED_CODE)
 
 
 def walk_values(value: Any) -> Iterator[Any]:
     """Yield a JSON value and all values in its lists and objects."""
-    # Recursion would pass each value through all lists that contain it. Nothing is copied, because
-    # a list may have millions of values.
+    # A recursive generator would pass each value through every list that contains it. A copy of a
+    # list could have millions of values.
     stack = [iter([value])]
     while stack:
         for value in stack[-1]:
@@ -105,9 +108,9 @@ _PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Temperature = Annotated[float, Field(ge=0, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_TokenNumber = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-_Label = Annotated[str, Field(max_length=512)]
-_LabelMap = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
+_TokenString = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_ShortText = Annotated[str, Field(max_length=512)]
+_TextMap = Annotated[dict[Annotated[str, Field(max_length=64)], _ShortText], Field(max_length=16)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 _Prompt = Annotated[str, Field(min_length=1)]
@@ -136,11 +139,11 @@ def _nest_in(value: Any, name: str) -> Any:
 
 class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    # Fields that have no effect, with their only valid values. Without values, a field is refused.
+    # Fields that have no effect, with their only valid values. A field without values is refused.
     allowed_values: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def check(self) -> None:
-        """Raise APIError for fields that contradict each other."""
+        """Raise APIError for fields that contradict each other. Remove fields without effect."""
 
 
 Model = TypeVar("Model", bound=_StrictModel)
@@ -175,7 +178,7 @@ class Settings(_StrictModel):
                 raise TypeError
         except (TypeError, ValueError):
             expected = f"a JSON object in a string of at most {_MAX_CONFIG_LENGTH} characters"
-            raise invalid_value(name, expected, text) from None
+            raise make_value_error(name, expected, text) from None
         fields = {
             field: value
             for field, value in config.items()
@@ -195,7 +198,7 @@ class _TextPart(_OpenModel):
 
 
 class Function(_OpenModel):
-    """A function that is a tool, or a call of the function."""
+    """A function that is a tool, or a call of such a function."""
 
     name: str
     parameters: dict[str, Any] | None = None  # a JSON schema
@@ -219,7 +222,7 @@ class Tool(_OpenModel):
 
 
 class Message(_OpenModel):
-    """A message of a chat. Only the fields that `template_message` names are used."""
+    """A message of a chat. Only the fields in `template_message` are used."""
 
     role: Annotated[str, Field(min_length=1)]
     tool_calls: list[_Call] | None = None
@@ -243,7 +246,7 @@ class Message(_OpenModel):
 
 
 class FunctionCall(_OpenModel):
-    """A call of a tool in the input of a response."""
+    """A call of a tool in the input of a ResponseRequest."""
 
     call_id: str
     name: str
@@ -251,7 +254,7 @@ class FunctionCall(_OpenModel):
 
 
 class FunctionOutput(_OpenModel):
-    """The output of a tool in the input of a response."""
+    """The output of a tool in the input of a ResponseRequest."""
 
     call_id: str
     output: str
@@ -262,7 +265,7 @@ class _ReasoningText(_OpenModel):
 
 
 class Reasoning(_OpenModel):
-    """Reasoning of the model in the input of a response."""
+    """Reasoning of the model in the input of a ResponseRequest."""
 
     content: list[_ReasoningText] | None = None
 
@@ -275,7 +278,7 @@ def _get_item_type(item: Any) -> str:
     return item_type if isinstance(item_type, str) else ""
 
 
-Item = Annotated[
+InputItem = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionOutput, Tag("function_call_output")]
@@ -285,13 +288,14 @@ Item = Annotated[
 _Messages = Annotated[list[Message], Field(min_length=1)]
 
 
-def _make_input_list(value: Any) -> Any:
+def _wrap_input(value: Any) -> Any:
+    """Return a list of items for an input that is a text or a single item."""
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     return [value] if isinstance(value, dict) else value
 
 
-_Input = Annotated[list[Item], Field(min_length=1), BeforeValidator(_make_input_list)]
+_Input = Annotated[list[InputItem], Field(min_length=1), BeforeValidator(_wrap_input)]
 
 
 class JSONSchema(_StrictModel):
@@ -304,7 +308,7 @@ class JSONSchema(_StrictModel):
 
 
 class Format(_StrictModel):
-    """The form of an answer: text, a JSON object, or JSON that matches a schema."""
+    """The format of an answer: text, a JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Annotated[JSONSchema | None, Field(validate_default=True)] = None
@@ -323,7 +327,7 @@ class _TextOptions(_StrictModel):
 
 
 class StructuredOutputs(_StrictModel):
-    """vLLM's field for the form of an answer, with one constraint. `json` may be a string."""
+    """vLLM's field for the format of an answer. It has one constraint. `json` may be a string."""
 
     json_: Annotated[
         Annotated[dict[str, Any], BeforeValidator(_parse_json)] | None, Field(alias="json")
@@ -398,7 +402,7 @@ class Request(PromptFields):
         Field(max_length=16),
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []
-    # The form of the answer.
+    # The format of the answer.
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool | None = None
@@ -406,7 +410,7 @@ class Request(PromptFields):
     response_format: Format | None = None
     text: _TextOptions = _TextOptions()
     structured_outputs: StructuredOutputs | None = None
-    # How tokens are chosen, and which scores are reported.
+    # How tokens are chosen, and which log-probabilities are reported.
     generation_config: Annotated[Settings | None, BeforeValidator(Settings.parse)] = None
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
@@ -417,7 +421,7 @@ class Request(PromptFields):
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     # The number is limited because each bias slows the steps of all requests.
-    logit_bias: Annotated[dict[_TokenNumber, _Bias], Field(max_length=1024)] = {}
+    logit_bias: Annotated[dict[_TokenString, _Bias], Field(max_length=1024)] = {}
     bad_words: Annotated[list[_BadWord], Field(max_length=128)] = []
     logprobs: bool | _TopCount | None = None
     top_logprobs: _TopCount = 0
@@ -425,13 +429,13 @@ class Request(PromptFields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     # Fields that do not change answers.
-    user: _Label | None = None
-    safety_identifier: _Label | None = None
-    service_tier: _Label | None = None
-    prompt_cache_key: _Label | None = None
-    prompt_cache_retention: _Label | None = None
-    prompt_cache_options: _LabelMap | None = None
-    metadata: _LabelMap | None = None
+    user: _ShortText | None = None
+    safety_identifier: _ShortText | None = None
+    service_tier: _ShortText | None = None
+    prompt_cache_key: _ShortText | None = None
+    prompt_cache_retention: _ShortText | None = None
+    prompt_cache_options: _TextMap | None = None
+    metadata: _TextMap | None = None
     store: bool | None = None
 
     def check(self) -> None:
@@ -441,11 +445,11 @@ class Request(PromptFields):
             self.tools = []
         names = [tool.function.name for tool in self.tools]
         if isinstance(choice, Tool) and (name := choice.function.name) not in names:
-            raise invalid_value("tool_choice", f"one of the tools {', '.join(names)}", name)
+            raise make_value_error("tool_choice", f"one of the tools {', '.join(names)}", name)
         if choice == "required" and not names:
-            raise invalid_value("tool_choice", '"auto" or "none" without tools', choice)
+            raise make_value_error("tool_choice", '"auto" or "none" without tools', choice)
         if choice == "auto" and names and self.parallel_tool_calls is False:
-            raise unsupported_value("parallel_tool_calls", "true with tool_choice auto", False)
+            raise make_unsupported_error("parallel_tool_calls", "true with tool_choice auto", False)
 
     @property
     def token_limit(self) -> tuple[str | None, int | None]:
@@ -457,7 +461,7 @@ class Request(PromptFields):
 
     @property
     def num_logprobs(self) -> tuple[int | None, int | None]:
-        """Number of likely tokens to report, for answer and prompt. None means no logprobs."""
+        """Numbers of likely tokens to report, for answer and prompt. None means no logprobs."""
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
 
     @property
@@ -472,9 +476,9 @@ class Request(PromptFields):
             return self.tool_choice.function.name
         return "" if self.tool_choice == "required" else None
 
-    @cached_property  # each of many answers may read it
+    @cached_property  # read for each of up to 1,024 answers
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The tools for a chat template, or None for an empty list."""
+        """The tools for a chat template, or None if there are no tools."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
     @property
@@ -497,9 +501,9 @@ class ChatRequest(Request):
     def check(self) -> None:
         super().check()
         if self.logprobs not in (None, False, True):  # 0 is false
-            raise invalid_value("logprobs", "true or false", self.logprobs)
+            raise make_value_error("logprobs", "true or false", self.logprobs)
         if self.top_logprobs and not self.logprobs:
-            raise invalid_value("top_logprobs", "0 unless logprobs is true", self.top_logprobs)
+            raise make_value_error("top_logprobs", "0 unless logprobs is true", self.top_logprobs)
 
 
 class CompletionRequest(Request):
@@ -518,13 +522,13 @@ class CompletionRequest(Request):
     def check(self) -> None:
         if len(self.prompts) * self.n > MAX_CHOICES:
             expected = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
-            raise invalid_value("prompt", expected, f"{len(self.prompts)} prompts")
+            raise make_value_error("prompt", expected, f"{len(self.prompts)} prompts")
         if self.max_tokens == 0 and not self.echo:
-            raise invalid_value("max_tokens", "an integer of at least 1 without echo", 0)
+            raise make_value_error("max_tokens", "an integer of at least 1 without echo", 0)
         if self.logprobs is True:
-            raise invalid_value("logprobs", "an integer from 0 to 20", True)
+            raise make_value_error("logprobs", "an integer from 0 to 20", True)
         if self.best_of not in (None, self.n):
-            raise unsupported_value("best_of", "the value of n", self.best_of)
+            raise make_unsupported_error("best_of", "the value of n", self.best_of)
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
@@ -563,8 +567,8 @@ class ResponseRequest(Request):
                 calls = messages[-1].setdefault("tool_calls", [])
                 calls.append({"id": item.call_id, "type": "function", "function": function})
             elif isinstance(item, FunctionOutput):
-                answer = {"tool_call_id": item.call_id, "content": item.output}
-                messages.append({"role": "tool", **answer})
+                fields = {"tool_call_id": item.call_id, "content": item.output}
+                messages.append({"role": "tool", **fields})
             else:
                 messages.append(item.template_message)
                 if reasoning is not None and item.role == "assistant":
@@ -597,9 +601,6 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[_Token], Field(fail_fast=True)]
 
 
-# -- bodies ----------------------------------------------------------------------------------------
-
-
 def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body, without fields that are null.
 
@@ -617,7 +618,7 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> Model:
-    """Return a body as a `model`. Errors prefix the names of fields with `prefix`.
+    """Return a JSON object as an instance of `model`. In errors, fields have the prefix `prefix`.
 
     Raises:
         APIError: A field is unknown, invalid, or not supported by this server.
@@ -625,20 +626,21 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
     fields = dict[str, Any]()
     for name, value in sorted(body.items()):
         field = prefix + name
-        excess = itertools.islice(walk_values(value), _MAX_VALUES + 1, None)  # the first is `value`
+        # `value` itself is the first of these values, and is not counted.
+        excess = itertools.islice(walk_values(value), _MAX_FIELD_VALUES + 1, None)
         if name not in ("prompt", "tokens") and any(True for _ in excess):
-            raise invalid_value(field, f"at most {_MAX_VALUES} values in total", value)
+            raise make_value_error(field, f"at most {_MAX_FIELD_VALUES} values in total", value)
         if name in model.allowed_values:
-            if not any(_json_equal(value, allowed) for allowed in model.allowed_values[name]):
+            if not any(_equals_json(value, allowed) for allowed in model.allowed_values[name]):
                 expected = " or ".join(map(json.dumps, model.allowed_values[name])) or "nothing"
-                raise unsupported_value(field, expected, value)
+                raise make_unsupported_error(field, expected, value)
         elif name in model.model_fields:
             fields[name] = value
         else:
             message = f"{field:.100}: not a field of this path. Omit it"
             raise APIError(400, message, param=field, code="unknown_parameter")
     if fields.get("stream") and "prompt_logprobs" in fields:
-        raise unsupported_value("prompt_logprobs", "no stream", fields["prompt_logprobs"])
+        raise make_unsupported_error("prompt_logprobs", "no stream", fields["prompt_logprobs"])
     try:
         parsed = model.model_validate(fields)
     except ValidationError as error:
@@ -646,7 +648,7 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         detail, field = details[0], _get_field(details[0])
         rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == field)
         value = None if detail["type"] == "missing" else detail["input"]
-        raise invalid_value(prefix + field, " or ".join(rules)[:200], value) from None
+        raise make_value_error(prefix + field, " or ".join(rules)[:200], value) from None
     parsed.check()
     if isinstance(parsed, Request):
         texts = walk_values([body.get(x) for x in ("messages", "input", "instructions", "tools")])
@@ -655,13 +657,14 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
 
 
 def _describe_rule(error: Mapping[str, Any]) -> str:
+    """Return the rule that an error of pydantic states, as a noun phrase."""
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    field_text = f"no field {error['loc'][-1]!s:.60}"
-    text = {"missing": "a value", "extra_forbidden": field_text}.get(error["type"], text)
+    no_field = f"no field {error['loc'][-1]!s:.60}"
+    text = {"missing": "a value", "extra_forbidden": no_field}.get(error["type"], text)
     return re.sub(r"^(\w+) should have ", lambda match: f"a {match[1].lower()} with ", text)
 
 
-# How many nested names and indices are part of a field's name in errors.
+# Number of nested names and indices in the name of a field in errors.
 _NAME_DEPTHS = {
     "messages": 2, "input": 2, "tools": 1, "response_format": 2, "text": 2, "structured_outputs": 1
 }  # fmt: skip
@@ -673,6 +676,6 @@ def _get_field(error: Mapping[str, Any]) -> str:
     if name == "input":  # the index of an item is followed by the item's type
         path[1:2] = ["type"] if error["type"] == "item" else []
     elif name == "text":
-        path = [part for part in path if part != "json_schema"]  # added by `_nest_in`
-    parts = path[: _NAME_DEPTHS.get(name, 0)]
-    return str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x:.100}" for x in parts)
+        path = [key for key in path if key != "json_schema"]  # added by `_nest_in`
+    keys = path[: _NAME_DEPTHS.get(name, 0)]
+    return str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x:.100}" for x in keys)

@@ -1,4 +1,4 @@
-"""Conversion of an answer's tokens to its parts: text, reasoning and tool calls."""
+"""Decoding of an answer's tokens to its parts: text, reasoning and tool calls."""
 
 import contextlib
 import json
@@ -14,27 +14,28 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of an answer. `num_tokens` counts the answer's tokens up to the end of this part."""
+class AnswerPart:
+    """A part of an answer: text, reasoning or a call."""
 
-    num_tokens: int
+    num_tokens: int  # number of the answer's tokens up to the end of this part
     text: str = ""
     reasoning: str = ""
     call: tuple[str, str] | None = None  # name of a tool, and arguments as JSON
 
 
-class AnswerText:
-    """Converts the tokens of one answer to parts.
+class AnswerDecoder:
+    """Decodes the tokens of one answer to parts.
 
-    Text that may begin a stop string is held until later tokens complete the string or do not. The
-    answer ends at a stop string, and `is_stopped` is then True.
+    Text that may begin a stop string is held until later tokens show whether the string follows.
+    The answer ends before the first stop string, and `is_stopped` is then True.
 
     Args:
         tokenizer: A Tokenizer of the package tokenizers.
         stop_strings: Strings that end the answer, after more than `min_tokens` tokens.
-        hidden_tokens: Tokens that end the answer and do not occur in its text.
+        hidden_tokens: Tokens that end the answer. They are left out of its text.
         parser: A ResponseParser of transformers, which finds reasoning and calls in the text.
-        forced_tool: Tool whose arguments are the text. "" means a list of calls, None neither.
+        forced_tool: Name of the tool whose arguments are the text. "" means that the text is a list
+            of calls. None means that no call is forced.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class AnswerText:
         self._held_text, self.is_stopped, self.num_tokens, self.num_calls = "", False, 0, 0
         self._initial_parts = [] if parser is None else self._make_parts(parser.initial_events)
 
-    def add_tokens(self, tokens: Iterable[int]) -> list[Part]:
+    def add_tokens(self, tokens: Iterable[int]) -> list[AnswerPart]:
         """Return the parts that new tokens complete."""
         parts, self._initial_parts = self._initial_parts, []
         for token in tokens:
@@ -67,7 +68,7 @@ class AnswerText:
                 parts += self._add_text(self._decode(token))
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """Return the remaining parts, after the last token."""
         parts = [*self._initial_parts]
         if not self.is_stopped:
@@ -87,7 +88,7 @@ class AnswerText:
         self._undecoded.append(token)
         try:
             text: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # the text of bytes that are not UTF-8 changes with the next tokens
+        except Exception:  # the stream fails if later tokens change the text of invalid UTF-8
             text = self._decode_rest()
             self._stream = DecodeStream([token], skip_special_tokens=self._skip_special)
         if text is not None:
@@ -97,15 +98,15 @@ class AnswerText:
     def _decode_rest(self) -> str:
         return str(self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special))
 
-    def _add_text(self, text: str) -> list[Part]:
+    def _add_text(self, text: str) -> list[AnswerPart]:
         self._held_text += text
         starts = [start for stop in self.stop_strings if (start := self._held_text.find(stop)) >= 0]
         if not starts or self.num_tokens <= self._min_tokens:
-            return self._release_text(len(self._held_text) - self._count_held())
+            return self._release_text(len(self._held_text) - self._count_held_characters())
         self._held_text, self.is_stopped = self._held_text[: min(starts)], True
         return self._release_text(min(starts))
 
-    def _count_held(self) -> int:
+    def _count_held_characters(self) -> int:
         """Return the number of characters at the end that may begin a stop string."""
         longest_prefix = max(map(len, self.stop_strings), default=1) - 1
         for length in range(min(longest_prefix, len(self._held_text)), 0, -1):
@@ -113,39 +114,39 @@ class AnswerText:
                 return length
         return 0
 
-    def _release_text(self, length: int) -> list[Part]:
+    def _release_text(self, length: int) -> list[AnswerPart]:
         if not length or self._forced_tool is not None:  # `finish` reads a forced call
             return []
         text, self._held_text = self._held_text[:length], self._held_text[length:]
         if self._parser is not None:
             return self._make_parts(self._parser.feed(text))
-        return [Part(self.num_tokens, text)]
+        return [AnswerPart(self.num_tokens, text)]
 
-    def _make_parts(self, events: Iterable[dict[str, Any]]) -> list[Part]:
+    def _make_parts(self, events: Iterable[dict[str, Any]]) -> list[AnswerPart]:
         parts = []
         for chunk in response_events_to_chunks(list(events)):
             if isinstance(chunk, ToolCall):
                 self.num_calls += 1
-                parts.append(Part(self.num_tokens, call=(chunk.name, chunk.arguments)))
+                parts.append(AnswerPart(self.num_tokens, call=(chunk.name, chunk.arguments)))
             elif isinstance(chunk, ReasoningText):
-                parts.append(Part(self.num_tokens, reasoning=str(chunk)))
+                parts.append(AnswerPart(self.num_tokens, reasoning=str(chunk)))
             else:
-                parts.append(Part(self.num_tokens, chunk))
+                parts.append(AnswerPart(self.num_tokens, chunk))
         return parts
 
-    def _read_calls(self, tool: str) -> list[Part]:
+    def _read_calls(self, tool: str) -> list[AnswerPart]:
         """Return the complete calls in the text, which may be truncated.
 
         If the text is only the beginning of the first call, return it as text.
         """
         text = self._held_text
-        calls = [Part(self.num_tokens, call=(tool, text))] if tool else []
-        position, decode = 1, json.JSONDecoder().raw_decode  # after "["
+        calls = [AnswerPart(self.num_tokens, call=(tool, text))] if tool else []
+        position, decode = len("["), json.JSONDecoder().raw_decode
         with contextlib.suppress(ValueError):
             while not tool and position < len(text):
                 call, position = decode(text, position)
                 arguments = json.dumps(call["parameters"])
-                calls.append(Part(self.num_tokens, call=(call["name"], arguments)))
+                calls.append(AnswerPart(self.num_tokens, call=(call["name"], arguments)))
                 position += len(", ")
         self.num_calls = len(calls)
-        return calls or ([Part(self.num_tokens, text)] if text else [])
+        return calls or ([AnswerPart(self.num_tokens, text)] if text else [])

@@ -3,7 +3,7 @@
 from hf_fp8kv import serving
 
 serving.enable(model, scales="kv_cache_scales.json")
-model.generate_batch(prompts)  # or generate(cache_implementation="paged"), or a manager
+model.generate_batch(prompts)  # or generate(cache_implementation="paged"), or make_manager(model)
 """
 
 import os
@@ -26,11 +26,11 @@ from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, make_cache_class
 from .engines.common import EngineCache
-from .fp8_manager import FP8Manager, ManagerFactory, find_factory, require_enabled, running_managers
-from .probe import check_packing, layer_windows
-from .usage import Usage, usage
+from .fp8_manager import FP8Manager, ManagerFactory, find_factory, find_managers, require_enabled
+from .probe import check_packing, read_layer_windows
+from .usage import Usage, read_usage
 
-__all__ = ["Usage", "disable", "enable", "manager", "usage"]
+__all__ = ["Usage", "disable", "enable", "make_manager", "read_usage"]
 
 
 def enable(
@@ -49,10 +49,10 @@ def enable(
     """Make continuous batching of this model store FP8 pages, and attend to the stored bytes.
 
     This applies to `generate_batch`, `generate(cache_implementation="paged")`,
-    `init_continuous_batching`, `continuous_batching_context_manager` and `manager`. Attention reads
-    the stored bytes even within a prompt. The answer to a request therefore does not depend on how
-    the engine splits its prompt, or on whether the prefix is in the cache. It equals the answer of
-    `generate()` with `FP8PagedCache(..., prefill="stored")`.
+    `init_continuous_batching`, `continuous_batching_context_manager` and `make_manager`. Attention
+    reads the stored bytes even within a prompt. The answer to a request therefore does not depend
+    on how the engine splits its prompt, or on whether the prefix is in the cache. The answer equals
+    the answer of `generate()` with `FP8PagedCache(..., prefill="stored")`.
 
     Call `enable` again to change the keywords for later managers. `disable` restores the model.
 
@@ -65,18 +65,18 @@ def enable(
             "adaptive" means `choose_plan(model)`, which the model keeps.
         key_dtype: Overrides `dtype` for K.
         value_dtype: Overrides `dtype` for V.
-        plan: As for `FP8PagedCache`. Requests share pages, so a plan with "centered" K must carry
+        plan: As for `FP8PagedCache`. Requests share pages, so a plan with "centered" K must contain
             the centers, as a plan of `choose_plan` does.
         backend: As for `FP8PagedCache`.
-        probe: Whether to run the model on seven tokens, packed as an engine packs them and each
-            sequence alone, and compare the logits. Models that count positions themselves, or do
-            not pass the engine's cache to their attention, are wrong even with stock caches.
+        probe: Whether to run the model on two short sequences, packed as in an engine and each
+            alone, and compare the logits. Models that count positions themselves, or do not pass
+            the engine's cache to their attention, are wrong even with stock caches.
         prefix_store: Store from which the engine reads pages that it lacks, and to which it writes
-            its pages. Other processes may share the store. It requires a model without windows.
-            All weights are read once to identify the model.
+            its pages. Other processes may share the store. The model must have no windows. All
+            weights are read once to identify the model.
         deterministic: Whether pages and logits of a token have the same bits whatever else the
             engine computes, as for `hf_fp8kv.enable`. Sampled tokens then depend on the request's
-            id and the seed, not on other requests. It requires a model without windows.
+            id and the seed, not on other requests. The model must have no windows.
 
     Returns:
         The model.
@@ -101,7 +101,7 @@ def enable(
             "expected a model whose attention can read pages, got "
             f"{type(model).__name__}: {reason}. Use it without hf_fp8kv.serving"
         )
-    if any(type(manager) is StockManager for manager in running_managers(model)):
+    if any(type(manager) is StockManager for manager in find_managers(model)):
         raise ConfigError(
             "expected a model without a running engine of transformers, got one with a running "
             "ContinuousBatchingManager, whose attention would change in the middle of a step. "
@@ -115,7 +115,7 @@ def enable(
     )  # fmt: skip
     make_cache_class(config)  # raises an error if this version of transformers is not supported
     text_config = model.config.get_text_config()
-    has_windows = any(layer_windows(text_config))
+    has_windows = any(read_layer_windows(text_config))
     for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
         if value and has_windows:
             raise ConfigError(
@@ -143,8 +143,8 @@ def enable(
     return model
 
 
-def manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
-    """Return a manager whose engine stores FP8 pages: a ContinuousBatchingManager, not started.
+def make_manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
+    """Return a ContinuousBatchingManager whose engine stores FP8 pages. It is not started yet.
 
     `model.init_continuous_batching` of an enabled model does the same. Do not call
     `ContinuousBatchingManager(model, ...)` directly: it would use stock pages, so its first step

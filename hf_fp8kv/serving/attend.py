@@ -5,17 +5,17 @@ import torch
 from .. import ops
 from ..ops import AttentionSpec, Pages
 from .config import LayerStorage
-from .layout import EnginePages
+from .layout import EngineLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
-_Slots = tuple[torch.Tensor, torch.Tensor]  # page and slot of each token, both [n]
+_Slots = tuple[torch.Tensor, torch.Tensor]  # page and slot of each of n tokens, both [n]
 
 
 class StoredLayer:
     """One layer of an engine: `pages` in the engine's layout, with the layer's `storage`."""
 
     def __init__(
-        self, pages: Pages, storage: LayerStorage, layout: EnginePages, backend: str
+        self, pages: Pages, storage: LayerStorage, layout: EngineLayout, backend: str
     ) -> None:
         k, v = (
             side._replace(static_scale=scale, format=plan.format, rotated=plan.rotated)
@@ -43,16 +43,16 @@ class StoredLayer:
             value: As `key`, for the values.
             work: The operations of the step.
             spec: Causal attention without a mask. `spec.window` must be 0 if the pages are a ring.
-            out: Tensor for the result, contiguous or not. None allocates a tensor.
+            out: Tensor for the attention, contiguous or not. None allocates a tensor.
 
         Raises:
             ConfigError: Keys or values do not have the sizes of the pages.
         """
         num_tokens = query.shape[2]
         if out is None:
-            out = query.new_empty((1, num_tokens, query.shape[1], self._layout.dim))
+            out = query.new_empty((1, num_tokens, query.shape[1], self._layout.head_dim))
         if num_tokens > work.num_tokens:
-            # Attention does not write results of padding, and the next module must not read NaN.
+            # Attention does not write to padding, and the next module must not read NaN there.
             out[:, work.num_tokens :] = 0
         if key is not None and value is not None:
             self._layout.check_shapes(key, value)
@@ -67,7 +67,7 @@ class StoredLayer:
         return out
 
     def _store_tokens(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
-        """Store each token as a sequence of one page, which already has the tokens before it."""
+        """Store each token as a separate sequence, whose only page has the tokens before it."""
         num_written = len(work.slot_ends)
         if not num_written:
             return
@@ -92,10 +92,12 @@ class StoredLayer:
             queries = queries.unflatten(1, (batch_size, batch.num_queries)).transpose(0, 1)
         pages = self._center_pages(self.pages._replace(table=batch.table), spec)
         spec = spec._replace(causal=batch.causal)
-        plan = batch.work_plan(self._backend, self._layout.heads, queries.shape[1], spec.window)
+        num_heads, num_query_heads = self._layout.num_heads, queries.shape[1]
+        work_plan = batch.get_work_plan(self._backend, num_heads, num_query_heads, spec.window)
         result = ops.attend(
-            queries, pages, batch.lengths, 0, batch.stop, spec, plan=plan, backend=self._backend
-        ).flatten(0, 1)  # [B * T, Hq, D]
+            queries, pages, batch.lengths, 0, batch.max_length, spec,
+            plan=work_plan, backend=self._backend,
+        ).flatten(0, 1)  # [B * T, Hq, D]  # fmt: skip
         if batch.target_tokens is None:
             out[0, :batch_size] = result
             return
@@ -109,25 +111,25 @@ class StoredLayer:
     ) -> None:  # fmt: skip
         """Attend in scratch pages with old and new tokens in order. Then copy kept tokens back."""
         num_old, page_size = len(chunk.old_slots[0]), self._layout.page_size
-        stop = num_old + chunk.num_new
-        num_pages = -(-stop // page_size)
+        num_tokens = num_old + chunk.num_new
+        num_pages = -(-num_tokens // page_size)
         memory = query.new_zeros(num_pages * self._layout.bytes_per_page, dtype=torch.uint8)
         table = torch.arange(num_pages, dtype=torch.int32, device=query.device)[None]
         scratch = self._layout.view_memory(memory)
         scratch = scratch._replace(k=self.pages.k, v=self.pages.v, table=table)
-        position = torch.arange(stop, device=query.device)
-        page, slot = position // page_size, position % page_size
+        positions = torch.arange(num_tokens, device=query.device)
+        page, slot = positions // page_size, positions % page_size
         _copy_tokens(self.pages, chunk.old_slots, scratch, (page[:num_old], slot[:num_old]))
-        new = slice(chunk.first_token, chunk.first_token + chunk.num_new)
+        span = slice(chunk.first_token, chunk.first_token + chunk.num_new)
         lengths = chunk.old_lengths + chunk.num_new
         ops.write(
-            self._center_pages(scratch), key[:, :, new], value[:, :, new], lengths, self._backend
+            self._center_pages(scratch), key[:, :, span], value[:, :, span], lengths, self._backend
         )
-        out[:, new] = ops.attend(
-            query[:, :, new], self._center_pages(scratch, spec), lengths, 0, stop,
+        out[:, span] = ops.attend(
+            query[:, :, span], self._center_pages(scratch, spec), lengths, 0, num_tokens,
             spec._replace(window=chunk.window), backend=self._backend,
         )  # fmt: skip
-        first_kept = stop - len(chunk.kept_slots[0])
+        first_kept = num_tokens - len(chunk.kept_slots[0])
         _copy_tokens(scratch, (page[first_kept:], slot[first_kept:]), self.pages, chunk.kept_slots)
 
     def _center_pages(self, pages: Pages, spec: AttentionSpec | None = None) -> Pages:
@@ -145,8 +147,8 @@ class StoredLayer:
 
 def _copy_tokens(source: Pages, source_slots: _Slots, target: Pages, target_slots: _Slots) -> None:
     """Copy the bytes of stored tokens from `source_slots` to `target_slots`."""
-    (page, slot), (new_page, new_slot) = source_slots, target_slots
-    target.k_codes[new_page, :, new_slot] = source.k_codes[page, :, slot]
-    target.v_codes[new_page, :, :, new_slot] = source.v_codes[page, :, :, slot]
+    (page, slot), (target_page, target_slot) = source_slots, target_slots
+    target.k_codes[target_page, :, target_slot] = source.k_codes[page, :, slot]
+    target.v_codes[target_page, :, :, target_slot] = source.v_codes[page, :, :, slot]
     if source.token_scales is not None and target.token_scales is not None:
-        target.token_scales[new_page, :, new_slot] = source.token_scales[page, :, slot]
+        target.token_scales[target_page, :, target_slot] = source.token_scales[page, :, slot]

@@ -19,10 +19,10 @@ class LayerStorage(NamedTuple):
     plan: LayerPlan
     k_scale: torch.Tensor | None  # static scales of K, [Hkv, D]. None if dynamic or unquantized
     v_scale: torch.Tensor | None  # as `k_scale`, for V
-    center: torch.Tensor | None  # mean of K that is subtracted, [Hkv, D]
+    center: torch.Tensor | None  # vector that is subtracted from each K, [Hkv, D]
 
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULT_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("scales", "dtype", "key_dtype", "value_dtype", "tensor_parallel")),
     "backend": "auto", "page_size": 64, "max_cache_len": None, "max_pages": None,
     "prefill": "stored",
@@ -38,11 +38,8 @@ class ServingConfig:
 
     @classmethod
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
-        """Return the configuration for the keywords of `enable`, and `tensor_parallel`.
-
-        Raises ConfigError, ScaleError or BackendError, like `enable`.
-        """
-        options = CacheOptions.parse(**{**_DEFAULTS, **keywords})
+        """Parse keywords of `enable`, and `tensor_parallel`. Raise the same errors as `enable`."""
+        options = CacheOptions.parse(**{**_DEFAULT_OPTIONS, **keywords})
         if options.first_call_centers:
             raise ConfigError(
                 "plan: expected a plan or scales that carry the centers of K, got none. The engine "
@@ -54,11 +51,11 @@ class ServingConfig:
     def identify(self, model: Any, page_size: int) -> str:
         """Return a digest of everything that stored pages depend on, except the tokens."""
         num_layers = model.config.get_text_config().num_hidden_layers
-        layers = ((i, None, self.options.layer_plan(i)) for i in range(num_layers))
+        layers = ((index, None, self.options.layer_plan(index)) for index in range(num_layers))
         options = replace(self.options, page_size=page_size)
         return identify_model(model) + identify_options(options, layers)
 
-    def layer_storage(
+    def make_layer_storage(
         self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"
     ) -> list[LayerStorage]:
         """Return the storage of `num_layers` layers, for the `num_heads` KV heads of this process.

@@ -19,7 +19,7 @@ from .config import ServingConfig
 from .engines import StockCache, StockManager, StockMixin, make_cache_class, rebind_globals
 from .engines.common import EngineCache
 from .engines.sampling import NoiseLogitsWarper
-from .probe import layer_windows
+from .probe import read_layer_windows
 
 _METHOD_NAME = "init_continuous_batching"
 _CACHED_MANAGER_NAME = "_cached_continuous_batching_manager"
@@ -28,17 +28,17 @@ _CACHED_MANAGER_NAME = "_cached_continuous_batching_manager"
 _DEFAULT_MAX_BLOCKS = 32
 
 _lock = threading.Lock()
-# The number of active `engine_attention` blocks, and the attention to restore, by model.
+# The number of active `use_engine_attention` blocks, and the attention to restore, by model.
 _attention_users = weakref.WeakKeyDictionary[Any, tuple[int, dict[str, Any]]]()
 
 
 class ManagerFactory:
-    """`init_continuous_batching` of one enabled model, which makes managers of FP8 pages.
+    """Replaces the method `init_continuous_batching` of one model. Makes managers of FP8 pages.
 
     The factory is an attribute of the model, not of its class. `generate_batch`, `generate` and the
-    model's context manager look it up there, so no other model is affected. A stock manager that
-    was made in a different way would use stock pages, so its first step raises an error.
-    `stock_manager` is the stock manager that the model had cached for its next session.
+    model's context manager look it up there, so no other model is affected. A manager that is made
+    in a different way would use stock pages, so its first step raises an error. `stock_manager` is
+    transformers' own manager that the model had cached for its next session.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ManagerFactory:
         self._model = weakref.ref(model)  # weak, because the model references this object
         self.config, self.stock_manager = config, stock_manager
         self._hook = hook or model.register_forward_pre_hook(_reject_stock_cache, with_kwargs=True)
-        # The live managers of the model, the newest last.
+        # Managers of the model that are still referenced. The newest is last.
         self.managers = weakref.WeakKeyDictionary[Any, None]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FP8Manager":
@@ -64,7 +64,7 @@ class ManagerFactory:
 
     @classmethod
     def install(cls, model: Any, config: ServingConfig) -> None:
-        """Make a model's managers store FP8 pages. Set its cached stock manager aside."""
+        """Make a model's managers store FP8 pages. Keep its cached stock manager for `remove`."""
         vars(model)[_METHOD_NAME] = cls(model, config, vars(model).pop(_CACHED_MANAGER_NAME, None))
 
     def remove(self, model: Any) -> None:
@@ -91,7 +91,7 @@ def find_factory(model: Any) -> ManagerFactory | None:
 
 
 def require_enabled(model: Any) -> ManagerFactory:
-    """Return the factory that `enable` set on a model. Raises ConfigError if there is none."""
+    """Return the factory that `enable` set on a model. Raise ConfigError if there is no factory."""
     factory = find_factory(model)
     if factory is None:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None
         raise ConfigError(
             "expected a manager of FP8 pages, because hf_fp8kv.serving.enable() was called on the "
             "model, got a ContinuousBatchingManager of transformers. Make the manager with "
-            "hf_fp8kv.serving.manager(model, ...) or model.init_continuous_batching(...)"
+            "hf_fp8kv.serving.make_manager(model, ...) or model.init_continuous_batching(...)"
         )
 
 
@@ -118,7 +118,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         self._factory: ManagerFactory = vars(model)[_METHOD_NAME]
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
-        with engine_attention(model):
+        with use_engine_attention(model):
             super().__init__(model=model, **kwargs)
             self._check_compilation()
             self._choose_graphs(kwargs["continuous_batching_config"], kwargs["workload_hints"])
@@ -135,22 +135,22 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             if compile_config is not None and compile_config.fullgraph:
                 raise ConfigError(
                     f"{name}: expected fullgraph=False, got True. Attention over FP8 pages is not "
-                    "compiled, so a compiled step consists of the parts between the attentions"
+                    "compiled, so a compiled step consists of the parts between attention calls"
                 )
 
     def _choose_graphs(self, requested_config: Any, hints: Any) -> None:
         """Use CUDA graphs only if they are requested, and only for steps that decode.
 
-        Prompts are split on the host into sets of about the same length, which no graph can record.
-        The stock engine uses block tables only with stock attention functions.
+        The host groups prompts by length, which no graph can record. The stock engine uses block
+        tables only with stock attention functions, so their size is set here.
         """
         config, device = self.continuous_batching_config, self.model.device
         resolved_graphs, config.use_cuda_graph = config.use_cuda_graph, (False, False)
-        use_graphs = requested_config.use_cuda_graph
-        if not (use_graphs[1] if isinstance(use_graphs, list | tuple) else use_graphs):
+        requested = requested_config.use_cuda_graph  # for all steps, or (prompts, decode steps)
+        if not (requested[1] if isinstance(requested, list | tuple) else requested):
             return
         backend = choose_backend(self._factory.config.options.backend, device)
-        windows = layer_windows(self.model.config.get_text_config())
+        windows = read_layer_windows(self.model.config.get_text_config())
         if backend != "triton" or not any(resolved_graphs) or any(windows):
             raise ConfigError(
                 "use_cuda_graph: expected a CUDA device, the triton backend and a model without "
@@ -164,13 +164,13 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         config.max_blocks_per_request = requested_config.max_blocks_per_request or max_blocks
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
-        """Do nothing, because the engine's steps already run in `engine_attention`."""
+        """Do nothing, because the engine's steps already run in `use_engine_attention`."""
 
     def start(self) -> None:
         """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
         if not self.is_running():
             self._attention = ExitStack()
-            self._attention.enter_context(engine_attention(self.model))
+            self._attention.enter_context(use_engine_attention(self.model))
         super().start()
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def warmup(self) -> None:
         """Capture graphs and compile in advance, like the stock method."""
-        with engine_attention(self.model), exact_states(engine=True):
+        with use_engine_attention(self.model), exact_states(engine=True):
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
@@ -189,8 +189,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if config.prefix_store is not None:
             page_size = self.continuous_batching_config.page_size
             identity = config.identify(self.model, page_size)
-        stock, cache = StockManager._create_batch_processor, make_cache_class(config, identity)
-        processor = rebind_globals(stock, PagedAttentionCache=cache)(self)
+        names = {"PagedAttentionCache": make_cache_class(config, identity)}
+        processor = rebind_globals(StockManager._create_batch_processor, **names)(self)
         if self._noise_warper is not None:
             self._noise_warper.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
@@ -198,16 +198,16 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         return processor
 
 
-def running_managers(model: Any) -> list[Any]:
-    """Return the managers whose threads run a model, whether stock or of FP8 pages."""
+def find_managers(model: Any) -> list[Any]:
+    """Return the running managers of a model: transformers' own managers, and of FP8 pages."""
     targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
     owners = [getattr(target, "__self__", None) for target in targets]
     return [owner for owner in owners if isinstance(owner, StockManager) and owner.model is model]
 
 
 @contextmanager
-def engine_attention(model: Any) -> Iterator[None]:
-    """Use the attention "fp8_paged" until the last active `with` block ends, in any thread."""
+def use_engine_attention(model: Any) -> Iterator[None]:
+    """Use the attention "fp8_paged" until the last such `with` block ends, in any thread."""
     with _lock:
         num_users, original = _attention_users.get(model) or (0, get_implementations(model))
         if not num_users:

@@ -13,31 +13,31 @@ from ..ops.page_layout import page_layout
 
 
 def skip_pages(pages: Pages, num_skipped: int) -> Pages:
-    """Return pages whose page `n` is page `n + num_skipped` of `pages`."""
+    """Return `pages` without the first `num_skipped` pages. Page `n` was page `n + num_skipped`."""
     num_kept = len(pages.offsets) - num_skipped
     return pages._replace(block=pages.block[num_skipped:], offsets=pages.offsets[:num_kept])
 
 
 @dataclass(frozen=True)
-class EnginePages:
+class EngineLayout:
     """The layout of an engine's pages.
 
     A page holds `page_size` tokens of a layer, for all KV heads of this process. Layers may have
     different 8-bit plans, because pages of all 8-bit plans have the same number of bytes.
     """
 
-    heads: int  # Hkv
-    dim: int  # D, of K and of V
+    num_heads: int  # Hkv
+    head_dim: int  # D, of K and of V
     page_size: int  # tokens per page, S
     plan: LayerPlan  # the plan of layer 0. The same sides (K, V) are "auto" in every layer
     dtype: torch.dtype  # the dtype of the model, in which "auto" sides are stored
-    dynamic: bool  # whether at least one layer has a scale per token and head
+    is_dynamic: bool  # whether at least one layer has a scale per token and head
 
     @classmethod
     def from_options(
         cls, options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, page_size: int,
         dtype: torch.dtype,
-    ) -> "EnginePages":  # fmt: skip
+    ) -> "EngineLayout":  # fmt: skip
         """Return the layout for the options of a cache, and the sizes of a model and an engine.
 
         Raises:
@@ -61,9 +61,8 @@ class EnginePages:
     @property
     def bytes_per_page(self) -> int:
         """Size of a page in bytes, including its dynamic scales."""
-        return page_layout(
-            self.heads, self.page_size, self.dim, self.dim, *self._dtypes, self._has_scales
-        ).size
+        sizes = self.num_heads, self.page_size, self.head_dim, self.head_dim
+        return page_layout(*sizes, *self._dtypes, self._has_scales).size
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -72,17 +71,18 @@ class EnginePages:
 
     @property
     def _has_scales(self) -> bool:
-        return self.dynamic and not all(side.is_auto for side in self.plan)
+        return self.is_dynamic and not all(side.is_auto for side in self.plan)
 
     def check_shapes(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise ConfigError for K or V, `[1, Hkv, N, D]`, that do not fit the pages."""
-        expected = (1, self.heads, self.dim)
-        for name, x in (("keys", key), ("values", value)):
-            if (x.shape[0], x.shape[1], x.shape[3]) != expected:
+        expected = (1, self.num_heads, self.head_dim)
+        for name, tensor in (("keys", key), ("values", value)):
+            batch, num_heads, _, head_dim = tensor.shape
+            if (batch, num_heads, head_dim) != expected:
                 raise ConfigError(
-                    f"expected {name} [1, {self.heads}, N, {self.dim}], the shape for which the "
-                    f"engine's pages were made, got {tuple(x.shape)}. This model cannot run with "
-                    "continuous batching. Use generate() with FP8PagedCache"
+                    f"expected {name} [1, {self.num_heads}, N, {self.head_dim}], for which the "
+                    f"engine's pages were made, got {tuple(tensor.shape)}. This model cannot run "
+                    "with continuous batching. Use generate() with FP8PagedCache"
                 )
 
     def view_memory(self, memory: torch.Tensor) -> Pages:
@@ -103,8 +103,8 @@ class EnginePages:
                 f"the next page {page_stride} bytes after it"
             )
         table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
-        k, v = (StoredSide(None, None, x.format, self.dim, x.rotated) for x in self.plan)
+        k, v = (StoredSide(None, None, x.format, self.head_dim, x.rotated) for x in self.plan)
         return Pages(
-            k, v, block, table, locate_pages([block]), self.heads, self.page_size, *self._dtypes,
-            self._has_scales,
+            k, v, block, table, locate_pages([block]), self.num_heads, self.page_size,
+            *self._dtypes, self._has_scales,
         )  # fmt: skip

@@ -2,8 +2,8 @@
 
 An engine passes all tokens of a step to the model as one sequence, with positions that restart for
 each request, and a cache in the keyword arguments. A model that counts positions itself, or does
-not pass the keyword arguments to its attention, computes wrong logits. So a few tokens are run
-packed and separately before the model is used.
+not pass the keyword arguments to its attention, computes wrong logits. So the model first runs on a
+few tokens, packed and separately.
 """
 
 from typing import Any
@@ -19,19 +19,19 @@ from .config import ServingConfig
 from .engines import StockCache
 from .engines.common import EngineCache
 
-# Lengths of the two sequences. The last token of each is computed in a second step.
-LENGTHS = (4, 3)
+# Lengths of the two sequences, in tokens. The last token of each is computed in a second step.
+_LENGTHS = (4, 3)
 # Maximum relative RMS errors of the logits. With the models of tests/helpers/tiny_models.py in
 # float32, the error is at most 1e-5 if a model can run packed requests, and at least 2e-3 if not.
 # In 16 bits the order of sums causes errors of up to 0.03, and wrong positions cause errors far
 # above 0.1.
-_TOLERANCE, _TOLERANCE_16 = 1e-3, 0.1
+_TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 0.1
 _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 _PAGE_SIZE = 8
 
 
-def layer_windows(config: Any) -> list[int | None]:
-    """Return the window of each layer, as engines read it from a config. None means full attention.
+def read_layer_windows(config: Any) -> list[int | None]:
+    """Return the window of each layer in tokens, or None, as engines read it from a text config.
 
     Raises:
         ConfigError: Engines have no cache for the type of a layer.
@@ -52,31 +52,31 @@ def layer_windows(config: Any) -> list[int | None]:
 def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
     """Raise ConfigError if packing two short sequences into one changes their logits."""
     name = type(model).__name__
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = ((torch.arange(sum(_LENGTHS), device=model.device) * 37 + 11) % vocab_size)[None]
     try:
         # Both runs use the same attention function, because the model's own function may lack a
         # feature (sdpa has no softcap).
         with torch.no_grad(), eval_mode(model), exact_states(), paged_attention(model):
             separate_logits = [
                 model(input_ids=sequence, use_cache=False).logits[0].float()
-                for sequence in ids.split(LENGTHS, 1)
+                for sequence in ids.split(_LENGTHS, 1)
             ]
             with exact_states(engine=True):
                 packed_logits = _run_packed(model, ids, _PackedCache(model, config))
     except FP8KVError:
         raise
-    except Exception as failure:
+    except Exception as error:
         raise ConfigError(
             f"expected a model that can run packed requests, got {name}, which fails with them: "
-            f"{type(failure).__name__}: {failure}. Use generate() with FP8PagedCache"
-        ) from failure
-    error = _relative_error(packed_logits, torch.cat(separate_logits))
-    if not error < (_TOLERANCE_16 if model.dtype.itemsize < 4 else _TOLERANCE):
+            f"{type(error).__name__}: {error}. Use generate() with FP8PagedCache"
+        ) from error
+    rms_error = _compute_relative_rms(packed_logits, torch.cat(separate_logits))
+    if not rms_error < (_TOLERANCE_16_BIT if model.dtype.itemsize < 4 else _TOLERANCE):
         raise ConfigError(
             f"expected a model that can run packed requests, got {name}, whose logits differ with "
-            f"packing (relative RMS {error:.2g}). It counts positions itself, or does not pass the "
-            "engine's cache to its attention, so transformers' own continuous batching is also "
+            f"packing (relative RMS {rms_error:.2g}). It counts positions itself, or does not pass "
+            "the engine's cache to its attention, so transformers' own continuous batching is also "
             "wrong for it. Use generate() with FP8PagedCache, or pass probe=False if you have "
             "checked its answers"
         )
@@ -84,24 +84,24 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
 
 def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.Tensor:
     """Return the logits of all sequences, with the last token of each in a second step."""
-    sequence_logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
-    num_first = [length - 1 for length in LENGTHS]  # numbers of tokens in the first step
-    for starts, counts in (([0] * len(LENGTHS), num_first), (num_first, [1] * len(LENGTHS))):
-        spans = [slice(a, a + n) for a, n in zip(starts, counts, strict=True)]
+    sequence_logits: list[list[torch.Tensor]] = [[] for _ in _LENGTHS]
+    first_counts = [length - 1 for length in _LENGTHS]  # numbers of tokens in the first step
+    for starts, counts in (([0, 0], first_counts), (first_counts, [1, 1])):
+        spans = [slice(start, start + n) for start, n in zip(starts, counts, strict=True)]
         cache.begin_step(starts, counts)
         positions = torch.arange(ids.shape[1], device=ids.device)
-        sequences = zip(ids[0].split(LENGTHS), spans, strict=True)
+        sequences = zip(ids[0].split(_LENGTHS), spans, strict=True)
         logits = model(
             input_ids=torch.cat([sequence[span] for sequence, span in sequences])[None],
             position_ids=torch.cat([positions[span] for span in spans])[None],
             attention_mask=None, use_cache=False, cache=cache,
         ).logits[0].float()  # fmt: skip
-        for parts, part in zip(sequence_logits, logits.split(counts), strict=True):
-            parts.append(part)
-    return torch.cat([part for parts in sequence_logits for part in parts])
+        for step_logits, new_logits in zip(sequence_logits, logits.split(counts), strict=True):
+            step_logits.append(new_logits)
+    return torch.cat([x for step_logits in sequence_logits for x in step_logits])
 
 
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def _compute_relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative RMS error. A constant added to all logits of a row has no effect."""
     actual, expected = (x - x.mean(-1, keepdim=True) for x in (actual, expected))
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -116,12 +116,12 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
             dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )
         self.prepare(unquantized, config, _PAGE_SIZE, model.dtype, model.device)
-        windows = layer_windows(config)
+        windows = read_layer_windows(config)
         self.windows = list(dict.fromkeys(windows))
-        self._layer_kinds = {n: self.windows.index(window) for n, window in enumerate(windows)}
-        shape = len(windows), len(LENGTHS) * self.page_layout.bytes_per_page
+        self._layer_kinds = {i: self.windows.index(window) for i, window in enumerate(windows)}
+        shape = len(windows), len(_LENGTHS) * self.page_layout.bytes_per_page
         memory = torch.zeros(shape, dtype=torch.uint8, device=model.device)
-        self.add_layers({n: self.page_layout.view_memory(row) for n, row in enumerate(memory)})
+        self.add_layers({i: self.page_layout.view_memory(row) for i, row in enumerate(memory)})
 
     def begin_step(self, starts: list[int], counts: list[int]) -> None:
         """Record the next step: for each sequence, its first position and its number of tokens."""

@@ -19,6 +19,7 @@ from ..ops.blocks import upload
 from ..ops.visibility import first_visible
 
 _Ints = npt.NDArray[np.int32]
+_EMPTY = np.empty(0, np.int32)
 # Prompts share a batch if the shortest has at least this fraction of the tokens of the longest.
 MIN_LENGTH_RATIO = 0.7
 # Maximum number of programs along the last axis of a CUDA grid.
@@ -37,45 +38,42 @@ class AttendBatch:
     num_queries: int  # queries per request, T
     table: torch.Tensor  # block tables, [B, M], int32
     lengths: torch.Tensor  # stored tokens including this step's tokens, [B], int32
-    stop: int  # the largest length, or an upper bound of it
+    max_length: int  # the largest length, or an upper bound of it
     causal: bool  # False for single queries, which attend to all stored tokens in any order
     _work_plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def work_plan(
-        self, backend: str, kv_heads: int, query_heads: int, window: int = 0
+    def get_work_plan(
+        self, backend: str, num_heads: int, num_query_heads: int, window: int = 0
     ) -> torch.Tensor | None:
-        """Return the work plan for these heads, made once for all layers.
-
-        The result is None for a backend without work plans.
-        """
-        key = (backend, kv_heads, query_heads, window)
+        """Return the work plan for these heads. None means that the backend has no work plans."""
+        key = (backend, num_heads, num_query_heads, window)
         if key not in self._work_plans:
-            device = self.lengths.device
-            query_rows = query_heads // kv_heads * self.num_queries
-            num_rows = ops.plan_rows(backend, device, len(self.lengths), kv_heads, None, query_rows)
+            device, batch = self.lengths.device, len(self.lengths)
+            num_query_rows = num_query_heads // num_heads * self.num_queries
+            num_rows = ops.plan_rows(backend, device, batch, num_heads, None, num_query_rows)
             plan = None
             if num_rows is not None:
                 plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths, self.num_queries, window, 0, kv_heads, backend)
+                ops.make_plan(plan, self.lengths, self.num_queries, window, 0, num_heads, backend)
             self._work_plans[key] = plan
         return self._work_plans[key]
 
 
 @dataclass(frozen=True)
 class RingChunk:
-    """New tokens of a request that overwrite tokens of the ring to which they still attend."""
+    """New tokens of a request that overwrite tokens of its ring to which they still attend."""
 
     window: int  # window of the layer, in tokens
     first_token: int  # index of the first new token in the step
     num_new: int  # number of new tokens, T
-    old_lengths: torch.Tensor  # [1], int32, n: the stored tokens that the first query attends to
+    old_lengths: torch.Tensor  # [1], int32: the number n of stored tokens that query 0 attends to
     old_slots: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these tokens
-    kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, pages and slots of the last m
+    kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, of the last m new tokens
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operations of one step in each layer of a kind."""
+    """The operations of one step, the same in each layer of a kind."""
 
     written_tokens: torch.Tensor | None  # [W], int64, tokens to store one by one. None means all
     table: torch.Tensor  # [W, 1], int32, the page of each token to store
@@ -96,8 +94,8 @@ class _Request:
 class EngineStep:
     """The requests of one step, in the order of their tokens.
 
-    Layers of one kind of attention share block tables. With a window, the pages of a request are a
-    ring: position p is stored at position `p % window` of the ring.
+    Layers of one kind have the same window, and share block tables. With a window, the pages of a
+    request are a ring: position p is stored at position `p % window` of the ring.
 
     Args:
         windows: Sliding window of each kind of layers, in tokens. None means full attention.
@@ -111,14 +109,14 @@ class EngineStep:
         self.num_tokens = 0  # number of tokens of the step, N
 
     def add(self, num_stored: int, num_new: int, pages: Sequence[Sequence[int]]) -> None:
-        """Add a request of `num_new` tokens, and copy its page numbers for each kind of layers."""
+        """Add a request of `num_new` tokens, with its page numbers for each kind of layers."""
         if not num_new:  # the engine accepts empty prompts, which attend to nothing
             return
-        copies = tuple(np.array(numbers, np.int32) for numbers in pages)
-        self._requests.append(_Request(num_stored, num_new, self.num_tokens, copies))
+        copied_pages = tuple(np.array(numbers, np.int32) for numbers in pages)
+        self._requests.append(_Request(num_stored, num_new, self.num_tokens, copied_pages))
         self.num_tokens += num_new
 
-    def work(self, kind: int, device: torch.device) -> LayerWork:
+    def get_work(self, kind: int, device: torch.device) -> LayerWork:
         """Return the operations of a layer of this kind, made once per step."""
         key = (kind, device)
         if key not in self._work:
@@ -128,16 +126,16 @@ class EngineStep:
 
 
 def make_decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
-    """Return the operations of a step with one token per request, without reading a tensor.
+    """Return the operations of a step with one token per request. The host reads no tensor.
 
     `table` is `[B, M]`, int32, and negative for unused pages. `lengths` is `[B]`, int32, including
     the tokens of this step. A length of 0 marks padding, a row without a request.
     """
     positions = (lengths - 1).clamp(min=0)
-    page = table.gather(1, (positions // page_size)[:, None].long())
-    stop = table.shape[1] * page_size
-    batch = AttendBatch(None, None, None, 1, table, lengths, stop, causal=False)
-    return LayerWork(None, page, positions % page_size + 1, [batch], [], len(lengths))
+    pages = table.gather(1, (positions // page_size)[:, None].long())
+    max_length = table.shape[1] * page_size
+    batch = AttendBatch(None, None, None, 1, table, lengths, max_length, causal=False)
+    return LayerWork(None, pages, positions % page_size + 1, [batch], [], len(lengths))
 
 
 @dataclass(frozen=True)
@@ -146,101 +144,100 @@ class _Planner:
 
     window: int | None
     page_size: int
-    index: int  # index of the kind
+    kind: int  # index of the kind
     device: torch.device
 
-    def upload(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
-        return upload(np.asarray(x, dtype), self.device)
+    def upload(self, values: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
+        return upload(np.asarray(values, dtype), self.device)
 
-    def plan_layer(self, requests: Sequence[_Request], step_tokens: int) -> LayerWork:
+    def plan_layer(self, requests: Sequence[_Request], num_step_tokens: int) -> LayerWork:
         wrapping = [request for request in requests if self.wraps_ring(request)]
         appended = [request for request in requests if not self.wraps_ring(request)]
-        slots = [self.locate_slots(r, r.num_stored, r.num_stored + r.num_new) for r in appended]
-        page, slot = (np.concatenate(parts) for parts in zip((_EMPTY, _EMPTY), *slots, strict=True))
+        slots = [self.locate_slots(x, x.num_stored, x.num_stored + x.num_new) for x in appended]
+        page, slot = (np.concatenate(x) for x in zip((_EMPTY, _EMPTY), *slots, strict=True))
         written_tokens = None
         if wrapping:
-            spans = [np.arange(r.first_token, r.first_token + r.num_new) for r in appended]
+            spans = [np.arange(x.first_token, x.first_token + x.num_new) for x in appended]
             written_tokens = self.upload(np.concatenate([_EMPTY, *spans]), np.int64)
         return LayerWork(
             written_tokens,
             self.upload(page, np.int32)[:, None],
             self.upload(slot + 1, np.int32),
-            [self.plan_batch(group, step_tokens) for group in group_by_length(appended)],
+            [self.plan_batch(group, num_step_tokens) for group in group_by_length(appended)],
             [self.plan_chunk(request) for request in wrapping],
-            step_tokens,
+            num_step_tokens,
         )
 
     def wraps_ring(self, request: _Request) -> bool:
-        """Return whether the new tokens overwrite tokens that the first of them attends to."""
-        end = request.num_stored + request.num_new
-        return self.window is not None and request.num_new > 1 and end > self.window
+        """Return whether the new tokens overwrite tokens that the first new token attends to."""
+        stop = request.num_stored + request.num_new
+        return self.window is not None and request.num_new > 1 and stop > self.window
 
     def locate_slots(self, request: _Request, start: int, stop: int) -> tuple[_Ints, _Ints]:
         """Return pages and slots of positions `start` to `stop - 1`."""
-        position = np.arange(start, stop)
+        positions = np.arange(start, stop)
         if self.window is not None:
-            position %= self.window
-        page = request.pages[self.index][position // self.page_size]
-        return page, (position % self.page_size).astype(np.int32)
+            positions %= self.window
+        page = request.pages[self.kind][positions // self.page_size]
+        return page, (positions % self.page_size).astype(np.int32)
 
-    def plan_batch(self, group: list[_Request], step_tokens: int) -> AttendBatch:
-        ends = [request.num_stored + request.num_new for request in group]
-        lengths = [end if self.window is None else min(end, self.window) for end in ends]
+    def plan_batch(self, group: list[_Request], num_step_tokens: int) -> AttendBatch:
+        stops = [request.num_stored + request.num_new for request in group]
+        lengths = [stop if self.window is None else min(stop, self.window) for stop in stops]
         page_counts = [-(-length // self.page_size) for length in lengths]
         table = np.full((len(group), max(page_counts)), -1, np.int32)
         for row, request, num_pages in zip(table, group, page_counts, strict=True):
-            row[:num_pages] = request.pages[self.index][:num_pages]
+            row[:num_pages] = request.pages[self.kind][:num_pages]
         return make_batch(
-            group, step_tokens, self.upload(table, np.int32), self.upload(lengths, np.int32),
+            group, num_step_tokens, self.upload(table, np.int32), self.upload(lengths, np.int32),
             max(lengths),
         )  # fmt: skip
 
     def plan_chunk(self, request: _Request) -> RingChunk:
         assert self.window is not None
-        begin, end = request.num_stored, request.num_stored + request.num_new
+        start, stop = request.num_stored, request.num_stored + request.num_new
 
-        def upload_slots(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-            page, slot = self.locate_slots(request, start, stop)
+        def upload_slots(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+            page, slot = self.locate_slots(request, first, end)
             return self.upload(page, np.int64), self.upload(slot, np.int64)
 
-        old = upload_slots(max(first_visible(begin, self.window), 0), begin)
-        kept = upload_slots(max(first_visible(end - 1, self.window), begin), end)
+        old = upload_slots(max(first_visible(start, self.window), 0), start)
+        kept = upload_slots(max(first_visible(stop - 1, self.window), start), stop)
         old_lengths = self.upload([len(old[0])], np.int32)
         return RingChunk(self.window, request.first_token, request.num_new, old_lengths, old, kept)
 
 
-_EMPTY = np.empty(0, np.int32)
-
-
 def make_batch(
-    group: Sequence[Any], step_tokens: int, table: torch.Tensor, lengths: torch.Tensor, stop: int
-) -> AttendBatch:
+    group: Sequence[Any], num_step_tokens: int, table: torch.Tensor, lengths: torch.Tensor,
+    max_length: int,
+) -> AttendBatch:  # fmt: skip
     """Return the operation of requests with about the same number of new tokens.
 
     Each request has `num_new` tokens of the step, from token `first_token` on. `table` is `[B, M]`,
-    int32. `lengths` is `[B]`, int32, including this step's tokens. `stop` is at least the largest
-    length.
+    int32. `lengths` is `[B]`, int32, including this step's tokens. `max_length` is at least the
+    largest length.
     """
     num_queries = max(request.num_new for request in group)
     tokens = rows = targets = None
-    if num_queries > 1 or len(group) < step_tokens:
-        # Shorter requests are padded in front. Such a query is before the start of its sequence, or
-        # repeats an existing query. Its result is not used.
-        offset = np.arange(num_queries) - num_queries
+    if num_queries > 1 or len(group) < num_step_tokens:
+        # Shorter requests are padded in front. A query of the padding is before the start of its
+        # sequence, or repeats an existing query. Its result is not used.
+        offsets = np.arange(num_queries) - num_queries
         ends = np.array([request.first_token + request.num_new for request in group])[:, None]
-        padding = np.array([request.num_new for request in group])[:, None] + offset < 0
-        queries = np.where(padding, ends - 1, ends + offset).reshape(-1).astype(np.int64)
+        padding = np.array([request.num_new for request in group])[:, None] + offsets < 0
+        queries = np.where(padding, ends - 1, ends + offsets).reshape(-1).astype(np.int64)
         tokens = targets = upload(queries, lengths.device)
         if padding.any():
-            real_rows = np.flatnonzero(~padding).astype(np.int64)
-            rows, targets = (upload(x, lengths.device) for x in (real_rows, queries[real_rows]))
-    return AttendBatch(tokens, rows, targets, num_queries, table, lengths, stop, num_queries > 1)
+            used_rows = np.flatnonzero(~padding).astype(np.int64)
+            rows, targets = (upload(x, lengths.device) for x in (used_rows, queries[used_rows]))
+    causal = num_queries > 1
+    return AttendBatch(tokens, rows, targets, num_queries, table, lengths, max_length, causal)
 
 
 def group_by_length(requests: Sequence[Any]) -> list[list[Any]]:
     """Split requests into sets of about equal `num_new`. Requests with one new token are a set."""
     groups: list[list[Any]] = []
-    for request in sorted(requests, key=lambda r: -r.num_new):  # stable, so the order is kept
+    for request in sorted(requests, key=lambda x: -x.num_new):  # stable: ties keep their order
         longest = groups[-1][0].num_new if groups else 0
         is_similar = longest and request.num_new >= MIN_LENGTH_RATIO * longest
         if is_similar and (request.num_new > 1) == (longest > 1) and len(groups[-1]) < MAX_BATCH:

@@ -10,14 +10,14 @@ from .fp8_manager import find_factory
 
 @dataclass(frozen=True)
 class Usage:
-    """The current contents and the statistics of an engine, of this process in tensor parallelism.
+    """The contents and the statistics of an engine. With tensor parallelism, of this rank only.
 
     Attributes:
         pages_total: Pages planned by the engine, each with `page_size` tokens of every layer.
         pages_used: Pages allocated to live requests and to prefixes kept for reuse.
         tokens_held: Tokens of live requests and of kept prefixes. Shared tokens count once.
-        bytes_total: Bytes of `pages_total`.
-        bytes_used: Bytes of `pages_used`.
+        bytes_total: Size of the `pages_total` pages, in bytes.
+        bytes_used: Size of the `pages_used` pages, in bytes.
         prefix_hits: Number of times that a request found its beginning in the cache, since the
             cache was made. A request whose pages were evicted may count again.
         prefix_tokens: Number of prompt tokens that were found and not computed again.
@@ -44,7 +44,7 @@ class Usage:
     store_bytes_written: int
 
 
-def usage(owner: Any) -> Usage | None:
+def read_usage(owner: Any) -> Usage | None:
     """Return the usage of an engine's pages, or None if no pages are allocated yet.
 
     Args:
@@ -60,7 +60,7 @@ def usage(owner: Any) -> Usage | None:
     cache, scheduler = processor.cache, processor.scheduler
     active_requests = list(scheduler.active_requests.values())
     stored_lengths = {state.request_id: state.position_offset for state in active_requests}
-    total_bytes, used_bytes, page_bytes, num_tokens = cache.memory_usage(stored_lengths)
+    total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory(stored_lengths)
     store = cache.serving_config.prefix_store
     store_counts = Counter[str]({} if store is None else store.counts())  # counts of this process
     return Usage(

@@ -1,4 +1,4 @@
-"""Attention on vLLM's CPU platform: the plugin's for its dtypes, and vLLM's for other dtypes."""
+"""Attention on vLLM's CPU platform, by the plugin for its own dtypes and by vLLM for others."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, enlarged by the dynamic scales of each slot."""
+        """Return the spec, with room for the dynamic scales of each slot."""
         return add_scale_bytes(super().customize_spec(spec))
 
     @staticmethod
@@ -62,11 +62,11 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
 
     @property
     def is_paged(self) -> bool:
-        """Whether keys and values are stored by the plugin, not by vLLM."""
+        """Whether the plugin, not vLLM, stores keys and values."""
         return self._base_class is PagedImpl
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        """Store keys and values with a dtype of vLLM. Otherwise, `forward` stores them."""
+        """Store keys and values if vLLM stores them. Otherwise, `forward` stores them."""
         self._base_class.do_kv_cache_update(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The values of `--kv-cache-dtype`, each of which determines the number of bytes per token.
 
 vLLM's scheduler, connectors and workers identify a cache's dtype only by this name. The name
-therefore shows whether slots have room for dynamic scales. Pages do not contain static
-scales. The prefix distinguishes these formats from vLLM's "fp8_e4m3".
+therefore shows whether slots have room for dynamic scales. Pages do not contain static scales. The
+prefix "hf_fp8kv" distinguishes these formats from vLLM's own "fp8_e4m3".
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class CacheDType:
         name: The value itself.
         format: Format of K and V, a key of `FORMATS`. None means the format of the scales, or the
             default.
-        dynamic: Whether each token and head has dynamic scales.
+        is_dynamic: Whether each token and head has dynamic scales.
     """
 
     name: str
     format: str | None
-    dynamic: bool
+    is_dynamic: bool
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -39,22 +39,22 @@ class CacheDType:
         vLLM's cache specs contain this dtype instead of the name, so it also shows whether slots
         have scales.
         """
-        return torch.int8 if self.dynamic else torch.uint8
+        return torch.int8 if self.is_dynamic else torch.uint8
 
-    def slot_bytes(self, k_dim: int, v_dim: int) -> int:
-        """Return the bytes of a token and KV head."""
-        return k_dim + v_dim + (SCALE_BYTES if self.dynamic else 0)
+    def count_slot_bytes(self, k_dim: int, v_dim: int) -> int:
+        """Return the number of bytes of a token and KV head, for the head sizes of K and V."""
+        return k_dim + v_dim + (SCALE_BYTES if self.is_dynamic else 0)
 
 
 def _make_dtypes() -> dict[str, CacheDType]:
     dtypes = {}
-    for fmt in (None, *FORMATS):
-        if fmt == "fp8_e4m3fnuz":
+    for format_name in (None, *FORMATS):
+        if format_name == "fp8_e4m3fnuz":
             continue  # a format for AMD's hardware, with the same precision as E4M3
-        for dynamic in (True, False):
-            suffix = "" if fmt is None else "_" + fmt.removeprefix("fp8_")
-            name = _NAME_PREFIX + suffix + ("" if dynamic else "_static")
-            dtypes[name] = CacheDType(name, fmt, dynamic)
+        for is_dynamic in (True, False):
+            suffix = "" if format_name is None else "_" + format_name.removeprefix("fp8_")
+            name = _NAME_PREFIX + suffix + ("" if is_dynamic else "_static")
+            dtypes[name] = CacheDType(name, format_name, is_dynamic)
     return dtypes
 
 

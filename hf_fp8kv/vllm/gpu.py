@@ -3,9 +3,8 @@
     vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4 --attention-backend HF_FP8KV
 
 This code has never run on a GPU, because no GPU with vLLM was available. The tests compile and
-interpret its kernels, and run the remaining code on a CPU. CUDA graphs capture decode steps as a
-whole. In other steps, they leave out attention (vLLM's FULL_AND_PIECEWISE), because the host groups
-prompts by length.
+interpret its kernels, and run the remaining code on a CPU. CUDA graphs capture whole decode steps,
+but no attention of other steps (vLLM's FULL_AND_PIECEWISE), because the host groups prompts.
 """
 
 from typing import Any, ClassVar
@@ -68,7 +67,7 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, enlarged by the dynamic scales of each slot."""
+        """Return the spec, with room for the dynamic scales of each slot."""
         return add_scale_bytes(spec)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Attention of vLLM's layers over pages in its pool, shared by all platforms."""
+"""Attention of vLLM's layers over pages in vLLM's pool, shared by all platforms."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -13,8 +13,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from ..errors import ConfigError
 from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
-from ..serving.config import LayerStorage
-from ..serving.layout import EnginePages
+from ..serving.layout import EngineLayout
 from ..serving.step import LayerWork
 from .pages import check_block_size, view_pages
 from .step import DecodeStep, PlannedStep, is_decoding, plan_step
@@ -22,7 +21,7 @@ from .storage import ModelStorage, read_storage
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
-    """Raise ConfigError for attention that pages do not support. `config` is vLLM's config."""
+    """Raise ConfigError for attention that pages do not support. `config` is a VllmConfig."""
     _refuse_features(
         dtype,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
@@ -37,7 +36,7 @@ def refuse_spec(dtype: str, spec: Any) -> None:
     """Raise ConfigError if vLLM's spec of a layer's cache does not fit pages."""
     _refuse_features(
         dtype,
-        # vLLM itself writes tokens into the pages of some layers, for example.
+        # For example, vLLM itself writes tokens to the pages of some layers.
         (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SUPPORTED_SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
         ("values whose size differs from keys", spec.head_size != spec.head_size_v),
@@ -56,11 +55,11 @@ def _refuse_features(dtype: str, *features: tuple[str, bool]) -> None:
 def bind_layers(
     layers: Mapping[str, Any], vllm_config: Any, block_size: int, device: torch.device
 ) -> None:
-    """Set the storage of each attention layer. vLLM calls this before it serves.
+    """Set the storage of each attention layer. This runs before vLLM serves.
 
     Args:
         layers: vLLM's `Attention` modules by name.
-        vllm_config: vLLM's config of the model.
+        vllm_config: The VllmConfig of the engine.
         block_size: Tokens per block.
         device: Device of the pool.
 
@@ -74,10 +73,10 @@ def bind_layers(
     indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
     for name, layer in layers.items():
         impl = layer.impl
-        _check_model(impl.model, model_config, indices.values())
+        _check_model(impl.model_storage, model_config, indices.values())
         impl.bound_layer = BoundLayer(
-            impl.model, indices[name], impl.num_kv_heads, impl.head_size, model_config.dtype,
-            torch.device(device),
+            impl.model_storage, indices[name], impl.num_kv_heads, impl.head_size,
+            model_config.dtype, torch.device(device),
         )  # fmt: skip
 
 
@@ -93,30 +92,31 @@ class BoundLayer:
     """The storage of one layer, and its pages in vLLM's pool once they exist."""
 
     def __init__(
-        self, model: ModelStorage, index: int, heads: int, dim: int, dtype: torch.dtype,
+        self, storage: ModelStorage, index: int, num_heads: int, head_dim: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        if device.type != "cpu" and model.backend not in ("auto", "triton"):
+        if device.type != "cpu" and storage.backend not in ("auto", "triton"):
             # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
             raise ConfigError(
                 f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
-                f"{model.backend!r}. Omit the backend"
+                f"{storage.backend!r}. Omit the backend"
             )
-        self._is_dynamic = model.dtype.dynamic
-        self._storage: LayerStorage = model.layer_storage(index, heads, dim, device)
-        self._backend = choose_backend(model.backend, device)
-        self._sizes = heads, dim, dtype
-        self._pool: tuple[torch.Tensor, StoredLayer] | None = None
+        self._is_dynamic = storage.dtype.is_dynamic
+        self._storage = storage.make_layer_storage(index, num_heads, head_dim, device)
+        self._backend = choose_backend(storage.backend, device)
+        self._num_heads, self._head_dim, self._dtype = num_heads, head_dim, dtype
+        self._view: tuple[torch.Tensor, StoredLayer] | None = None  # a pool's tensor, and the layer
 
     def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
-        """Return the layer with its pages. They are viewed once for each tensor of vLLM's pool."""
-        if self._pool is None or self._pool[0] is not kv_cache:
-            heads, dim, dtype = self._sizes
-            page_size = kv_cache.shape[2]
-            layout = EnginePages(heads, dim, page_size, self._storage.plan, dtype, self._is_dynamic)
+        """Return the layer with its pages, which are views of this tensor of vLLM's pool."""
+        if self._view is None or self._view[0] is not kv_cache:
+            layout = EngineLayout(
+                self._num_heads, self._head_dim, kv_cache.shape[2], self._storage.plan, self._dtype,
+                self._is_dynamic,
+            )  # fmt: skip
             pages = view_pages(kv_cache, layout)
-            self._pool = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
-        return self._pool[1]
+            self._view = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
+        return self._view[1]
 
     def attend(
         self,
@@ -162,13 +162,13 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
         self.sinks, self.shares_pages = sinks, kv_sharing_target_layer_name is not None
-        # Reading the options here raises an error for invalid options before weights are loaded.
-        self.model = read_storage(
+        # The options are read here, so that invalid options fail before the weights are loaded.
+        self.model_storage = read_storage(
             kv_cache_dtype, config.additional_config, config.model_config.model,
             get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
             config.model_config.revision, config.instance_id,
         )  # fmt: skip
-        _check_model(self.model, config.model_config)
+        _check_model(self.model_storage, config.model_config)
         self.bound_layer: BoundLayer | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:
@@ -208,7 +208,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
-        # `super()` would be vLLM's builder with its own kernels in a class with two bases.
+        # In a class with two bases, `super()` would be vLLM's builder for its own kernels.
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._dtype = next(iter(layers.values())).kv_cache_dtype
@@ -219,7 +219,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> DecodeStep | PlannedStep:
         """Return the operations of a step."""
-        metadata, size = common_attn_metadata, self.kv_cache_spec.block_size
+        metadata, block_size = common_attn_metadata, self.kv_cache_spec.block_size
         if metadata.causal is not True:
             _refuse_features(self._dtype, ("attention that is not causal", True))
         num_requests = metadata.num_reqs
@@ -227,5 +227,6 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         table, slots = metadata.block_table_tensor[:num_requests], metadata.slot_mapping
         starts = metadata.query_start_loc_cpu[: num_requests + 1].numpy()
         if self._supports_cuda_graphs and is_decoding(starts):
-            return DecodeStep(lengths, table, slots, size)
-        return PlannedStep(plan_step(starts, lengths, table, slots, size, metadata.max_seq_len))
+            return DecodeStep(lengths, table, slots, block_size)
+        max_length = metadata.max_seq_len
+        return PlannedStep(plan_step(starts, lengths, table, slots, block_size, max_length))

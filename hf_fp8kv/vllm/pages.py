@@ -8,22 +8,22 @@ import torch
 
 from ..errors import ConfigError
 from ..ops import Pages
-from ..serving.layout import EnginePages
+from ..serving.layout import EngineLayout
 
 
-def check_block_size(size: int) -> None:
+def check_block_size(block_size: int) -> None:
     """Raise ConfigError for a number of tokens per block that pages do not support."""
-    if size & (size - 1) or not 16 <= size <= 1024:
+    if block_size & (block_size - 1) or not 16 <= block_size <= 1024:
         raise ConfigError(
-            f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {size}. "
+            f"--block-size: expected a power of two from 16 to 1024 tokens, got {block_size}. "
             "Use --block-size 64"
         )
 
 
-def view_pages(kv_cache: torch.Tensor, layout: EnginePages) -> Pages:
+def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:
     """Return the pages in one layer's part of vLLM's pool.
 
-    `kv_cache` is vLLM's view `[P, Hkv, S, C]` with one-byte elements and C bytes per token and
+    `kv_cache` is vLLM's view `[P, Hkv, S, C]` with elements of one byte, and C bytes per token and
     head. Each block must be contiguous.
 
     Raises:

@@ -6,8 +6,8 @@ import torch
 
 from .dtypes import DTYPES, CacheDType
 
-_CPU_BACKENDS = "hf_fp8kv.vllm.select"
-_GPU_NAME, _GPU_BACKEND = "HF_FP8KV", "hf_fp8kv.vllm.gpu.PagedGPUBackend"
+_CPU_BACKENDS_MODULE = "hf_fp8kv.vllm.select"
+_GPU_BACKEND_NAME, _GPU_BACKEND_PATH = "HF_FP8KV", "hf_fp8kv.vllm.gpu.PagedGPUBackend"
 
 
 def register_dtypes() -> None:
@@ -27,14 +27,14 @@ def _register_handlers(cache: Any) -> None:
 
     for name, dtype in DTYPES.items():
         if cache.get_kv_cache_dtype_handler(name) is None:
-            cache.register_kv_cache_dtype(name)(_make_handler(dtype, KVQuantMode.NONE))
+            cache.register_kv_cache_dtype(name)(_make_handler_class(dtype, KVQuantMode.NONE))
 
 
-def _make_handler(dtype: CacheDType, mode: Any) -> type:
+def _make_handler_class(dtype: CacheDType, mode: Any) -> type:
     """Return a class with the interface of `KVCacheDTypeHandler`.
 
     `mode` must be NONE, because no kernel of vLLM reads these bytes. CUSTOM would be wrong, because
-    in 0.33.0 it has the number of a format of vLLM (12, OCTAVE_K3V4) and is treated as that format.
+    in 0.33.0 its value 12 is also the value of OCTAVE_K3V4, so vLLM would treat it as that format.
     """
 
     class Handler:
@@ -53,8 +53,7 @@ def _extend_literal() -> None:
     """Add the names of all dtypes to the fixed list of vLLM 0.32, which has no hook to extend it.
 
     The list is a `Literal`, whose members vLLM reads when it parses the command line and selects an
-    attention backend. Pydantic has copied them into the validator of a config, which is therefore
-    rebuilt. Since 0.33, vLLM has `register_kv_cache_dtype`.
+    attention backend. Pydantic has copied them to a config's validator, so that is built again.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache
@@ -78,6 +77,6 @@ def _register_attention() -> None:
 
     for name in ("CPU_ATTN", "CPU_MLA", "AMX_MLA"):
         if hasattr(AttentionBackendEnum, name):
-            register_backend(AttentionBackendEnum[name], f"{_CPU_BACKENDS}.{name}")
-    if not hasattr(AttentionBackendEnum, _GPU_NAME):
-        register_backend(_GPU_NAME, _GPU_BACKEND)
+            register_backend(AttentionBackendEnum[name], f"{_CPU_BACKENDS_MODULE}.{name}")
+    if not hasattr(AttentionBackendEnum, _GPU_BACKEND_NAME):
+        register_backend(_GPU_BACKEND_NAME, _GPU_BACKEND_PATH)

@@ -1,9 +1,9 @@
 """Select the attention class on a CPU: vLLM's class, or the plugin's class for its dtypes.
 
-vLLM's enum refers to attributes of this module, which are read when a model is created. With other
-dtypes, vLLM uses nothing else of this plugin. With the plugin's dtypes, CPU_ATTN is its class, and
-attention over latents (MLA) raises an error. vLLM would otherwise read the stored bytes as its own,
-because it does not check whether MLA supports a dtype.
+vLLM's enum of backends refers to attributes of this module, which are read when a model is created.
+With other dtypes, vLLM uses nothing else of this plugin. With the plugin's dtypes, CPU_ATTN is the
+plugin's class, and attention over latents (MLA) raises an error. Otherwise vLLM would read the
+stored bytes as its own, because it does not check whether MLA supports a dtype.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from ..errors import ConfigError
 from .dtypes import DTYPES
 
-NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+_BACKEND_NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
 def __getattr__(name: str) -> Any:
     """Return vLLM's class (the value of its enum) or the plugin's. Raise ConfigError for MLA."""
-    if name not in NAMES:
+    if name not in _BACKEND_NAMES:
         raise AttributeError(name)
     config = get_current_vllm_config_or_none()
     if config is None or config.cache_config.cache_dtype not in DTYPES:

@@ -9,9 +9,9 @@ from .dtypes import SCALE_BYTES
 
 
 def add_scale_bytes(spec: Any) -> Any:
-    """Return `spec`, an `AttentionSpec`, with room for the dynamic scales of a slot, if any.
+    """Return `spec`, vLLM's `AttentionSpec`, with room for the dynamic scales of a slot, if any.
 
-    A spec does not contain the name of a dtype, but `CacheDType.torch_dtype` distinguishes dtypes.
+    A spec contains `CacheDType.torch_dtype`, int8 for dynamic scales, but no name of a dtype.
     """
     if spec.dtype is not torch.int8 or spec.state_content_bytes is not None:
         return spec

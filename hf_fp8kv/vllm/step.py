@@ -15,16 +15,16 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class _Row:
-    """Row `number` of a step: a request whose `num_new` new tokens begin at `first_token`."""
+    """A row of a step: a request whose `num_new` new tokens begin at `first_token`."""
 
-    number: int
+    index: int
     num_new: int
     first_token: int
 
 
 @dataclass
 class PlannedStep:
-    """A step whose operations are prepared before the model runs. vLLM adds attributes to it."""
+    """A step whose operations are planned before the model runs. vLLM adds attributes to it."""
 
     work: LayerWork
 
@@ -46,9 +46,9 @@ class DecodeStep:
         vLLM's tensors. A row without a slot (padding, or a dummy run) stores nothing and attends to
         nothing, because its block table may still belong to a different request.
         """
-        is_missing = self.slots[: len(self.lengths)] < 0
-        table = self.table.masked_fill(is_missing[:, None], -1)
-        return make_decode_work(table, self.lengths.masked_fill(is_missing, 0), self.page_size)
+        lacks_slot = self.slots[: len(self.lengths)] < 0
+        table = self.table.masked_fill(lacks_slot[:, None], -1)
+        return make_decode_work(table, self.lengths.masked_fill(lacks_slot, 0), self.page_size)
 
 
 def is_decoding(starts: _Ints) -> bool:
@@ -62,41 +62,40 @@ def plan_step(
 ) -> LayerWork:  # fmt: skip
     """Return the operations of a step, for all layers of a group.
 
-    Nothing is read from the device. Only `starts` and `max_length` are on the host.
+    The host reads no tensor of the device. Only `starts` and `max_length` are on the host.
 
     Args:
         starts: First token of each request in the step, `[R + 1]` (query start locations).
         lengths: Number of stored tokens of each request, including this step's, `[R]`, int32
             (sequence lengths).
         table: Block table, `[R, M]`, int32.
-        slots: Page times page size plus slot of each token, `[N]` (slot mapping). Tokens with a
-            negative slot are not stored.
+        slots: `page * page_size + slot` of each token, `[N]` (slot mapping). Tokens with a negative
+            value are not stored.
         page_size: Tokens per page.
         max_length: An upper bound on `lengths`, on the host.
     """
-    num_new = int(starts[-1])
-    slots = slots[:num_new]
+    num_tokens = int(starts[-1])
+    slots = slots[:num_tokens]
     pages = torch.div(slots, page_size, rounding_mode="floor").to(torch.int32)[:, None]
     ends = (slots % page_size + 1).to(torch.int32)
     written_tokens = None
     if slots.is_cpu and bool((slots < 0).any()):
         written_tokens = (slots >= 0).nonzero()[:, 0]
         pages, ends = pages[written_tokens], ends[written_tokens]
-    new_tokens = np.diff(starts)
-    rows = [_Row(int(r), int(new_tokens[r]), int(starts[r])) for r in np.flatnonzero(new_tokens)]
+    counts = np.diff(starts)
+    rows = [_Row(int(i), int(counts[i]), int(starts[i])) for i in np.flatnonzero(counts)]
     max_length = min(max_length, table.shape[1] * page_size)
-    batches = [
-        _plan_batch(group, num_new, lengths, table, max_length) for group in group_by_length(rows)
-    ]
-    return LayerWork(written_tokens, pages, ends, batches, [], num_new)
+    groups = group_by_length(rows)
+    batches = [_plan_batch(group, num_tokens, lengths, table, max_length) for group in groups]
+    return LayerWork(written_tokens, pages, ends, batches, [], num_tokens)
 
 
 def _plan_batch(
-    group: list[_Row], step_tokens: int, lengths: torch.Tensor, table: torch.Tensor, max_length: int
+    group: list[_Row], num_tokens: int, lengths: torch.Tensor, table: torch.Tensor, max_length: int
 ) -> AttendBatch:
     """Return the operation for requests with a similar number of new tokens."""
-    numbers = np.array([row.number for row in group], np.int64)
-    if len(numbers) < len(lengths) or (np.diff(numbers) != 1).any():
-        indices = upload(numbers, lengths.device)
-        lengths, table = lengths.index_select(0, indices), table.index_select(0, indices)
-    return make_batch(group, step_tokens, table, lengths, max_length)
+    indices = np.array([row.index for row in group], np.int64)
+    if len(indices) < len(lengths) or (np.diff(indices) != 1).any():
+        rows = upload(indices, lengths.device)
+        lengths, table = lengths.index_select(0, rows), table.index_select(0, rows)
+    return make_batch(group, num_tokens, table, lengths, max_length)

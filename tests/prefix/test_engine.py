@@ -46,7 +46,7 @@ def run_prompts(
     with open_manager(model, pages=num_pages) as manager:
         # Each prompt is answered before the next, which can then reuse the pages.
         answers = [request_answer(manager, prompt, num_new) for prompt in prompts]
-        usage = serving.usage(manager)
+        usage = serving.read_usage(manager)
     serving.disable(model)
     return Run(answers, usage, None if store is None else store.usage())
 

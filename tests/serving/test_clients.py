@@ -1,8 +1,8 @@
-"""Tests of requests from clients of OpenAI's API, and of the answers that the clients read.
+"""Tests of requests from clients of OpenAI's API, and of the responses that the clients read.
 
 client_requests.json contains one request of each type that a client sent to
-tests/tools/clients.py. The tests send the requests to a tiny model with random weights, and read
-the answers with the types of the package openai, as these clients do.
+tests/tools/clients.py. The tests send the requests to a tiny model with random weights, and parse
+the responses with the types of the package openai, as these clients do.
 """
 
 import json
@@ -27,7 +27,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 REQUESTS_FILE = Path(__file__).with_name("client_requests.json")
 REQUESTS = json.loads(REQUESTS_FILE.read_text())
 VOCAB_SIZE = 95
-EVENT_TYPE = TypeAdapter(ResponseStreamEvent)
+EVENT_ADAPTER = TypeAdapter(ResponseStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -43,53 +43,57 @@ def server(tmp_path_factory):
 def adapt_request(fields: dict) -> dict:
     """Adapt a request to the tiny model, whose tokens are letters, and raise its token limits."""
     fields = {name: value for name, value in fields.items() if name != "model"}
-    if isinstance(fields.get("prompt"), list):
-        fields["prompt"] = [
-            item if isinstance(item, str) else
-            [token % VOCAB_SIZE for token in item] if isinstance(item, list) else item % VOCAB_SIZE
-            for item in fields["prompt"]
-        ]  # fmt: skip
+    if "prompt" in fields:
+        fields["prompt"] = adapt_prompt(fields["prompt"])
     structured_outputs = fields.get("structured_outputs") or {}
     if "regex" in structured_outputs:  # the tiny model has no token for line breaks
         fields["structured_outputs"] = {"regex": structured_outputs["regex"].replace(r"\n", " ")}
-    if find_text_schema(fields) or is_forced(fields):
+    if find_text_schema(fields) or forces_call(fields):
         limits = ("max_tokens", "max_completion_tokens", "max_output_tokens")
         fields |= {name: 150 for name in limits if name in fields}
     return fields
 
 
+def adapt_prompt(prompt: Any) -> Any:
+    """Adapt a text, a token, or a list of texts, of tokens or of lists of tokens."""
+    if isinstance(prompt, list):
+        return [adapt_prompt(element) for element in prompt]
+    return prompt if isinstance(prompt, str) else prompt % VOCAB_SIZE
+
+
 def find_text_schema(fields: dict) -> dict | None:
-    """Return the JSON schema of the answer's text, or None if the request has no schema."""
+    """Return the JSON schema of the answer, or None if the request has no schema."""
     output_format = fields.get("response_format") or (fields.get("text") or {}).get("format") or {}
     return (output_format.get("json_schema") or output_format).get("schema")
 
 
-def is_forced(fields: dict) -> bool:
+def forces_call(fields: dict) -> bool:
     return fields.get("tool_choice") not in (None, "auto", "none")
 
 
-def parse_answer(answer_type: type, text: str) -> Any:
-    """Parse an answer. A Completion is not validated, because it does not allow null logprobs."""
-    if answer_type is Completion:
-        return answer_type.construct(**json.loads(text))
-    return answer_type.model_validate_json(text)
+def parse_response(response_type: type, text: str) -> Any:
+    """Parse a response. A Completion is not validated, because it does not allow null logprobs."""
+    if response_type is Completion:
+        return response_type.construct(**json.loads(text))
+    return response_type.model_validate_json(text)
 
 
 def read_choices(path: str, fields: dict, text: str) -> list[dict]:
-    """Return the choices of an answer, streamed or not, or the items of a response."""
+    """Return the choices of a response, streamed or not, or the items of a /v1/responses object."""
     if not fields.get("stream"):
-        answer_type = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}[path]
-        answer = parse_answer(answer_type, text)
-        assert answer.usage.output_tokens if path == RESPONSES else answer.usage.completion_tokens
-        outputs = answer.output if path == RESPONSES else answer.choices
-        return [output.model_dump() for output in outputs]
+        response_type = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}[path]
+        response = parse_response(response_type, text)
+        usage = response.usage
+        assert usage.output_tokens if path == RESPONSES else usage.completion_tokens
+        entries = response.output if path == RESPONSES else response.choices
+        return [entry.model_dump() for entry in entries]
     events = [line.removeprefix("data: ") for line in text.split("\n") if line]
     if path == RESPONSES:
-        last_event = [EVENT_TYPE.validate_json(event) for event in events][-1]
+        last_event = [EVENT_ADAPTER.validate_json(event) for event in events][-1]
         return [item.model_dump() for item in last_event.response.output]
     assert events.pop() == "[DONE]"
-    answer_type = ChatCompletionChunk if path == CHAT else Completion
-    chunks = [parse_answer(answer_type, event) for event in events]
+    response_type = ChatCompletionChunk if path == CHAT else Completion
+    chunks = [parse_response(response_type, event) for event in events]
     if (fields.get("stream_options") or {}).get("include_usage"):
         assert not chunks[-1].choices
         assert chunks.pop().usage.total_tokens
@@ -100,7 +104,7 @@ def read_choices(path: str, fields: dict, text: str) -> list[dict]:
             choice["finish_reason"] = part.finish_reason
             if path == CHAT:
                 choice["content"] += part.delta.content or ""
-                choice["tool_calls"] += [x.model_dump() for x in part.delta.tool_calls or []]
+                choice["tool_calls"] += [call.model_dump() for call in part.delta.tool_calls or []]
             else:
                 choice["text"] += part.text
     return [{**choice, "message": choice} for choice in choices.values()]
@@ -110,7 +114,7 @@ def check_choice(path: str, fields: dict, choice: dict) -> None:
     """Check that a choice contains everything that its client reads."""
     is_truncated = choice["finish_reason"] == "length"
     message = choice["message"] if path == CHAT else {"content": choice["text"]}
-    if is_forced(fields):
+    if forces_call(fields):
         calls = message["tool_calls"] or []
         for call in calls:
             assert call["id"]
@@ -144,7 +148,7 @@ def check_items(fields: dict, items: list[dict], *, is_truncated: bool) -> None:
     """Check that the items of a response contain everything that its client reads."""
     calls = [item for item in items if item["type"] == "function_call"]
     texts = [part["text"] for item in items for part in item.get("content") or ()]
-    if is_forced(fields):
+    if forces_call(fields):
         assert calls or is_truncated
         for call in calls:
             assert call["call_id"]
@@ -154,7 +158,7 @@ def check_items(fields: dict, items: list[dict], *, is_truncated: bool) -> None:
         check_text(fields, "".join(texts), is_truncated=is_truncated)
 
 
-# Together, these clients send all fields that the tests of the server read.
+# Together, these clients send every field for which this file has a check.
 FAST_CLIENTS = {"openai", "instructor", "lm-eval", "guidellm"}
 
 
@@ -162,7 +166,7 @@ FAST_CLIENTS = {"openai", "instructor", "lm-eval", "guidellm"}
     "client",
     [pytest.param(x, marks=() if x in FAST_CLIENTS else pytest.mark.full) for x in REQUESTS],
 )
-def test_clients_can_read_their_answers(server, client):
+def test_clients_can_read_their_responses(server, client):
     for request in REQUESTS[client]:
         path, fields = request["path"], adapt_request(request["body"])
         status, text, _ = server.ask(path, fields)
@@ -171,8 +175,9 @@ def test_clients_can_read_their_answers(server, client):
             check_items(fields, read_choices(path, fields, text), is_truncated="incomplete" in text)
             continue
         choices = read_choices(path, fields, text)
-        prompts = fields.get("prompt")
-        is_list = isinstance(prompts, list) and not isinstance(prompts[0], int)
-        assert len(choices) == fields.get("n", 1) * (len(prompts) if is_list else 1), request
+        prompt = fields.get("prompt")
+        has_several_prompts = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        num_prompts = len(prompt) if has_several_prompts else 1
+        assert len(choices) == fields.get("n", 1) * num_prompts, request
         for choice in choices:
             check_choice(path, fields, choice)

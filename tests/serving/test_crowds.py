@@ -20,7 +20,7 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("llguidance", reason="needs the extra serve")
-from hf_fp8kv.serving.engines.sampling import gumbel_noise, noise_key  # noqa: E402
+from hf_fp8kv.serving.engines.sampling import make_gumbel_noise, make_noise_key  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 NUM_REQUESTS, NEW_TOKENS = 50, 16
@@ -35,31 +35,31 @@ STRUCTURES = (
 
 
 class SeededSampling(LogitsProcessor):
-    """Gives the token that the server samples with a seed the highest score."""
+    """Gives the highest score to the token that the server samples with a seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def __call__(self, input_ids, scores):
-        key = torch.tensor([noise_key(self._seed, input_ids.shape[1])], dtype=torch.int64)
-        return scores / TEMPERATURE + gumbel_noise(key.to(torch.int32), scores.shape[1])
+        key = torch.tensor([make_noise_key(self._seed, input_ids.shape[1])], dtype=torch.int64)
+        return scores / TEMPERATURE + make_gumbel_noise(key.to(torch.int32), scores.shape[1])
 
 
 def make_prompts() -> list[str]:
     """Return prompts of 2 to 130 characters. Most share their beginning with a different prompt."""
     # This is the first seed for which all margins between tokens are wide (see `wide_margins`).
-    rng = random.Random(0)
+    generator = random.Random(0)
 
     def draw_text(max_length: int) -> str:
-        return "".join(rng.choices("abcdefghij klmnop", k=rng.randrange(2, max_length)))
+        return "".join(generator.choices("abcdefghij klmnop", k=generator.randrange(2, max_length)))
 
     prefixes = ["", *(draw_text(90) for _ in range(5))]
-    return [rng.choice(prefixes) + draw_text(40) for _ in range(NUM_REQUESTS)]
+    return [generator.choice(prefixes) + draw_text(40) for _ in range(NUM_REQUESTS)]
 
 
 PROMPTS = make_prompts()
-# For each kind of request, a function from the index of a request to its fields.
-FIELDS = {
+# For each kind of request, a function that returns the fields of the request with an index.
+KIND_FIELDS = {
     "greedy": lambda _: {},
     "penalties": lambda _: PENALTIES,
     "seeds": lambda n: {"temperature": TEMPERATURE, "seed": n // 2, "top_k": -1, "top_p": 1},
@@ -80,14 +80,14 @@ def server(folder):
 
 
 def complete(server: Endpoint, index: int, kind: str) -> str:
-    request_body = {"prompt": PROMPTS[index], "max_tokens": NEW_TOKENS, **FIELDS[kind](index)}
-    return text_in(server.answer(COMPLETIONS, **request_body))
+    fields = {"prompt": PROMPTS[index], "max_tokens": NEW_TOKENS, **KIND_FIELDS[kind](index)}
+    return text_in(server.answer(COMPLETIONS, **fields))
 
 
 def disconnect(server: Endpoint, index: int) -> None:
     """Request a long answer to the beginning of a prompt, and disconnect before its end."""
-    request_body = {"prompt": PROMPTS[index][:60], "max_tokens": 200, "stream": index % 2 == 0}
-    with server.abandon_request(COMPLETIONS, **request_body | FIELDS["seeds"](index)):
+    fields = {"prompt": PROMPTS[index][:60], "max_tokens": 200, "stream": index % 2 == 0}
+    with server.abandon_request(COMPLETIONS, **fields | KIND_FIELDS["seeds"](index)):
         time.sleep(index % 8 * 0.05)
 
 
@@ -113,22 +113,22 @@ def generate_answers(folder: str, kind: str, num_requests: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "num_requests"),
-    [("seeds", 20), *(pytest.param(x, NUM_REQUESTS, marks=pytest.mark.full) for x in FIELDS)],
+    [("seeds", 20), *(pytest.param(x, NUM_REQUESTS, marks=pytest.mark.full) for x in KIND_FIELDS)],
 )
 def test_concurrent_requests_match_single_requests(server, folder, kind, num_requests):
     single_answers = [complete(server, index, kind) for index in range(num_requests)]
     assert len(set(single_answers)) > (10 if kind == "structured" else 0.6 * num_requests)
     metric = 'requests_total{status="499"}'
-    old_disconnects = server.wait_until(requests_active=0).get(metric, 0)
+    old_count = server.wait_until(requests_active=0).get(metric, 0)
     num_disconnects = 4 * num_requests // 5
     with ThreadPoolExecutor(num_requests + num_disconnects) as pool:
-        disconnecting = [pool.submit(disconnect, server, index) for index in range(num_disconnects)]
+        disconnects = [pool.submit(disconnect, server, index) for index in range(num_disconnects)]
         indices = random.Random(1).sample(range(num_requests), num_requests)
-        answers = {index: pool.submit(complete, server, index, kind) for index in indices}
-        concurrent_answers = [answers[index].result() for index in range(num_requests)]
-        for future in disconnecting:
+        futures = {index: pool.submit(complete, server, index, kind) for index in indices}
+        concurrent_answers = [futures[index].result() for index in range(num_requests)]
+        for future in disconnects:
             future.result()
-    assert server.wait_until(requests_active=0)[metric] > old_disconnects
+    assert server.wait_until(requests_active=0)[metric] > old_count
     assert concurrent_answers == single_answers
     if kind != "structured":
         assert concurrent_answers == generate_answers(folder, kind, num_requests)

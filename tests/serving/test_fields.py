@@ -36,16 +36,16 @@ from transformers.cli.serving.utils import build_response_parser  # noqa: E402
 from hf_fp8kv.server import sampling  # noqa: E402
 from hf_fp8kv.server.choices import Choice, RunningRequest  # noqa: E402
 from hf_fp8kv.server.structured import Grammars  # noqa: E402
-from hf_fp8kv.server.text import AnswerText  # noqa: E402
+from hf_fp8kv.server.text import AnswerDecoder  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 # The template renders the names of the tools and the last message.
 TEMPLATE = (
     "{% for t in tools or [] %}{{ (t.function or t).name }};{% endfor %}{{ messages[-1].content }}"
 )
-QUESTION = [{"role": "user", "content": "why"}]
+MESSAGES = [{"role": "user", "content": "why"}]
 PROMPT = "the pages of a cache are stored in eight bits, and this prompt has more than one step"
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
+LOGPROB_TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,6 @@ def compute_logprobs(model, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-# -- log-probabilities -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 4, "top_k": 3}])
 def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, options):
@@ -103,33 +100,36 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, op
         )  # fmt: skip
         assert choice["text"].startswith(PROMPT)
         parts = choice["logprobs"] if stream else [choice["logprobs"]]
-        joined = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
+        logprobs = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
         tokens = encode(choice["text"])
         assert len(tokens) == len(PROMPT) + 9
-        assert joined["tokens"] == list(choice["text"])
-        assert joined["text_offset"] == list(range(len(tokens)))
+        assert logprobs["tokens"] == list(choice["text"])
+        assert logprobs["text_offset"] == list(range(len(tokens)))
         expected = compute_logprobs(model, tokens)
-        assert joined["token_logprobs"][0] is None is joined["top_logprobs"][0]
-        actual = expected[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(joined["token_logprobs"][1:]), actual, **TOLERANCE)
+        assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
+        token_logprobs = expected[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        actual = torch.tensor(logprobs["token_logprobs"][1:])
+        torch.testing.assert_close(actual, token_logprobs, **LOGPROB_TOLERANCE)
         top_values = expected[:-1].topk(3).values
-        for row, top in enumerate(joined["top_logprobs"][1:]):
-            values = sorted(top.values(), reverse=True)
-            torch.testing.assert_close(torch.tensor(values[:3]), top_values[row], **TOLERANCE)
-            assert joined["tokens"][row + 1] in top
+        for row, top in enumerate(logprobs["top_logprobs"][1:]):
+            actual = torch.tensor(sorted(top.values(), reverse=True)[:3])
+            torch.testing.assert_close(actual, top_values[row], **LOGPROB_TOLERANCE)
+            assert logprobs["tokens"][row + 1] in top
             assert len(top) in (3, 4)
 
 
 def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
-    fields = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
+    fields = {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
     answer = server.answer(CHAT, **fields, prompt_logprobs=1)
-    content, text = (answer["choices"][0][x]["content"] for x in ("logprobs", "message"))
+    (choice,) = answer["choices"]
+    content, text = choice["logprobs"]["content"], choice["message"]["content"]
     assert "".join(entry["token"] for entry in content) == text
     tokens = encode("why" + text)
     expected = compute_logprobs(model, tokens)
     for position, entry in enumerate(content, 2):
-        torch.testing.assert_close(entry["logprob"], expected[position].max().item(), **TOLERANCE)
-        assert entry["top_logprobs"][0] == {x: entry[x] for x in ("token", "logprob", "bytes")}
+        largest = expected[position].max().item()
+        torch.testing.assert_close(entry["logprob"], largest, **LOGPROB_TOLERANCE)
+        assert entry["top_logprobs"][0].items() <= entry.items()
         assert bytes(entry["bytes"]).decode() == entry["token"]
         assert len(entry["top_logprobs"]) == 2
     first_entry, *prompt_entries = answer["prompt_logprobs"]
@@ -137,11 +137,12 @@ def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
     for position, entry in enumerate(prompt_entries):
         prompt_entry = entry[str(tokens[position + 1])]
         logprob = expected[position, tokens[position + 1]]
-        torch.testing.assert_close(prompt_entry["logprob"], logprob.item(), **TOLERANCE)
+        torch.testing.assert_close(prompt_entry["logprob"], logprob.item(), **LOGPROB_TOLERANCE)
         assert prompt_entry["rank"] == 1 + int((expected[position] > logprob).sum())
     (streamed,) = get_choices(server, CHAT, **fields, stream=True)
     parts = [part["content"] for part in streamed["logprobs"] if part]
-    assert [x["token"] for x in chain.from_iterable(parts)] == [x["token"] for x in content]
+    streamed_tokens = [entry["token"] for entry in chain.from_iterable(parts)]
+    assert streamed_tokens == [entry["token"] for entry in content]
     assert max(map(len, parts)) == 1
 
 
@@ -152,7 +153,7 @@ def test_an_empty_suffix_does_not_change_a_stream(server):
     assert suffix_choice == plain_choice
 
 
-def test_a_prompt_without_an_answer_is_scored(server, model):
+def test_a_prompt_without_an_answer_gets_logprobs(server, model):
     fields = {"prompt": [encode("first"), encode("second one")], "max_tokens": 0, "echo": True}
     answer = server.answer(COMPLETIONS, **fields, logprobs=1)
     assert answer["usage"]["completion_tokens"] == 0
@@ -162,7 +163,7 @@ def test_a_prompt_without_an_answer_is_scored(server, model):
         tokens = encode(choice["text"])
         expected = compute_logprobs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
         logprobs = torch.tensor(choice["logprobs"]["token_logprobs"][1:])
-        torch.testing.assert_close(logprobs, expected[:, 0], **TOLERANCE)
+        torch.testing.assert_close(logprobs, expected[:, 0], **LOGPROB_TOLERANCE)
     streamed = get_choices(server, **fields, logprobs=1, stream=True)
     assert [choice["text"] for choice in streamed] == ["first", "second one"]
     assert {choice["finish_reason"] for choice in streamed} == {"length"}
@@ -172,33 +173,30 @@ def test_a_prompt_without_an_answer_is_scored(server, model):
     assert server.ask(COMPLETIONS, {**fields, "prompt": prompt + "x"})[0] == 400
 
 
-def test_scores_of_impossible_tokens_are_finite():
+def test_logprobs_of_impossible_tokens_are_finite():
     minus_infinity = float("-inf")
-    (score,) = sampling.score_tokens(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
-    assert score.rank == 3
-    assert score.logprob == -9999
-    assert sorted(value for _, value in score.top_tokens)[0] == -9999
+    (entry,) = sampling.make_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
+    assert entry.rank == 3
+    assert entry.logprob == -9999
+    assert min(logprob for _, logprob in entry.top_tokens) == -9999
 
 
-def test_a_restarted_request_gets_its_own_scores():
+def test_a_restarted_request_gets_the_logprobs_of_its_prompt():
     """The engine adds the tokens of a step to `position_offset` before it runs the step."""
-    sequence = sampling.Sequence([5, 6, 7], 9, num_prompt_top=1)
+    sequence = sampling.Sequence([5, 6, 7], 9, num_prompt_top_tokens=1)
     state = SimpleNamespace(logit_processor_kwargs={"sequence": sequence}, position_offset=4)
     plain_state = SimpleNamespace(logit_processor_kwargs={"sequence": sampling.Sequence([5], 9)})
-    requests = [SimpleNamespace(state=s, query_length=4) for s in (plain_state, state)]
+    requests = [SimpleNamespace(state=x, query_length=4) for x in (plain_state, state)]
     (span,) = sampling._find_spans(requests)
     assert (span.sequence, span.first_row, span.position, span.tokens) == (sequence, 4, 1, [6, 7])
     state.position_offset = 6
     assert sampling._find_spans(requests) == []
 
 
-# -- several answers -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_several_answers_match_answers_of_consecutive_seeds(server, path, stream):
-    fields = {"messages": QUESTION} if path == CHAT else {"prompt": PROMPT}
+    fields = {"messages": MESSAGES} if path == CHAT else {"prompt": PROMPT}
     fields |= {"max_tokens": 10, "temperature": 1.2, "stream": stream}
 
     def get_texts(**options: object) -> list[str]:
@@ -227,13 +225,13 @@ def test_the_prompt_of_several_answers_is_counted_and_computed_once(server):
 def test_several_answers_of_a_stream_are_interleaved(server):
     fields = {"prompt": PROMPT, "max_tokens": 120, "n": 2, "stream": True}
     parts = [event["choices"][0] for event in server.answer(COMPLETIONS, **fields)]
-    end_indices = [n for n, choice in enumerate(parts) if choice.get("finish_reason")]
-    start_index = next(n for n, choice in enumerate(parts) if choice["index"] == 1)
-    assert sorted(parts[n]["index"] for n in end_indices) == [0, 1]
-    assert start_index < end_indices[0]
+    ends = [position for position, part in enumerate(parts) if part.get("finish_reason")]
+    second_start = next(position for position, part in enumerate(parts) if part["index"] == 1)
+    assert sorted(parts[end]["index"] for end in ends) == [0, 1]
+    assert second_start < ends[0]
 
 
-def test_prompts_of_a_list_and_of_token_ids_get_the_answers_of_single_prompts(server):
+def test_lists_of_prompts_and_of_token_ids_get_the_answers_of_single_prompts(server):
     prompts = ["one", "two and more", "three"]
     expected = [get_choices(server, prompt=prompt, max_tokens=8)[0]["text"] for prompt in prompts]
     for batch in (prompts, [*map(encode, prompts)], [prompts[0], encode(prompts[1]), prompts[2]]):
@@ -253,29 +251,30 @@ def test_many_prompts_fit_together_if_each_prompt_fits(server):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_stream_of_several_answers_includes_usage_only_on_request(server, path):
-    fields = {"messages": QUESTION} if path == CHAT else {"prompt": "abc"}
+    fields = {"messages": MESSAGES} if path == CHAT else {"prompt": "abc"}
     fields |= {"max_tokens": 2, "n": 2, "stream": True}
     plain, (*parts, last) = (
         server.answer(path, **fields, **options)
         for options in ({}, {"stream_options": {"include_usage": True}})
     )
     assert all(event["choices"] for event in plain)
-    assert [len({event["id"] for event in stream}) for stream in (plain, [*parts, last])] == [1, 1]
+    for events in (plain, [*parts, last]):
+        assert len({event["id"] for event in events}) == 1
     assert not any("usage" in event for event in plain + parts)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
+@pytest.mark.parametrize("num_answers", [1, 3])
+def test_answers_of_one_request_leave_room_for_other_requests(folder, num_answers):
     """At most 16 of 60 answers run at a time. Answers to a prompt wait for its first answer."""
     num_running, max_running = 0, 0
-    started_ids: list[int] = []
+    started: list[int] = []  # indices of the choices, in the order of their starts
 
     class Engine:
-        async def stream(self, sequence, *, each_token):
+        async def stream(self, sequence, *, per_step):
             nonlocal num_running, max_running
-            started_ids.append(sequence.prompt[0])
+            started.append(sequence.prompt[0])
             num_running += 1
             max_running = max(max_running, num_running)
             await asyncio.sleep(0)
@@ -284,10 +283,10 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
             num_running -= 1
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    choices = [
-        Choice(index, index % count == 0, sampling.Sequence([index], 1), AnswerText(tokenizer))
-        for index in range(60)
-    ]
+    choices = []
+    for index in range(60):
+        sequence, is_first = sampling.Sequence([index], 1), index % num_answers == 0
+        choices.append(Choice(index, is_first, sequence, AnswerDecoder(tokenizer)))
 
     async def run() -> int:
         metrics = SimpleNamespace(unfinished_answers=Counter(), record_end=lambda _: None)
@@ -297,8 +296,8 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
     assert asyncio.run(run()) == 120  # each answer has a part with text and a final part
     assert max_running == 16
     assert [choice.finish_reason for choice in choices] == ["length"] * 60
-    for index in started_ids:
-        assert started_ids.index(index - index % count) <= started_ids.index(index)
+    for index in started:
+        assert started.index(index - index % num_answers) <= started.index(index)
 
 
 def test_several_answers_share_one_grammar(server, monkeypatch):
@@ -317,7 +316,7 @@ def test_several_answers_share_one_grammar(server, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_invalid_prompt_of_several_fails_the_request(server, stream):
+def test_one_invalid_prompt_of_several_fails_the_request(server, stream):
     fields = {"prompt": ["fine", "x" * 400], "max_tokens": 4, "stream": stream}
     status, text, _ = server.ask(COMPLETIONS, fields)
     if status == 200:  # the first answer had started
@@ -328,20 +327,17 @@ def test_an_invalid_prompt_of_several_fails_the_request(server, stream):
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
-# -- logits processors -----------------------------------------------------------------------------
-
-
 def test_penalties_and_biases_match_generate(server, model):
     plain_text = generate_dense(model, PROMPT, 40)
     logit_bias = dict.fromkeys(encode(plain_text[:2]), -3.0) | {7: 2.5}
-    processor = SequenceBiasLogitsProcessor({(token,): x for token, x in logit_bias.items()})
+    processor = SequenceBiasLogitsProcessor({(x,): bias for x, bias in logit_bias.items()})
     cases = [
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
         (
             {"presence_penalty": 0.8, "frequency_penalty": 0.6},
             [OpenAIPenalties(len(PROMPT), 0.8, 0.6)],
         ),
-        ({"logit_bias": {str(token): x for token, x in logit_bias.items()}}, [processor]),
+        ({"logit_bias": {str(x): bias for x, bias in logit_bias.items()}}, [processor]),
     ]
     for fields, processors in cases:
         expected = generate_dense(model, PROMPT, 40, *processors)
@@ -355,11 +351,11 @@ def test_penalties_and_biases_match_generate(server, model):
 
 def test_bad_words_do_not_occur(server, model):
     plain_text = generate_dense(model, PROMPT, 40)
-    letter, pair = plain_text[0], plain_text[10:12]
-    (choice,) = get_choices(server, prompt=PROMPT, max_tokens=40, bad_words=[letter, pair])
+    letter, word = plain_text[0], plain_text[10:12]
+    (choice,) = get_choices(server, prompt=PROMPT, max_tokens=40, bad_words=[letter, word])
     assert letter not in choice["text"]
-    assert pair not in choice["text"]
-    assert pair[0] in choice["text"] or pair[0] == letter
+    assert word not in choice["text"]
+    assert word[0] in choice["text"] or word[0] == letter
 
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -390,8 +386,6 @@ def test_bad_words_that_leave_no_token_are_an_error_of_the_request(server, strea
     assert "bad_words" in error["message"]
 
 
-# -- forced tools, and stop strings of parsed answers ----------------------------------------------
-
 WEATHER = {
     "name": "weather",
     "parameters": {
@@ -415,7 +409,8 @@ CLOCK = {
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, CLOCK)]
 
 
-def is_call(call: dict) -> bool:
+def is_valid_call(call: dict) -> bool:
+    """Return whether a call of WEATHER or CLOCK follows the schema of its parameters."""
     arguments = json.loads(call["function"]["arguments"])
     if call["function"]["name"] == "clock":
         return arguments.keys() == {"zone"} and arguments["zone"] in range(10)
@@ -424,7 +419,7 @@ def is_call(call: dict) -> bool:
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_required_tools_are_called(server, stream):
-    fields = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "stream": stream}
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 150, "stream": stream}
     names = set()
     for seed in range(6):
         (choice,) = get_choices(
@@ -433,7 +428,7 @@ def test_required_tools_are_called(server, stream):
         )  # fmt: skip
         calls = choice["calls"] if stream else choice["message"]["tool_calls"]
         assert len(calls) == 1
-        assert all(map(is_call, calls))
+        assert all(map(is_valid_call, calls))
         assert choice["finish_reason"] == "tool_calls"
         names.add(calls[0]["function"]["name"])
     assert names == {"weather", "clock"}
@@ -441,7 +436,7 @@ def test_required_tools_are_called(server, stream):
     (choice,) = get_choices(server, CHAT, **fields, tool_choice=tool_choice)
     calls = choice["calls"] if stream else choice["message"]["tool_calls"]
     assert [call["function"]["name"] for call in calls] == ["clock"]
-    assert is_call(calls[0])
+    assert is_valid_call(calls[0])
     (choice,) = get_choices(server, CHAT, **fields | {"max_tokens": 4}, tool_choice=tool_choice)
     assert choice["finish_reason"] == "length"
 
@@ -451,7 +446,7 @@ def test_invalid_tool_parameters_are_rejected(server):
     for _ in range(350):
         schema = {"type": "object", "properties": {"a": schema}}
     for path in (CHAT, RESPONSES):
-        fields = {"messages": QUESTION} if path == CHAT else {"input": "why"}
+        fields = {"messages": MESSAGES} if path == CHAT else {"input": "why"}
         for parameters in ("x", [1], 3, schema):
             function = {"name": "f", "parameters": parameters}
             tool = {"type": "function"} | ({"function": function} if path == CHAT else function)
@@ -476,27 +471,29 @@ def test_a_response_calls_a_named_tool(server):
     tool_choice = {"type": "function", "name": "weather"}
     fields = {"input": "why", "tools": tools, "tool_choice": tool_choice, "max_output_tokens": 60}
     items = server.answer(RESPONSES, **fields)["output"]
-    items = [item for item in items if item["type"] == "function_call"]
-    assert [call["name"] for call in items] == ["weather"]
-    assert json.loads(items[0]["arguments"])["day"] in ("today", "tomorrow")
+    (call,) = [item for item in items if item["type"] == "function_call"]
+    assert call["name"] == "weather"
+    assert json.loads(call["arguments"])["day"] in ("today", "tomorrow")
 
 
 def test_a_response_format_does_not_apply_to_a_forced_call(server):
     """Instructor sends both fields. OpenAI's `response_format` applies to texts, not to calls."""
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    json_schema = {"name": "x", "schema": {"type": "object"}}
+    response_format = {"type": "json_schema", "json_schema": json_schema}
     tool_choice = {"type": "function", "function": {"name": "clock"}}
-    fields = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "tool_choice": tool_choice}
-    (choice,) = get_choices(server, CHAT, **fields, response_format=schema)
-    assert is_call(choice["message"]["tool_calls"][0])
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 150, "tool_choice": tool_choice}
+    (choice,) = get_choices(server, CHAT, **fields, response_format=response_format)
+    assert is_valid_call(choice["message"]["tool_calls"][0])
 
 
 def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
     def read_parts(text: str) -> list[object]:
-        answer = AnswerText(tokenizer, forced_tool="")
-        assert answer.add_tokens(encode(text)) == []
-        return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.finish()]
+        decoder = AnswerDecoder(tokenizer, forced_tool="")
+        assert decoder.add_tokens(encode(text)) == []
+        parts = decoder.finish()
+        return [part.text or (part.call[0], json.loads(part.call[1])) for part in parts]
 
     assert read_parts('[{"name": "f", "param') == ['[{"name": "f", "param']
     assert read_parts('[{"name": "f", "parameters": {"x": 1}}]') == [("f", {"x": 1})]
@@ -521,22 +518,20 @@ def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
     ],
 )
 def test_an_invalid_tool_choice_is_rejected(server, field, fields):
-    status, text, _ = server.ask(CHAT, {"messages": QUESTION, "tools": TOOLS, **fields})
+    status, text, _ = server.ask(CHAT, {"messages": MESSAGES, "tools": TOOLS, **fields})
     assert (status, json.loads(text)["error"]["param"]) == (400, field)
 
 
-# -- units -----------------------------------------------------------------------------------------
-
-
-def test_token_rules_count_each_token_of_prompt_and_answer():
+def test_token_rules_count_per_step_of_prompt_and_answer():
     prompt, answer = [1, 2, 2], [4, 5, 5]
     sequence = sampling.Sequence(prompt, 9, frozenset({9, 400}), answer=answer)
 
     def change_scores(**rules: object) -> list[float]:
-        scores = torch.tensor([3.0, -2.0] * 5)
+        """Return the changes of the scores of ten tokens."""
+        scores, old_scores = (torch.tensor([3.0, -2.0] * 5) for _ in range(2))
         sequence.cached_tensors.clear()
         sampling.TokenRules(**rules).apply(scores, sequence)
-        return (scores - torch.tensor([3.0, -2.0] * 5)).tolist()
+        return (scores - old_scores).tolist()
 
     assert change_scores(presence_penalty=0.5) == [0, 0, 0, 0, -0.5, -0.5, 0, 0, 0, 0]
     assert change_scores(frequency_penalty=0.5) == [0, 0, 0, 0, -0.5, -1.0, 0, 0, 0, 0]
@@ -586,24 +581,24 @@ def test_undecodable_bytes_do_not_end_an_answer():
     """Random answers contain tokens of single bytes, as in models with SentencePiece."""
     vocabulary = {"a": 0, "b": 1, "\u2581c": 2}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-    bpe.decoder = decoders.Sequence(
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     generator, num_failures = torch.Generator().manual_seed(0), 0
     for _ in range(400):
         byte_tokens = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
         tokens = [0, *byte_tokens, 2, 1, 0, 2]
-        answer = AnswerText(bpe, stop_strings=["b"])
-        text = "".join(part.text for part in answer.add_tokens(tokens))
-        assert answer.is_stopped
-        assert answer.finish() == []
+        decoder = AnswerDecoder(tokenizer, stop_strings=["b"])
+        text = "".join(part.text for part in decoder.add_tokens(tokens))
+        assert decoder.is_stopped
+        assert decoder.finish() == []
         assert text.startswith("a")
         assert text.endswith(" c")
         try:
             stream = DecodeStream([], skip_special_tokens=True)
             for token in tokens:
-                stream.step(bpe, token)
+                stream.step(tokenizer, token)
         except Exception:
             num_failures += 1
     assert num_failures > 10  # the stream of tokenizers fails for some of these tokens
@@ -612,17 +607,17 @@ def test_undecodable_bytes_do_not_end_an_answer():
 @pytest.mark.parametrize(("parser", "reasoning"), [(None, ""), (BracketParser(), "so it is")])
 def test_a_stop_string_ends_a_parsed_answer(folder, parser, reasoning):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    answer = AnswerText(tokenizer, stop_strings=("]END",), parser=parser)
+    decoder = AnswerDecoder(tokenizer, stop_strings=("]END",), parser=parser)
     text = "[so it is]EN[]END and more"
     parts = []
     for token in encode(text):
-        if not answer.is_stopped:
-            parts += answer.add_tokens([token])
-    parts += answer.finish()
+        if not decoder.is_stopped:
+            parts += decoder.add_tokens([token])
+    parts += decoder.finish()
     assert "".join(part.reasoning for part in parts) == reasoning
     assert "".join(part.text for part in parts) == ("EN" if parser else "[so it is]EN[")
     assert [part.num_tokens for part in parts] == sorted(part.num_tokens for part in parts)
-    assert answer.num_tokens == text.index("]END") + 4
+    assert decoder.num_tokens == text.index("]END") + 4
 
 
 @pytest.mark.parametrize("all_at_once", [False, True])
@@ -630,17 +625,17 @@ def test_reasoning_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
     parser = build_response_parser(tokenizer, model, [])
-    answer = AnswerText(tokenizer.backend_tokenizer, parser=parser)
+    decoder = AnswerDecoder(tokenizer.backend_tokenizer, parser=parser)
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     tokens = encode(f"<think>so</think>well{call}{call}")
     parts = []
     for chunk in [tokens] if all_at_once else [[token] for token in tokens]:
-        parts += answer.add_tokens(chunk)
-    parts += answer.finish()
+        parts += decoder.add_tokens(chunk)
+    parts += decoder.finish()
     assert "".join(part.reasoning for part in parts) == "so"
     assert "".join(part.text for part in parts) == "well"
     assert [part.call for part in parts if part.call] == [("f", '{"x": 1}')] * 2
-    assert answer.num_calls == 2
+    assert decoder.num_calls == 2
 
 
 def test_an_incomplete_message_keeps_its_text(folder):
@@ -649,16 +644,16 @@ def test_an_incomplete_message_keeps_its_text(folder):
             raise ValueError("incomplete message")
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    answer = AnswerText(tokenizer, parser=BrokenParser())
-    parts = [*answer.add_tokens(encode("[so]half")), *answer.finish()]
+    decoder = AnswerDecoder(tokenizer, parser=BrokenParser())
+    parts = [*decoder.add_tokens(encode("[so]half")), *decoder.finish()]
     assert "".join(part.text for part in parts) == "half"
     assert "".join(part.reasoning for part in parts) == "so"
 
 
 def test_tokens_of_an_incomplete_character_are_not_lost():
     vocabulary = {"a": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
-    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-    bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    answer = AnswerText(bpe)
-    parts = [*answer.add_tokens([0, 1 + 0xC3]), *answer.finish()]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    decoder = AnswerDecoder(tokenizer)
+    parts = [*decoder.add_tokens([0, 1 + 0xC3]), *decoder.finish()]
     assert "".join(part.text for part in parts) == "a\ufffd"

@@ -7,7 +7,7 @@ import time
 import pytest
 from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
 
-from hf_fp8kv import application, serving
+from hf_fp8kv import make_application, serving
 from hf_fp8kv.errors import ConfigError
 from tests.helpers.serve_process import (
     NUM_PAGES,
@@ -24,14 +24,14 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_fp8kv.server.text import AnswerText
+from hf_fp8kv.server.text import AnswerDecoder
 
 pytestmark = pytest.mark.text
 
 CHAT = "/v1/chat/completions"
 QUESTION = "what is a page of a cache"
 REQUEST = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
-BATCHING = {"num_blocks": NUM_PAGES, "block_size": PAGE_SIZE, "max_batch_tokens": 64}
+BATCHING_OPTIONS = {"num_blocks": NUM_PAGES, "block_size": PAGE_SIZE, "max_batch_tokens": 64}
 
 
 @pytest.fixture(scope="module")
@@ -40,78 +40,79 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def make_application(folder):
+def build_application(folder):
     """Yield a function that creates an application. Then check that the engine has ended."""
     old_threads = {thread for thread in threading.enumerate() if not thread.daemon}
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     attention = model.config._attn_implementation
     serving.enable(model)
-    yield lambda **options: application(
-        model, tokenizer, **{"batching": ContinuousBatchingConfig(**BATCHING), **options}
+    yield lambda **options: make_application(
+        model, tokenizer, **{"batching": ContinuousBatchingConfig(**BATCHING_OPTIONS), **options}
     )
     new_threads = {thread for thread in threading.enumerate() if not thread.daemon} - old_threads
     assert not [thread for thread in new_threads if "generation_loop" in thread.name]
     assert model.config._attn_implementation == attention
 
 
-def mount_application(llm, path: str = "/llm", **options: object) -> TestClient:
-    return TestClient(Starlette(routes=[Mount(path, llm)], **options))
+def mount_application(application, path: str = "/llm", **options: object) -> TestClient:
+    return TestClient(Starlette(routes=[Mount(path, application)], **options))
 
 
 # Mounted at /v1, each path contains /v1 twice. Only the second /v1 belongs to the application.
 @pytest.mark.parametrize("path", ["/llm", "/v1", ""])
-def test_a_mounted_application_answers_like_generate(make_application, folder, path):
-    llm = make_application()
-    with mount_application(llm, path, lifespan=llm.lifespan) as client:
-        assert llm.failure is None
-        answer = client.post(f"{path}{CHAT}", json=REQUEST)
-        assert answer.status_code == 200, answer.text
+def test_a_mounted_application_answers_like_generate(build_application, folder, path):
+    application = build_application()
+    with mount_application(application, path, lifespan=application.lifespan) as client:
+        assert application.failure is None
+        response = client.post(f"{path}{CHAT}", json=REQUEST)
+        assert response.status_code == 200, response.text
         stream_text = client.post(f"{path}{CHAT}", json={**REQUEST, "stream": True}).text
         expected = generate_paged(folder, QUESTION, 12)
-        assert text_in(answer.json()) == text_in(parse_events(stream_text)) == expected
+        assert text_in(response.json()) == text_in(parse_events(stream_text)) == expected
         assert client.get(f"{path}/health").json()["status"] == "ok"
         assert len(client.get(f"{path}/v1/models").json()["data"]) == 1
         assert 'hf_fp8kv_requests_total{status="200"} 2.0' in client.get(f"{path}/metrics").text
         assert f"'{path}/openapi.json'" in client.get(f"{path}/docs").text
         if path:
             assert client.get("/health").status_code == 404
-    assert llm.failure == "the engine was not started"
+    assert application.failure == "the engine was not started"
 
 
-def test_a_mounted_application_does_not_start_without_its_lifespan(make_application):
-    llm = make_application()
-    with mount_application(llm) as client:
-        answer = client.post(f"/llm{CHAT}", json=REQUEST)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_started")
-        assert "lifespan=application.lifespan" in answer.json()["error"]["message"]
+def test_a_mounted_application_does_not_start_without_its_lifespan(build_application):
+    application = build_application()
+    with mount_application(application) as client:
+        response = client.post(f"/llm{CHAT}", json=REQUEST)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_started")
+        assert "lifespan=application.lifespan" in response.json()["error"]["message"]
 
 
-def test_a_server_can_start_an_application_twice(make_application):
-    llm = make_application(served_name="mine", api_key="sesame")
+def test_a_server_can_start_an_application_twice(build_application):
+    application = build_application(served_name="mine", api_key="sesame")
     for _ in range(2):
-        with TestClient(llm, headers={"authorization": "Bearer sesame"}) as client:
-            answer = client.post(CHAT, json={**REQUEST, "model": "mine"})
-            assert (answer.status_code, answer.json()["model"]) == (200, "mine")
+        with TestClient(application, headers={"authorization": "Bearer sesame"}) as client:
+            response = client.post(CHAT, json={**REQUEST, "model": "mine"})
+            assert (response.status_code, response.json()["model"]) == (200, "mine")
             response = client.post(CHAT, json=REQUEST, headers={"authorization": "Bearer simsim"})
             assert response.status_code == 401
-        assert llm.failure == "the engine was not started"
+        assert application.failure == "the engine was not started"
 
 
-@pytest.mark.parametrize("cors", [False, True])
-def test_cors_allows_other_origins_only_if_enabled(make_application, cors):
+@pytest.mark.parametrize("enable_cors", [False, True])
+def test_cors_allows_other_origins_only_if_enabled(build_application, enable_cors):
     origin_headers = {"origin": "https://page.example"}
-    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
-    with TestClient(make_application(cors=cors, api_key="sesame")) as client:
+    preflight_headers = {"access-control-request-method": "POST"}
+    preflight_headers |= {"access-control-request-headers": "x", **origin_headers}
+    with TestClient(build_application(enable_cors=enable_cors, api_key="sesame")) as client:
         unauthorized = client.get("/v1/models", headers=origin_headers)
-        response = client.options(CHAT, headers=origin_headers | preflight)
-    assert (unauthorized.status_code, response.status_code) == (401, 200 if cors else 401)
-    for answer in (unauthorized, response):
-        assert ("access-control-allow-origin" in answer.headers) is cors
+        preflight = client.options(CHAT, headers=preflight_headers)
+    assert (unauthorized.status_code, preflight.status_code) == (401, 200 if enable_cors else 401)
+    for response in (unauthorized, preflight):
+        assert ("access-control-allow-origin" in response.headers) is enable_cors
 
 
-def test_an_impossible_engine_fails_the_startup(make_application):
-    llm = make_application(batching=ContinuousBatchingConfig(max_memory_percent=1e-9))
+def test_an_impossible_engine_fails_the_startup(build_application):
+    application = build_application(batching=ContinuousBatchingConfig(max_memory_percent=1e-9))
     messages: list[dict] = []
 
     async def receive() -> dict:
@@ -120,42 +121,42 @@ def test_an_impossible_engine_fails_the_startup(make_application):
     async def send(message: dict) -> None:
         messages.append(message)
 
-    asyncio.run(llm({"type": "lifespan"}, receive, send))
+    asyncio.run(application({"type": "lifespan"}, receive, send))
     assert [message["type"] for message in messages] == ["lifespan.startup.failed"]
     assert "cannot start the engine" in messages[0]["message"]
     assert "Traceback" not in messages[0]["message"]
-    client = mount_application(llm, lifespan=llm.lifespan)
+    client = mount_application(application, lifespan=application.lifespan)
     with pytest.raises(ConfigError, match="cannot start the engine"), client:
         pass
 
 
-def test_a_failed_engine_is_reported(make_application, monkeypatch):
-    llm = make_application()
-    with TestClient(llm) as client:
-        processor = llm.engine._manager.batch_processor
+def test_a_failed_engine_is_reported(build_application, monkeypatch):
+    application = build_application()
+    with TestClient(application) as client:
+        processor = application.engine._manager.batch_processor
         monkeypatch.setattr(processor, "update_batch", lambda: 1 / 0)
         assert client.post(CHAT, json=REQUEST).status_code in (500, 503)
         deadline = time.monotonic() + 60
-        while llm.failure is None and time.monotonic() < deadline:
+        while application.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert llm.failure == "division by zero"
+        assert application.failure == "division by zero"
         assert client.get("/health").status_code == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_in_decoding_text_only_fails_its_answer(make_application, monkeypatch, stream):
-    with TestClient(make_application()) as client:
-        monkeypatch.setattr(AnswerText, "finish", lambda _: 1 / 0)
-        answer = client.post(CHAT, json={**REQUEST, "stop": "\n", "stream": stream})
-        assert answer.status_code == (200 if stream else 500)
-        assert "internal error" in answer.text
+def test_a_failure_in_decoding_text_only_fails_its_answer(build_application, monkeypatch, stream):
+    with TestClient(build_application()) as client:
+        monkeypatch.setattr(AnswerDecoder, "finish", lambda _: 1 / 0)
+        response = client.post(CHAT, json={**REQUEST, "stop": "\n", "stream": stream})
+        assert response.status_code == (200 if stream else 500)
+        assert "internal error" in response.text
         assert client.get("/metrics").text.count("hf_fp8kv_requests_active 0.0") == 1
 
 
-def test_outputs_of_unknown_requests_are_discarded(make_application):
-    llm = make_application()
-    with TestClient(llm):
-        router = llm.engine._manager.output_router
+def test_outputs_of_unknown_requests_are_discarded(build_application):
+    application = build_application()
+    with TestClient(application):
+        router = application.engine._manager.output_router
         router.deliver(GenerationOutput("gone"))
         router.deliver_batch([GenerationOutput("gone")])
         assert router.output_queue.empty()
@@ -165,8 +166,8 @@ def test_an_application_rejects_unsuitable_models_and_options(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"enable\(\) was called on, got a different Llama"):
-        application(model, tokenizer)
+        make_application(model, tokenizer)
     serving.enable(model)
     for options in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):
         with pytest.raises(ConfigError, match=next(iter(options)).replace("_", ".")):
-            application(model, tokenizer, **options)
+            make_application(model, tokenizer, **options)

@@ -20,46 +20,46 @@ def model() -> Any:
     return serving.enable(build_variant("llama")[0], deterministic=True)
 
 
-def sample(
-    model: Any, prompt_ids: list[list[int]], *, seed: int = 3, num_answers: int = 1, **kwargs: Any
+def sample_tokens(
+    model: Any, prompt_ids: list[list[int]], *, seed: int = 3, num_answers: int = 1, **batching: Any
 ) -> list[list[int]]:
     torch.manual_seed(seed)
-    generation = GenerationConfig(
+    config = GenerationConfig(
         do_sample=True, temperature=1.1, top_k=40, top_p=0.95, num_return_sequences=num_answers,
         max_new_tokens=NEW_TOKENS, eos_token_id=-1, pad_token_id=0,
     )  # fmt: skip
-    return generate_batch(model, prompt_ids, generation=generation, **kwargs)
+    return generate_batch(model, prompt_ids, generation=config, **batching)
 
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:
-    """Other requests with different lengths share steps, split prompts and evict pages."""
+    """Other requests have different lengths. They share steps, split prompts and evict pages."""
     prompt_ids, other_prompt_ids = prompts(), prompts(seed=7)
-    tokens = sample(model, prompt_ids)
+    tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == len(prompt_ids)
-    assert sample(model, prompt_ids, max_batch_tokens=16) == tokens
-    assert sample(model, prompt_ids, pages=14) == tokens
-    assert sample(model, prompt_ids[:1]) == tokens[:1]
+    assert sample_tokens(model, prompt_ids, max_batch_tokens=16) == tokens
+    assert sample_tokens(model, prompt_ids, pages=14) == tokens
+    assert sample_tokens(model, prompt_ids[:1]) == tokens[:1]
     for index in (0, 6):
         mixed_ids = [*other_prompt_ids[:index], prompt_ids[index], *other_prompt_ids[index + 1 :]]
-        assert sample(model, mixed_ids)[index] == tokens[index]
+        assert sample_tokens(model, mixed_ids)[index] == tokens[index]
 
 
 def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> None:
     prompt_ids = [prompts()[1]] * 4
-    tokens = sample(model, prompt_ids)
+    tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == 4
-    assert sample(model, prompt_ids) == tokens
-    assert not set(map(tuple, sample(model, prompt_ids, seed=4))) & set(map(tuple, tokens))
+    assert sample_tokens(model, prompt_ids) == tokens
+    assert not set(map(tuple, sample_tokens(model, prompt_ids, seed=4))) & set(map(tuple, tokens))
     config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
-    results = [sample(model, prompt_ids, seed=seed, config=config) for seed in (1, 2)]
-    assert results[0] == results[1] != tokens
+    first, second = (sample_tokens(model, prompt_ids, seed=seed, config=config) for seed in (1, 2))
+    assert first == second != tokens  # the seed of the config overrides torch's seed
 
 
 def test_several_answers_to_a_prompt_differ(model: Any) -> None:
     prompt_ids = prompts()[:3]
-    tokens = sample(model, prompt_ids, num_answers=3)
+    tokens = sample_tokens(model, prompt_ids, num_answers=3)
     assert len(set(map(tuple, tokens))) == 9
-    assert sample(model, prompt_ids[:1], num_answers=3) == tokens[:3]
+    assert sample_tokens(model, prompt_ids[:1], num_answers=3) == tokens[:3]
 
 
 def test_logprobs_contain_no_noise() -> None:

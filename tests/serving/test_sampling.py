@@ -20,15 +20,15 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from hf_fp8kv.server import metrics, sampling  # noqa: E402
-from hf_fp8kv.server.text import AnswerText  # noqa: E402
+from hf_fp8kv.server.text import AnswerDecoder  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 
 
 def make_noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
     """Return the keys of one seed at `count` positions, or of `count` seeds at one position."""
-    pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
-    return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
+    arguments = [(n, 5) if seed is None else (seed, n) for n in range(count)]
+    return torch.tensor([sampling.make_noise_key(*x) for x in arguments]).to(torch.int32)
 
 
 def matches_distribution(counts: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -41,7 +41,7 @@ def matches_distribution(counts: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("seed", [None, 0, -3, 2**63 - 1])
 def test_tokens_have_the_probabilities_of_the_logits(seed):
     probabilities = torch.randn(30, generator=torch.Generator().manual_seed(1)).softmax(0)
-    noise = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 30)
+    noise = sampling.make_gumbel_noise(make_noise_keys(50_000, seed=seed), 30)
     counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
     assert matches_distribution(counts, probabilities * len(noise))
 
@@ -49,48 +49,49 @@ def test_tokens_have_the_probabilities_of_the_logits(seed):
 @pytest.mark.parametrize("seed", [None, 11])
 def test_noise_of_neighbors_is_independent(seed):
     """Adjacent positions of one seed, and adjacent seeds at one position, are independent."""
-    tokens = sampling.gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
+    tokens = sampling.make_gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
     pair_counts = (16 * tokens[:-1] + tokens[1:]).bincount(minlength=256)
     assert matches_distribution(pair_counts, torch.full((256,), (len(tokens) - 1) / 256))
 
 
 def test_noise_depends_only_on_key_and_token():
     keys = make_noise_keys(7, seed=3)
-    noise = sampling.gumbel_noise(keys, 100)
+    noise = sampling.make_gumbel_noise(keys, 100)
     assert noise.isfinite().all()
     for row in range(7):
-        assert torch.equal(sampling.gumbel_noise(keys[row : row + 1], 60)[0], noise[row, :60])
+        assert torch.equal(sampling.make_gumbel_noise(keys[row : row + 1], 60)[0], noise[row, :60])
 
 
 @pytest.mark.parametrize(("position", "token"), [(296, 44251), (661, 30565), (1811, 419)])
 def test_the_largest_noise_is_finite(position, token):
-    """At these positions, the hash bits that become a uniform number are all ones."""
-    key = torch.tensor([sampling.noise_key(7, position)]).to(torch.int32)
-    noise = sampling.gumbel_noise(key, 49152)[0]
+    """At these positions, the bits that become a uniform number are all ones."""
+    key = torch.tensor([sampling.make_noise_key(7, position)]).to(torch.int32)
+    noise = sampling.make_gumbel_noise(key, 49152)[0]
     assert noise.isfinite().all()
     assert noise.argmax() == token
     assert noise.min() > -3
     assert 15 < noise[token] < 17
 
 
-def sample(scores: torch.Tensor, *sequences: sampling.Sequence, position: int = 5) -> torch.Tensor:
-    """Return the sampler's scores for one step. Row i belongs to sequence i."""
+def run_sampler(scores: torch.Tensor, *sequences: sampling.Sequence) -> torch.Tensor:
+    """Return the sampler's scores for one step, at position 5. Row i belongs to sequence i."""
     sampler = sampling.Sampler([], scores.shape[1])
     arguments = torch.zeros(5, len(scores), dtype=torch.int32)
     sampler.fill_defaults(arguments[:, -1:])
-    sampler.prepare_tensor_args(make_step(sequences, position), arguments)
+    sampler.prepare_tensor_args(make_step(sequences, 5), arguments)
     return sampler(torch.zeros(len(scores)), scores.clone(), arguments)
 
 
 def test_rows_without_temperature_have_no_noise():
     scores = torch.randn(3, 40)
-    output = sample(
+    output = run_sampler(
         scores, sampling.Sequence([1], 9, seed=9),
         sampling.Sequence([1], 9, temperature=0.7, seed=9), sampling.Sequence([1], 9),
     )  # fmt: skip
     assert torch.equal(output[[0, 2]], scores[[0, 2]])
-    key = torch.tensor([sampling.noise_key(9, 5)]).to(torch.int32)
-    assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
+    key = torch.tensor([sampling.make_noise_key(9, 5)]).to(torch.int32)
+    noise = sampling.make_gumbel_noise(key, 40)[0]
+    assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + noise)
 
 
 def test_each_row_is_filtered_by_its_limits():
@@ -98,29 +99,31 @@ def test_each_row_is_filtered_by_its_limits():
     probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
     scores = probabilities.log().repeat(7, 1) + torch.arange(7.0)[:, None]
     limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})
-    is_kept = sample(scores, *(sampling.Sequence([1], 9, **limit) for limit in limits)).isfinite()
+    sequences = [sampling.Sequence([1], 9, **limit) for limit in limits]
+    is_kept = run_sampler(scores, *sequences).isfinite()
     assert is_kept.sum(-1).tolist() == [2, 4, 3, 1, 2, 2, 4]
     assert all(row.tolist() == sorted(row.tolist(), reverse=True) for row in is_kept)
 
 
-@pytest.mark.parametrize("stops", [("lo wo",), ("nothing", "d!"), ("h",), ("never",), ()])
-def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops):
+@pytest.mark.parametrize("stop_strings", [("lo wo",), ("nothing", "d!"), ("h",), ("never",), ()])
+def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stop_strings):
     tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
     text = "hello world!"
     tokens = tokenizer(text)["input_ids"]
-    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
-    decoded = ""
+    decoder = AnswerDecoder(tokenizer.backend_tokenizer, stop_strings=stop_strings)
+    decoded_text = ""
     for token in tokens:
-        decoded += "".join(part.text for part in answer.add_tokens([token]))
-        if answer.is_stopped:
+        decoded_text += "".join(part.text for part in decoder.add_tokens([token]))
+        if decoder.is_stopped:
             break
-    decoded += "".join(part.text for part in answer.finish())
-    stop_starts = [text.index(stop) for stop in stops if stop in text]
-    assert answer.is_stopped is bool(stop_starts)
-    assert decoded == (text[: stop_starts[0]] if stop_starts else text)
-    assert answer.num_tokens == (stop_starts[0] + len(stops[-1]) if stop_starts else len(text))
-    answer = AnswerText(tokenizer.backend_tokenizer, stop_strings=stops)
-    assert "".join(x.text for x in [*answer.add_tokens(tokens), *answer.finish()]) == decoded
+    decoded_text += "".join(part.text for part in decoder.finish())
+    stop_starts = [text.index(stop) for stop in stop_strings if stop in text]
+    assert decoder.is_stopped is bool(stop_starts)
+    assert decoded_text == (text[: stop_starts[0]] if stop_starts else text)
+    num_tokens = stop_starts[0] + len(stop_strings[-1]) if stop_starts else len(text)
+    assert decoder.num_tokens == num_tokens
+    decoder = AnswerDecoder(tokenizer.backend_tokenizer, stop_strings=stop_strings)
+    assert "".join(x.text for x in [*decoder.add_tokens(tokens), *decoder.finish()]) == decoded_text
 
 
 @pytest.fixture(scope="module")
@@ -149,28 +152,29 @@ def test_latency_metrics_count_each_request_and_token(server, stream):
     def read_counts() -> list[float]:
         label = f'{{model_name="{server.model.rsplit("/", 1)[-1]}"}}'
         names = ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
-        values = server.wait_until(requests_active=0)
-        return [values[f"{name}_seconds_count{label}"] for name in names]
+        metrics_by_name = server.wait_until(requests_active=0)
+        return [metrics_by_name[f"{name}_seconds_count{label}"] for name in names]
 
-    text, before = complete(server, "count"), read_counts()
+    text, old_counts = complete(server, "count"), read_counts()
     with ThreadPoolExecutor(6) as pool:
         request_body = {"prompt": "count", "max_tokens": 9, "stream": stream}
         list(pool.map(lambda _: server.ask(COMPLETIONS, request_body), range(6)))
-    assert [b - a for a, b in zip(before, read_counts(), strict=True)] == [6, 6, 6 * 8, 6]
+    assert [new - old for old, new in zip(old_counts, read_counts(), strict=True)] == [6, 6, 48, 6]
     assert "finish_reason" in server.ask(COMPLETIONS, {**request_body, "stop": text[3]})[1]
-    assert read_counts()[-1] == before[-1] + 7
+    assert read_counts()[-1] == old_counts[-1] + 7
 
 
 def test_latency_metrics_match_their_names(monkeypatch):
-    stats = metrics.Metrics("m")
+    server_metrics = metrics.Metrics("m")
     times = iter([100.0, 101.0, 104.0, 110.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(times))
     request = sampling.Sequence([1], 9, submitted_at=90.0)
     for _ in range(3):
-        stats.record_token(request, 93.0)
-    stats.record_end(request)
+        server_metrics.record_token(request, 93.0)
+    server_metrics.record_end(request)
+    registry = server_metrics._registry
     sums = {
-        name: stats._registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
+        name: registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
         for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
     }
     assert list(sums.values()) == [3.0, 10.0, 4.0, 20.0]

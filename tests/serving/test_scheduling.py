@@ -9,24 +9,25 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_fp8kv import serving
 from hf_fp8kv.server.sampling import Sequence
-from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_prompts, share_steps, share_tokens
+from hf_fp8kv.server.scheduling import MAX_SCORED_TOKENS, limit_scoring, share_steps, share_tokens
 from tests.helpers.serving_tools import PAGE, batching, greedy, open_manager
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
 
-def make_prompt(name: str, num_tokens: int, time: float) -> SimpleNamespace:
+def make_prompt(name: str, num_tokens: int, created_time: float) -> SimpleNamespace:
     return SimpleNamespace(
         request_id=name, status=RequestStatus.PENDING, remaining_prefill_tokens=[0] * num_tokens,
-        created_time=time,
+        created_time=created_time,
     )  # fmt: skip
 
 
-def make_decoding(name: str) -> SimpleNamespace:
+def make_decoding_request(name: str) -> SimpleNamespace:
     return SimpleNamespace(request_id=name, status=RequestStatus.DECODING)
 
 
+DECODING_A, DECODING_B = make_decoding_request("a"), make_decoding_request("b")
 LONG, SHORT, MIDDLE, NEWEST = (
     make_prompt("long", 5000, 1.0), make_prompt("short", 20, 2.0), make_prompt("middle", 300, 3.0),
     make_prompt("newest", 4000, 4.0),
@@ -38,16 +39,16 @@ LONG, SHORT, MIDDLE, NEWEST = (
     [
         # A prompt alone, or next to decoding requests, gets all tokens of a step.
         ([LONG], 256, "long", {}),
-        ([make_decoding("a"), LONG], 256, "a long", {}),
+        ([DECODING_A, LONG], 256, "a long", {}),
         ([LONG, SHORT], 256, "short long", {"short": 20}),
         ([LONG, NEWEST], 256, "newest long", {"newest": 128}),
         # The shortest prompt comes first. A prompt that does not fit into the half gets the rest.
-        ([make_decoding("a"), make_decoding("b"), LONG, NEWEST, MIDDLE, SHORT], 258,
+        ([DECODING_A, DECODING_B, LONG, NEWEST, MIDDLE, SHORT], 258,
          "a b short middle long newest", {"short": 20, "middle": 108}),
         # The oldest request has the earliest time, at any place in the list.
         ([SHORT, NEWEST, LONG], 64, "short newest long", {"short": 20, "newest": 12}),
         # The step has room for only one prompt token.
-        ([make_decoding("a"), make_decoding("b"), LONG, SHORT], 3, "a b long short", {}),
+        ([DECODING_A, DECODING_B, LONG, SHORT], 3, "a b long short", {}),
     ],
 )  # fmt: skip
 def test_share_tokens_prefers_short_prompts(candidates, num_tokens, order, limits):
@@ -59,20 +60,20 @@ def test_share_tokens_prefers_short_prompts(candidates, num_tokens, order, limit
 def test_scored_prompts_share_the_logits_of_a_step():
     def make_scored(name: str, num_tokens: int) -> SimpleNamespace:
         state = make_prompt(name, num_tokens, 1.0)
-        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, num_prompt_top=0)}
+        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, num_prompt_top_tokens=0)}
         return state
 
     plain = make_prompt("plain", 900, 1.0)
     plain.logit_processor_kwargs = {}
     decoding = make_scored("decodes", 0)
     decoding.status = RequestStatus.DECODING
-    a, b, c = (make_scored(*x) for x in (("a", 400), ("b", 300), ("c", 10)))
-    admitted, limits = limit_prompts([decoding, a, plain, b, c])
-    assert [state.request_id for state in admitted] == ["decodes", "a", "plain", "b"]
-    assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
+    first, second, third = make_scored("1", 400), make_scored("2", 300), make_scored("3", 10)
+    admitted, limits = limit_scoring([decoding, first, plain, second, third])
+    assert [state.request_id for state in admitted] == ["decodes", "1", "plain", "2"]
+    assert limits == {"1": 400, "2": MAX_SCORED_TOKENS - 400}
 
 
-def submit(
+def submit_requests(
     prompts: dict[str, list[int]], num_pages: int, *, is_fair: bool = True
 ) -> tuple[Any, Any]:
     """Return a model and its manager before the first step. Each request gets two new tokens."""
@@ -94,7 +95,8 @@ def make_token_ids(count: int, offset: int) -> list[int]:
 
 
 def test_a_shortage_of_pages_restarts_the_newer_request():
-    model, manager = submit({"old": make_token_ids(200, 203), "new": make_token_ids(180, 183)}, 16)
+    prompts = {"old": make_token_ids(200, 203), "new": make_token_ids(180, 183)}
+    model, manager = submit_requests(prompts, 16)
     processor = manager.batch_processor
     restarted_ids, states = set(), {}
     for _ in range(60):
@@ -114,9 +116,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
     """The test compares the steps, of 32 tokens each, in which prompts get their first token."""
     sizes = {"long": (400, 4), "short": (10, 5), "middle": (50, 6)}
     prompts = {name: make_token_ids(*size) for name, size in sizes.items()}
-    model, manager = submit(prompts, 96, is_fair=is_fair)
+    model, manager = submit_requests(prompts, 96, is_fair=is_fair)
     processor = manager.batch_processor
-    first_steps: dict[str, int] = {}
+    first_steps: dict[str, int] = {}  # number of the step with the first token
     answers = {}
     step = 0
     while len(answers) < len(prompts):
@@ -137,8 +139,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_prompt(is_fair):
         assert min(first_steps.values()) == first_steps["long"] == 13
     for name, prompt in prompts.items():
         config = batching(pages=96)
-        (out,) = model.generate_batch([prompt], greedy(max_new_tokens=2), config).values()
-        assert answers[name] == out.generated_tokens
+        (output,) = model.generate_batch([prompt], greedy(max_new_tokens=2), config).values()
+        assert answers[name] == output.generated_tokens
 
 
 def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> None:
@@ -146,10 +148,10 @@ def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> 
     model, _ = build_variant("gqa", max_position_embeddings=512)
     serving.enable(model)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
-    texts = [list(range(first_token, first_token + 3 * PAGE)) for first_token in (2, 40)]
+    prompts = [list(range(first_token, first_token + 3 * PAGE)) for first_token in (2, 40)]
     with open_manager(model, pages=9) as manager:
-        for text in texts:
-            manager.add_request(text, max_new_tokens=6 * PAGE)
+        for prompt in prompts:
+            manager.add_request(prompt, max_new_tokens=6 * PAGE)
         deadline = time.monotonic() + 30
         while manager.batch_processor is None or not (
             manager.batch_processor.scheduler.block_new_requests
@@ -161,9 +163,9 @@ def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> 
         manager.cancel_request(running_id)
         added_id = manager.add_request([5, 6, 7], max_new_tokens=2)
         lengths: dict[str, int] = {}
-        while {waiting_id, added_id} - lengths.keys() and (out := manager.get_result(timeout=20)):
-            lengths[out.request_id] = len(out.generated_tokens)
-        for request in (waiting_id, added_id):
-            manager.cancel_request(request)  # otherwise the manager waits for the request at exit
+        while {waiting_id, added_id} - lengths.keys() and (x := manager.get_result(timeout=20)):
+            lengths[x.request_id] = len(x.generated_tokens)
+        for request_id in (waiting_id, added_id):
+            manager.cancel_request(request_id)  # otherwise the manager waits for it at exit
         assert lengths.keys() >= {waiting_id, added_id}
         assert (lengths[waiting_id], lengths[added_id]) == (6 * PAGE, 2)

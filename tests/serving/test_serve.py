@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import select
@@ -51,59 +52,70 @@ make_connection_class = import_required("hf_fp8kv.server.connections").make_conn
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
 template_shows_tools = import_required("hf_fp8kv.server.model").template_shows_tools
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 USER_MESSAGE = {"type": "message", "role": "user", "content": "x"}
 ARGUMENT_NAMES = [chr(code) for code in range(0x4E00, 0x4E41)]  # 65 names of template arguments
-STORY = [{"role": "user", "content": "tell me a long story of pages and tokens"}]
+STORY = "tell me a long story of pages and tokens"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
+def folder(tmp_path_factory) -> str:
     return save_chat_model(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module")
-def server(model):
-    with hosting(model, "--max-body", "128kB") as server:
+def server(folder):
+    with hosting(folder, "--max-body", "128kB") as server:
         yield server
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run_command(monkeypatch, capsys):
     return command_line.runner(monkeypatch, capsys)
 
 
-def chat(**fields: object) -> dict:
-    return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
+def make_chat(content: object = "hello", role: str = "user", **fields: object) -> dict:
+    """Return the body of a chat request with one message."""
+    return {"messages": [{"role": role, "content": content}], "max_tokens": 4, **fields}
+
+
+def get_status(server, path: str, body: object = None, **options: object) -> int:
+    status, _, _ = server.ask(path, body, **options)
+    return status
+
+
+def read_json(server, path: str, body: object = None) -> dict:
+    _, text, _ = server.ask(path, body)
+    return json.loads(text)
 
 
 def get_text(server, question: str, **options: object) -> str:
-    messages = [{"role": "user", "content": question}]
-    answer = server.answer(CHAT, **chat(messages=messages, **options))
-    assert isinstance(answer, dict) or len(answer) > 2
+    answer = server.answer(CHAT, **make_chat(question, **options))
+    assert isinstance(answer, dict) or len(answer) > 2  # an answer, or the events of a stream
     return text_in(answer)
 
 
-# -- answers ---------------------------------------------------------------------------------------
-
-
-def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(model, tmp_path, monkeypatch):
-    plan, plans = choose_plan(LlamaForCausalLM.from_pretrained(model)), []
+def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path, monkeypatch):
+    plan, resolved = choose_plan(LlamaForCausalLM.from_pretrained(folder)), []
     plan.save_pretrained(tmp_path)
     resolve = hf_fp8kv.serving.resolve_plan
-    monkeypatch.setattr(
-        hf_fp8kv.serving, "resolve_plan", lambda *args: plans.append(resolve(*args)) or plans[-1]
-    )
-    expected = generate_paged(model, "which plan", 12, plan=plan)
+
+    def resolve_and_record(*args):
+        resolved.append(resolve(*args))
+        return resolved[-1]
+
+    monkeypatch.setattr(hf_fp8kv.serving, "resolve_plan", resolve_and_record)
+    expected = generate_paged(folder, "which plan", 12, plan=plan)
     for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
-        with hosting(model, *options) as server:
+        with hosting(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
-        assert plans.pop()[1].digest == plan.digest
-        assert not plans
+        ((_, resolved_plan),) = resolved
+        assert resolved_plan.digest == plan.digest
+        resolved.clear()
 
 
-def test_sixteen_concurrent_requests_match_generate(server, model):
+def test_sixteen_concurrent_requests_match_generate(server, folder):
     questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
     # All requests together need more pages than the engine has.
     assert sum(len(question) + 40 for question in questions) > 2 * NUM_PAGES * PAGE_SIZE
@@ -114,14 +126,14 @@ def test_sixteen_concurrent_requests_match_generate(server, model):
         ]
         answers = [future.result() for future in futures]
     assert answers[:8] == answers[8:]
-    assert answers[:8] == [generate_paged(model, question, 40) for question in questions[:8]]
+    assert answers[:8] == [generate_paged(folder, question, 40) for question in questions[:8]]
     assert len(set(answers)) == 8
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
 def test_sampling_depends_only_on_the_fields_of_its_request(server):
     def sample_texts(**fields: object) -> set[str]:
-        request = chat(messages=STORY, max_tokens=12, **fields)
+        request = make_chat(STORY, max_tokens=12, **fields)
         return {text_in(server.answer(CHAT, **request)) for _ in range(3)}
 
     sampling = {"temperature": 2.0}
@@ -148,27 +160,27 @@ def test_an_answer_ends_before_its_stop_string(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server, stream):
     def get_finish_reason(max_tokens: int) -> str:
-        request = chat(messages=STORY, max_tokens=max_tokens, stop=stop, stream=stream)
+        request = make_chat(STORY, max_tokens=max_tokens, stop=stop, stream=stream)
         answer = server.answer(CHAT, **request)
         return (answer[-1] if stream else answer)["choices"][0]["finish_reason"]
 
-    full_text = text_in(server.answer(CHAT, **chat(messages=STORY, max_tokens=20)))
+    full_text = text_in(server.answer(CHAT, **make_chat(STORY, max_tokens=20)))
     stop = full_text[-6:]
     assert full_text.index(stop) == 14
     assert [get_finish_reason(20), get_finish_reason(19)] == ["stop", "length"]
 
 
 def test_streams_name_the_requested_model(server):
-    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
+    name = read_json(server, "/v1/models")["data"][0]["id"]
     limits = {"max_tokens": 2, "stream": True}
-    for path, request in ((CHAT, chat(**limits)), ("/v1/completions", {"prompt": "x", **limits})):
+    for path, fields in ((CHAT, make_chat()), (COMPLETIONS, {"prompt": "x"})):
         for model_field in ({}, {"model": name}, {"model": f"{server.model}"}):
-            chunks = server.answer(path, **request, **model_field)
+            chunks = server.answer(path, **fields | limits | model_field)
             assert {chunk["model"] for chunk in chunks} == {model_field.get("model", name)}
 
 
-def test_a_truncated_response_is_incomplete(server, model):
-    request = {"model": model, "input": "once", "max_output_tokens": 3}
+def test_a_truncated_response_is_incomplete(server, folder):
+    request = {"model": folder, "input": "once", "max_output_tokens": 3}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         response = client.responses.create(**request)
         *_, last_event = client.responses.create(stream=True, **request)
@@ -176,25 +188,25 @@ def test_a_truncated_response_is_incomplete(server, model):
     for result in (response, last_event.response):
         assert result.status == "incomplete"
         assert result.incomplete_details.reason == "max_output_tokens"
-        assert result.model == model
+        assert result.model == folder
         assert result.usage.output_tokens == 3
     assert response.output_text == last_event.response.output_text
 
 
 def test_other_requests_are_answered_while_a_prompt_is_tokenized(server):
-    slow_request = chat(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
+    slow_request = make_chat("x", "sloth", max_tokens=1)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.ask, CHAT, slow_request)
-        times_waiting = 0
-        while not answer.done():
-            times_waiting += json.loads(server.ask("/health")[1]).get("requests_waiting") == 1
+        future = pool.submit(get_status, server, CHAT, slow_request)
+        num_waiting = 0
+        while not future.done():
+            num_waiting += read_json(server, "/health").get("requests_waiting") == 1
             time.sleep(0.02)
-    assert answer.result()[0] == 200
-    assert times_waiting > 0
+    assert future.result() == 200
+    assert num_waiting > 0
 
 
 def test_without_a_limit_an_answer_fills_the_context(server):
-    answer = server.answer(CHAT, messages=STORY)
+    answer = server.answer(CHAT, **make_chat(STORY, max_tokens=None))
     assert answer["usage"]["total_tokens"] == CONTEXT_LENGTH
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -218,22 +230,22 @@ def test_usage_counts_cached_tokens(server):
     text = "what is cached " * 6
     stream_usage = {"stream": True, "stream_options": {"include_usage": True}}
     for path, request, stream_fields in (
-        (CHAT, chat(messages=[{"role": "user", "content": text}]), stream_usage),
-        ("/v1/completions", {"prompt": text, "max_tokens": 3}, stream_usage),
-        ("/v1/responses", {"input": text, "max_output_tokens": 3}, {"stream": True}),
+        (CHAT, make_chat(text), stream_usage),
+        (COMPLETIONS, {"prompt": text, "max_tokens": 3}, stream_usage),
+        (RESPONSES, {"input": text, "max_output_tokens": 3}, {"stream": True}),
     ):
         server.answer(path, **request)  # the following requests have the same prompt
         for variant in (request, request | stream_fields):
-            answer = [x for x in server.ask(path, variant)[1].splitlines() if '"usage"' in x][-1]
-            answer = json.loads(answer.removeprefix("data: "))
-            usage = answer.get("response", answer)["usage"]
+            _, content, _ = server.ask(path, variant)
+            *_, usage_line = (line for line in content.splitlines() if '"usage"' in line)
+            event = json.loads(usage_line.removeprefix("data: "))
+            usage = event.get("response", event)["usage"]
             prompt_details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
             prompt_tokens = usage.get("prompt_tokens") or usage["input_tokens"]
             assert prompt_details["cached_tokens"] == (prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
 
 
-# -- rejected requests -----------------------------------------------------------------------------
-
+HUGE_MULTIPLE = {"type": "integer", "multipleOf": 10**400}
 REJECTED_REQUESTS = {
     "no body": (b"", 400),
     "invalid JSON": (b"{nope", 400),
@@ -241,52 +253,49 @@ REJECTED_REQUESTS = {
     "a lone surrogate": (b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400),
     "deep nesting": (b"[" * 30000 + b"]" * 30000, 400),
     "a list": ([], 400),
-    "not a number": (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', 400),
+    "NaN": (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', 400),
     "neither prompt nor messages": ({"max_tokens": 4}, 400),
-    "no messages": (chat(messages=[]), 400),
-    "messages as text": (chat(messages="hello"), 400),
-    "a number for a message": (chat(messages=[1]), 400),
-    "no role": (chat(messages=[{"content": "x"}]), 400),
-    "a picture": (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400),
-    "a role that the template rejects": (chat(messages=[{"role": "wizard", "content": "x"}]), 400),
-    "invalid calls": (chat(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
-    "invalid tools": (chat(tools=[5]), 400),
-    "no new tokens": (chat(max_tokens=0), 400),
-    "negative tokens": (chat(max_tokens=-1), 400),
-    "half a token": (chat(max_tokens=1.5), 400),
-    "true tokens": (chat(max_tokens=True), 400),
-    "too many tokens": (chat(max_tokens=10**6), 400),
-    "far too many tokens": (chat(max_tokens=10**30), 400),
-    "beyond the context": (chat(max_tokens=CONTEXT_LENGTH - 3), 400),
-    "a long prompt": (chat(messages=[{"role": "user", "content": "x" * CONTEXT_LENGTH}]), 400),
-    "a negative temperature": (chat(temperature=-1), 400),
-    "a temperature as text": (chat(temperature="hot"), 400),
-    "a top_p of zero": (chat(top_p=0), 400),
-    "a large seed": (chat(seed=2**70), 400),
-    "many answers": (chat(n=129), 400),
-    "a large penalty": (chat(frequency_penalty=3), 400),
-    "an empty stop string": (chat(stop=[""]), 400),
-    "many stop strings": (chat(stop=list("abcdefghijklmnopq")), 400),
-    "a long stop string": (chat(stop="x" * 1025), 400),
-    "many biases": (chat(logit_bias={str(token): 1 for token in range(1025)}), 400),
-    "many end tokens": (chat(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
-    "a huge multiple": (
-        chat(structured_outputs={"json": {"type": "integer", "multipleOf": 10**400}}),
-        400,
-    ),
-    "a different model": (chat(model="no/such"), 404),
-    "an unknown field": (chat(bogus=1), 400),
-    "a third of a token": (chat(top_k=0.3), 400),
-    "a reasoning effort": (chat(reasoning_effort="high"), 400),
-    "a tool of a different provider": (chat(tools=[{"type": "web_search"}]), 400),
-    "an invalid config": (chat(generation_config="{"), 400),
-    "beams in a config": (chat(generation_config='{"num_beams": 4}'), 400),
-    "a penalty in a config": (chat(generation_config='{"repetition_penalty": 1.1}'), 400),
-    "typical_p in a config": (chat(generation_config='{"typical_p": 0.5}'), 400),
-    "a stop string in a config": (chat(generation_config='{"stop_strings": ["a"]}'), 400),
-    "a chat template": (chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
-    "a stream as text": (chat(stream="yes"), 400),
-    "a large body": (chat(messages=[{"role": "user", "content": "x" * 140_000}]), 413),
+    "no messages": (make_chat(messages=[]), 400),
+    "messages as text": (make_chat(messages="hello"), 400),
+    "a number for a message": (make_chat(messages=[1]), 400),
+    "no role": (make_chat(messages=[{"content": "x"}]), 400),
+    "a picture": (make_chat([{"type": "image_url"}]), 400),
+    "a role that the template rejects": (make_chat("x", "wizard"), 400),
+    "invalid calls": (make_chat(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
+    "invalid tools": (make_chat(tools=[5]), 400),
+    "no new tokens": (make_chat(max_tokens=0), 400),
+    "a negative number of tokens": (make_chat(max_tokens=-1), 400),
+    "a fraction of a token": (make_chat(max_tokens=1.5), 400),
+    "true as a number of tokens": (make_chat(max_tokens=True), 400),
+    "too many tokens": (make_chat(max_tokens=10**6), 400),
+    "far too many tokens": (make_chat(max_tokens=10**30), 400),
+    "beyond the context": (make_chat(max_tokens=CONTEXT_LENGTH - 3), 400),
+    "a long prompt": (make_chat("x" * CONTEXT_LENGTH), 400),
+    "a negative temperature": (make_chat(temperature=-1), 400),
+    "a temperature as text": (make_chat(temperature="hot"), 400),
+    "a top_p of zero": (make_chat(top_p=0), 400),
+    "a large seed": (make_chat(seed=2**70), 400),
+    "many answers": (make_chat(n=129), 400),
+    "a large penalty": (make_chat(frequency_penalty=3), 400),
+    "an empty stop string": (make_chat(stop=[""]), 400),
+    "many stop strings": (make_chat(stop=list("abcdefghijklmnopq")), 400),
+    "a long stop string": (make_chat(stop="x" * 1025), 400),
+    "many biases": (make_chat(logit_bias={str(token): 1 for token in range(1025)}), 400),
+    "many end tokens": (make_chat(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
+    "a huge multiple": (make_chat(structured_outputs={"json": HUGE_MULTIPLE}), 400),
+    "a different model": (make_chat(model="no/such"), 404),
+    "an unknown field": (make_chat(bogus=1), 400),
+    "a fraction as top_k": (make_chat(top_k=0.3), 400),
+    "a reasoning effort": (make_chat(reasoning_effort="high"), 400),
+    "a tool of a different provider": (make_chat(tools=[{"type": "web_search"}]), 400),
+    "an invalid config": (make_chat(generation_config="{"), 400),
+    "beams in a config": (make_chat(generation_config='{"num_beams": 4}'), 400),
+    "a penalty in a config": (make_chat(generation_config='{"repetition_penalty": 1.1}'), 400),
+    "typical_p in a config": (make_chat(generation_config='{"typical_p": 0.5}'), 400),
+    "a stop string in a config": (make_chat(generation_config='{"stop_strings": ["a"]}'), 400),
+    "a chat template": (make_chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
+    "a stream as text": (make_chat(stream="yes"), 400),
+    "a large body": (make_chat("x" * 140_000), 413),
 }
 
 
@@ -298,7 +307,7 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
     error = json.loads(text)["error"]
     assert error["message"]
     assert error["type"] in ("invalid_request_error", "not_found_error")
-    assert server.ask(CHAT, chat())[0] == 200
+    assert get_status(server, CHAT, make_chat()) == 200
 
 
 @pytest.mark.parametrize(
@@ -307,16 +316,16 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         (CHAT, "bogus", 1),
         (CHAT, "prompt", "x"),
         (CHAT, "generation_config.guidance_scale", {"generation_config": '{"guidance_scale": 2}'}),
-        ("/v1/completions", "messages", []),
-        ("/v1/responses", "text.verbosity", {"text": {"verbosity": "low"}}),
-        ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
-        ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
-        ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),
+        (COMPLETIONS, "messages", []),
+        (RESPONSES, "text.verbosity", {"text": {"verbosity": "low"}}),
+        (RESPONSES, "reasoning", {"reasoning": {"effort": "high"}}),
+        (RESPONSES, "tools[0]", {"tools": [{"type": "web_search"}]}),
+        (RESPONSES, "prompt", {"prompt": {"id": "x"}}),
         # The chat template does not show tools to the model.
         (CHAT, "tools", {"tools": [TOOL]}),
         (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
         (CHAT, "tools", {"tools": [[0] * 16_384], "tool_choice": "none"}),
-        (CHAT, "messages", chat(messages=[{"role": "user", "content": [{}] * 16_384}])),
+        (CHAT, "messages", make_chat([{}] * 16_384)),
         (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
         (CHAT, "messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
         (CHAT, "tool_choice", {"tool_choice": "required"}),
@@ -330,47 +339,47 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         (CHAT, "repetition_penalty", {"repetition_penalty": 0}),
         (CHAT, "best_of", {"best_of": 3, "n": 2}),
         (CHAT, "user", "x" * 513),
-        ("/v1/completions", "user", [""] * 9000),
+        (COMPLETIONS, "user", [""] * 9000),
         (CHAT, "metadata", {"metadata": {"x": [0] * 9000}}),
-        ("/v1/responses", "metadata", {"metadata": {str(n): "x" for n in range(17)}}),
+        (RESPONSES, "metadata", {"metadata": {str(n): "x" for n in range(17)}}),
         (CHAT, "metadata", {"metadata": {"x" * 65: ""}}),
         (CHAT, "metadata", {"metadata": {"x": "y" * 513}}),
         (CHAT, "stream_options", {"stream_options": {"include_usage": "yes"}}),
-        ("/v1/completions", "stream_options", {"stream_options": {"x": True}}),
+        (COMPLETIONS, "stream_options", {"stream_options": {"x": True}}),
         (CHAT, "store", "yes"),
         (CHAT, "moderation", {"moderation": {"model": "x"}}),
         (CHAT, "chat_template_kwargs", {"chat_template_kwargs": dict.fromkeys(ARGUMENT_NAMES, 1)}),
         (CHAT, "generation_config", json.dumps({"transformers_version": "x" * 20_000})),
         (CHAT, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
         (CHAT, "guided_json", {"guided_json": {}}),
-        ("/v1/responses", "prompt_logprobs", {"prompt_logprobs": 1}),
-        ("/v1/completions", "suffix", {"suffix": "the end"}),
-        ("/v1/completions", "logprobs", {"logprobs": True}),
-        ("/v1/completions", "logprobs", {"logprobs": 21}),
-        ("/v1/completions", "max_tokens", {"max_tokens": 0}),
-        ("/v1/completions", "prompt", {"prompt": []}),
-        ("/v1/completions", "prompt", {"prompt": None}),
-        ("/v1/responses", "input", {"input": None}),
+        (RESPONSES, "prompt_logprobs", {"prompt_logprobs": 1}),
+        (COMPLETIONS, "suffix", {"suffix": "the end"}),
+        (COMPLETIONS, "logprobs", {"logprobs": True}),
+        (COMPLETIONS, "logprobs", {"logprobs": 21}),
+        (COMPLETIONS, "max_tokens", {"max_tokens": 0}),
+        (COMPLETIONS, "prompt", {"prompt": []}),
+        (COMPLETIONS, "prompt", {"prompt": None}),
+        (RESPONSES, "input", {"input": None}),
         (CHAT, "messages", {"messages": None}),
-        ("/v1/completions", "prompt", {"prompt": ["x", ""]}),
-        ("/v1/completions", "prompt", {"prompt": [[1, 2], [-1]]}),
-        ("/v1/completions", "prompt", {"prompt": [1, 100_000]}),
-        ("/v1/completions", "prompt", {"prompt": ["x"] * 40, "n": 30}),
+        (COMPLETIONS, "prompt", {"prompt": ["x", ""]}),
+        (COMPLETIONS, "prompt", {"prompt": [[1, 2], [-1]]}),
+        (COMPLETIONS, "prompt", {"prompt": [1, 100_000]}),
+        (COMPLETIONS, "prompt", {"prompt": ["x"] * 40, "n": 30}),
         *(
-            ("/v1/responses", "input[0].type", {"input": [{"type": kind, "text": "x"}]})
+            (RESPONSES, "input[0].type", {"input": [{"type": kind, "text": "x"}]})
             for kind in ("junk", [], {}, 3, None)
         ),
-        ("/v1/responses", "input[0].call_id", {"input": [{"type": "function_call", "name": "x"}]}),
+        (RESPONSES, "input[0].call_id", {"input": [{"type": "function_call", "name": "x"}]}),
         (
-            "/v1/responses",
+            RESPONSES,
             "input[1].content",
             {"input": [USER_MESSAGE, {"type": "message", "role": "x"}]},
         ),
-        ("/v1/responses", "input[0].content", {"input": [{"type": "reasoning", "content": [1]}]}),
+        (RESPONSES, "input[0].content", {"input": [{"type": "reasoning", "content": [1]}]}),
     ],
 )
 def test_an_error_names_the_rejected_field(server, path, field, payload):
-    valid = {CHAT: chat(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    valid = {CHAT: make_chat(), COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x"}}
     payload = payload if isinstance(payload, dict) else {field: payload}
     status, text, _ = server.ask(path, {**valid[path], **payload})
     assert (status, json.loads(text)["error"]["param"]) == (400, field)
@@ -397,7 +406,7 @@ def test_an_error_names_the_rejected_field(server, path, field, payload):
 )
 def test_fields_without_effect_are_accepted(server, payload):
     answer, expected = (
-        server.answer(CHAT, **chat(max_tokens=8, **fields)) for fields in (payload, {})
+        server.answer(CHAT, **make_chat(max_tokens=8, **fields)) for fields in (payload, {})
     )
     assert answer["choices"] == expected["choices"]
 
@@ -405,9 +414,9 @@ def test_fields_without_effect_are_accepted(server, payload):
 @pytest.mark.parametrize(
     ("path", "params_type", "valid_fields"),
     [
-        (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsBase, chat()),
-        ("/v1/completions", openai.types.CompletionCreateParams, {"prompt": "x"}),
-        ("/v1/responses", openai.types.responses.ResponseCreateParams, {"input": "x"}),
+        (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsBase, make_chat()),
+        (COMPLETIONS, openai.types.CompletionCreateParams, {"prompt": "x"}),
+        (RESPONSES, openai.types.responses.ResponseCreateParams, {"input": "x"}),
     ],
 )
 def test_every_field_of_openai_is_validated(server, path, params_type, valid_fields):
@@ -431,16 +440,15 @@ def test_every_field_of_openai_is_validated(server, path, params_type, valid_fie
         ("{{ raise_exception('no') }}", False),
     ],
 )
-def test_template_shows_tools_if_it_renders_them(model, template, expected):
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def test_template_shows_tools_if_it_renders_them(folder, template, expected):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = template
     assert template_shows_tools(tokenizer) is expected
 
 
 def test_a_generation_config_with_default_values_is_accepted(server):
     config = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
-    request = chat(generation_config=config.to_json_string())
-    del request["max_tokens"]
+    request = make_chat(generation_config=config.to_json_string(), max_tokens=None)
     assert server.answer(CHAT, **request)["usage"]["completion_tokens"] == 3
 
 
@@ -488,50 +496,50 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
 
 def test_a_prompt_that_fills_the_context_is_answered(server):
     num_template_tokens = len("u:;a:")
-    prompt = [{"role": "user", "content": "x" * (CONTEXT_LENGTH - num_template_tokens - 4)}]
-    assert server.ask(CHAT, chat(messages=prompt))[0] == 200
-    prompt[0]["content"] += "x"
-    assert server.ask(CHAT, chat(messages=prompt))[0] == 400
+    prompt = "x" * (CONTEXT_LENGTH - num_template_tokens - 4)
+    assert get_status(server, CHAT, make_chat(prompt)) == 200
+    assert get_status(server, CHAT, make_chat(prompt + "x")) == 400
 
 
 def test_too_long_texts_are_rejected_before_tokenization(server):
     limit = 128 * CONTEXT_LENGTH
-    for content, part in (("x" * limit, "characters"), ("x" * (limit - 9), f"{limit - 4} tokens")):
-        status, text, _ = server.ask(CHAT, chat(messages=[{"role": "user", "content": content}]))
+    cases = (("x" * limit, "characters"), ("x" * (limit - 9), f"{limit - 4} tokens"))
+    for content, message in cases:
+        status, text, _ = server.ask(CHAT, make_chat(content))
         error = json.loads(text)["error"]
         assert (status, error["code"]) == (400, "context_length_exceeded")
-        assert part in error["message"]
+        assert message in error["message"]
 
 
 def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path, monkeypatch):
     started: list[str] = []
-    release = threading.Event()
-    make_prompts = ServedModel.make_prompts
+    may_continue = threading.Event()
+    stock_make_prompts = ServedModel.make_prompts
 
-    def wait_and_make(self, request):
+    def wait_and_make_prompts(self, request):
         started.append(request.prompt[:6])
-        assert len(request.prompt) < 100_000 or release.wait(60)
-        return make_prompts(self, request)
+        assert len(request.prompt) < 100_000 or may_continue.wait(60)
+        return stock_make_prompts(self, request)
 
     def complete(prompt: str) -> int:
-        return server.ask("/v1/completions", {"prompt": prompt, "max_tokens": 1})[0]
+        return get_status(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
 
     long_prompts = [f"long {n}" + "x" * 100_000 for n in range(4)]
     folder = save_chat_model(tmp_path, context=100_100)
-    monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make)
+    monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make_prompts)
     options = ("--cb-num-blocks", "6300")
     with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
-        server.ask("/v1/completions", {"prompt": "first", "max_tokens": 1})
+        server.ask(COMPLETIONS, {"prompt": "first", "max_tokens": 1})
         futures = [
-            pool.submit(server.ask, "/tokenize", {"prompt": prompt}) for prompt in long_prompts
+            pool.submit(get_status, server, "/tokenize", {"prompt": x}) for x in long_prompts
         ]
         deadline = time.monotonic() + 60
         while len(started) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert complete("short") == 200
         assert (started[0], started[-1], len(started)) == ("first", "short", 4)  # two are long
-        release.set()
-        assert [future.result()[0] for future in futures] == [200] * 4
+        may_continue.set()
+        assert [future.result() for future in futures] == [200] * 4
 
 
 @pytest.mark.parametrize(
@@ -544,36 +552,35 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
     ],
 )
 def test_a_rebound_host_name_is_rejected(server, host, status):
-    for path, payload in ((CHAT, chat()), ("/health", None), ("/v1/models", None), ("/docs", None)):
+    requests = [(path, None) for path in ("/health", "/v1/models", "/docs")]
+    for path, payload in [(CHAT, make_chat()), *requests]:
         actual_status, text, _ = server.ask(path, payload, headers={"host": host})
         assert actual_status == status, text
         if status == 421:
             assert json.loads(text)["error"]["code"] == "wrong_host"
 
 
-def test_no_answer_contains_the_path_of_the_model(server, model):
+def test_no_answer_contains_the_path_of_the_model(server, folder):
     requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
-    requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, chat(model="no"))]
-    requests += [(CHAT, chat()), (CHAT, chat(max_tokens=-1)), ("/load_model", {})]
-    requests += [("/v1/completions", {"prompt": "x", "max_tokens": 2})]
-    requests += [("/v1/responses", {"input": "x", "max_output_tokens": 2})]
+    requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, make_chat(model="no"))]
+    requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1)), ("/load_model", {})]
+    requests += [(COMPLETIONS, {"prompt": "x", "max_tokens": 2})]
+    requests += [(RESPONSES, {"input": "x", "max_output_tokens": 2})]
     requests += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
     for path, payload in requests:
         status, text, headers = server.ask(path, payload)
         assert status in (200, 400, 404)
-        assert model not in text + str(headers), path
-    answer = server.ask("/load_model", {})[1].removeprefix("data:")
-    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
-    assert json.loads(answer) == {"status": "ready", "model": name, "cached": True}
+        assert folder not in text + str(headers), path
+    _, event, _ = server.ask("/load_model", {})
+    name = read_json(server, "/v1/models")["data"][0]["id"]
+    expected = {"status": "ready", "model": name, "cached": True}
+    assert json.loads(event.removeprefix("data:")) == expected
 
 
 def test_detokenize_accepts_as_many_tokens_as_the_context(server):
     for count, status in ((CONTEXT_LENGTH, 200), (CONTEXT_LENGTH + 1, 400)):
         actual_status, text, _ = server.ask("/detokenize", {"tokens": [1] * count})
         assert actual_status == status, text
-
-
-# -- clients that hold memory or connections -------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -592,63 +599,63 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
     with contextlib.ExitStack() as stack:
         # All bodies together have 8 MB, but the server holds at most 2 MB.
         clients = [stack.enter_context(send_incomplete_body(server)) for _ in range(60)]
-        rejected = [client for client in clients if select.select([client], [], [], 0.01)[0]]
-        assert 0 < len(rejected) < len(clients)
-        for client in rejected:
+        rejected_clients = [x for x in clients if select.select([x], [], [], 0.01)[0]]
+        assert 0 < len(rejected_clients) < len(clients)
+        for client in rejected_clients:
             answer = client.recv(4000)
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after" in answer
-        assert server.ask(CHAT, chat())[0] == 200
+        assert get_status(server, CHAT, make_chat()) == 200
         status, text, _ = server.ask(CHAT, raw=b" " * 127_000)
         assert (status, json.loads(text)["error"]["code"]) == (429, "too_many_bytes")
-    while server.ask(CHAT, raw=b" " * 127_000)[0] == 429:
+    while get_status(server, CHAT, raw=b" " * 127_000) == 429:
         time.sleep(0.02)  # the server still counts bodies of closed connections
 
 
-def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(model):
-    slow_request = chat(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
+def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
+    slow_request = make_chat("x", "sloth", max_tokens=1)
     with (
-        hosting(model, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
+        hosting(folder, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
         socket.socket() as reader, send_incomplete_body(server) as sender,
     ):  # fmt: skip
-        future = pool.submit(server.ask, CHAT, slow_request)
+        future = pool.submit(get_status, server, CHAT, slow_request)
         assert sender.recv(4000).startswith(b"HTTP/1.1 408 ")
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         reader.settimeout(60)
         reader.connect(("127.0.0.1", server.port))
         requests = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
         with pytest.raises(ConnectionError):
-            reader.sendall(requests)
-        assert future.result()[0] == 200
+            reader.sendall(requests)  # the responses are never read
+        assert future.result() == 200
 
 
 @pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
 def test_unsupported_paths_return_404(server, path):
-    assert server.ask(path, {})[0] == 404
-    assert server.ask(CHAT, chat())[0] == 200
+    assert get_status(server, path, {}) == 404
+    assert get_status(server, CHAT, make_chat()) == 200
 
 
 def test_other_content_types_are_rejected(server):
     form = {"content-type": "application/x-www-form-urlencoded"}
-    assert server.ask(CHAT, raw=b"a=b", headers=form)[0] == 415
-    assert server.ask("/load_model", {"model": "no/such"})[0] == 404
+    assert get_status(server, CHAT, raw=b"a=b", headers=form) == 415
+    assert get_status(server, "/load_model", {"model": "no/such"}) == 404
 
 
-def test_requests_with_the_same_id_are_not_mixed_up(server):
+def test_requests_with_the_same_id_get_their_own_answers(server):
     with ThreadPoolExecutor(4) as pool:
         same_id = {"x-request-id": "same"}
-        requests = [chat(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
+        requests = [make_chat(letter) for letter in "abcd"]
         answers = list(pool.map(lambda body: server.ask(CHAT, body, headers=same_id), requests))
     for request, (status, text, headers) in zip(requests, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
-        single_answer = json.loads(server.ask(CHAT, request)[1])
+        single_answer = read_json(server, CHAT, request)
         assert json.loads(text)["choices"] == single_answer["choices"]
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
     old_count = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
-    with server.abandon_request(CHAT, **chat(messages=STORY, max_tokens=250, stream=stream)):
+    with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
     ticks_at_disconnect = server.cpu_ticks()
     expected = {'requests_total{status="499"}': old_count + 1, "requests_active": 0}
@@ -657,12 +664,9 @@ def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
     assert metrics["requests_waiting"] == 0
     # All pages are free for a second request. The CPU time shows that the first request has ended.
     ticks_at_start = server.cpu_ticks()
-    answer = server.answer(CHAT, **chat(messages=STORY, max_tokens=250))
+    answer = server.answer(CHAT, **make_chat(STORY, max_tokens=250))
     assert answer["usage"]["completion_tokens"] == 250
     assert canceled_ticks < (server.cpu_ticks() - ticks_at_start) / 2
-
-
-# -- access and overload ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -677,25 +681,25 @@ def slow_steps(monkeypatch):
     monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_slowly)
 
 
-def test_an_access_token_is_required_and_excess_requests_get_429(model, slow_steps):
+def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_steps):
     environment = {"HF_FP8KV_API_KEY": "sesame"}
     options = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
-    with hosting(model, "--host", "0.0.0.0", *options, environment=environment) as server:
+    with hosting(folder, "--host", "0.0.0.0", *options, environment=environment) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
-            for path, payload in ((CHAT, chat()), ("/metrics", None), ("/v1/models", None)):
+            for path, payload in ((CHAT, make_chat()), ("/metrics", None), ("/v1/models", None)):
                 status, text, _ = server.ask(path, payload, headers=headers)
                 assert status == 401
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
-        assert server.ask("/health")[0] == 200
+        assert get_status(server, "/health") == 200
         auth = {"authorization": "Bearer sesame"}
-        request, answers = chat(messages=STORY, max_tokens=100), []
+        request, answers = make_chat(STORY, max_tokens=100), []
         with ThreadPoolExecutor(24) as pool:
             # Repeat until some requests wait, because a slow machine may read them one by one.
             while {status for status, _, _ in answers} != {200, 429} and len(answers) < 240:
                 answers += pool.map(lambda _: server.ask(CHAT, request, headers=auth), range(24))
         assert {status for status, _, _ in answers} == {200, 429}
         assert all(headers["retry-after"] for status, _, headers in answers if status == 429)
-        assert server.ask("/health", headers={"host": "any.example"})[0] == 200
+        assert get_status(server, "/health", headers={"host": "any.example"}) == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.models.list().data[0].object == "model"
 
@@ -721,11 +725,13 @@ def test_an_access_token_is_required_and_excess_requests_get_429(model, slow_ste
         (["--cb-num-blocks", "1", "--cb-block-size", "-4"], 2, "--cb-block-size"),
     ],
 )
-def test_an_invalid_command_line_is_explained(run, model, monkeypatch, options, code, message):
+def test_a_wrong_command_line_is_explained(
+    run_command, folder, monkeypatch, options, code, message
+):
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("the server started"))
     monkeypatch.delenv("HF_FP8KV_API_KEY", raising=False)
     old_threads = set(threading.enumerate())
-    exit_code, _, err = run("serve", model, "--port", "0", *options)
+    exit_code, _, err = run_command("serve", folder, "--port", "0", *options)
     assert exit_code == code, err
     assert message in " ".join(err.split())
     # The threads of libraries' pools end with the process.
@@ -733,47 +739,47 @@ def test_an_invalid_command_line_is_explained(run, model, monkeypatch, options, 
     assert not [x for x in new_threads if not x.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
 
 
-def test_a_port_in_use_is_reported_before_the_model_is_loaded(run, model):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(run_command, folder):
     with contextlib.closing(listen("127.0.0.1", 0)) as sock:  # bound, but not listening yet
         port = str(sock.getsockname()[1])
         with pytest.raises(ConfigError, match="cannot listen"):
             listen("127.0.0.1", int(port))
-        code, _, err = run("serve", str(model), "--port", port, "--device", "cpu")
+        code, _, err = run_command("serve", folder, "--port", port, "--device", "cpu")
     assert (code, "cannot listen" in err, "Traceback" in err) == (1, True, False)
     with contextlib.closing(listen("127.0.0.1", int(port))):
         pass
 
 
-def test_unusable_files_are_explained(run, model, tmp_path):
-    (tmp_path / "template").write_text("{{ messages[0].content.nothing.more }}")
-    for folder, options, message in (
-        (model, ["--chat-template", str(tmp_path / "template")], "--chat-template: expected a tem"),
+def test_unusable_files_are_explained(run_command, folder, tmp_path):
+    template = tmp_path / "template"
+    template.write_text("{{ messages[0].content.nothing.more }}")
+    for model, options, message in (
+        (folder, ["--chat-template", str(template)], "--chat-template: expected a tem"),
         (tmp_path, [], "cannot load"),
         (tmp_path / "none", [], "no such folder"),
     ):
-        code, _, err = run("serve", str(folder), "--port", "0", "--device", "cpu", *options)
+        code, _, err = run_command("serve", str(model), "--port", "0", "--device", "cpu", *options)
         assert (code, message in " ".join(err.split())) == (1, True), err
 
 
-def test_custom_names_lengths_and_templates_are_used(model, tmp_path):
+def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
     (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
     options = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
-    with hosting(model, *options, "--max-model-len", "40") as server:
-        assert json.loads(server.ask("/v1/models")[1])["data"][0]["id"] == "mine"
-        entry = json.loads(server.ask("/v1/models/mine")[1])
+    with hosting(folder, *options, "--max-model-len", "40") as server:
+        assert read_json(server, "/v1/models")["data"][0]["id"] == "mine"
+        entry = read_json(server, "/v1/models/mine")
         assert (entry["id"], entry["max_model_len"]) == ("mine", 40)
-        assert server.ask("/v1/models/tiny")[0] == 404
-        status, text, _ = server.ask(CHAT, chat(model="mine", max_tokens=4))
+        assert get_status(server, "/v1/models/tiny") == 404
+        status, text, _ = server.ask(CHAT, make_chat(model="mine", max_tokens=4))
         assert (status, json.loads(text)["model"]) == (200, "mine")
-        assert server.ask(CHAT, chat(model=model))[0] == 404
-        assert server.ask(CHAT, chat(messages=STORY, max_tokens=1))[0] == 400
-        tokenized = json.loads(server.ask("/tokenize", {"messages": [USER_MESSAGE]})[1])
+        assert get_status(server, CHAT, make_chat(model=folder)) == 404
+        assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
+        tokenized = read_json(server, "/tokenize", {"messages": [USER_MESSAGE]})
         assert (tokenized["count"], tokenized["max_model_len"]) == (3, 40)
-        assert json.loads(server.ask("/detokenize", {"tokens": tokenized["tokens"]})[1]) == {
-            "prompt": "<x>"
-        }
-        assert json.loads(server.ask("/tokenize", {"prompt": "abc"})[1])["tokens"] == [65, 66, 67]
-        assert json.loads(server.ask("/version")[1])["version"] == version("hf-fp8kv")
+        detokenized = read_json(server, "/detokenize", {"tokens": tokenized["tokens"]})
+        assert detokenized == {"prompt": "<x>"}
+        assert read_json(server, "/tokenize", {"prompt": "abc"})["tokens"] == [65, 66, 67]
+        assert read_json(server, "/version")["version"] == version("hf-fp8kv")
         for path, payload in (
             ("/tokenize", {}), ("/tokenize", {"prompt": 5}), ("/tokenize", {"text": "x"}),
             ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"messages": [5]}),
@@ -784,29 +790,25 @@ def test_custom_names_lengths_and_templates_are_used(model, tmp_path):
             assert (status, bool(json.loads(text)["error"]["message"])) == (400, True), payload
 
 
-def test_processes_of_torchrun_are_rejected(run, tmp_path, monkeypatch):
+def test_processes_of_torchrun_are_rejected(run_command, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = run("serve", str(tmp_path), "--port", "0")
+    code, _, err = run_command("serve", str(tmp_path), "--port", "0")
     assert (code, "expected a single process" in " ".join(err.split())) == (1, True), err
 
 
-# -- shutdown --------------------------------------------------------------------------------------
-
-
-def test_a_failed_engine_ends_the_server(model, monkeypatch):
+def test_a_failed_engine_ends_the_server(folder, monkeypatch):
     """A supervisor must notice the failure, because no later request could be answered."""
-    update_batch, steps = ContinuousBatchProcessor.update_batch, []
+    update_batch, steps = ContinuousBatchProcessor.update_batch, itertools.count(1)
 
-    def fail(self: ContinuousBatchProcessor) -> None:
-        steps.append(1)
-        if len(steps) == 20:
+    def update_or_fail(self: ContinuousBatchProcessor) -> None:
+        if next(steps) == 20:
             raise MemoryError("no memory for step 20")
         update_batch(self)
 
-    with hosting(model, "--grace", "60") as server:
-        monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", fail)
+    with hosting(folder, "--grace", "60") as server:
+        monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_or_fail)
         with ThreadPoolExecutor(4) as pool:
-            request = chat(messages=STORY, max_tokens=90)
+            request = make_chat(STORY, max_tokens=90)
             futures = [pool.submit(server.ask, CHAT, request) for _ in range(4)]
             answers = [future.result() for future in futures]
         for status, text, _ in answers:
@@ -820,18 +822,18 @@ def test_a_failed_engine_ends_the_server(model, monkeypatch):
 @pytest.mark.parametrize(
     "sends_twice", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
-def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, sends_twice, tmp_path):
+def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_twice, tmp_path):
     # uvicorn prefers httptools if it is installed, but httptools does not limit headers.
     (tmp_path / "httptools.py").write_text("HttpRequestParser = None")
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     options = ("--grace", "100", "--metrics-interval", "0.1")
     with (
-        Server(model, *options, environment=environment) as server, ThreadPoolExecutor(1) as pool,
+        Server(folder, *options, environment=environment) as server, ThreadPoolExecutor(1) as pool,
     ):  # fmt: skip
         client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         with contextlib.closing(client), pytest.raises(ConnectionError):
             client.sendall(b"GET /health HTTP/1.1\r\nx: y\r\n" + b"x: %1000d\r\n" % 1 * 16_000)
-        future = pool.submit(server.ask, CHAT, chat(messages=STORY, max_tokens=270, stream=True))
+        future = pool.submit(server.ask, CHAT, make_chat(STORY, max_tokens=270, stream=True))
         server.wait_until(requests_active=1)
         server.wait_for_log(
             r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
@@ -839,7 +841,7 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, sends_twi
         )
         server.process.send_signal(signal.SIGTERM)
         server.wait_for_log("stopping: 1 requests get 100 s")
-        status, text, headers = server.ask(CHAT, chat())
+        status, text, headers = server.ask(CHAT, make_chat())
         assert (status, json.loads(text)["error"]["code"]) == (503, "stopping")
         assert headers["retry-after"]
         status, text, _ = server.ask("/health")
@@ -847,12 +849,13 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, sends_twi
         assert json.loads(text)["error"]["code"] == "stopping"
         if sends_twice:
             server.process.send_signal(signal.SIGTERM)
-        *_, last_event = parse_events(future.result()[1])
+        _, events, _ = future.result()
         assert server.process.wait(120) == 0
         server.wait_for_log("Finished server process")
         assert "Traceback" not in server.log
         assert "/metrics HTTP" in server.log
         assert "/health" not in server.log
+    *_, last_event = parse_events(events)
     if sends_twice:
         assert last_event["error"]["code"] == "stopping"
         assert last_event["error"]["type"] == "server_error"

@@ -21,13 +21,13 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 
 from hf_fp8kv.server import sampling
 
-SERVER = Path(inspect.getfile(sampling)).parent
+SERVER_FOLDER = Path(inspect.getfile(sampling)).parent
 # Private names of transformers that are assigned or called.
-PRIVATE = {
+PRIVATE_NAMES = {
     model_runner.ModelRunner: {"_sample"},
     scheduler.FIFOScheduler: {"_process_candidates", "_schedule_request"},
 }
-PUBLIC = {
+PUBLIC_NAMES = {
     continuous_api.ContinuousBatchingManager: {
         "start", "stop", "is_running", "add_request", "cancel_request", "register_result_handler",
     },
@@ -38,7 +38,7 @@ PUBLIC = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [PRIVATE, PUBLIC], ids=["private", "public"])
+@pytest.mark.parametrize("names", [PRIVATE_NAMES, PUBLIC_NAMES], ids=["private", "public"])
 def test_the_engine_has_the_used_names(names):
     missing = {
         f"{owner.__name__}.{name}"
@@ -51,19 +51,19 @@ def test_the_engine_has_the_used_names(names):
 
 def test_no_other_private_names_are_used():
     """A foreign private attribute begins with an underscore, and the server does not define it."""
-    text = "\n".join(path.read_text() for path in SERVER.glob("*.py"))
+    text = "\n".join(path.read_text() for path in SERVER_FOLDER.glob("*.py"))
     own_names = set(re.findall(r"\bself\.(_\w+)", text)) | set(re.findall(r"\bdef (_\w+)", text))
     used_names = {
         node.attr
-        for path in SERVER.glob("*.py")
+        for path in SERVER_FOLDER.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
     }
-    assert used_names - own_names == set().union(*PRIVATE.values())
+    assert used_names - own_names == set().union(*PRIVATE_NAMES.values())
 
 
-def test_the_sampler_has_the_methods_of_the_engines_list():
-    """The sampler replaces this list. The engine does not call other methods of the list."""
+def test_the_sampler_has_the_methods_of_the_engines_processors():
+    """The sampler replaces the engine's list of processors. The engine never calls `clear`."""
     stock_signatures = {
         name: inspect.signature(method)
         for name, method in inspect.getmembers(ContinuousBatchingLogitsProcessorList, callable)

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.text
 FULL = pytest.mark.full
 
 # Windows are not multiples of the page size, and shorter than most prompts.
-MODELS: dict[str, dict[str, Any]] = {
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mha": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 20},
@@ -59,13 +59,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 9},  # full and sliding layers, and sinks
     "qwen3": {},
 }
-
-
 INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 
 
 def make_model(name: str) -> Any:
-    return build_variant("llama" if name == "mha" else name, **MODELS[name])[0]
+    return build_variant("llama" if name == "mha" else name, **MODEL_OPTIONS[name])[0]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +73,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def for_each_model(fast_name: str) -> pytest.MarkDecorator:
     """Parametrize the fixture `model` with all models. Only `fast_name` is in the fast tier."""
-    return pytest.mark.parametrize(
-        "model",
-        [pytest.param(x, marks=() if x == fast_name else pytest.mark.full) for x in MODELS],
-        indirect=True,
-    )
+    models = [pytest.param(x, marks=() if x == fast_name else FULL) for x in MODEL_OPTIONS]
+    return pytest.mark.parametrize("model", models, indirect=True)
 
 
 @pytest.fixture
@@ -129,11 +124,13 @@ class TestSameTokens:
         check_tokens(model, scales=head_scales(model, center=True))
 
     @pytest.mark.parametrize(
-        "dtypes", [pytest.param(("auto", "fp8_e5m2"), marks=FULL), ("fp8_e3m4", "auto")]
+        ("key_dtype", "value_dtype"),
+        [pytest.param("auto", "fp8_e5m2", marks=FULL), ("fp8_e3m4", "auto")],
     )
-    def test_one_side_in_8_bit(self, dtypes: tuple[str, str]) -> None:
+    def test_one_side_in_8_bit(self, key_dtype: str, value_dtype: str) -> None:
         model = make_model("mistral")
-        check_tokens(model, key_dtype=dtypes[0], value_dtype=dtypes[1], scales=head_scales(model))
+        scales = head_scales(model)
+        check_tokens(model, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales)
 
     @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=FULL)])
     def test_different_plans_per_layer(self, name: str) -> None:
@@ -159,8 +156,8 @@ class TestSameTokens:
             ("llama", "torch"),
             ("gemma2", "cpu"),
             *(
-                pytest.param(*pair, marks=FULL)
-                for pair in (
+                pytest.param(*case, marks=FULL)
+                for case in (
                     ("gemma2", "torch"), ("llama", "cpu"), ("llama", "triton"),
                     ("gemma2", "triton"),
                 )
@@ -178,7 +175,7 @@ class TestSameTokens:
         serving.enable(model, scales=scales, backend=backend)
         assert generate_batch(model, prompt_ids, max_batch_tokens=32) == expected
 
-    def test_unquantized_bfloat16_is_greedy_within_rounding(self) -> None:
+    def test_unquantized_bfloat16_tokens_are_greedy_within_rounding(self) -> None:
         """In 16 bits, a batch may choose a different token only if two logits are nearly equal."""
         model = make_model("llama").to(torch.bfloat16)
         reference = copy.deepcopy(model).float()
@@ -192,7 +189,7 @@ class TestSameTokens:
             assert greedy_deficit(reference, prompt, answer) > 0.3
 
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
-    def test_steps_as_a_block_table(
+    def test_decode_steps_with_block_tables(
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Steps run eagerly, but as in CUDA graphs, the host reads no tensors of a step."""
@@ -201,20 +198,19 @@ class TestSameTokens:
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         batch_sizes: list[int] = []
-        stock_decode_work = common.make_decode_work
 
-        def record(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
+        def make_and_record(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> Any:
             batch_sizes.append(len(lengths))
-            return stock_decode_work(table, lengths, size)
+            return make_decode_work(table, lengths, page_size)
 
-        monkeypatch.setattr(common, "make_decode_work", record)
+        monkeypatch.setattr(common, "make_decode_work", make_and_record)
         with run_manager(manager):
             assert request_answers(manager, prompts()) == expected
         assert len(batch_sizes) > NEW_TOKENS / 2  # one call per step, not per layer
         assert len(batch_sizes) < 2 * NEW_TOKENS
         assert max(batch_sizes) > 1
 
-    def test_paged_generate(self, llama: Any) -> None:
+    def test_generate_with_a_paged_cache(self, llama: Any) -> None:
         prompt = prompts()[5]
         (expected,) = enable(llama, [prompt], scales=head_scales(llama))
         output = llama.generate(
@@ -242,14 +238,14 @@ def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
                 assert (blocks == page).all(1).any(), "no page of the engine has these bytes"
 
 
-class TestSharing:
+class TestSharedPages:
     def test_reused_prefixes_do_not_change_tokens(self, llama: Any) -> None:
         prompt_ids = prompts()
         expected = enable(llama, prompt_ids, scales=head_scales(llama))
         with open_manager(llama) as manager:
             # Requests run one at a time, so each can reuse the pages of the previous prompts.
             tokens = [request_answer(manager, ids) for ids in prompt_ids]
-            usage = serving.usage(manager)
+            usage = serving.read_usage(manager)
         assert tokens == expected
         assert usage is not None
         assert (usage.prefix_hits, usage.prefix_tokens) == (2, 96)
@@ -285,13 +281,13 @@ class TestSharing:
 
 
 class TestManagers:
-    def test_all_ways_to_create_a_manager(self, llama: Any) -> None:
+    def test_each_way_to_create_a_manager_gives_an_fp8_manager(self, llama: Any) -> None:
         serving.enable(llama)
         configs = {"generation_config": greedy(), "continuous_batching_config": batching()}
         for manager in (
             llama.init_continuous_batching(**configs),
-            serving.manager(llama, **configs),
-            serving.manager(llama, greedy(), batching()),
+            serving.make_manager(llama, **configs),
+            serving.make_manager(llama, greedy(), batching()),
         ):
             assert type(manager) is FP8Manager
             assert isinstance(manager, ContinuousBatchingManager)
@@ -301,7 +297,7 @@ class TestManagers:
         assert "__new__" not in vars(ContinuousBatchingManager)
         assert llama.init_continuous_batching.__class__.__module__.startswith("hf_fp8kv")
         for owner in (type(llama), ContinuousBatchingManager, ContinuousMixin):
-            modules = {getattr(item, "__module__", "") or "" for item in vars(owner).values()}
+            modules = {getattr(member, "__module__", "") or "" for member in vars(owner).values()}
             assert not any(name.startswith("hf_fp8kv") for name in modules), owner
         attributes = set(vars(make_model("llama")))
         assert set(vars(serving.disable(llama))) == attributes
@@ -311,8 +307,9 @@ class TestManagers:
         """The manager must not store 16 bits silently. It works after `disable`."""
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        for change, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
-            change(llama)
+        cases = ((serving.enable, "serving.make_manager"), (serving.disable, None))
+        for enable_or_disable, message in cases:
+            enable_or_disable(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
             with run_manager(manager):
                 manager.add_request([5, 6], max_new_tokens=2)
@@ -334,16 +331,16 @@ class TestManagers:
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
 
-    def test_serving_manager_rejects_a_model_without_enable(self, llama: Any) -> None:
+    def test_make_manager_rejects_a_model_without_enable(self, llama: Any) -> None:
         with pytest.raises(ConfigError, match=r"serving\.enable"):
-            serving.manager(llama)
+            serving.make_manager(llama)
 
     def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
         stock_model = make_model("llama")
         serving.enable(llama, scales=head_scales(llama))
         expected = generate_batch(make_model("llama"), prompts())
         managers: list[Any] = []
-        types: list[tuple[str, str]] = []
+        class_names: list[tuple[str, str]] = []
         barrier = threading.Barrier(2)
 
         def make_managers(model: Any) -> None:
@@ -351,7 +348,8 @@ class TestManagers:
                 barrier.wait(60)
                 manager = model.init_continuous_batching(greedy(), batching())
                 manager.warmup()  # allocates the pages
-                types.append((type(manager).__name__, type(manager.batch_processor.cache).__name__))
+                cache = manager.batch_processor.cache
+                class_names.append((type(manager).__name__, type(cache).__name__))
                 managers.append(manager)
 
         threads = [threading.Thread(target=make_managers, args=(x,)) for x in (llama, stock_model)]
@@ -359,7 +357,7 @@ class TestManagers:
             thread.start()
         for thread in threads:
             thread.join(120)
-        assert sorted(types) == sorted(
+        assert sorted(class_names) == sorted(
             [("ContinuousBatchingManager", "PagedAttentionCache")] * 3
             + [("FP8Manager", "Cache")] * 3
         )
@@ -367,7 +365,7 @@ class TestManagers:
             manager.batch_processor = None
         assert generate_batch(stock_model, prompts()) == expected
 
-    def test_generate_next_to_a_running_manager(self, llama: Any) -> None:
+    def test_a_running_manager_does_not_change_generate(self, llama: Any) -> None:
         """A different thread uses the same model with left padding and different masks."""
         llama.set_attn_implementation("fp8_paged")
         ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
@@ -395,23 +393,21 @@ class TestManagers:
         with open_manager(llama, pages=32) as manager:
 
             def count_hits(ids: list[int]) -> tuple[int, int]:
-                before = serving.usage(manager)
+                """Return the prefix hits of a request, and their tokens."""
+                old = serving.read_usage(manager)
                 request_answer(manager, ids, 2)
-                after = serving.usage(manager)
-                return (
-                    after.prefix_hits - before.prefix_hits,
-                    after.prefix_tokens - before.prefix_tokens,
-                )
+                new = serving.read_usage(manager)
+                return new.prefix_hits - old.prefix_hits, new.prefix_tokens - old.prefix_tokens
 
             for ids in prompt_ids[:4]:  # 6 of the 32 pages each
                 assert count_hits(ids) == (0, 0)
             assert count_hits(prompt_ids[0]) == (1, 6 * PAGE)  # prompt_ids[1] is now the oldest
             assert count_hits(prompt_ids[4]) == (0, 0)
-            results = [count_hits(prompt_ids[n]) for n in (4, 0, 3, 2)]
-            assert results[:3] == [(1, 6 * PAGE)] * 3
-            num_cached = count_hits(prompt_ids[1])[1]
+            counts = [count_hits(prompt_ids[n]) for n in (4, 0, 3, 2)]
+            assert counts[:3] == [(1, 6 * PAGE)] * 3
+            _, num_cached = count_hits(prompt_ids[1])
             assert 0 < num_cached < 6 * PAGE  # only its beginning is kept
-            assert serving.usage(manager).tokens_held >= 24 * PAGE
+            assert serving.read_usage(manager).tokens_held >= 24 * PAGE
 
     def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
         serving.enable(llama)
@@ -419,30 +415,32 @@ class TestManagers:
         first = llama.generate_batch(
             prompt_ids, greedy(), continuous_batching_config=batching(), persistent_manager=True
         )
-        assert serving.usage(llama).prefix_hits == 0
+        assert serving.read_usage(llama).prefix_hits == 0
         second = llama.generate_batch(prompt_ids, greedy(), persistent_manager=True)
-        assert serving.usage(llama).prefix_hits == 1
-        tokens = [[out.generated_tokens for out in result.values()] for result in (first, second)]
-        assert tokens[0] == tokens[1]
+        assert serving.read_usage(llama).prefix_hits == 1
+        first_tokens, second_tokens = (
+            [output.generated_tokens for output in outputs.values()] for outputs in (first, second)
+        )
+        assert first_tokens == second_tokens
         serving.disable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
 
     def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
-        assert serving.usage(llama) is None
+        assert serving.read_usage(llama) is None
         serving.enable(llama)
-        assert serving.usage(llama) is None
+        assert serving.read_usage(llama) is None
         with open_manager(llama) as manager:
             manager.warmup()
-            usage = serving.usage(llama)
+            usage = serving.read_usage(llama)
             assert (usage.pages_total, usage.pages_used, usage.tokens_held) == (64, 0, 0)
             # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
             assert usage.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
             assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
             request_answer(manager, prompts()[1])
-        assert serving.usage(llama) is None
+        assert serving.read_usage(llama) is None
 
 
-class TestStock:
+class TestStockEngine:
     def test_tokens_are_unchanged_without_enable(self) -> None:
         """The tokens are also unchanged after a second model was enabled and disabled."""
         stock_tokens = generate_batch(make_model("llama"), prompts())
@@ -541,13 +539,13 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("name", "options"),
         [
-            *((name, MODELS[name]) for name in ("llama", "gpt_oss", "gemma2")),
+            *((name, MODEL_OPTIONS[name]) for name in ("llama", "gpt_oss", "gemma2")),
             *(("gpt_oss", {"sliding_window": window}) for window in (1, 2, 3)),
         ],
         ids=str,
     )
-    def test_models_that_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
-        """Rounding, a missing softcap, or a window shorter than the probe's tokens is accepted.
+    def test_supported_models_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
+        """The probe accepts rounding, a missing softcap, and windows shorter than its sequences.
 
         Up to transformers 5.20, gemma2 runs sdpa by default, which has no softcap.
         """
@@ -569,10 +567,10 @@ class TestErrors:
             with pytest.raises(ConfigError, match="expected None, because the scales"):
                 serving.enable(llama, scales=scales, **keywords)
 
-    @pytest.mark.parametrize("size", [24, 4, 2048])
-    def test_an_invalid_page_size_is_rejected(self, llama: Any, size: int) -> None:
+    @pytest.mark.parametrize("page_size", [24, 4, 2048])
+    def test_an_invalid_page_size_is_rejected(self, llama: Any, page_size: int) -> None:
         serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching(page_size=size))
+        manager = llama.init_continuous_batching(greedy(), batching(page_size=page_size))
         with pytest.raises(ConfigError, match="power of two"):
             manager.warmup()
 
@@ -597,21 +595,21 @@ class TestErrors:
             generate_batch(llama, prompts()[:1])
 
 
-class TestLimits:
+class TestRequestLimit:
     @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
-    def test_max_request_tokens_is_the_longest_request_that_fits(self, name: str) -> None:
+    def test_the_limit_is_the_longest_request_that_fits(self, name: str) -> None:
         """With one more token the engine would stop, because it could not free pages."""
         model = make_model(name)
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(pages=6))
         manager.warmup()
         cache = manager.batch_processor.cache
-        max_tokens = cache.max_request_tokens()
+        max_tokens = cache.compute_max_request_tokens()
         if name == "mistral":  # windows in all layers
             assert max_tokens == 2**31 - 1
         else:
             num_sectors = [
-                sum(group.needs_new_sectors("", 0, n) for group in cache.cache_allocators.values())
+                sum(x.needs_new_sectors("", 0, n) for x in cache.cache_allocators.values())
                 for n in (max_tokens, max_tokens + 1)
             ]
             assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
@@ -620,8 +618,8 @@ class TestLimits:
         manager.batch_processor = None
 
 
-class TestRunning:
-    """Managers that start, stop and fail next to each other, and the parts of a step."""
+class TestRunningEngines:
+    """Tests of managers that start, stop and fail next to each other, and of the work of a step."""
 
     def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
@@ -652,14 +650,14 @@ class TestRunning:
             serving.enable(model)
         serving.enable(model)
 
-    def test_step_errors_fail_requests(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failing_steps_fail_requests(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any, **kwargs: Any) -> None:
             raise ValueError("boom")
 
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        with monkeypatch.context() as patch:
-            patch.setattr(StoredLayer, "attend", fail)
+        with monkeypatch.context() as context:
+            context.setattr(StoredLayer, "attend", fail)
             outputs = llama.generate_batch([[5, 6]], greedy(), batching())
         assert all(output.error == "boom" for output in outputs.values())
         assert llama.config._attn_implementation == "sdpa"
@@ -668,12 +666,12 @@ class TestRunning:
         assert fp8_paged_mask(1, 2, 2, attention_mask=torch.tensor([[False, True]])) is not None
         assert generate_batch(llama, [[5, 6]])
 
-    def test_padding_has_no_result(self) -> None:
+    def test_padding_is_not_written(self) -> None:
         step = EngineStep([None], 8)
         for index, num_tokens in enumerate((10, 8, 1)):
             step.add(0, num_tokens, [[2 * index, 2 * index + 1]])
-        work = step.work(0, torch.device("cpu"))
-        targets = [x for batch in work.batches for x in batch.target_tokens.tolist()]
+        work = step.get_work(0, torch.device("cpu"))
+        targets = [token for batch in work.batches for token in batch.target_tokens.tolist()]
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
     def test_an_unused_row_has_a_valid_page_and_slot(self) -> None:
@@ -684,14 +682,17 @@ class TestRunning:
 
     def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
+
+        def fill_plan(plan: torch.Tensor, lengths: torch.Tensor, *_: Any) -> None:
+            plan.fill_(int(lengths[0]))
+
         monkeypatch.setattr(step_module.ops, "plan_rows", lambda *args: calls.append(args) or 1)
-        fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
-        monkeypatch.setattr(step_module.ops, "make_plan", fill)
+        monkeypatch.setattr(step_module.ops, "make_plan", fill_plan)
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
-        batches = step.work(0, torch.device("cpu")).batches
-        plans = [int(batch.work_plan("torch", 2, 4)[0, 0]) for batch in batches]
+        batches = step.get_work(0, torch.device("cpu")).batches
+        plans = [int(batch.get_work_plan("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(plans) == [5, 8]
         assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
 
@@ -701,7 +702,9 @@ class TestRunning:
         manager = model.init_continuous_batching(greedy(), batching())
         manager.warmup()
         cache = manager.batch_processor.cache
-        for name, tokens in (("a", 5), ("b", 70)):
-            state = SimpleNamespace(request_id=name, current_len=lambda: 0)
-            assert cache.can_store_request_tokens(state, tokens)
-        assert cache.memory_usage({"a": 5, "b": 70})[3] == 5 + 20
+        lengths = {"a": 5, "b": 70}
+        for request_id, length in lengths.items():
+            state = SimpleNamespace(request_id=request_id, current_len=lambda: 0)
+            assert cache.can_store_request_tokens(state, length)
+        *_, num_tokens = cache.measure_memory(lengths)
+        assert num_tokens == 5 + 20

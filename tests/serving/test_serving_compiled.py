@@ -8,7 +8,7 @@ from transformers import CompileConfig
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, serving
-from hf_fp8kv.serving.probe import layer_windows
+from hf_fp8kv.serving.probe import read_layer_windows
 from tests.helpers.serving_tools import (
     batching,
     enable,
@@ -21,8 +21,8 @@ from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
-# Steps are traced and run without code generation, which these tests do not cover.
-TRACED = {"backend": "eager", "mode": None, "dynamic": True}
+# Steps are traced and run without code generation. The tests do not cover the generated code.
+TRACE_OPTIONS = {"backend": "eager", "mode": None, "dynamic": True}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ class TestCompiled:
         """Attention is not compiled, so a new number of requests needs no new compilation."""
         model = build_variant(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
         expected = enable(model, prompts(), scales=head_scales(model))
-        config = CompileConfig(fullgraph=False, **TRACED)
+        config = CompileConfig(fullgraph=False, **TRACE_OPTIONS)
         initial_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
         assert tokens == expected
@@ -51,7 +51,7 @@ class TestCompiled:
         model = build_variant("llama", attn_implementation="sdpa")[0]
         serving.enable(model)
         # decode_compile_config is accepted, because the engine uses it only for its own attention.
-        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **TRACED))
+        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **TRACE_OPTIONS))
         with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
             model.init_continuous_batching(greedy(), config)
         assert model.config._attn_implementation == "sdpa"
@@ -71,4 +71,4 @@ def test_layer_windows_finds_models_without_block_tables() -> None:
             stock.ATTN_TYPE_TO_ALLOCATOR[layer_type].supports_block_table
             for layer_type in stock.group_layers_by_attn_type(config)
         )
-        assert (has_block_tables, any(layer_windows(config))) == (not has_windows, has_windows)
+        assert (has_block_tables, any(read_layer_windows(config))) == (not has_windows, has_windows)

@@ -61,7 +61,7 @@ def make_cache_and_handler(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tu
     return model, cache, handlers[0]
 
 
-def make_config(**options: Any) -> ServingConfig:
+def make_serving_config(**options: Any) -> ServingConfig:
     return ServingConfig.parse(dtype="fp8_e4m3", backend="torch", **options)
 
 
@@ -81,9 +81,9 @@ class TestEngineChoice:
             (continuous_api.ContinuousBatchingManager, "_create_batch_processor", "Cache in stub"),
             (stock_cache.PagedAttentionCache, "__init__", "MemoryHandler in stub"),
         ):
-            with monkeypatch.context() as patch:
+            with monkeypatch.context() as context:
                 stub.__qualname__ = "stub"
-                patch.setattr(owner, name, stub)
+                context.setattr(owner, name, stub)
                 with pytest.raises(ConfigError, match=message) as error:
                     serving.enable(model)
                 for detail in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
@@ -99,7 +99,7 @@ class TestEngineChoice:
             serving.enable(build_variant("llama")[0])
 
 
-class TestGroups:
+class TestLayerGroups:
     @pytest.mark.parametrize(
         "layer_types",
         [
@@ -128,7 +128,7 @@ class TestMemory:
             model = build_variant("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
             cache = make_cache(model, pages=5)
-            total_bytes, used_bytes, page_bytes, num_tokens = cache.memory_usage({})
+            total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
             layout = cache.page_layout
             assert (used_bytes, num_tokens, page_bytes) == (0, 0, 2 * layout.bytes_per_page)
             assert total_bytes == 5 * page_bytes
@@ -137,7 +137,7 @@ class TestMemory:
             assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
 
     def test_sectors_and_tokens_add_planned_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The planned memory has no mask and no dense copy. Tokens of a step have activations."""
+        """Neither masks nor dense copies are planned. Tokens of a step have activations."""
         model, cache, handler = make_cache_and_handler(monkeypatch)
         num_sectors, num_tokens = cache.num_sectors, cache.max_batch_tokens
         compute_bytes = handler.compute_memory_footprint
@@ -160,11 +160,11 @@ class TestMemory:
         config = batching()
         config.max_memory_percent = 0.5
         ranks = TensorParallel(1, 2)
-        cache = engines.make_cache_class(make_config(scales=scales, tensor_parallel=ranks))(
+        cache = engines.make_cache_class(make_serving_config(scales=scales, tensor_parallel=ranks))(
             config=model.config, continuous_batching_config=config, device="cpu",
             distributed_helper=distributed_helper, dtype=torch.float32,
         )  # fmt: skip
-        assert cache.page_layout.heads == 1
+        assert cache.page_layout.num_heads == 1
         assert cache.layers[0].pages.k_codes.shape[1] == 1
         for layer in range(2):
             expected = scales.layers[layer].k[1].expand(1, 16)
@@ -185,8 +185,8 @@ class TestOffloading:
     ) -> None:
         """Codes and dynamic scales keep their bytes when they return to different blocks."""
         offloads = record_offloads(monkeypatch)
-        config = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
-        model = build_variant(name, **config)[0]
+        sizes = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
+        model = build_variant(name, **sizes)[0]
         prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
         expected = enable(model, prompt_ids, **options)
         tokens = generate_batch(
@@ -202,7 +202,7 @@ class TestOffloading:
 
 
 def test_the_cache_has_the_signatures_that_the_engine_calls() -> None:
-    cache_class: Any = engines.make_cache_class(make_config())
+    cache_class: Any = engines.make_cache_class(make_serving_config())
     for name in ("extend_read_and_write_indices", "search_prefix_match"):
         parameters = inspect.signature(getattr(cache_class, name)).parameters
         assert list(parameters) == list(

@@ -1,4 +1,4 @@
-"""Tests of structured output, with a model that writes random text without a grammar."""
+"""Tests of structured output. Without a grammar, the model writes random text."""
 
 import json
 import re
@@ -95,16 +95,14 @@ def server_with_end_token(folder, tmp_path_factory):
 def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
     """Return the text of a completion and its finish reason."""
     answer = server.answer(COMPLETIONS, **{"prompt": "once upon", "max_tokens": 250} | fields)
-    parts = answer if fields.get("stream") else [answer]
-    assert len(parts) > 2 or not fields.get("stream")
-    return text_in(parts), parts[-1]["choices"][0]["finish_reason"]
+    events = answer if fields.get("stream") else [answer]
+    assert len(events) > 2 or not fields.get("stream")
+    return text_in(events), events[-1]["choices"][0]["finish_reason"]
 
 
 def constrain(**constraint: object) -> dict[str, object]:
+    """Return the field of a request that constrains its answer."""
     return {"structured_outputs": constraint}
-
-
-# -- answers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,9 +186,9 @@ def test_a_stop_string_ends_a_structured_answer(server):
 
 def test_a_truncated_answer_has_the_finish_reason_length(server):
     expected, _ = complete(server, **constrain(json=PERSON))
-    for length, reason in ((len(expected) - 1, "length"), (len(expected), "stop")):
-        answer = complete(server, **constrain(json=PERSON), max_tokens=length)
-        assert answer == (expected[:length], reason)
+    for max_tokens, reason in ((len(expected) - 1, "length"), (len(expected), "stop")):
+        answer = complete(server, **constrain(json=PERSON), max_tokens=max_tokens)
+        assert answer == (expected[:max_tokens], reason)
 
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -205,15 +203,12 @@ def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_tok
         fields = constrain(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
         text, reason = complete(server_with_end_token, **fields, stream=stream)
         assert re.fullmatch(r"[a-f]+", text)
-        assert reason == "stop" if len(text) < 200 else reason == "length"
+        assert reason == ("stop" if len(text) < 200 else "length")
         if not seed:
             assert complete(server, **fields)[1] == "length"
     fields = {"prompt": "x", "max_tokens": 9} | constrain(choice=["ready"])
     for endpoint, num_tokens in ((server_with_end_token, 1 + len("ready")), (server, len("ready"))):
         assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == num_tokens
-
-
-# -- concurrent requests ---------------------------------------------------------------------------
 
 
 def make_requests(count: int) -> list[dict[str, object]]:
@@ -235,14 +230,15 @@ def make_requests(count: int) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.full)])
-def test_concurrent_requests_do_not_change_each_others_answers(server, count):
-    expected = [complete(server, **fields) for fields in make_requests(count)]
-    assert len(set(expected)) > 0.8 * count
-    with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(lambda fields: complete(server, **fields), make_requests(count)))
+@pytest.mark.parametrize("num_requests", [10, pytest.param(20, marks=pytest.mark.full)])
+def test_concurrent_requests_do_not_change_each_others_answers(server, num_requests):
+    requests = make_requests(num_requests)
+    expected = [complete(server, **fields) for fields in requests]
+    assert len(set(expected)) > 0.8 * num_requests
+    with ThreadPoolExecutor(num_requests) as pool:
+        answers = list(pool.map(lambda fields: complete(server, **fields), requests))
     assert answers == expected
-    for (text, reason), fields in zip(answers, make_requests(count), strict=True):
+    for (text, reason), fields in zip(answers, requests, strict=True):
         if "json" in (constraint := fields.get("structured_outputs", {})):
             assert is_person(text) if constraint["json"] is PERSON else len(json.loads(text)) <= 5
         assert (reason == "stop") is bool(constraint)
@@ -257,14 +253,14 @@ def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
     ]
     expected = [complete(server, **fields) for fields in requests]
     preempted_ids: list[str] = []
-    create_request = RequestState.create_equivalent_initial_request
+    stock_create = RequestState.create_equivalent_initial_request
 
-    def record(state: RequestState) -> RequestState:
+    def create_and_record(state: RequestState) -> RequestState:
         if state.logit_processor_kwargs["sequence"].guide and state.generated_tokens:
             preempted_ids.append(state.request_id)
-        return create_request(state)
+        return stock_create(state)
 
-    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", record)
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", create_and_record)
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda fields: complete(server, **fields), requests))
     assert preempted_ids
@@ -273,7 +269,7 @@ def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
 
 
 class Panic(BaseException):
-    """An exception like the panic of a library written in Rust."""
+    """An exception like a panic of a library in Rust."""
 
 
 class FailingMatcher:
@@ -294,11 +290,11 @@ class FailingMatcher:
 @pytest.fixture
 def broken_server(server, monkeypatch):
     """Return the server with grammars that fail at the letter z or above 30 lexer states."""
-    init = grammars.Guide.__init__
+    stock_init = grammars.Guide.__init__
     monkeypatch.setattr(
         grammars.Guide,
         "__init__",
-        lambda self, field, matcher, bits: init(self, field, FailingMatcher(matcher), bits),
+        lambda self, field, matcher, bits: stock_init(self, field, FailingMatcher(matcher), bits),
     )
     monkeypatch.setattr(grammars, "_MAX_LEXER_STATES", 30)
     return server
@@ -330,47 +326,46 @@ def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
     assert broken_server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
-# -- rejected grammars -----------------------------------------------------------------------------
-
-
-def as_schema(schema: object, **fields: object) -> dict[str, object]:
+def wrap_schema(schema: object, **fields: object) -> dict[str, object]:
+    """Return the field of a chat that contains a JSON schema."""
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
 
 
+MANY_PATTERNS: dict[str, dict] = {f"a{n}": {} for n in range(101)}
 LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
-SCHEMA = "response_format.json_schema.schema"
+SCHEMA_FIELD = "response_format.json_schema.schema"
 INVALID_GRAMMARS = {
     "an unknown type": ({"response_format": {"type": "xml"}}, "response_format.type"),
     "a string": ({"response_format": "json"}, "response_format"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    "a list": (as_schema([]), SCHEMA),
-    "no type": (as_schema({"type": "objekt"}), SCHEMA),
-    "not supported": (as_schema({"type": "array", "uniqueItems": True}), SCHEMA),
-    "not strict": (as_schema(LENIENT), SCHEMA),
+    "a list": (wrap_schema([]), SCHEMA_FIELD),
+    "no type": (wrap_schema({"type": "objekt"}), SCHEMA_FIELD),
+    "not supported": (wrap_schema({"type": "array", "uniqueItems": True}), SCHEMA_FIELD),
+    "not strict": (wrap_schema(LENIENT), SCHEMA_FIELD),
     "not strict, as text": (constrain(json=json.dumps(LENIENT)), "structured_outputs.json"),
-    "not satisfiable": (as_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA),
-    "no end": (as_schema({"$ref": "#"}), SCHEMA),
-    "a missing definition": (as_schema({"$ref": "#/$defs/x"}), SCHEMA),
-    "a different file": (as_schema({"$ref": "http://localhost/x.json"}), SCHEMA),
-    "huge": (as_schema({"enum": ["x" * 70_000]}), SCHEMA),
-    "long numbers": (as_schema({"type": "integer", "minimum": -(10**30)}), SCHEMA),
-    "not finite": (as_schema({"type": "integer", "multipleOf": 1e999}), SCHEMA),
-    "many states": (as_schema({"type": "integer", "multipleOf": 1_000_003}), SCHEMA),
+    "not satisfiable": (wrap_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA_FIELD),
+    "no end": (wrap_schema({"$ref": "#"}), SCHEMA_FIELD),
+    "a missing definition": (wrap_schema({"$ref": "#/$defs/x"}), SCHEMA_FIELD),
+    "a different file": (wrap_schema({"$ref": "http://localhost/x.json"}), SCHEMA_FIELD),
+    "a huge text": (wrap_schema({"enum": ["x" * 70_000]}), SCHEMA_FIELD),
+    "long numbers": (wrap_schema({"type": "integer", "minimum": -(10**30)}), SCHEMA_FIELD),
+    "not finite": (wrap_schema({"type": "integer", "multipleOf": 1e999}), SCHEMA_FIELD),
+    "many states": (wrap_schema({"type": "integer", "multipleOf": 1_000_003}), SCHEMA_FIELD),
     "many states, in two schemas": (
-        as_schema({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}),
-        SCHEMA,
+        wrap_schema({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}),
+        SCHEMA_FIELD,
     ),
-    "many patterns": (as_schema({"patternProperties": {f"a{n}": {} for n in range(101)}}), SCHEMA),
-    "long patterns": (as_schema({"items": {"pattern": "a?" * 5_000}}), SCHEMA),
+    "many patterns": (wrap_schema({"patternProperties": MANY_PATTERNS}), SCHEMA_FIELD),
+    "long patterns": (wrap_schema({"items": {"pattern": "a?" * 5_000}}), SCHEMA_FIELD),
     "a long expression": (constrain(regex="a?" * 5_000), "structured_outputs.regex"),
-    "an unknown name": (as_schema({}, grammar="x"), "response_format.json_schema.grammar"),
+    "an unknown name": (wrap_schema({}, grammar="x"), "response_format.json_schema.grammar"),
     "an extra schema": (
         {"response_format": {"type": "json_object", "schema": {}}},
         "response_format.schema",
     ),
-    "nothing": (constrain(), "structured_outputs"),
-    "two": (constrain(regex="a", choice=["a"]), "structured_outputs"),
-    "two fields": (as_schema({}) | constrain(regex="a"), "structured_outputs.regex"),
+    "no constraint": (constrain(), "structured_outputs"),
+    "two constraints": (constrain(regex="a", choice=["a"]), "structured_outputs"),
+    "two fields": (wrap_schema({}) | constrain(regex="a"), "structured_outputs.regex"),
     "an invalid expression": (constrain(regex="(a"), "structured_outputs.regex"),
     "a lookahead": (constrain(regex="(?=a)b"), "structured_outputs.regex"),
     "an empty text": (constrain(regex="()"), "structured_outputs.regex"),
@@ -381,7 +376,7 @@ INVALID_GRAMMARS = {
     "an empty choice": (constrain(choice=[""]), "structured_outputs.choice"),
     "invalid JSON": (constrain(json="{"), "structured_outputs.json"),
     "an unknown grammar": (constrain(grammar="x"), "structured_outputs.grammar"),
-    "an older name": ({"guided_regex": "a"}, "guided_regex"),
+    "an older field": ({"guided_regex": "a"}, "guided_regex"),
 }
 
 
@@ -405,9 +400,6 @@ def test_grammars_are_rejected_if_steps_are_planned_ahead(folder):
     assert "CUDA graphs" in str(find_reason(model_runner=SimpleNamespace(pad_inputs=True)))
 
 
-# -- units -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def make_guide(folder):
     compiler = grammars.Grammars(AutoTokenizer.from_pretrained(folder), 95, None)
@@ -418,8 +410,9 @@ def make_guide(folder):
     return make_guide
 
 
-def read_mask(blocked: np.ndarray) -> str:
-    return "".join(chr(32 + token) for token in (~blocked).nonzero()[0])
+def decode_mask(mask: np.ndarray) -> str:
+    """Return the characters that a mask of blocked tokens allows."""
+    return "".join(chr(32 + token) for token in (~mask).nonzero()[0])
 
 
 def test_rows_have_the_masks_of_their_requests(make_guide):
@@ -435,27 +428,27 @@ def test_rows_have_the_masks_of_their_requests(make_guide):
     sampler.prepare_tensor_args(make_step(sequences, 3), arguments)
     masked_scores = sampler(torch.zeros(6), scores.clone(), arguments)
     assert torch.equal(masked_scores[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
-    assert read_mask(masked_scores[1].isinf().numpy()) == "abc"
-    assert read_mask(masked_scores[3].isinf().numpy()) == "defy"
+    assert decode_mask(masked_scores[1].isinf().numpy()) == "abc"
+    assert decode_mask(masked_scores[3].isinf().numpy()) == "defy"
     for row in (1, 3):
         allowed = masked_scores[row].isfinite()
         assert torch.equal(masked_scores[row][allowed], scores[row][allowed])
 
 
 def test_an_end_token_is_allowed_only_if_the_grammar_may_end(make_guide):
-    end = ord("b") - 32  # this token is also a letter of the grammar
+    end_token = ord("b") - 32  # this token is also a letter of the grammar
     guide = make_guide("ab?c?")
-    assert read_mask(guide.blocked_mask([end], 95)) == "a"
+    assert decode_mask(guide.compute_mask([end_token], 95)) == "a"
     guide.accept(ord("a") - 32)
-    assert read_mask(guide.blocked_mask([], 95)) == "bc"
-    assert read_mask(guide.blocked_mask([end, 1], 95)) == "!bc"
+    assert decode_mask(guide.compute_mask([], 95)) == "bc"
+    assert decode_mask(guide.compute_mask([end_token, 1], 95)) == "!bc"
     guide.accept(ord("c") - 32)
     assert guide.is_complete
-    assert read_mask(guide.blocked_mask([1], 95)) == "!"
-    assert read_mask(make_guide(r"[?@]").blocked_mask([], 95)) == "@"  # without the special token
+    assert decode_mask(guide.compute_mask([1], 95)) == "!"
+    assert decode_mask(make_guide(r"[?@]").compute_mask([], 95)) == "@"  # without the special token
 
 
-def test_a_text_that_no_end_token_can_end_is_complete(make_guide):
+def test_a_matching_text_is_complete_if_the_model_has_no_end_token(make_guide):
     for end_tokens, is_complete in (((), True), ((5,), False), ((10**6,), True)):
         sequence = Sequence([1], 9, frozenset(end_tokens), guide=make_guide("a"))
         engine.check_token(sequence, ord("a") - 32, 95)
@@ -473,8 +466,8 @@ def test_a_fork_of_a_guide_advances_independently(make_guide):
     fork = original.fork()
     original.accept(ord("b") - 32)
     fork.accept(ord("d") - 32)
-    assert read_mask(original.blocked_mask([], 95)) == "c"
-    assert read_mask(fork.blocked_mask([], 95)) == "e"
+    assert decode_mask(original.compute_mask([], 95)) == "c"
+    assert decode_mask(fork.compute_mask([], 95)) == "e"
 
 
 def test_a_tokenizer_without_bytes_is_rejected(folder):

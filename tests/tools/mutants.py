@@ -388,7 +388,7 @@ MUTANTS = (
     ),
     Mutant(
         "serving: a ring of the wrong length", "serving/step.py",
-        "            position %= self.window", "            position %= self.window + 1",
+        "            positions %= self.window", "            positions %= self.window + 1",
         "tests/serving/test_serving.py tests/serving/test_serving_layouts.py",
     ),
 )  # fmt: skip

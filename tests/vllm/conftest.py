@@ -14,13 +14,13 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-LENGTHS = (3, 7, 17, 63, 64, 65, 130, 300)
+PROMPT_LENGTHS = (3, 7, 17, 63, 64, 65, 130, 300)
 NEW_TOKENS = 12
-LAYERS, HEADS, DIM = 2, 2, 32
+NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 32  # heads of K and V
 
-SIZES = {
-    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 256,
+MODEL_SIZES = {
+    "hidden_size": 128, "intermediate_size": 128, "vocab_size": 256, "head_dim": HEAD_DIM,
+    "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "num_key_value_heads": NUM_HEADS,
     "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 # The models add features to Llama: biases, a window, softcaps, or sinks with a window in every
@@ -38,15 +38,15 @@ _MODEL_OPTIONS = {
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory):
+def load_model(tmp_path_factory):
     """Return a function that returns the model of a name in `_MODEL_OPTIONS`, and its folder."""
     cached_models = {}
 
-    def get_model(name):
+    def load_cached_model(name):
         if name not in cached_models:
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            config = AutoConfig.for_model(name, **SIZES, **_MODEL_OPTIONS[name])
+            config = AutoConfig.for_model(name, **MODEL_SIZES, **_MODEL_OPTIONS[name])
             torch.manual_seed(1)
             model = AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():
@@ -54,9 +54,9 @@ def models(tmp_path_factory):
                     if path.endswith("sinks"):
                         parameter.copy_(torch.linspace(-1, 2, len(parameter)))
                     elif parameter.ndim > 1:
-                        parameter.mul_(3)  # so that tokens depend on attention
+                        parameter.mul_(3)  # otherwise tokens would not depend on attention
                     elif path.endswith("post_attention_layernorm.weight") and name == "gemma2":
-                        parameter.add_(5)  # otherwise a token depends only on the previous token
+                        parameter.add_(5)  # otherwise tokens depend only on the previous token
                     elif name == "qwen2":
                         parameter.add_(torch.randn_like(parameter))
             folder = tmp_path_factory.mktemp(name)
@@ -65,18 +65,21 @@ def models(tmp_path_factory):
             cached_models[name] = model, str(folder)
         return cached_models[name]
 
-    return get_model
+    return load_cached_model
 
 
 @pytest.fixture(scope="session")
 def prompts():
     generator = torch.Generator().manual_seed(2)
-    return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def make_scales(granularity, *, centered=False, layers=LAYERS, heads=HEADS, model_type=None):
+def make_scales(
+    granularity, *, centered=False, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, model_type=None
+):
     """Return scales that differ between layers, between heads, and between K and V."""
-    shape = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM)}[granularity]
+    shapes = {"tensor": (), "head": (num_heads, 1), "channel": (num_heads, HEAD_DIM)}
+    shape = shapes[granularity]
     generator = torch.Generator().manual_seed(3)
 
     def draw(low, high, shape=shape):
@@ -86,9 +89,9 @@ def make_scales(granularity, *, centered=False, layers=LAYERS, heads=HEADS, mode
         {
             index: LayerScales(
                 draw(0.01, 0.02), draw(0.03, 0.05),
-                draw(-1, 1, (heads, DIM)) if centered else None,
+                draw(-1, 1, (num_heads, HEAD_DIM)) if centered else None,
             )
-            for index in range(layers)
+            for index in range(num_layers)
         },
         model_type=model_type,
     )  # fmt: skip
@@ -109,7 +112,7 @@ def _override_kernels_once():
 
 @pytest.fixture
 def serve():
-    """Return a function that starts an engine of vLLM, whose memory is freed after the test."""
+    """Return a function that starts an engine of vLLM. Its memory is freed after the test."""
     pytest.importorskip("vllm")
     _override_kernels_once()
     from vllm import LLM
@@ -137,12 +140,12 @@ def serve():
     gc.collect()
 
 
-def make_options(dtype, folder, layers=LAYERS):
+def make_cache_options(dtype, folder, num_layers=NUM_LAYERS):
     """Return the options of FP8PagedCache for `dtype`, and the folder of static scales or None."""
     options = {} if dtype == "hf_fp8kv_static" else {"dtype": "fp8_e3m4"}
     if not dtype.endswith("static"):
         return options, None
-    scales = make_scales("head", centered=True, layers=layers)
+    scales = make_scales("head", centered=True, num_layers=num_layers)
     scales.save_pretrained(folder)
     return options | {"scales": scales}, folder
 
@@ -154,11 +157,11 @@ def generate(llm, prompts, num_tokens=NEW_TOKENS):
     sampling = SamplingParams(
         temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
     return [[*x.outputs[0].token_ids] for x in outputs], [x.num_cached_tokens for x in outputs]
 
 
-def generate_hf(model, prompts, num_tokens=NEW_TOKENS, **options):
+def generate_expected(model, prompts, num_tokens=NEW_TOKENS, **options):
     """Return the greedy tokens of transformers with `FP8PagedCache(prefill="stored")`."""
     answers = []
     for prompt in prompts:

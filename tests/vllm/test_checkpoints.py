@@ -7,14 +7,14 @@ import torch
 
 from hf_fp8kv.scales import KVScales
 
-from .conftest import HEADS, LAYERS, generate, generate_hf, make_scales
+from .conftest import NUM_HEADS, NUM_LAYERS, generate, generate_expected, make_scales
 
 
 def get_loaded_scales(llm):
-    """Return `_k_scale` and `_v_scale` of each layer after vLLM's loader has run."""
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    attention = [layers[f"model.layers.{index}.self_attn.attn"] for index in range(LAYERS)]
-    return [(layer._k_scale.float(), layer._v_scale.float()) for layer in attention]
+    """Return the scales of K and V of each layer after vLLM's loader has run."""
+    modules = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    layers = [modules[f"model.layers.{index}.self_attn.attn"] for index in range(NUM_LAYERS)]
+    return [(layer._k_scale.float(), layer._v_scale.float()) for layer in layers]
 
 
 @pytest.mark.skipif(
@@ -23,30 +23,31 @@ def get_loaded_scales(llm):
 )
 class TestLoader:
     @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
-    def test_vllm_reads_scales_per_tensor(self, models, serve, tmp_path, format):
+    def test_vllm_reads_scales_per_tensor(self, load_model, serve, tmp_path, format):
         # vLLM's loader rounds the scales of all other formats to the model's dtype.
         is_rounded = format != "compressed-tensors"
-        scales, folder = make_scales("tensor"), str(tmp_path / "copy")
-        scales.save_pretrained(folder, format=format, checkpoint=models("llama")[1])
-        for index, (k, v) in enumerate(get_loaded_scales(serve(folder, "fp8", dtype="bfloat16"))):
-            for actual, scale in zip((k, v), scales.layers[index].static, strict=True):
+        scales, copy = make_scales("tensor"), str(tmp_path / "copy")
+        _, folder = load_model("llama")
+        scales.save_pretrained(copy, format=format, checkpoint=folder)
+        for index, loaded in enumerate(get_loaded_scales(serve(copy, "fp8", dtype="bfloat16"))):
+            for actual, scale in zip(loaded, scales.layers[index].static, strict=True):
                 assert actual.item() == (scale.bfloat16() if is_rounded else scale).item()
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
-    def test_vllm_ignores_formats_that_it_does_not_read(self, models, serve, tmp_path, format):
+    def test_vllm_ignores_formats_that_it_does_not_read(self, load_model, serve, tmp_path, format):
         """With scales among the weights but no quantization config, vLLM would fail."""
-        folder = str(tmp_path / "copy")
-        make_scales("tensor").save_pretrained(folder, format=format, checkpoint=models("llama")[1])
-        assert all(k == v == 1 for k, v in get_loaded_scales(serve(folder, "fp8")))
+        copy, (_, folder) = str(tmp_path / "copy"), load_model("llama")
+        make_scales("tensor").save_pretrained(copy, format=format, checkpoint=folder)
+        assert all(k == v == 1 for k, v in get_loaded_scales(serve(copy, "fp8")))
 
     @pytest.mark.parametrize(
         ("granularity", "location"),
         [("tensor", "shards"), ("head", "an existing folder"), ("head", "a new folder")],
     )
     def test_vllm_reads_scales_in_shards_and_in_extended_checkpoints(
-        self, models, serve, tmp_path, granularity, location
+        self, load_model, serve, tmp_path, granularity, location
     ):
-        model, folder = models("llama")
+        model, folder = load_model("llama")
         scales, copy, options = make_scales(granularity), tmp_path / "copy", {"checkpoint": folder}
         if location == "shards":
             options["checkpoint"] = tmp_path / "shards"
@@ -55,18 +56,19 @@ class TestLoader:
         elif location == "an existing folder":
             copy, options = shutil.copytree(folder, copy), {"overwrite": True}
         scales.save_pretrained(copy, format="compressed-tensors", **options)
-        for index, loaded_pair in enumerate(get_loaded_scales(serve(str(copy), "fp8"))):
-            for actual, scale in zip(loaded_pair, scales.layers[index].static, strict=True):
+        for index, loaded in enumerate(get_loaded_scales(serve(str(copy), "fp8"))):
+            for actual, scale in zip(loaded, scales.layers[index].static, strict=True):
                 assert torch.equal(actual.flatten(), scale.flatten())
-                assert granularity == "tensor" or actual.shape == (HEADS,)
+                assert granularity == "tensor" or actual.shape == (NUM_HEADS,)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
-def test_static_dtypes_use_scales_of_the_checkpoint(models, prompts, serve, tmp_path, granularity):
-    """A dtype with static scales uses the scales of the served checkpoint."""
-    model, folder = models("llama")
+def test_static_dtypes_use_the_scales_of_the_served_checkpoint(
+    load_model, prompts, serve, tmp_path, granularity
+):
+    model, folder = load_model("llama")
     scales = make_scales(granularity)
     copy = tmp_path / "copy"
     scales.save_pretrained(copy, format="compressed-tensors", checkpoint=folder)
     tokens, _ = generate(serve(str(copy), "hf_fp8kv_static"), prompts)
-    assert tokens == generate_hf(model, prompts, scales=KVScales.from_pretrained(copy))
+    assert tokens == generate_expected(model, prompts, scales=KVScales.from_pretrained(copy))

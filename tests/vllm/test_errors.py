@@ -17,21 +17,21 @@ from tests.helpers.planned import planned_scales
 from .conftest import make_scales
 
 
-def read_options(dtype, config=None, checkpoint="nowhere", rank=0, size=1):
-    return read_storage(dtype, {"hf_fp8kv": config or {}}, checkpoint, rank, size)
+def read_from_options(dtype, options=None, checkpoint="nowhere", tp_rank=0, tp_size=1):
+    return read_storage(dtype, {"hf_fp8kv": options or {}}, checkpoint, tp_rank, tp_size)
 
 
 class TestWithoutVLLM:
     def test_the_dtype_determines_the_bytes_of_a_token(self):
-        assert find_dtype("hf_fp8kv_e3m4").slot_bytes(64, 64) == 132
-        assert find_dtype("hf_fp8kv_e3m4_static").slot_bytes(64, 64) == 128
+        assert find_dtype("hf_fp8kv_e3m4").count_slot_bytes(64, 64) == 132
+        assert find_dtype("hf_fp8kv_e3m4_static").count_slot_bytes(64, 64) == 128
 
     def test_an_unknown_dtype_is_refused_with_the_known_names(self):
         with pytest.raises(ConfigError, match=r"expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
             find_dtype("fp8_e4m3")
 
     @pytest.mark.parametrize(
-        ("option", "message"),
+        ("options", "message"),
         [
             ({"scale": 1.0}, "expected a dict of scales, plan, backend"),
             ({"scales": ["a"]}, r"scales: expected a .*got \["),
@@ -41,19 +41,19 @@ class TestWithoutVLLM:
             ({"scales": True}, "expected a finite number above 0"),
         ],
     )
-    def test_invalid_options_are_refused(self, option, message):
-        assert read_options("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
-        error = ScaleError if option.get("scales") is True else ConfigError
+    def test_invalid_options_are_refused(self, options, message):
+        assert read_from_options("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
+        error = ScaleError if options.get("scales") is True else ConfigError
         with pytest.raises(error, match=message):
-            read_options("hf_fp8kv_static", option)
+            read_from_options("hf_fp8kv_static", options)
 
     def test_files_are_read_for_each_engine(self, tmp_path):
         """The second engine of a process may find different scales in the same folder."""
         config = {"hf_fp8kv": {"scales": str(tmp_path)}}
         for engine, granularity, shape in (("a", "head", (2, 1)), ("b", "tensor", ())):
             make_scales(granularity).save_pretrained(tmp_path, overwrite=True)
-            model = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
-            assert model.config.options.scales.layers[0].k.shape == shape
+            storage = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
+            assert storage.config.options.scales.layers[0].k.shape == shape
 
     def test_scales_are_read_from_the_revision_of_the_checkpoint(self, monkeypatch, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
@@ -70,52 +70,51 @@ class TestWithoutVLLM:
     def test_static_scales_are_refused_for_a_dynamic_dtype(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="Use hf_fp8kv_e4m3_static"):
-            read_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
+            read_from_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
 
-    def test_a_plan_is_accepted_only_for_the_dynamic_dtype(self, tmp_path):
+    def test_a_plan_requires_the_dynamic_dtype_without_a_format(self, tmp_path):
         plan = planned_scales(2, dim=32, is_dynamic=True)
         plan.save_pretrained(tmp_path)
-        config = {"plan": str(tmp_path)}
-        for size, rank in ((1, 0), (2, 1)):
-            model = read_options("hf_fp8kv", config, rank=rank, size=size)
-            layer = model.layer_storage(0, 2 // size, 32, torch.device("cpu"))
+        options = {"plan": str(tmp_path)}
+        for tp_size, tp_rank in ((1, 0), (2, 1)):
+            storage = read_from_options("hf_fp8kv", options, tp_rank=tp_rank, tp_size=tp_size)
+            layer = storage.make_layer_storage(0, 2 // tp_size, 32, torch.device("cpu"))
             assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
-            assert torch.equal(layer.center, plan.layers[0].k_center[rank:])
+            assert torch.equal(layer.center, plan.layers[0].k_center[tp_rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
-            model.check_layers([0, 1], 2, ["qwen2"])
-        for dtype, more_config, message in (
+            storage.check_layers([0, 1], 2, ["qwen2"])
+        for dtype, more_options, message in (
             ("hf_fp8kv_static", {}, "Use hf_fp8kv for these scales"),
             ("hf_fp8kv_e3m4", {}, "dtype: expected None, because the plan defines"),
             ("hf_fp8kv", {"scales": str(tmp_path)}, "Pass it as plan"),
         ):
             with pytest.raises(ConfigError, match=message):
-                read_options(dtype, config | more_config)
+                read_from_options(dtype, options | more_options)
 
     def test_a_checkpoint_without_scales_is_refused(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):
-            read_options("hf_fp8kv_static", checkpoint=str(tmp_path))
+            read_from_options("hf_fp8kv_static", checkpoint=str(tmp_path))
 
-    def test_scales_of_a_different_model_fail(self, tmp_path):
+    def test_scales_of_a_different_model_are_refused(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
-        model = read_options("hf_fp8kv_static", {"scales": str(tmp_path)})
-        model.check_layers([0, 1], 2, ["mistral"])
-        model.check_layers([0, 1], 2, ["mistral_text", "mistral"])
+        storage = read_from_options("hf_fp8kv_static", {"scales": str(tmp_path)})
+        storage.check_layers([0, 1], 2, ["mistral"])
+        storage.check_layers([0, 1], 2, ["mistral_text", "mistral"])
         with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
-            model.check_layers([0, 1], 2, ["llama"])
+            storage.check_layers([0, 1], 2, ["llama"])
         with pytest.raises(ScaleError, match="got none for layers \\[2\\]"):
-            model.check_layers([0, 1, 2], 3, ["mistral"])
+            storage.check_layers([0, 1, 2], 3, ["mistral"])
         with pytest.raises(ScaleError, match="expected only the model's layers, 0 to 0"):
-            model.check_layers([0], 1, ["mistral"])
+            storage.check_layers([0], 1, ["mistral"])
 
     def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path):
         """Rank 1 of 2 has the second half of the heads. With 4 ranks, two ranks share a head."""
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
-        config = {"scales": str(tmp_path)}
-        for size, rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            layer = read_options("hf_fp8kv_static", config, rank=rank, size=size).layer_storage(
-                1, 1, 32, torch.device("cpu")
-            )
+        options = {"scales": str(tmp_path)}
+        for tp_size, tp_rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
+            storage = read_from_options("hf_fp8kv_static", options, "nowhere", tp_rank, tp_size)
+            layer = storage.make_layer_storage(1, 1, 32, torch.device("cpu"))
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
             assert torch.equal(layer.v_scale, scales.layers[1].v[head].expand(1, 32))
             assert torch.equal(layer.center, scales.layers[1].k_center[head][None])
@@ -128,7 +127,7 @@ class TestWithoutVLLM:
     def test_an_unsupported_version_or_a_missing_hook_registers_nothing(
         self, monkeypatch, caplog, version
     ):
-        """An error would prevent vLLM from starting with any dtype. 0.33.9 lacks a hook."""
+        """An error would prevent vLLM from starting with any dtype. Here 0.33.9 lacks a hook."""
         lacks_hook = version == "0.33.9"
         module = SimpleNamespace(register_dtypes=lambda: {}["no such hook"]) if lacks_hook else None
         monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
@@ -144,18 +143,18 @@ class TestWithoutVLLM:
 
 class TestWithVLLM:
     @pytest.fixture(autouse=True)
-    def _vllm(self):
+    def _require_vllm(self):
         pytest.importorskip("vllm")
 
     @pytest.mark.parametrize("backend", ["torch", "cpu"])
     def test_backends_without_cuda_graphs_are_refused_on_a_gpu(self, backend):
         from hf_fp8kv.vllm.layers import BoundLayer
 
-        model = read_options("hf_fp8kv", {"backend": backend})
+        storage = read_from_options("hf_fp8kv", {"backend": backend})
         args = (0, 2, 32, torch.float32)
-        BoundLayer(model, *args, torch.device("cpu"))
+        BoundLayer(storage, *args, torch.device("cpu"))
         with pytest.raises(ConfigError, match=f"expected triton on a GPU, got '{backend}'"):
-            BoundLayer(model, *args, torch.device("cuda"))
+            BoundLayer(storage, *args, torch.device("cuda"))
 
     def test_registering_again_changes_nothing(self):
         from vllm.config import CacheConfig, cache
@@ -170,7 +169,7 @@ class TestWithVLLM:
         assert len(set(names)) == len(names)
         assert CacheConfig(cache_dtype="hf_fp8kv_e3m4").cache_dtype == "hf_fp8kv_e3m4"
 
-    def test_the_command_line_lists_the_names(self):
+    def test_the_command_line_accepts_the_names(self):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -179,34 +178,39 @@ class TestWithVLLM:
         arguments = parser.parse_args(["--kv-cache-dtype", "hf_fp8kv_e3m4"])
         assert arguments.kv_cache_dtype == "hf_fp8kv_e3m4"
 
-    def test_other_dtypes_keep_the_attention_of_vllm(self, models, prompts, serve):
+    def test_other_dtypes_keep_the_attention_of_vllm(self, load_model, prompts, serve):
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-        _, folder = models("llama")
+        _, folder = load_model("llama")
         llm = serve(folder, "auto")
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         assert {type(layer.impl) for layer in layers.values()} == {CPUAttentionBackendImpl}
 
-    def test_vllm_refuses_an_unknown_dtype(self, models, serve):
+    def test_vllm_refuses_an_unknown_dtype(self, load_model, serve):
+        _, folder = load_model("llama")
         with pytest.raises(ValueError, match="hf_fp8kv_e3m4"):
-            serve(models("llama")[1], "hf_fp8kv_e9m9")
+            serve(folder, "hf_fp8kv_e9m9")
 
     @pytest.mark.parametrize(
-        ("scales", "message"),
+        ("scale_options", "message"),
         [
-            ({"layers": 3}, "expected only the model's layers, 0 to 1"),
-            ({"heads": 4}, "expected 2 heads, got 4"),
+            ({"num_layers": 3}, "expected only the model's layers, 0 to 1"),
+            ({"num_heads": 4}, "expected 2 heads, got 4"),
             ({"model_type": "mistral"}, "expected scales of a 'llama' model"),
         ],
     )
-    def test_scales_of_a_different_model_fail(self, models, serve, tmp_path, scales, message):
-        make_scales("head", **scales).save_pretrained(tmp_path)
+    def test_scales_of_a_different_model_are_refused(
+        self, load_model, serve, tmp_path, scale_options, message
+    ):
+        _, folder = load_model("llama")
+        make_scales("head", **scale_options).save_pretrained(tmp_path)
         with pytest.raises(ScaleError, match=message):
-            serve(models("llama")[1], "hf_fp8kv_static", tmp_path)
+            serve(folder, "hf_fp8kv_static", tmp_path)
 
-    def test_a_block_size_must_be_a_power_of_two(self, models, serve):
+    def test_a_block_size_must_be_a_power_of_two(self, load_model, serve):
+        _, folder = load_model("llama")
         with pytest.raises(ConfigError, match="power of two from 16"):
-            serve(models("llama")[1], "hf_fp8kv", block_size=96)
+            serve(folder, "hf_fp8kv", block_size=96)
 
     @pytest.mark.parametrize("name", ["CPU_MLA", "AMX_MLA"])
     def test_attention_with_latents_is_refused(self, name):
@@ -231,8 +235,8 @@ class TestWithVLLM:
         from hf_fp8kv.vllm.layers import refuse_spec, refuse_unsupported
 
         sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.int8}
-        name = "hf_fp8kv_e3m4"
-        refuse_spec(name, FullAttentionSpec(**sizes))
+        dtype_name = "hf_fp8kv_e3m4"
+        refuse_spec(dtype_name, FullAttentionSpec(**sizes))
         for spec, message in (
             (SinkFullAttentionSpec(**sizes, sink_len=32), "got pages of type SinkFull"),
             (RSWASpec(**sizes, rswa_window=8), "got pages of type RSWASpec"),
@@ -240,17 +244,17 @@ class TestWithVLLM:
             (FullAttentionSpec(**sizes, head_size_v=32), "values whose size differs"),
         ):
             with pytest.raises(ConfigError, match=message):
-                refuse_spec(name, spec)
-        config = VllmConfig(cache_config=CacheConfig(cache_dtype=name))
-        refuse_unsupported(name, "decoder", None, config)
-        for attention_type, slopes, message in (
+                refuse_spec(dtype_name, spec)
+        config = VllmConfig(cache_config=CacheConfig(cache_dtype=dtype_name))
+        refuse_unsupported(dtype_name, "decoder", None, config)
+        for attention_type, alibi_slopes, message in (
             ("encoder_decoder", None, "'encoder_decoder'"), ("decoder", [1.0], "got ALiBi"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message):
-                refuse_unsupported(name, attention_type, slopes, config)
+                refuse_unsupported(dtype_name, attention_type, alibi_slopes, config)
         config.cache_config.kv_sharing_fast_prefill = True
         with pytest.raises(ConfigError, match="got --kv-sharing-fast-prefill"):
-            refuse_unsupported(name, "decoder", None, config)
+            refuse_unsupported(dtype_name, "decoder", None, config)
         config.attention_config.use_non_causal = True
         with pytest.raises(ConfigError, match="that is not causal"):
-            refuse_unsupported(name, "decoder", None, config)
+            refuse_unsupported(dtype_name, "decoder", None, config)

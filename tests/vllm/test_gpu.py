@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from .conftest import generate, generate_hf, make_scales
+from .conftest import generate, generate_expected, make_scales
 
 vllm = pytest.importorskip("vllm")
 
@@ -30,16 +30,16 @@ def gpu_attention():
 
 @pytest.mark.usefixtures("gpu_attention")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_attention_for_gpus_gives_the_same_tokens(models, prompts, serve, tmp_path, name):
+def test_attention_for_gpus_gives_the_same_tokens(load_model, prompts, serve, tmp_path, name):
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
 
-    model, folder = models(name)
+    model, folder = load_model(name)
     scales = make_scales("head", centered=True)
     scales.save_pretrained(tmp_path)
     llm = serve(folder, "hf_fp8kv_static", tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     assert {layer.attn_backend for layer in layers.values()} == {PagedGPUBackend}
-    assert generate(llm, prompts)[0] == generate_hf(model, prompts, scales=scales)
+    assert generate(llm, prompts)[0] == generate_expected(model, prompts, scales=scales)
 
 
 def test_attention_for_gpus_is_selected_for_supported_models():

@@ -1,28 +1,28 @@
 """Tests of chunked attention, encoders, and layers that share pages in vLLM.
 
-The tests run with the dtypes of this package, and with vLLM's, whose results must not change.
+The tests run with dtypes of this package, and with a dtype of vLLM, whose results must not change.
 """
 
 import pytest
 import torch
 
-from .conftest import SIZES, generate, generate_hf, make_options
+from .conftest import MODEL_SIZES, generate, generate_expected, make_cache_options
 
-_CONFIGS = {
+_MODEL_OPTIONS = {
     # Every second layer has full attention. The remaining layers attend within chunks of 64 tokens.
-    "llama4_text": SIZES | {
+    "llama4_text": MODEL_SIZES | {
         "num_hidden_layers": 4, "intermediate_size_mlp": 128, "num_local_experts": 2,
         "attention_chunk_size": 64, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 5,
         "attn_temperature_tuning": False, "use_qk_norm": False,
     },
     # The last two layers read the pages of earlier layers.
-    "gemma3n_text": SIZES | {
+    "gemma3n_text": MODEL_SIZES | {
         "num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 40,
         "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
         "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
         "activation_sparsity_pattern": None,
     },
-    "bert": {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")},
+    "bert": {k: v for k, v in MODEL_SIZES.items() if k not in ("num_key_value_heads", "head_dim")},
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def make_model(name, folder):
     """Save a model of transformers to a folder, and return the model."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(name, **_CONFIGS[name])
+    config = AutoConfig.for_model(name, **_MODEL_OPTIONS[name])
     torch.manual_seed(1)
     auto_class = AutoModel if name == "bert" else AutoModelForCausalLM
     model = auto_class.from_config(config).float().eval()
@@ -56,9 +56,9 @@ def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve,
     """A layer that shares pages has no scales. It uses the scales of the layer that wrote them."""
     model = make_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
-    options, path = make_options(dtype, tmp_path, layers=4)
-    tokens, _ = generate(serve(str(tmp_path / "model"), dtype, path), prompts)
-    assert tokens == generate_hf(model, prompts, **options)
+    options, scales = make_cache_options(dtype, tmp_path, num_layers=4)
+    tokens, _ = generate(serve(str(tmp_path / "model"), dtype, scales), prompts)
+    assert tokens == generate_expected(model, prompts, **options)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_e3m4"])
@@ -69,7 +69,7 @@ def test_an_encoder_is_unchanged(prompts, serve, tmp_path, dtype):
     from vllm.config import PoolerConfig
 
     model = make_model("bert", tmp_path)
-    word_level = models.WordLevel({str(i): i for i in range(256)}, unk_token="0")
+    word_level = models.WordLevel({str(token): token for token in range(256)}, unk_token="0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(word_level)).save_pretrained(tmp_path)
     llm = serve(
         str(tmp_path), dtype, runner="pooling", skip_tokenizer_init=False,

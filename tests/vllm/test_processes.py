@@ -1,4 +1,4 @@
-"""Tests of vLLM as users start it: separate processes load the plugin through its entry point."""
+"""Tests of vLLM in separate processes, which load the plugin through its entry point."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_fp8kv import demo_model_path
 from tests.helpers.margins import greedy_deficit
 
-from .conftest import generate_hf, make_scales
+from .conftest import generate_expected, make_scales
 
 # Maximum difference between the largest logit and a chosen token's logit, due to 8-bit pages. For
 # answers to a different prompt it exceeds 5.
@@ -24,12 +24,12 @@ SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-def main(folder, scales, ranks, prompts):
+def main(folder, scales, num_ranks, prompts):
     llm = LLM(
         folder, skip_tokenizer_init=True, dtype="float32", kv_cache_dtype="hf_fp8kv_static",
         additional_config={"hf_fp8kv": {"scales": scales}}, max_model_len=512, max_num_seqs=8,
         enforce_eager=True, kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=128, seed=0,
-        tensor_parallel_size=int(ranks),
+        tensor_parallel_size=int(num_ranks),
     )
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
@@ -41,28 +41,28 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tensor_parallel_ranks_give_the_tokens_of_one_process(models, prompts, tmp_path, ranks):
-    """With two ranks, each has one of the two heads, whose scales and centers differ."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_give_the_tokens_of_one_process(load_model, prompts, tmp_path, num_ranks):
+    """With two ranks, each has one of the two heads. The heads differ in scales and centers."""
     pytest.importorskip("vllm")
-    if ranks > (os.cpu_count() or 1):
+    if num_ranks > (os.cpu_count() or 1):
         pytest.skip("vLLM needs a core for each rank")
-    model, folder = models("llama")
+    model, folder = load_model("llama")
     scales = make_scales("head", centered=True)
     scales.save_pretrained(tmp_path / "scales")
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(num_ranks))),
     }
-    arguments = [folder, str(tmp_path / "scales"), str(ranks), json.dumps(prompts)]
+    arguments = [folder, str(tmp_path / "scales"), str(num_ranks), json.dumps(prompts)]
     process = subprocess.run(
         [sys.executable, tmp_path / "script.py", *arguments], env=environment, cwd=tmp_path,
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     token_lines = [line for line in process.stdout.splitlines() if line.startswith("TOKENS")]
     assert token_lines, process.stderr[-3000:]
-    expected = generate_hf(model, prompts, scales=scales)
+    expected = generate_expected(model, prompts, scales=scales)
     assert json.loads(token_lines[0].removeprefix("TOKENS")) == expected
 
 
@@ -85,11 +85,11 @@ def test_the_example_gives_greedy_answers():
     assert len(matches) == 3, process.stdout[-2000:] + process.stderr[-2000:]
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
-    pairs = [tuple(map(ast.literal_eval, pair)) for pair in matches]
-    prompt_ids = [tokenizer(prompt).input_ids for prompt, _ in pairs]
+    texts = [(ast.literal_eval(prompt), ast.literal_eval(answer)) for prompt, answer in matches]
+    prompt_ids = [tokenizer(prompt).input_ids for prompt, _ in texts]
     answers = [
         tokenizer(prompt + answer).input_ids[len(ids) :]
-        for (prompt, answer), ids in zip(pairs, prompt_ids, strict=True)
+        for (prompt, answer), ids in zip(texts, prompt_ids, strict=True)
     ]
     for index, (ids, answer) in enumerate(zip(prompt_ids, answers, strict=True)):
         assert 1 <= len(answer) <= 8

@@ -8,7 +8,7 @@ from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.vllm.dtypes import DTYPES
 
 from . import conftest
-from .conftest import generate, generate_hf, make_options, make_scales
+from .conftest import generate, generate_expected, make_cache_options, make_scales
 
 DYNAMIC_OPTIONS = {
     "hf_fp8kv": {},
@@ -25,111 +25,113 @@ STATIC_OPTIONS = {
 
 
 @pytest.mark.parametrize("dtype", DYNAMIC_OPTIONS)
-def test_dynamic_scales_give_equal_tokens(models, prompts, serve, dtype):
-    model, folder = models("llama")
+def test_dynamic_scales_give_equal_tokens(load_model, prompts, serve, dtype):
+    model, folder = load_model("llama")
     tokens, _ = generate(serve(folder, dtype), prompts)
-    assert tokens == generate_hf(model, prompts, **DYNAMIC_OPTIONS[dtype])
+    assert tokens == generate_expected(model, prompts, **DYNAMIC_OPTIONS[dtype])
 
 
 @pytest.mark.parametrize("centered", [False, True], ids=["plain", "centered"])
 @pytest.mark.parametrize("granularity", STATIC_OPTIONS)
-def test_static_scales_give_equal_tokens(models, prompts, serve, tmp_path, granularity, centered):
-    model, folder = models("llama")
+def test_static_scales_give_equal_tokens(
+    load_model, prompts, serve, tmp_path, granularity, centered
+):
+    model, folder = load_model("llama")
     scales = make_scales(granularity, centered=centered)
     scales.save_pretrained(tmp_path)
     dtype, options = STATIC_OPTIONS[granularity]
     tokens, _ = generate(serve(folder, dtype, tmp_path), prompts)
-    assert tokens == generate_hf(model, prompts, scales=scales, **options)
+    assert tokens == generate_expected(model, prompts, scales=scales, **options)
 
 
-def test_different_scales_change_the_tokens(models, prompts):
+def test_different_scales_change_the_tokens(load_model, prompts):
     """Otherwise the tests of static scales could pass with any scales."""
-    model, _ = models("llama")
+    model, _ = load_model("llama")
     scales = make_scales("head", centered=True)
-    tokens = generate_hf(model, prompts, scales=scales)
+    tokens = generate_expected(model, prompts, scales=scales)
     for other_scales in (make_scales("head"), make_scales("tensor", centered=True)):
-        assert generate_hf(model, prompts, scales=other_scales) != tokens
-    assert generate_hf(model, prompts, dtype="fp8_e4m3") != tokens
+        assert generate_expected(model, prompts, scales=other_scales) != tokens
+    assert generate_expected(model, prompts, dtype="fp8_e4m3") != tokens
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "gpt_oss"])
-def test_other_models_give_equal_tokens(models, prompts, serve, tmp_path, name, dtype):
-    model, folder = models(name)
-    options, path = make_options(dtype, tmp_path)
-    tokens, _ = generate(serve(folder, dtype, path), prompts)
-    assert tokens == generate_hf(model, prompts, **options)
+def test_other_models_give_equal_tokens(load_model, prompts, serve, tmp_path, name, dtype):
+    model, folder = load_model(name)
+    options, scales = make_cache_options(dtype, tmp_path)
+    tokens, _ = generate(serve(folder, dtype, scales), prompts)
+    assert tokens == generate_expected(model, prompts, **options)
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_e3m4_static"])
-def test_skipped_layers_keep_the_dtype_of_the_model(models, prompts, serve, tmp_path, dtype):
-    model, folder = models("llama")
-    options, path = make_options(dtype, tmp_path)
-    llm = serve(folder, dtype, path, kv_cache_dtype_skip_layers=["0"])
-    assert generate(llm, prompts)[0] == generate_hf(model, prompts, skip_layers=[0], **options)
+def test_skipped_layers_keep_the_dtype_of_the_model(load_model, prompts, serve, tmp_path, dtype):
+    model, folder = load_model("llama")
+    options, scales = make_cache_options(dtype, tmp_path)
+    tokens, _ = generate(serve(folder, dtype, scales, kv_cache_dtype_skip_layers=["0"]), prompts)
+    assert tokens == generate_expected(model, prompts, skip_layers=[0], **options)
 
 
-def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
-    model, folder = models("llama")
+def test_prefixes_of_earlier_requests_are_read(load_model, prompts, serve):
+    model, folder = load_model("llama")
     llm = serve(folder, "hf_fp8kv_e3m4")
-    expected = generate_hf(model, prompts, dtype="fp8_e3m4")
+    expected = generate_expected(model, prompts, dtype="fp8_e3m4")
     assert generate(llm, prompts)[0] == expected
     longer_prompts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
     tokens, num_cached = generate(llm, longer_prompts)
-    assert tokens == generate_hf(model, longer_prompts, dtype="fp8_e3m4")
+    assert tokens == generate_expected(model, longer_prompts, dtype="fp8_e3m4")
     # Only full blocks of 32 tokens are cached, and the last token is not stored yet.
     assert num_cached == [(len(x) - 1) // 32 * 32 for x in longer_prompts]
 
 
-def test_reused_blocks_do_not_change_the_tokens(models, prompts, serve):
+def test_reused_blocks_do_not_change_the_tokens(load_model, prompts, serve):
     """Requests wait, are preempted and recomputed. Blocks contain bytes of earlier requests."""
-    model, folder = models("llama")
+    model, folder = load_model("llama")
     llm = serve(folder, "hf_fp8kv_e3m4", num_gpu_blocks_override=17, enable_prefix_caching=False)
-    expected = generate_hf(model, prompts, dtype="fp8_e3m4")
+    expected = generate_expected(model, prompts, dtype="fp8_e3m4")
     for _ in range(2):
         assert generate(llm, prompts)[0] == expected
 
 
-def test_a_saved_plan_gives_the_tokens_of_transformers(models, prompts, serve, tmp_path):
-    model, folder = models("qwen2")
+def test_a_saved_plan_gives_the_tokens_of_transformers(load_model, prompts, serve, tmp_path):
+    model, folder = load_model("qwen2")
     plan = choose_plan(model, prompts)
     assert any(layer.v.rotated for layer in plan.plan.values())
     plan.save_pretrained(tmp_path)
     tokens, _ = generate(serve(folder, "hf_fp8kv", plan=tmp_path), prompts)
-    assert tokens == generate_hf(model, prompts, plan=plan)
+    assert tokens == generate_expected(model, prompts, plan=plan)
 
 
-def test_the_transformers_backend_of_vllm_gives_the_same_tokens(models, prompts, serve):
-    model, folder = models("qwen3")
+def test_the_transformers_backend_of_vllm_gives_the_same_tokens(load_model, prompts, serve):
+    model, folder = load_model("qwen3")
     # transformers runs first, because vLLM patches its class, which breaks existing instances.
-    expected = generate_hf(model, prompts, dtype="fp8_e4m3")
+    expected = generate_expected(model, prompts, dtype="fp8_e4m3")
     tokens, _ = generate(serve(folder, "hf_fp8kv_e4m3", model_impl="transformers"), prompts)
     assert tokens == expected
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "auto"])
-def test_the_number_of_blocks_matches_the_bytes_of_a_token(models, serve, tmp_path, dtype):
-    (_, folder), dim = models("llama"), conftest.DIM
+def test_the_number_of_blocks_matches_the_bytes_of_a_token(load_model, serve, tmp_path, dtype):
+    (_, folder), dim = load_model("llama"), conftest.HEAD_DIM
     make_scales("tensor").save_pretrained(tmp_path)
     scales = tmp_path if dtype == "hf_fp8kv_static" else None
     llm = serve(folder, dtype, scales, kv_cache_memory_bytes=32 << 20)
-    slot_bytes = DTYPES[dtype].slot_bytes(dim, dim) if dtype != "auto" else 2 * dim * 4
-    expected_blocks = (32 << 20) / (conftest.LAYERS * conftest.HEADS * 32 * slot_bytes)
+    slot_bytes = DTYPES[dtype].count_slot_bytes(dim, dim) if dtype != "auto" else 2 * dim * 4
+    expected_blocks = (32 << 20) / (conftest.NUM_LAYERS * conftest.NUM_HEADS * 32 * slot_bytes)
     num_blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     assert num_blocks == pytest.approx(expected_blocks, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "hf_fp8kv"])
-def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path, dtype):
+def test_the_pool_holds_the_bytes_of_the_cache(load_model, prompts, serve, tmp_path, dtype):
     """Compare each code and scale in vLLM's pool, token by token."""
-    model, folder = models("llama")
+    model, folder = load_model("llama")
     if dtype == "hf_fp8kv":
-        plan, path, plan_options = choose_plan(model), None, {"plan": tmp_path}
+        plan, scales, plan_options = choose_plan(model), None, {"plan": tmp_path}
         plan.save_pretrained(tmp_path)
         options = {"plan": plan}
     else:
-        (options, path), plan_options = make_options(dtype, tmp_path), {}
-    llm = serve(folder, dtype, path, enable_prefix_caching=False, **plan_options)
+        (options, scales), plan_options = make_cache_options(dtype, tmp_path), {}
+    llm = serve(folder, dtype, scales, enable_prefix_caching=False, **plan_options)
     prompt = prompts[-1]
     generate(llm, [prompt], 1)
     config = llm.llm_engine.vllm_config
@@ -140,15 +142,15 @@ def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path,
     for index, layer in enumerate(cache.layers):
         attention = layers[f"model.layers.{index}.self_attn.attn"]
         pages = attention.impl.bound_layer.view_stored_layer(attention.kv_cache).pages
-        stored = pages_of(layer.keys)
-        code_pairs = [(pages.k_codes, stored.k_codes), (pages.v_codes.mT, stored.v_codes.mT)]
-        if path is None:
-            code_pairs.append((pages.token_scales, stored.token_scales))
+        expected = pages_of(layer.keys)
+        code_pairs = [(pages.k_codes, expected.k_codes), (pages.v_codes.mT, expected.v_codes.mT)]
+        if scales is None:
+            code_pairs.append((pages.token_scales, expected.token_scales))
         for block, start in enumerate(range(0, len(prompt), 32)):
             num_tokens = min(32, len(prompt) - start)
             for pool_codes, cache_codes in code_pairs:
                 # vLLM reserves block 0. The first request gets the following blocks in order.
-                page_codes = cache_codes[stored.table[0, block]]
+                page_codes = cache_codes[expected.table[0, block]]
                 is_different = pool_codes[block + 1, :, :num_tokens] != page_codes[:, :num_tokens]
                 # In layer 1, a code may depend on the last bit of a sum in layer 0.
                 assert is_different.sum() <= index

@@ -14,12 +14,12 @@ from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.ops import AttentionSpec, StoredSide, reference
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import EnginePages
+from hf_fp8kv.serving.layout import EngineLayout
 from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
 
-NUM_HEADS, GROUP_SIZE, DIM = 2, 3, 32
+NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 3, 32
 NUM_QUERY_HEADS = GROUP_SIZE * NUM_HEADS
 BLOCK_SIZE, NUM_BLOCKS, NUM_REQUESTS = 16, 40, 5
 DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
@@ -27,7 +27,7 @@ DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 def make_pool(dtype, *, gap=0):
     """Return memory full of NaN codes, and vLLM's view of it, with `gap` bytes between blocks."""
-    slot_bytes = dtype.slot_bytes(DIM, DIM)
+    slot_bytes = dtype.count_slot_bytes(HEAD_DIM, HEAD_DIM)
     block_bytes = NUM_HEADS * BLOCK_SIZE * slot_bytes
     memory = torch.full((NUM_BLOCKS, block_bytes + gap), 0xFF, dtype=torch.uint8)
     shape = (NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, slot_bytes)
@@ -41,12 +41,13 @@ class Layer:
     def __init__(self, kind, backend, *, gap=0, window=0, softcap=0.0, sinks=None):
         dtype = DTYPES[DTYPE_NAMES[kind]]
         self.storage = make_storage(dtype, centered=kind == "static")
-        plan = self.storage.plan
         self.memory, kv_cache = make_pool(dtype, gap=gap)
-        self.layout = EnginePages(NUM_HEADS, DIM, BLOCK_SIZE, plan, torch.float32, dtype.dynamic)
+        self.layout = EngineLayout(
+            NUM_HEADS, HEAD_DIM, BLOCK_SIZE, self.storage.plan, torch.float32, dtype.is_dynamic
+        )
         pages = view_pages(kv_cache, self.layout)
         self.stored_layer = StoredLayer(pages, self.storage, self.layout, backend)
-        self.spec = AttentionSpec(DIM**-0.5, True, window, softcap, sinks)
+        self.spec = AttentionSpec(HEAD_DIM**-0.5, True, window, softcap, sinks)
 
     def attend(self, query, key, value, work):
         out = torch.full((1, *query.shape), torch.nan)
@@ -60,11 +61,11 @@ def make_storage(dtype, *, centered):
     generator = torch.Generator().manual_seed(4)
     k = SidePlan(dtype.format, centered=centered)
     scales = [None, None]
-    if not dtype.dynamic:
+    if not dtype.is_dynamic:
         smallest_scales = torch.tensor([0.01, 0.03]).view(2, 1, 1)
         noise = 0.01 * torch.rand((2, NUM_HEADS, 1), generator=generator)
-        scales = (smallest_scales + noise).repeat(1, 1, DIM).unbind()
-    center = torch.randn((NUM_HEADS, DIM), generator=generator) if centered else None
+        scales = (smallest_scales + noise).repeat(1, 1, HEAD_DIM).unbind()
+    center = torch.randn((NUM_HEADS, HEAD_DIM), generator=generator) if centered else None
     return LayerStorage(LayerPlan(k, SidePlan(dtype.format)), *scales, center)
 
 
@@ -79,7 +80,7 @@ class Requests:
         self.keys, self.values = ([self._draw_tokens(0)] * NUM_REQUESTS for _ in range(2))
 
     def _draw_tokens(self, num_tokens):
-        return torch.randn((num_tokens, NUM_HEADS, DIM), generator=self.generator)
+        return torch.randn((num_tokens, NUM_HEADS, HEAD_DIM), generator=self.generator)
 
     def find_slots(self, index, start, stop):
         """Return the slots of a request's tokens at positions from `start` to `stop`."""
@@ -91,43 +92,42 @@ class Requests:
         """Add tokens, call `attend` on them, and return the queries, starts and output."""
         old_lengths = [len(x) for x in self.keys]
         pairs = [(self._draw_tokens(n), self._draw_tokens(n)) for n in counts]
-        self.keys = [torch.cat([old, k]) for old, (k, _) in zip(self.keys, pairs, strict=True)]
-        self.values = [torch.cat([old, v]) for old, (_, v) in zip(self.values, pairs, strict=True)]
-        query = torch.randn((sum(counts), NUM_QUERY_HEADS, DIM), generator=self.generator)
+        new_keys, new_values = zip(*pairs, strict=True)
+        self.keys = [torch.cat(x) for x in zip(self.keys, new_keys, strict=True)]
+        self.values = [torch.cat(x) for x in zip(self.values, new_values, strict=True)]
+        query = torch.randn((sum(counts), NUM_QUERY_HEADS, HEAD_DIM), generator=self.generator)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = torch.tensor([len(x) for x in self.keys], dtype=torch.int32)
         ranges = enumerate(zip(old_lengths, lengths.tolist(), strict=True))
         slots = torch.cat([self.find_slots(i, start, stop) for i, (start, stop) in ranges])
         work = plan_step(starts, lengths, self.table, slots, BLOCK_SIZE, int(lengths.max()))
-        return query, starts, attend(query, *(torch.cat(x) for x in zip(*pairs, strict=True)), work)
+        return query, starts, attend(query, torch.cat(new_keys), torch.cat(new_values), work)
 
 
 def compute_expected(requests, index, query, layer):
     """Return the attention of a request's queries to the request's stored K and V."""
     storage, spec = layer.storage, layer.spec
-    sides = [
-        (requests.keys[index], storage.plan.k, storage.k_scale, storage.center),
-        (requests.values[index], storage.plan.v, storage.v_scale, None),
-    ]
-    decoded = []
-    for name, (x, plan, scale, center) in zip("kv", sides, strict=True):
-        x = x.transpose(0, 1)[None]
-        side = StoredSide(scale, None if center is None else center[None], plan.format, DIM)
-        codes, scales = reference.quantize(x, side, search=name == "k")
-        x = decode(codes, FORMATS[plan.format])
-        x = x * (scale[:, None] if scales is None else scales.float()[..., None])
-        decoded.append(x if center is None else x + center[None, :, None])
-    k, v = (x.repeat_interleave(GROUP_SIZE, 1) for x in decoded)
+    dense_sides = []
+    for name, tokens, plan, scale, center in (
+        ("k", requests.keys[index], storage.plan.k, storage.k_scale, storage.center),
+        ("v", requests.values[index], storage.plan.v, storage.v_scale, None),
+    ):
+        side = StoredSide(scale, None if center is None else center[None], plan.format, HEAD_DIM)
+        codes, scales = reference.quantize(tokens.transpose(0, 1)[None], side, search=name == "k")
+        dense = decode(codes, FORMATS[plan.format])
+        dense = dense * (scale[:, None] if scales is None else scales.float()[..., None])
+        dense_sides.append(dense if center is None else dense + center[None, :, None])
+    k, v = (dense.repeat_interleave(GROUP_SIZE, 1) for dense in dense_sides)
     q = query.transpose(0, 1)[None]
     logits = q @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
     num_tokens, num_queries = k.shape[2], q.shape[2]
-    row = torch.arange(num_tokens - num_queries, num_tokens)[:, None]
-    column = torch.arange(num_tokens)
-    is_visible = column <= row
+    query_positions = torch.arange(num_tokens - num_queries, num_tokens)[:, None]
+    positions = torch.arange(num_tokens)
+    is_visible = positions <= query_positions
     if spec.window:
-        is_visible &= column > row - spec.window
+        is_visible &= positions > query_positions - spec.window
     logits = logits.masked_fill(~is_visible, -torch.inf)
     sinks = torch.full((NUM_QUERY_HEADS,), -torch.inf) if spec.sinks is None else spec.sinks
     sinks = sinks.view(1, -1, 1, 1).expand(1, -1, num_queries, 1)
@@ -135,6 +135,7 @@ def compute_expected(requests, index, query, layer):
     return (weights @ v)[0].transpose(0, 1)
 
 
+# Numbers of new tokens of each request in each step.
 STEPS = ((3, 37, 16, 1, 63), (1, 1, 20, 0, 2), (1, 1, 1, 1, 1), (9, 1, 1, 1, 1))
 ATTENTION_OPTIONS = {
     "plain": {},
@@ -187,7 +188,7 @@ def test_a_replayed_step_uses_the_current_requests(kind):
     for indices, row_without_slot in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
         old_memory = memory.clone()
         query, key, value = (
-            torch.randn((3, n, DIM), generator=requests.generator)
+            torch.randn((3, n, HEAD_DIM), generator=requests.generator)
             for n in (NUM_QUERY_HEADS, NUM_HEADS, NUM_HEADS)
         )
         for row, index in enumerate(indices):

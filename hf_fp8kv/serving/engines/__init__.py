@@ -1,7 +1,7 @@
 """transformers' continuous batching engine on this package's pages.
 
 Only `serving.engines` uses private names of `transformers.generation.continuous_batching`. It does
-not patch transformers: a stock function that must use a class of this package runs as a copy with
+not patch transformers. A stock function that must use a class of this package runs as a copy with
 rebound globals (`rebind_globals`). All other callers, in any thread, run the original.
 """
 
@@ -41,12 +41,12 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
         raise make_engine_error(f"has {function!r}, which is not a plain function")
     if missing := set(replacements) - set(function.__code__.co_names):
         raise make_engine_error(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
-    rebound = FunctionType(
+    copy = FunctionType(
         function.__code__, {**function.__globals__, **replacements}, function.__name__,
         function.__defaults__, function.__closure__,
     )  # fmt: skip
-    rebound.__kwdefaults__ = function.__kwdefaults__
-    return rebound
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def make_cache_class(serving_config: Any, identity: str = "") -> Any:
@@ -57,12 +57,12 @@ def make_cache_class(serving_config: Any, identity: str = "") -> Any:
     Raises:
         ConfigError: The engine of this version of transformers is not supported.
     """
-    # Managers and engines rebind these names later, in a thread. Raise errors in the caller.
+    # Managers and engines rebind these names later, in a thread. Here the caller gets the errors.
     rebind_globals(StockMixin.init_continuous_batching, ContinuousBatchingManager=None)
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
-        base = importlib.import_module(".flat_tensor", __name__).Cache
+        base_class = importlib.import_module(".flat_tensor", __name__).Cache
     except (ImportError, AttributeError) as error:
         raise make_engine_error(f"lacks a required name: {error}") from error
-    return type("Cache", (base,), {"serving_config": serving_config, "identity": identity})
+    return type("Cache", (base_class,), {"serving_config": serving_config, "identity": identity})

@@ -16,12 +16,12 @@ from ...modeling.model_support import ATTENTION, ENGINE_ATTRIBUTE
 from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
 from ..config import ServingConfig
-from ..layout import EnginePages
+from ..layout import EngineLayout
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, make_decode_work
 
 
-def kv_shape(config: Any) -> tuple[int, int]:
-    """Return KV heads and head size, as engines read them in a text config. Raises ConfigError."""
+def read_kv_sizes(config: Any) -> tuple[int, int]:
+    """Return KV heads and head size, as engines read them from a text config. Raise ConfigError."""
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             f"expected layers of one size, got a {type(config).__name__} with layers of several "
@@ -37,20 +37,20 @@ def kv_shape(config: Any) -> tuple[int, int]:
 
 
 def count_extra_values(config: Any) -> int:
-    """Return the number of extra values, in the model's dtype, for attention per token of a step.
+    """Return the number of extra values per token of a step that attention needs in memory.
 
-    They come in addition to the hidden states, the queries and the new keys and values: states
-    before the norm, queries and results in the order of batches (with padding), results in the
-    engine's order, and keys in float32 if K is centered.
+    The values have the model's dtype. The engine itself plans hidden states, queries, and new keys
+    and values. The extra values are states before the norm, queries and results in the order of
+    batches (with padding), results in the engine's order, and keys in float32 if K is centered.
     """
-    num_heads, head_dim = kv_shape(config)
-    hidden_size: int = config.hidden_size
-    queries: int = math.ceil((2 / MIN_LENGTH_RATIO + 1) * config.num_attention_heads * head_dim)
-    return hidden_size + queries + 2 * num_heads * head_dim
+    num_heads, head_dim = read_kv_sizes(config)
+    hidden_size, query_size = int(config.hidden_size), int(config.num_attention_heads) * head_dim
+    num_query_values = math.ceil((2 / MIN_LENGTH_RATIO + 1) * query_size)
+    return hidden_size + num_query_values + 2 * num_heads * head_dim
 
 
 class EngineCache:
-    """A base class for the cache of an engine, which also inherits from the engine's class.
+    """A base class for an engine's cache. Its subclasses also inherit from the engine's class.
 
     The subclass for an engine sets the kinds of layers and their pages, and records each request of
     a step. Then the attention function calls `attend_stored` for each layer.
@@ -58,10 +58,10 @@ class EngineCache:
 
     serving_config: ServingConfig
     identity: str  # digest of the model and the options, for a prefix store
-    page_layout: EnginePages
+    page_layout: EngineLayout
     windows: list[int | None]  # window of each kind of layers, in the engine's order
-    layers: dict[int, StoredLayer]  # by index
-    _layer_kinds: Mapping[int, int]  # index into `windows`, by layer
+    layers: dict[int, StoredLayer]  # by layer index
+    _layer_kinds: Mapping[int, int]  # index into `windows`, by layer index
     backend: str  # one of `ops.BACKENDS`
 
     def prepare(
@@ -79,15 +79,15 @@ class EngineCache:
         Raises:
             ConfigError, ScaleError, BackendError: The options do not fit the model.
         """
-        options, (num_heads, head_dim) = serving_config.options, kv_shape(config)
+        options, (num_heads, head_dim) = serving_config.options, read_kv_sizes(config)
         sizes = config.num_hidden_layers, num_heads // options.tensor_parallel.size, head_dim
-        self._config, self._storage = config, serving_config.layer_storage(*sizes, device)
-        self.page_layout = EnginePages.from_options(options, *sizes, page_size, dtype)
+        self._config, self._storage = config, serving_config.make_layer_storage(*sizes, device)
+        self.page_layout = EngineLayout.from_options(options, *sizes, page_size, dtype)
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._step_id: object = None
         self._work_by_kind: dict[int, LayerWork] = {}
-        self._last_layer = -1
+        self._last_index = -1  # layer index of the last call
 
     def add_layers(self, pages: Mapping[int, Pages]) -> None:
         """Add the pages of each layer, in the numbering of the block tables."""
@@ -96,11 +96,14 @@ class EngineCache:
             for index, storage in enumerate(self._storage)
         }
 
-    def record(self, step: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """Record a request of the next step. `step` is the same object for all its requests."""
-        if step is not self._step_id:
-            self._step_id, self._step = step, EngineStep(self.windows, self.page_layout.page_size)
-        self._step.add(past, tokens, pages)
+    def record(
+        self, step_id: object, num_stored: int, num_new: int, pages: Sequence[Sequence[int]]
+    ) -> None:
+        """Record a request of the next step. All requests of a step have the same `step_id`."""
+        if step_id is not self._step_id:
+            self._step_id = step_id
+            self._step = EngineStep(self.windows, self.page_layout.page_size)
+        self._step.add(num_stored, num_new, pages)
 
     # The host plans a step from its requests. The compiler would find nothing to compile, and make
     # a separate program for each number of requests.
@@ -119,34 +122,35 @@ class EngineCache:
         `kwargs` are the keyword arguments that the engine passes to every layer. They contain a
         "block_table" if every request of the step decodes.
         """
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        kind = self._layer_kinds[layer]
+        index: int = module.layer_idx  # type: ignore[assignment]
+        kind = self._layer_kinds[index]
         if kwargs.get("block_table") is not None:
-            work = self._plan_decoding(layer, kind, kwargs)
+            work = self._plan_decoding(index, kind, kwargs)
         else:
-            work = self._step.work(kind, query.device)
-        return self.layers[layer].attend(query, key, value, work, spec)
+            work = self._step.get_work(kind, query.device)
+        return self.layers[index].attend(query, key, value, work, spec)
 
-    def _plan_decoding(self, layer: int, kind: int, kwargs: Mapping[str, Any]) -> LayerWork:
+    def _plan_decoding(self, index: int, kind: int, kwargs: Mapping[str, Any]) -> LayerWork:
         """Return the work of a step in which every request decodes, from the engine's tensors.
 
         The host reads no tensor, so a CUDA graph can contain the step. All layers of a kind share
         the work within one run of the model. The next run computes it again, so that a graph also
         contains this computation.
         """
-        if layer <= self._last_layer:
+        if index <= self._last_index:
             self._work_by_kind.clear()
-        self._last_layer = layer
+        self._last_index = index
         if kind not in self._work_by_kind:
             table = kwargs["block_table"][kind]
-            starts = kwargs["cu_seq_lens_k"]
-            starts = list(starts.values())[kind] if isinstance(starts, dict) else starts
+            starts = kwargs["cu_seq_lens_k"]  # a tensor, or a dict with a tensor for each kind
+            if isinstance(starts, dict):
+                starts = list(starts.values())[kind]
             lengths = (starts[1:] - starts[:-1]).int()
             self._work_by_kind[kind] = make_decode_work(table, lengths, self.page_layout.page_size)
         return self._work_by_kind[kind]
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Return new keys and values for attention over pages, which stores them.
+        """Return new keys and values unchanged, because attention over pages stores them.
 
         Before transformers 5.24 only other attention functions call this. They get a ConfigError.
         """
@@ -156,6 +160,6 @@ class EngineCache:
                 "different one. Do not change the attention while the engine runs"
             )
         self.page_layout.check_shapes(key_states, value_states)
-        # The keys carry the cache to layers that share them, because such layers get no cache.
+        # Layers that share these keys get no cache, so they find it as an attribute of the keys.
         setattr(key_states, ENGINE_ATTRIBUTE, self)
         return key_states, value_states

@@ -2,7 +2,7 @@
 
 A page belongs to one layer. A block has a page for each layer of a kind. The size of a sector is
 the least common multiple of the kinds' block sizes. All pages have the same size here, so page `n`
-has the same bytes for every kind. A block starts at a multiple of its number of layers, in pages.
+is the same bytes for every kind. The number of a block's first page is a multiple of its layers.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from ...ops import Pages
 from ...prefix.engine import BlockExchange
-from ..layout import EnginePages, skip_pages
+from ..layout import EngineLayout, skip_pages
 from . import make_engine_error, rebind_globals
-from .common import EngineCache, count_extra_values, kv_shape
+from .common import EngineCache, count_extra_values, read_kv_sizes
 
-# The names in this module depend on the version of transformers.
+# The names in this module depend on the version of transformers, so mypy does not check them.
 stock: Any = cache
-# Number of portions of all blocks. One portion is evicted at a time, and one portion stays free.
+# Blocks are evicted in portions of 1/32 of all blocks. One portion stays free.
 _NUM_PORTIONS = 32
 
 
@@ -55,16 +55,16 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         )
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)  # a separate stream zeroes the pages
-        self._disk_blocks: BlockExchange | None = None
+        self._exchange: BlockExchange | None = None
         prefix_store = self.serving_config.prefix_store
         if prefix_store is not None and self.use_prefix_sharing:
             (allocator,) = self.cache_allocators.values()
-            self._disk_blocks = BlockExchange(prefix_store, self.identity, allocator)
+            self._exchange = BlockExchange(prefix_store, self.identity, allocator)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Count and return the tokens of a prompt that are in the cache, like the engine."""
-        if self._disk_blocks is not None:
-            self._disk_blocks.load(request_id, prompt_ids)
+        """Return how many tokens of a prompt are in the cache, like the engine. Count the hits."""
+        if self._exchange is not None:
+            self._exchange.load(request_id, prompt_ids)
         num_tokens = int(super().search_prefix_match(request_id, prompt_ids))
         self.prefix_hits += num_tokens > 0
         self.prefix_tokens += num_tokens
@@ -73,18 +73,18 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Register a request's full blocks, like the engine, and write them to the prefix store."""
         super().mark_complete_blocks(state, complete_blocks)
-        if self._disk_blocks is not None and complete_blocks:
-            self._disk_blocks.save(state.request_id, state.initial_tokens + state.generated_tokens)
+        if self._exchange is not None and complete_blocks:
+            self._exchange.save(state.request_id, state.initial_tokens + state.generated_tokens)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Free a request's blocks, like the engine, after the store has marked them as used.
 
-        Also let waiting requests start when no other request runs. An engine that took pages from a
-        running request starts no request until a request finishes. If all running requests fail or
-        are canceled, the waiting requests would never start (transformers 5.18 to 5.24).
+        Also let waiting requests start when no other request runs. An engine that evicted a running
+        request starts no request until a request finishes. If all running requests failed or were
+        canceled, the waiting requests would never start (transformers 5.18 to 5.24).
         """
-        if self._disk_blocks is not None:
-            self._disk_blocks.save(request_id, [], is_last=True)
+        if self._exchange is not None:
+            self._exchange.save(request_id, [], is_last=True)
         super().free_blocks(request_id, *args, **kwargs)
         scheduler = self.scheduler()
         if scheduler is not None and not scheduler.active_requests.keys() - {request_id}:
@@ -93,14 +93,14 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def make_memory_handler(self, **kwargs: Any) -> Any:
         return _MemoryHandler(**kwargs)
 
-    def max_request_tokens(self) -> int:
+    def compute_max_request_tokens(self) -> int:
         """Return the maximum number of tokens of one request. 0 means that no token fits.
 
         A request that outgrows all pages stops the engine, so it must be refused in advance. If all
-        layers have windows there is no maximum, and 2**31 - 1 is returned.
+        layers have windows there is no maximum, and the result is 2**31 - 1.
         """
-        tokens, window = infer_max_single_request_tokens(self), self.read_cache_limit
-        return 2**31 - 1 if window is not None and tokens >= window else int(tokens)
+        max_tokens, window = infer_max_single_request_tokens(self), self.read_cache_limit
+        return 2**31 - 1 if window is not None and max_tokens >= window else int(max_tokens)
 
     def extend_read_and_write_indices(
         self,
@@ -140,23 +140,23 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return has_evicted
 
     def _has_free_pages(self) -> bool:
-        """Return whether starved requests fit, and leave one portion of the pages free."""
+        """Return whether all starved requests fit, and one portion of the pages is free."""
         scheduler = self.scheduler()
         needed_blocks = [
             {
-                name: allocator.needs_new_blocks(state.request_id, state.current_len(), tokens)
+                name: allocator.needs_new_blocks(state.request_id, state.current_len(), num_tokens)
                 for name, allocator in self.cache_allocators.items()
             }
-            for state, tokens in scheduler.starved_requests
+            for state, num_tokens in scheduler.starved_requests
         ]
         min_free = min(scheduler.safety_margin + 1 / _NUM_PORTIONS, 1.0)
         requests_fit = self.count_storable_requests(needed_blocks) == len(needed_blocks)
         return requests_fit and bool(self.compute_free_capacity() >= min_free)
 
-    def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return planned bytes, used bytes, bytes of a page of all layers, and tokens held.
+    def measure_memory(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Return planned bytes, used bytes, bytes of a page of all layers, and stored tokens.
 
-        `lengths` has the number of stored tokens of each live request, by request id.
+        `lengths` is the number of stored tokens of each live request, by request id.
         """
         total_bytes = self.num_sectors * self.bytes_per_sector
         free_bytes = int(self.compute_free_capacity(relative=False))
@@ -176,9 +176,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
 
 class _FP8Allocator:
-    """The part of an allocator that depends on the size of a page and the location of its bytes."""
+    """The methods of an allocator that depend on the size and the location of a page."""
 
-    layout: EnginePages
+    layout: EngineLayout
     fp8_pages: Pages
     pages_per_block: int
     block_table: dict[str, list[int]]
@@ -224,7 +224,7 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
             if not hasattr(self, name):
                 raise make_engine_error(f"plans its memory without {name}")
         self.num_attention_masks = 0
-        self.kv_heads_at_peak = -(-count_extra_values(self.config) // kv_shape(self.config)[1])
+        self.kv_heads_at_peak = -(-count_extra_values(self.config) // read_kv_sizes(self.config)[1])
 
     @property
     def bytes_per_cache_token(self) -> int:

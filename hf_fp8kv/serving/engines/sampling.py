@@ -41,11 +41,11 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
         for state in (request.state for request in requests_with_new_token):
             digest = hashlib.sha256(f"{self._seed} {state.request_id}".encode()).digest()
             # The engine has counted the tokens of this step, so this is the next token's position.
-            keys.append(noise_key(int.from_bytes(digest[:8]), state.position_offset))
+            keys.append(make_noise_key(int.from_bytes(digest[:8]), state.position_offset))
         return torch.tensor(keys, dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """Store the keys. Return the scores, because the engine may report their logprobs."""
+        """Store the keys. Return the scores unchanged, because the engine may report logprobs."""
         self._keys = tensor_arg[: len(scores)]
         return scores
 
@@ -56,42 +56,42 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
         """
         probabilities = scores[0].softmax(-1)
         torch._assert_async(probabilities.isfinite().all(), "expected finite logits")
-        noise = gumbel_noise(self._keys, scores.shape[2])
+        noise = make_gumbel_noise(self._keys, scores.shape[2])
         tokens = (scores[0] + noise).argmax(-1, keepdim=True)
         output_ids[0, : len(tokens)] = tokens[:, 0]
         if len(output_ids) > 1:
-            log_probs = probabilities.gather(1, tokens)[:, 0].log()
-            output_ids[1, : len(tokens)] = log_probs.view(torch.int32)
+            logprobs = probabilities.gather(1, tokens)[:, 0].log()
+            output_ids[1, : len(tokens)] = logprobs.view(torch.int32)
 
 
-def noise_key(seed: int, position: int) -> int:
-    """Return a key for `gumbel_noise`: 31 bits of SplitMix64 (Steele et al. 2014), never 0."""
+def make_noise_key(seed: int, position: int) -> int:
+    """Return a key for `make_gumbel_noise`: 31 bits of SplitMix64 (Steele et al. 2014), never 0."""
     mask = 2**64 - 1
-    x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & mask
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
-    return ((x ^ x >> 31) >> 33) or 1
+    state = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & mask
+    state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ state >> 27) * 0x94D049BB133111EB) & mask
+    return ((state ^ state >> 31) >> 33) or 1
 
 
-def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def make_gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return noise `[B, V]`, float32, which depends only on the key `[B]`, int32, and the token.
 
-    A uniform number is 23 bits of the mixed key and token (finalizer of MurmurHash3) plus a half.
-    With more bits float32 would round the largest number to 1, whose noise is infinite.
+    A uniform number is 23 bits of the mixed key and token (finalizer of MurmurHash3) plus a half,
+    divided by 2**23. More bits would round the largest number to 1, whose noise is infinite.
     """
-    bits = keys[:, None] + _token_bits(vocab_size, keys.device)
-    uniform = _mix(bits).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float()
+    bits = keys[:, None] + _hash_tokens(vocab_size, keys.device)
+    uniform = _mix_bits(bits).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float()
     uniform.add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 
 @functools.lru_cache(maxsize=4)
-def _token_bits(vocab_size: int, device: torch.device) -> torch.Tensor:
-    token = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device)
-    return _mix(token * -1640531527)  # 2^32 divided by the golden ratio, as int32
+def _hash_tokens(vocab_size: int, device: torch.device) -> torch.Tensor:
+    tokens = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device)
+    return _mix_bits(tokens * -1640531527)  # 2^32 divided by the golden ratio, as int32
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix_bits(x: torch.Tensor) -> torch.Tensor:
     """Mix 32 bits in place, so that each bit depends on all bits: fmix32 of MurmurHash3."""
     x ^= (x >> 16) & 0xFFFF  # the mask clears the copies of the sign that a shift of int32 makes
     x *= -2048144789  # 0x85EBCA6B

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format: chats and completions, as one object or streamed."""
+"""Responses to chats and completions, as one object or streamed, with a choice for each answer."""
 
 import asyncio
 import itertools
@@ -13,20 +13,20 @@ from .choices import Choice
 from .errors import APIError
 from .sampling import TokenLogprob
 from .schemas import ChatRequest, CompletionRequest
-from .text import Part
+from .text import AnswerPart
 
-# Parts of answers, with their choices. A part that is None is the end of an answer.
-Parts = Sequence[tuple[Choice, Part | None]]
+# Parts of answers, each with its choice. None is the end of an answer.
+ChoiceParts = Sequence[tuple[Choice, AnswerPart | None]]
 DONE_EVENT = "data: [DONE]\n\n"
 
 
 def format_event(event: dict[str, Any]) -> str:
-    """Return an event of a stream as text."""
+    """Return the text of an event in a stream (server-sent events)."""
     return f"data: {json.dumps(event)}\n\n"
 
 
 class TokenTexts:
-    """The texts of single tokens inside an answer, not of tokens at the start of a text."""
+    """The texts of single tokens in the middle of an answer. They may differ at its start."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +35,7 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
-        """Return the text of a token. U+FFFD stands for an incomplete character."""
+        """Return the text of a token. It contains U+FFFD if a character is incomplete."""
         if token not in self._texts:
             self._texts[token] = self.decode([*self._prefix_ids, token])[self._prefix_length :]
         return self._texts[token]
@@ -45,8 +45,8 @@ class TokenTexts:
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
-class AnswerWriter:
-    """Writes the answers to one request. `name` is the model's name as the client sent it."""
+class CompletionWriter:
+    """Writes the response to one request. `name` is the model's name as the client sent it."""
 
     def __init__(
         self,
@@ -57,37 +57,42 @@ class AnswerWriter:
     ) -> None:
         self._request, self._choices, self._texts = request, choices, texts
         self._is_chat = isinstance(request, ChatRequest)
-        prefix, kind, self._content_key = "cmpl", "text_completion", "text"
+        id_prefix, object_type, self._content_key = "cmpl", "text_completion", "text"
         if self._is_chat:
-            prefix, kind = "chatcmpl", "chat.completion" + (".chunk" if request.stream else "")
+            id_prefix = "chatcmpl"
+            object_type = "chat.completion" + (".chunk" if request.stream else "")
             self._content_key = "delta" if request.stream else "message"
-        self._base: dict[str, Any] = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind}
-        self._base |= {"created": int(time.time()), "model": name}
+        self._common_fields: dict[str, Any] = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}", "object": object_type,
+            "created": int(time.time()), "model": name,
+        }  # fmt: skip
         self._sends_usage_last = bool(request.stream_options.include_usage)
         self._call_prefix = f"call_{uuid.uuid4().hex}"
-        self._has_scores = request.num_logprobs[0] is not None
-        self._score_writers = [_ScoreWriter(choice, texts, echo=request.echo) for choice in choices]
-        self._num_calls = Counter[int]()  # number of written calls, by choice
+        num_top_tokens, _ = request.num_logprobs
+        self._has_logprobs = num_top_tokens is not None
+        self._logprob_writers = [_LogprobWriter(x, texts, echo=request.echo) for x in choices]
+        self._num_calls = Counter[int]()  # number of written calls, by index of the choice
 
-    def collect(self, parts: Parts) -> dict[str, Any]:
-        """Return the answer for all parts. With log-probabilities this may take seconds."""
+    def collect(self, parts: ChoiceParts) -> dict[str, Any]:
+        """Return the response for all parts. With log-probabilities this may take seconds."""
         choices = [self._make_choice(choice) for choice in self._choices]
         for choice, part in parts:
             _merge_fields(choices[choice.index], self._format_part(choice, part))
-        answer = {**self._base, "choices": choices, "usage": count_usage(self._choices)}
+        response = {**self._common_fields, "choices": choices, "usage": count_usage(self._choices)}
         if self._request.prompt_logprobs is not None:
-            targets = [answer] if self._is_chat else choices
-            for writer, target in zip(self._score_writers, targets, strict=False):
+            targets = [response] if self._is_chat else choices
+            for writer, target in zip(self._logprob_writers, targets, strict=False):
                 target["prompt_logprobs"] = writer.format_prompt()
-        return answer
+        return response
 
-    async def stream(self, part_groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
-        """Yield the events of the answer."""
+    async def stream(self, part_groups: AsyncIterator[ChoiceParts]) -> AsyncIterator[str]:
+        """Yield the events of the response, for parts in groups that arrive together."""
         if self._is_chat:
             yield "".join(self._format_choices(self._make_choice(x)) for x in self._choices)
         async for parts in part_groups:
-            if self._has_scores and self._request.echo:
-                # Formatting the prompt's scores in the first part would delay other clients.
+            if self._has_logprobs and self._request.echo:
+                # The first part has the prompt's log-probabilities. Formatting them here would
+                # delay other clients.
                 yield await asyncio.to_thread(self._format_parts, parts)
             else:
                 yield self._format_parts(parts)
@@ -95,8 +100,8 @@ class AnswerWriter:
             yield self._format_choices(usage=count_usage(self._choices))
         yield DONE_EVENT
 
-    def _format_parts(self, parts: Parts) -> str:
-        """Return the events for parts. The end of a single answer may include the usage."""
+    def _format_parts(self, parts: ChoiceParts) -> str:
+        """Return the events for parts. The last event of a single answer may have the usage."""
         adds_usage = len(self._choices) == 1 and not self._sends_usage_last
         return "".join(
             self._format_choices(self._format_part(choice, part), usage=count_usage(self._choices))
@@ -106,19 +111,19 @@ class AnswerWriter:
         )
 
     def _format_choices(self, *choices: dict[str, Any], **fields: Any) -> str:
-        return format_event({**self._base, "choices": choices, **fields})
+        return format_event({**self._common_fields, "choices": choices, **fields})
 
     def _make_choice(self, choice: Choice) -> dict[str, Any]:
         content: Any = {"role": "assistant", "content": ""} if self._is_chat else ""
         return {"index": choice.index, "finish_reason": None, self._content_key: content}
 
-    def _format_part(self, choice: Choice, part: Part | None) -> dict[str, Any]:
-        """Return the fields of a part of an answer. None is the end of the answer."""
-        fields: dict[str, Any] = {"index": choice.index}
-        fields["finish_reason"] = choice.finish_reason if part is None else None
-        if self._has_scores:
-            num_tokens, writer = (part or choice).num_tokens, self._score_writers[choice.index]
-            fields["logprobs"] = writer.take_scores(num_tokens, chat=self._is_chat)
+    def _format_part(self, choice: Choice, part: AnswerPart | None) -> dict[str, Any]:
+        """Return the fields of a choice for a part of its answer. None is the end of the answer."""
+        finish_reason = choice.finish_reason if part is None else None
+        fields: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason}
+        if self._has_logprobs:
+            num_tokens, writer = (part or choice).num_tokens, self._logprob_writers[choice.index]
+            fields["logprobs"] = writer.take_logprobs(num_tokens, is_chat=self._is_chat)
         if self._is_chat:
             fields[self._content_key] = self._format_message(choice, part)
         else:
@@ -127,7 +132,7 @@ class AnswerWriter:
         self._num_calls[choice.index] += part is not None and part.call is not None
         return fields
 
-    def _format_message(self, choice: Choice, part: Part | None) -> dict[str, Any]:
+    def _format_message(self, choice: Choice, part: AnswerPart | None) -> dict[str, Any]:
         if part is None:
             return {}
         if part.call is None:
@@ -146,14 +151,14 @@ class AnswerWriter:
         prompt = self._request.prompts[choice.index // self._request.n]
         return prompt if isinstance(prompt, str) else self._texts.decode(prompt)
 
-    def error_events(self, error: APIError) -> str:
+    def format_error(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
         return format_event(error.to_dict()) + DONE_EVENT
 
 
-def _merge_fields(merged: dict[str, Any], part: dict[str, Any]) -> None:
-    """Merge the fields of a part. Texts and lists are appended, and objects merged by field."""
-    for name, value in part.items():
+def _merge_fields(merged: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Merge fields into `merged`. Append texts and lists, and merge objects field by field."""
+    for name, value in fields.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):
             _merge_fields(merged[name], value)
         elif isinstance(merged.get(name), str | list):
@@ -164,81 +169,82 @@ def _merge_fields(merged: dict[str, Any], part: dict[str, Any]) -> None:
 
 def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the token counts of the choices. A prompt with several answers counts once."""
-    num_new = sum(choice.num_tokens for choice in choices)
+    num_new_tokens = sum(choice.num_tokens for choice in choices)
     sequences = [choice.sequence for choice in choices if choice.is_first]
-    num_prompt = sum(len(sequence.prompt) for sequence in sequences)
-    num_cached = sum(sequence.cached_tokens for sequence in sequences)
+    num_prompt_tokens = sum(len(sequence.prompt) for sequence in sequences)
+    num_cached_tokens = sum(sequence.num_cached_tokens for sequence in sequences)
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
 
 
-class _ScoreWriter:
-    """Writes log-probabilities of an answer in OpenAI's formats, or of its prompt in vLLM's."""
+class _LogprobWriter:
+    """Writes log-probabilities of an answer in OpenAI's formats, and of its prompt in vLLM's."""
 
     def __init__(self, choice: Choice, texts: TokenTexts, *, echo: bool = False) -> None:
         self._sequence, self._texts, self._echoes_prompt = choice.sequence, texts, echo
-        self._num_sent, self._offset = 0, 0  # in tokens and in characters
+        self._num_sent = 0  # number of the answer's tokens whose log-probabilities were returned
+        self._offset = 0  # number of characters before the next token
 
-    def take_scores(self, num_tokens: int, *, chat: bool) -> dict[str, Any]:
-        """Return the scores of the first `num_tokens` tokens, without scores already returned.
+    def take_logprobs(self, num_tokens: int, *, is_chat: bool) -> dict[str, Any]:
+        """Return the log-probabilities of the answer's first `num_tokens` tokens, each only once.
 
-        With `echo`, the first call also returns the scores of the prompt, which come first.
+        With `echo`, the first call returns the log-probabilities of the prompt before them.
         """
-        scores = self._get_prompt_scores() if self._echoes_prompt else []
+        entries = self._get_prompt_entries() if self._echoes_prompt else []
         self._echoes_prompt = False
-        scores += self._sequence.logprobs[self._num_sent : num_tokens]
+        entries += self._sequence.logprobs[self._num_sent : num_tokens]
         self._num_sent = max(self._num_sent, min(len(self._sequence.logprobs), num_tokens))
-        if chat:
-            return {"content": [self._make_chat_entry(score) for score in scores], "refusal": None}
-        texts = [self._texts(score.token) for score in scores]
+        if is_chat:
+            return {"content": [self._format_entry(entry) for entry in entries], "refusal": None}
+        texts = [self._texts(entry.token) for entry in entries]
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
-            "token_logprobs": [score.logprob for score in scores],
+            "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [
-                None if score.logprob is None else self._map_top_tokens(score) for score in scores
+                None if entry.logprob is None else self._map_top_tokens(entry) for entry in entries
             ],
             "text_offset": offsets,
         }
 
     def format_prompt(self) -> list[Any]:
         """Return the most likely tokens at each position of the prompt. The first entry is None."""
-        return [None, *map(self._rank_tokens, self._get_prompt_scores()[1:])]
+        return [None, *map(self._rank_tokens, self._get_prompt_entries()[1:])]
 
-    def _rank_tokens(self, score: TokenLogprob) -> dict[str, Any]:
-        missing = () if score.token in dict(score.top_tokens) else ((score.token, score.logprob),)
+    def _rank_tokens(self, entry: TokenLogprob) -> dict[str, Any]:
+        missing = () if entry.token in dict(entry.top_tokens) else ((entry.token, entry.logprob),)
         return {
             str(token): {
                 "logprob": logprob,
-                "rank": score.rank if token == score.token else rank,
+                "rank": entry.rank if token == entry.token else rank,
                 "decoded_token": self._texts(token),
             }
-            for rank, (token, logprob) in enumerate([*score.top_tokens, *missing], 1)
+            for rank, (token, logprob) in enumerate([*entry.top_tokens, *missing], 1)
         }
 
-    def _get_prompt_scores(self) -> list[TokenLogprob]:
-        """Return the log-probabilities of the prompt's tokens. The first token has none."""
+    def _get_prompt_entries(self) -> list[TokenLogprob]:
+        """Return an entry for each token of the prompt. The first has no log-probability."""
         prompt, logprobs = self._sequence.prompt, self._sequence.prompt_logprobs
-        first_score = TokenLogprob(prompt[0], None, 0, ())
-        return [first_score, *(logprobs[position] for position in range(1, len(prompt)))]
+        first_entry = TokenLogprob(prompt[0], None, 0, ())
+        return [first_entry, *(logprobs[position] for position in range(1, len(prompt)))]
 
-    def _map_top_tokens(self, score: TokenLogprob) -> dict[str, float | None]:
+    def _map_top_tokens(self, entry: TokenLogprob) -> dict[str, float | None]:
         logprobs: dict[str, float | None] = {}
-        for token, logprob in (*score.top_tokens, (score.token, score.logprob)):
+        for token, logprob in (*entry.top_tokens, (entry.token, entry.logprob)):
             # Two tokens may have the same text. The more likely token comes first.
             logprobs.setdefault(self._texts(token), logprob)
         return logprobs
 
-    def _make_chat_entry(self, score: Any) -> dict[str, Any]:
-        top = [self._make_entry(token, logprob) for token, logprob in score.top_tokens]
-        return {**self._make_entry(score.token, score.logprob), "top_logprobs": top}
+    def _format_entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        top_logprobs = [self._format_token(token, logprob) for token, logprob in entry.top_tokens]
+        return {**self._format_token(entry.token, entry.logprob), "top_logprobs": top_logprobs}
 
-    def _make_entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _format_token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._texts(token)
-        is_text = "\N{REPLACEMENT CHARACTER}" not in text
-        content = list(text.encode()) if is_text else None
-        return {"token": text, "logprob": logprob, "bytes": content}
+        is_complete = "\N{REPLACEMENT CHARACTER}" not in text
+        utf8_bytes = list(text.encode()) if is_complete else None
+        return {"token": text, "logprob": logprob, "bytes": utf8_bytes}
