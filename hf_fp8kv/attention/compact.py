@@ -11,7 +11,7 @@ import torch
 
 from ..cache.paged_tensor import StandIn
 from ..errors import ConfigError
-from ..ops.visibility import mask_bounds, visible
+from ..ops.visibility import find_mask_bounds, visible
 
 Tensor = torch.Tensor
 
@@ -98,7 +98,7 @@ def make_compact(
         lengths = torch.full((batch,), length, dtype=torch.int32, device=is_token.device)
     token_mask = is_token.to(torch.uint8)[:, None, None]
     attributes = {
-        "token_mask": token_mask, "bounds": mask_bounds(is_token, start), "lengths": lengths,
+        "token_mask": token_mask, "bounds": find_mask_bounds(is_token, start), "lengths": lengths,
         "start": start, "window": window,
     }  # fmt: skip
     size = (batch, 1, num_queries, num_columns)

@@ -17,16 +17,16 @@ def first_visible(query_position: _Position, window: int) -> _Position:
 
 
 def visible(
-    lengths: Tensor, tokens: int, start: int, stop: int, causal: bool, window: int
+    lengths: Tensor, num_tokens: int, start: int, stop: int, causal: bool, window: int
 ) -> Tensor:
     """Return which stored positions are visible to each query, `[B, T, stop - start]`, bool.
 
-    The queries are the last `tokens` stored tokens: query `t` is at position `lengths[b] - T + t`.
+    The queries are the last `num_tokens` tokens: query `t` is at position `lengths[b] - T + t`.
     """
     position = torch.arange(start, stop, device=lengths.device)
-    offsets = torch.arange(tokens, device=lengths.device)
-    query_position = (lengths[:, None] - tokens + offsets)[..., None]
-    is_visible = (position < lengths[:, None])[:, None].expand(-1, tokens, -1)
+    offsets = torch.arange(num_tokens, device=lengths.device)
+    query_position = (lengths[:, None] - num_tokens + offsets)[..., None]
+    is_visible = (position < lengths[:, None])[:, None].expand(-1, num_tokens, -1)
     if causal:
         is_visible = is_visible & (position <= query_position)
     if window:
@@ -34,7 +34,7 @@ def visible(
     return is_visible
 
 
-def mask_bounds(is_visible: Tensor, start: int) -> Tensor:
+def find_mask_bounds(is_visible: Tensor, start: int) -> Tensor:
     """Return the first visible position, and the last hidden position plus one, `[B, 2]`, int32.
 
     Args:

@@ -56,7 +56,7 @@ class Step:
         """
         key = (first, heads, rows, device, backend)
         if key not in self._plans:
-            num_rows = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
+            num_rows = ops.size_plan(backend, device, self.batch, heads, self.stop - first, rows)
             plan = None
             if num_rows is not None:
                 plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..ops import Pages, StoredSide
 from ..ops.blocks import locate_pages
-from ..ops.page_layout import page_layout
+from ..ops.page_layout import make_page_layout
 
 
 def skip_pages(pages: Pages, num_skipped: int) -> Pages:
@@ -61,7 +61,7 @@ class EnginePages:
     @property
     def bytes_per_page(self) -> int:
         """Size of a page in bytes, including its dynamic scales."""
-        return page_layout(
+        return make_page_layout(
             self.heads, self.page_size, self.dim, self.dim, *self._dtypes, self._has_scales
         ).size
 

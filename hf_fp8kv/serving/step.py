@@ -52,7 +52,7 @@ class AttendBatch:
         if key not in self._work_plans:
             device = self.lengths.device
             query_rows = query_heads // kv_heads * self.num_queries
-            num_rows = ops.plan_rows(backend, device, len(self.lengths), kv_heads, None, query_rows)
+            num_rows = ops.size_plan(backend, device, len(self.lengths), kv_heads, None, query_rows)
             plan = None
             if num_rows is not None:
                 plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)

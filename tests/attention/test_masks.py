@@ -19,8 +19,8 @@ from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
 from hf_fp8kv.attention.patterns import causal_window
 from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.cache.paged_tensor import PagedKV
-from hf_fp8kv.ops import available_backends
-from hf_fp8kv.ops.visibility import mask_bounds
+from hf_fp8kv.ops import explain_backends
+from hf_fp8kv.ops.visibility import find_mask_bounds
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import build_model, build_variant, make_prompt
@@ -79,7 +79,7 @@ ROWS = torch.tensor(
 
 @pytest.mark.parametrize("start", [0, 5])
 def test_bounds_match_the_visible_tokens(start: int) -> None:
-    bounds = mask_bounds(ROWS.bool(), start)
+    bounds = find_mask_bounds(ROWS.bool(), start)
     for row, (first_visible, hidden_stop) in zip(ROWS.bool(), bounds, strict=True):
         positions = torch.arange(start, start + 12)
         visible_positions, hidden_positions = positions[row].tolist(), positions[~row].tolist()
@@ -128,7 +128,7 @@ def test_a_compact_mask_matches_the_complete_mask(
     assert_same(mask & True, expected, "as any tensor")
     visible = torch.nn.functional.pad(text_mask, (0, max(max_len - num_columns, 0)))[:, :max_len]
     visible[:, 12:] = True  # not stored yet
-    assert_same(mask.bounds, mask_bounds(visible, 0))
+    assert_same(mask.bounds, find_mask_bounds(visible, 0))
     assert mask.lengths.tolist() == [12] * len(ROWS)
 
 
@@ -192,7 +192,7 @@ def test_a_mask_of_all_tokens_serves_a_window() -> None:
         for mask, first in ((full_mask, 0), (window_mask, start)):
             visible = mask.columns(start, length)
             assert_same(visible[:, 0, 0].bool(), text_mask[:, start:], (length, start))
-            assert_same(mask.bounds, mask_bounds(text_mask[:, first:], first))
+            assert_same(mask.bounds, find_mask_bounds(text_mask[:, first:], first))
             assert_same(mask.make_complete(start, length, 0)[:, 0, 0], text_mask[:, start:])
 
 
@@ -401,7 +401,7 @@ MISMATCHES: list[tuple[str, str, torch.Tensor]] = [
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("max_len", [None, MAX_LEN + 8])
 def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, max_len: int | None) -> None:
-    if reason := available_backends()[backend]:
+    if reason := explain_backends()[backend]:
         pytest.skip(reason)
     config = build_variant("gqa")[0].config
     cache = FP8PagedCache(config, backend=backend, prefill="stored", max_cache_len=max_len)

@@ -291,7 +291,7 @@ def compare_calls() -> dict[str, int]:
                          bounds=make_bounds())  # fmt: skip
     lengths = torch.zeros(BATCH, dtype=torch.int32)
     new_tokens, comparisons = (make_tokens(HEADS), make_tokens(HEADS)), {}
-    rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
+    rows = backend.size_plan(torch.device("cpu"), BATCH, HEADS)
     calls = {
         "attend": AttendArgs(
             make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_plan_rows(rows)

@@ -212,11 +212,13 @@ def test_an_unlisted_gpu_is_described_by_its_resources():
     """The GPUs are a small chip with 100 KB of shared memory per SM, and a B300."""
     chip = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
     assert chip.fit(168, 2, 37888) == 2
-    assert tuning.expected_programs(chip) == 2
+    assert tuning.estimate_programs(chip) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
-    assert tuning.expected_programs(b300) == 6
+    assert tuning.estimate_programs(b300) == 6
     workload, b200 = tuning.Workload(256, 64, False, False, False), Target.parse("sm_100")
-    assert tuning.extend_config(b300, workload) == tuning.extend_config(b200, workload)
+    assert tuning.choose_extend_config(b300, workload) == tuning.choose_extend_config(
+        b200, workload
+    )
 
 
 # -- reading machine code --------------------------------------------------------------------------
@@ -310,7 +312,7 @@ MOVE_PTX = [
 def test_packed_moves_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     monkeypatch.setattr(Target, "converts", lambda *_: False)
-    used_codec = codec.codec_for.__wrapped__(
+    used_codec = codec.choose_codec.__wrapped__(
         fmt.name, Target.parse("sm_80"), tl.float16, False, keep_nan
     )
     has_nan = keep_nan or fmt.inf_code is not None
@@ -342,7 +344,7 @@ def test_packed_moves_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypa
 def test_a_format_without_packed_moves_is_refused(fmt, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     with pytest.raises(AssertionError, match=fmt.name):
-        codec.codec_for.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
+        codec.choose_codec.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_compiled_calls_check_sizes() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(
-    ops.available_backends()["triton"] is not None, reason=str(ops.available_backends()["triton"])
+    ops.explain_backends()["triton"] is not None, reason=str(ops.explain_backends()["triton"])
 )
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_plan_keeps_no_memory_of_an_operation(gradients: bool) -> None:
@@ -156,7 +156,7 @@ def test_a_plan_keeps_no_memory_of_an_operation(gradients: bool) -> None:
     pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
-    plan = torch.empty((ops.plan_rows("triton", device, 1, 2), 4), dtype=torch.int32, device=device)
+    plan = torch.empty((ops.size_plan("triton", device, 1, 2), 4), dtype=torch.int32, device=device)
     ops.make_plan(plan, lengths, 1, 0, 0, 2, "triton")
     with torch.set_grad_enabled(gradients):
         ops.attend(x, pages, lengths, 0, 1, AttentionSpec(1.0, True), plan=plan, backend="triton")

@@ -47,11 +47,11 @@ from tests.ops.test_ops import (
     prepare_edge,
 )
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning
-from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, recording, target_of
+from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, get_target, recording
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -89,7 +89,7 @@ def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]
 
 def make_plan_table(lengths: Sequence[int], heads: int, tokens: int = 1, window: int = 0) -> Tensor:
     """Return the work plan for these lengths, as a tensor."""
-    num_rows = plan.plan_rows(DEVICE, len(lengths), heads)
+    num_rows = plan.size_plan(DEVICE, len(lengths), heads)
     table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan.make_plan(table, ends, tokens, window, 0, heads)
@@ -265,11 +265,11 @@ def allowed_error(
 def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
     """Return the parts of a plan, and the rows of its sequences."""
     batch = len(lengths)
-    num_rows = plan.plan_rows(DEVICE, batch, heads, length)
+    num_rows = plan.size_plan(DEVICE, batch, heads, length)
     table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan.make_plan(table, ends, tokens, window, start, heads)
-    num_parts = plan.max_parts(table, batch)
+    num_parts = plan.get_max_parts(table, batch)
     used_rows = [row for row in table[:num_parts].tolist() if row[0] >= 0]
     assert all(row[0] == -1 for row in table[len(used_rows) : num_parts].tolist())
     return used_rows, table[num_parts:].tolist()
@@ -284,7 +284,7 @@ def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
     sm_count=st.integers(1, 12),
 )
 def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start, heads, sm_count):
-    target = target_of(DEVICE)
+    target = get_target(DEVICE)
     if INTERPRETED:
         target = Target("cuda", 90, sm_count, interpreted=True)
     with assuming(target):
@@ -335,13 +335,13 @@ def test_plans_are_nearly_as_fast_as_the_best_plan(heads):
 
 
 def test_a_plan_for_one_length_has_only_rows_for_useful_parts():
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=132, resources=None)):
-        assert plan.plan_rows(DEVICE, 64, 8, 32768) == 64 + 64
-        assert plan.plan_rows(DEVICE, 25, 8, 32768) > 25 + 25
-        assert plan.plan_rows(DEVICE, 64, 8) > 64 + 64
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132, resources=None)):
+        assert plan.size_plan(DEVICE, 64, 8, 32768) == 64 + 64
+        assert plan.size_plan(DEVICE, 25, 8, 32768) > 25 + 25
+        assert plan.size_plan(DEVICE, 64, 8) > 64 + 64
         parts, sequences = make_plan([900, 900], 8, length=100)
         for length, batch, heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
-            has_room = plan.plan_rows(DEVICE, batch, heads, length) > 2 * batch
+            has_room = plan.size_plan(DEVICE, batch, heads, length) > 2 * batch
             is_split = any(row[3] >= 0 for row in make_plan([length] * batch, heads)[0])
             assert is_split == has_room or (has_room and length < 1000)
     assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
@@ -359,7 +359,7 @@ def test_parts_are_merged_only_if_a_sequence_can_be_split():
     query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
     ends = torch.tensor([64, 64], dtype=torch.int32)
     for length in (64, None):
-        num_rows = plan.plan_rows(DEVICE, 2, 2, length)
+        num_rows = plan.size_plan(DEVICE, 2, 2, length)
         table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
         with recording(dry_run=True) as recorded:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
@@ -392,7 +392,9 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
     pages, query, kwargs, expected = prepare_expected(case)
     # Any kernel accepts a plan for the number of programs that it expects.
     parameters = {"swapped": swapped, "programs": 4}
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=parameters)):
+    with assuming(
+        dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=parameters)
+    ):
         actual = run_kernel("decode", case, pages, query, **kwargs)
         assert errors(actual, expected).max() <= max_error(case)
         # Two layers use a plan that is made before.
@@ -446,7 +448,7 @@ _CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("case", "kernel", "sm_count", "config"), _CONFIGURED_CASES, ids=str)
 def test_any_launch_parameters_give_the_same_result(case, kernel, sm_count, config):
     pages, query, kwargs, expected = prepare_expected(case)
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=config)):
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=config)):
         actual = run_kernel(kernel, case, pages, query, **kwargs)
     assert errors(actual, expected).max() <= max_error(case)
 
@@ -462,7 +464,7 @@ def test_a_window_may_begin_at_the_edge_of_a_page(tokens, slot, from_zero, kerne
     kernel = kernel if supports(kernel, case) else "extend"
     pages, query, kwargs, expected = prepare_edge(case)
     parameters = {"tile": case.page_size}
-    with assuming(dataclasses.replace(target_of(DEVICE), parameters=parameters)):
+    with assuming(dataclasses.replace(get_target(DEVICE), parameters=parameters)):
         actual = run_kernel(kernel, case, pages, query, **kwargs)
     assert errors(actual, expected).max() <= max_error(case)
 
@@ -519,7 +521,7 @@ def test_many_zeros_may_precede_the_first_value():
     query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **kwargs)
     config = {"programs": 1, "rows": 32} | ({"tile": 1024} if INTERPRETED else {})
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=1, parameters=config)):
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=1, parameters=config)):
         for kernel in KERNELS:
             actual = run_kernel(kernel, case, pages, query, **kwargs)
             assert errors(actual, expected).max() <= max_error(case)
@@ -561,7 +563,7 @@ def test_a_part_may_end_before_the_windows_of_all_rows(kernel, tokens, config):
     mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
     kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **kwargs)
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=40, parameters=config)):
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=40, parameters=config)):
         actual = run_kernel(kernel, case, pages, query, **kwargs)
     assert errors(actual, expected).max() <= max_error(case)
 
@@ -572,7 +574,7 @@ def test_the_length_of_a_chunk_is_not_a_constant():
 
     pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, heads=2))
     lengths = torch.tensor([9000], dtype=torch.int32)
-    target = dataclasses.replace(target_of(DEVICE), sm_count=132)
+    target = dataclasses.replace(get_target(DEVICE), sm_count=132)
     with assuming(target), recording(dry_run=True) as recorded:
         for tokens in range(70, 6000, 90):
             query = torch.zeros(1, 8, tokens, 32)

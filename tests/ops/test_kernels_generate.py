@@ -18,12 +18,12 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.serving_tools import generate_batch, greedy
 from tests.helpers.tiny_models import build_variant
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.ops.triton import decode
-from hf_fp8kv.ops.triton.target import assuming, recording, target_of
+from hf_fp8kv.ops.triton.target import assuming, get_target, recording
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -141,7 +141,7 @@ def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **options)
     # Without a cost, sequences of any length are split.
-    target = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
+    target = dataclasses.replace(get_target(DEVICE), parameters={"split_cost": 0})
     with torch.no_grad(), assuming(target):
         model(ids, past_key_values=cache)
         with recording(dry_run=True) as recorded:

@@ -25,8 +25,8 @@ from tests.helpers.grids import pairwise
 from tests.ops import test_ops
 from tests.ops.test_ops import NAMES, NEXT_FORMAT, make_pages, map_pages, with_scales
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 import triton
 import triton.language as tl

@@ -24,7 +24,7 @@ from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import PAGE_FIELDS, flatten, unflatten
 from hf_fp8kv.ops.triton.target import Target, assuming
-from hf_fp8kv.ops.visibility import mask_bounds
+from hf_fp8kv.ops.visibility import find_mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
 from tests.helpers.blocks import merge_blocks, separate_pages, split_into_blocks
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.text
 CPU_BACKEND = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
-        ops.available_backends()["cpu"] is not None, reason=str(ops.available_backends()["cpu"])
+        ops.explain_backends()["cpu"] is not None, reason=str(ops.explain_backends()["cpu"])
     ),
 )
 BACKENDS = ["torch", CPU_BACKEND]
@@ -579,7 +579,7 @@ def add_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any
     for row, positions in enumerate((range(case.start, 333), [case.start + 1, 901])):
         poison(pages, row, [x for x in positions if pages.table[row, x // pages.page_size] >= 0])
         mask[row, ..., torch.tensor(list(positions)) - case.start] = 0
-    return {**kwargs, "mask": mask, "bounds": mask_bounds(mask[:, 0, 0] != 0, case.start)}
+    return {**kwargs, "mask": mask, "bounds": find_mask_bounds(mask[:, 0, 0] != 0, case.start)}
 
 
 HOLE_CASES = [
@@ -890,7 +890,7 @@ def run_operation(operation: str, call: Call, backend: str) -> tuple[Tensor | ty
 )
 def test_all_backends_refuse_the_same_sizes(backends, num_calls):
     """Every backend refuses the calls that the reference refuses, and otherwise agrees with it."""
-    if reasons := [why for name in backends if (why := ops.available_backends()[name])]:
+    if reasons := [why for name in backends if (why := ops.explain_backends()[name])]:
         pytest.skip(reasons[0])
     rng, num_refused = random.Random(num_calls), 0
     for seed in range(num_calls):

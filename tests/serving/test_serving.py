@@ -684,7 +684,7 @@ class TestRunning:
 
     def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
-        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *args: calls.append(args) or 1)
+        monkeypatch.setattr(step_module.ops, "size_plan", lambda *args: calls.append(args) or 1)
         fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
         monkeypatch.setattr(step_module.ops, "make_plan", fill)
         step = EngineStep([None], 8)

@@ -114,7 +114,7 @@ struct StoredSide {
   int64_t rotation;
 };
 
-// Keys or values to read, and the fields that `decoding_fields` in records.py explains.
+// Keys or values to read, and the fields that `list_decoding_fields` in records.py explains.
 struct Side : StoredSide {
   const float* code_values;  // of the 256 codes
   int64_t shift, mask, nan_mask, nan_code;

@@ -102,20 +102,20 @@ class View(NamedTuple):
 
 
 @triton.jit
-def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
+def find_rows(b, h, block, num_tokens, length, CALL: tl.constexpr):
     """Return the `Rows` of block `block` of a sequence of `length` tokens."""
-    GROUPS: tl.constexpr = CALL.groups
+    GROUP_SIZE: tl.constexpr = CALL.group_size
     ROWS: tl.constexpr = CALL.config.rows
-    num_rows = GROUPS * tokens
+    num_rows = GROUP_SIZE * num_tokens
     first_row = block * ROWS
     rows = first_row + tl.arange(0, ROWS)
     row = tl.minimum(rows, num_rows - 1)
-    t = row // GROUPS
-    num_past = length - tokens
-    last_token = (tl.minimum(first_row + ROWS, num_rows) - 1) // GROUPS
+    t = row // GROUP_SIZE
+    num_past = length - num_tokens
+    last_token = (tl.minimum(first_row + ROWS, num_rows) - 1) // GROUP_SIZE
     return Rows(
-        b, h, row, h * GROUPS + row % GROUPS, t, num_past + t, rows < num_rows,
-        num_past + first_row // GROUPS, num_past + last_token,
+        b, h, row, h * GROUP_SIZE + row % GROUP_SIZE, t, num_past + t, rows < num_rows,
+        num_past + first_row // GROUP_SIZE, num_past + last_token,
     )  # fmt: skip
 
 
@@ -243,14 +243,14 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     CHUNKS: tl.constexpr = CALL.config.chunks
     ptrs = tensors.query + _row_offset(strides, rows)
     q, factor, offset = _load_query(
-        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, CALL.heads, K_SIDE,
+        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, CALL.num_heads, K_SIDE,
         CALL.centered, K_CODEC,
     )  # fmt: skip
     factor *= LOG2E
     # (Triton does not accept an early return of a different type, so this needs an else.)
     if CALL.latent:
         rope_part, v_factor, _ = _load_query(
-            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.heads,
+            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.num_heads,
             V_SIDE, False, V_CODEC,
         )  # fmt: skip
         # Otherwise Triton would choose their layout for the sums of the rotation.
@@ -265,7 +265,7 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
 
 @triton.jit
 def _load_query(
-    ptrs, side, code_scaling, scaling, rows, HEADS: tl.constexpr, SIDE: tl.constexpr,
+    ptrs, side, code_scaling, scaling, rows, NUM_HEADS: tl.constexpr, SIDE: tl.constexpr,
     CENTERED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
     """Return query rows as an operand, a factor for the logits, and the products with the center.
@@ -281,7 +281,7 @@ def _load_query(
     q = tl.load(ptrs[:, None] + d[None, :], mask=in_head, other=0.0).to(tl.float32)
     offset = tl.zeros([q.shape[0]], tl.float32)
     if CENTERED:
-        center_ptr = side.center + (rows.b * HEADS + rows.h).to(tl.int64) * DIM
+        center_ptr = side.center + (rows.b * NUM_HEADS + rows.h).to(tl.int64) * DIM
         center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
         offset = tl.sum(q * center[None, :], 1) * scaling
     q = mix_channels(q, SIDE.block)
@@ -355,7 +355,7 @@ def _attend_tile(
 
 
 @triton.jit
-def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.constexpr):
+def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, num_tokens, CALL: tl.constexpr):
     """Finish rows and write them to the output, `[B, T, Hq, out_dim]`."""
     SWAPPED: tl.constexpr = CALL.config.swapped
     scale = tensors.k.static_scale if CALL.latent else tensors.v.static_scale
@@ -364,7 +364,7 @@ def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.
         acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, d, factors.out, CALL, SWAPPED
     )
     in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
-    index = (rows.b * tokens + rows.t) * (CALL.heads * CALL.groups) + rows.head
+    index = (rows.b * num_tokens + rows.t) * (CALL.num_heads * CALL.group_size) + rows.head
     offset = index.to(tl.int64) * CALL.out.dim
     out_ptrs = out_ptr + per_row(offset, SWAPPED) + per_column(d, SWAPPED)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_head)

@@ -29,7 +29,7 @@ _CAST_TYPES = {
 }
 
 
-# Compared by identity, because each launch looks up its kernel by its constants. `codec_for`
+# Compared by identity, because each launch looks up its kernel by its constants. `choose_codec`
 # creates a single object for each set of arguments.
 @dataclass(frozen=True, eq=False)
 class Codec:
@@ -58,7 +58,7 @@ class Codec:
 
 
 @functools.cache
-def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
+def choose_codec(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
     """Return how kernels for `target` decode the format `name`.
 
     `stored` is the dtype of values in "auto". With `exact` the dot product has float32 operands.
@@ -84,7 +84,7 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     nan = -1
     if keep_nan and fmt.inf_code is None:
         nan = 0x80 if fmt.unsigned_zero else 0x7F
-    assembly = packed_shift(shift, nan) if target.is_nvidia and not target.interpreted else ""
+    assembly = make_shift_ptx(shift, nan) if target.is_nvidia and not target.interpreted else ""
     return Codec(SHIFTED.value, operand, factor, None, shift, nan, assembly, constraint)
 
 
@@ -166,7 +166,7 @@ _CLEAR_WITH_NAN = """
 """
 
 
-def packed_shift(shift: int, nan: int) -> str:
+def make_shift_ptx(shift: int, nan: int) -> str:
     """Return PTX (`Codec.assembly`) that converts the four codes in $2 to float16 in $0 and $1."""
     code = _SHIFT_HALVES + (_MARK_NAN[nan] + _CLEAR_WITH_NAN if nan >= 0 else _CLEAR)
     mask = (0x8000 | 0x7F << shift) * 0x10001

@@ -33,7 +33,7 @@ import torch
 import triton
 from triton import knobs
 
-from .target import LaunchRecord, Target, is_recording, recording, target_of
+from .target import LaunchRecord, Target, get_target, is_recording, recording
 
 # Triton launches kernels in the same way from the first version to the version before the last.
 _SUPPORTED = ((3, 6), (3, 10))
@@ -103,7 +103,7 @@ def run_or_replay(
     first = tensors[0]
     assert first is not None
     device = first.device
-    target = target_of(device)
+    target = get_target(device)
     properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
     replays, shared_addresses = shared
     addresses += shared_addresses

@@ -43,7 +43,7 @@ class Target:
         resources: Resources of one SM as reported by the device. None means the resources of
             a chip with this name.
         parameters: For experiments: attributes of `LaunchConfig` and `PlanConfig` by name, and
-            `programs`, the result of `expected_programs`.
+            `programs`, the result of `estimate_programs`.
     """
 
     vendor: str
@@ -171,7 +171,7 @@ def _detect(device: torch.device) -> Target:
     return Target("cuda", arch, sm_count, resources=resources)
 
 
-def target_of(device: torch.device) -> Target:
+def get_target(device: torch.device) -> Target:
     """Return the GPU that kernels for tensors on `device` are compiled for."""
     return _detect(device) if _assumed_target is None else _assumed_target
 

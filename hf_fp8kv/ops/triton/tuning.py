@@ -3,7 +3,7 @@
 Decoding has few query rows. Extending a sequence by a prompt or a chunk has many query rows.
 
 The parameters for decoding on sm_90 were tuned on an H100 (docs/performance.md). All others were
-chosen by compiling for each target (`make kernels`): no spills, and `expected_programs` programs of
+chosen by compiling for each target (`make kernels`): no spills, and `estimate_programs` programs of
 decoding fit on one SM.
 """
 
@@ -193,17 +193,17 @@ _EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _EMPTY_TABLE: _Table = {}
 
 
-def plan_config(target: Target) -> PlanConfig:
+def choose_plan_config(target: Target) -> PlanConfig:
     """Return the parameters by which plans split sequences."""
     return _apply_parameters(PlanConfig(), target)
 
 
-def family_of(target: Target) -> Family:
+def get_family(target: Target) -> Family:
     """Return the launch parameters of a GPU's family."""
     return next(x for name, x in _FAMILIES.items() if target.name.startswith(name))
 
 
-def expected_programs(
+def estimate_programs(
     target: Target, rows: int = 1, config: LaunchConfig | None = None, *, latent: bool = False
 ) -> int:
     """Return the number of programs in decoding that should run on one SM.
@@ -215,9 +215,9 @@ def expected_programs(
         config: Launch parameters for more rows or other products, for which the result is a guess.
         latent: Whether the call reads latents.
     """
-    family = family_of(target)
+    family = get_family(target)
     if config is None and rows > FEW_ROWS:
-        config = decode_config(target, Workload(128, rows, False, False, False))
+        config = choose_decode_config(target, Workload(128, rows, False, False, False))
     if config is None:
         resources = family.resources[min(n for n in family.resources if rows <= n)]
     else:
@@ -244,6 +244,7 @@ class Workload(NamedTuple):
         rotated: Whether the query or the output is rotated.
         latent: Whether the call reads latents.
         shifted: Whether K's codes are decoded by shifting bits.
+        widened: Whether codes were decoded before, so that their tiles are operands of products.
     """
 
     width: int
@@ -255,11 +256,12 @@ class Workload(NamedTuple):
     rotated: bool = False
     latent: bool = False
     shifted: bool = False
+    widened: bool = False
 
 
-def decode_config(target: Target, workload: Workload) -> LaunchConfig:
+def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters for decoding."""
-    family = family_of(target)
+    family = get_family(target)
     if workload.latent:
         return _latent_config(target, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
@@ -274,7 +276,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
         tile = max(16, tile // 2)  # the same number of bytes
     if biased:
         registers = None
-    elif registers is not None and expected_programs(target, rows) < 3:
+    elif registers is not None and estimate_programs(target, rows) < 3:
         registers = _MANY_REGISTERS
     # Half of the unmasked tile. A complete mask or a bias, with values for each query and token,
     # would spill in a tile of that size.
@@ -283,19 +285,16 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     return _apply_parameters(config, target)
 
 
-def extend_config(target: Target, workload: Workload, *, widened: bool = False) -> LaunchConfig:
-    """Return the launch parameters for extending.
-
-    `widened` means that codes were decoded before, so their tiles are operands of products.
-    """
-    family = family_of(target)
+def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
+    """Return the launch parameters for extending."""
+    family = get_family(target)
     if workload.latent:
         return _latent_config(target, workload)
     table = _EXTEND_FLOAT32 if workload.exact else family.extend
     rows, tile, warps, stages = _look_up(table, workload.width)
     if workload.wide and not workload.exact and workload.width > family.max_wide_dim:
         stages = max(1, stages - 1)
-    if widened:
+    if workload.widened:
         stages += family.widened_stages or 0
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
     if family.limits_registers and workload.complete and not workload.exact:
@@ -304,7 +303,7 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
 
 
 def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
-    family = family_of(target)
+    family = get_family(target)
     rows, tile, warps, stages = 16, 32, family.latent_warps, family.latent_stages
     in_chunks = family.chunks_shifted and workload.shifted
     is_masked, swapped = workload.complete or workload.biased, False

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.ops.triton.target import CHIPS, Target
-from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, expected_programs, family_of
+from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, estimate_programs, get_family
 
 from .assembly import Assembly
 from .variants import Variant
@@ -25,7 +25,7 @@ def _max_spills_outside(target: Target, variant: Variant, assembly: Assembly) ->
     if not assembly.loop or not target.is_nvidia:
         return 0
     rows = variant.groups * variant.tokens
-    has_many_rows = family_of(target).latent_many and rows > FEW_LATENT_ROWS
+    has_many_rows = get_family(target).latent_many and rows > FEW_LATENT_ROWS
     may_spill = "latent" in variant.extras and has_many_rows
     return LATENT_SPILLS_LIMIT if may_spill else SPILLS_LIMIT
 
@@ -73,6 +73,6 @@ def find_violations(
     if assembly.byte_loads and not has_narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
     programs = target.fit(assembly.registers, warps, shared)
-    expected = expected_programs(target, variant.groups * variant.tokens)
+    expected = estimate_programs(target, variant.groups * variant.tokens)
     if variant.is_main and variant.operation == "decode" and programs < expected:
         yield f"{programs} of {expected} programs fit on an SM"
