@@ -12,7 +12,7 @@ from ..formats.codec import decode, dynamic_scale, encode, search_scale
 from ..formats.rotation import rotate
 from .blocks import group_by_block, read_rows
 from .pages import AttentionSpec, Pages, StoredSide
-from .visibility import visible
+from .visibility import find_visible
 
 # Maximum number of tokens that `gather` decodes at a time.
 GATHER_CHUNK = 512
@@ -152,7 +152,7 @@ def attend(
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
     if spec.bias is not None:
         logits = logits + spec.bias.float()
-    is_visible = visible(lengths, num_tokens, start, stop, spec.causal, spec.window)[:, None]
+    is_visible = find_visible(lengths, num_tokens, start, stop, spec.causal, spec.window)[:, None]
     if spec.mask is not None:
         is_visible = is_visible & spec.mask.bool()
     logits = logits.masked_fill(~is_visible, -torch.inf)

@@ -8,7 +8,7 @@ from torch import Tensor
 _Position = TypeVar("_Position", int, Tensor)
 
 
-def first_visible(query_position: _Position, window: int) -> _Position:
+def find_first_visible(query_position: _Position, window: int) -> _Position:
     """Return the first position in the window of a query. It may be negative.
 
     This defines a window: a query at position p attends to `p - window + 1` to p.
@@ -16,7 +16,7 @@ def first_visible(query_position: _Position, window: int) -> _Position:
     return query_position - window + 1
 
 
-def visible(
+def find_visible(
     lengths: Tensor, num_tokens: int, start: int, stop: int, causal: bool, window: int
 ) -> Tensor:
     """Return which stored positions are visible to each query, `[B, T, stop - start]`, bool.
@@ -30,7 +30,7 @@ def visible(
     if causal:
         is_visible = is_visible & (position <= query_position)
     if window:
-        is_visible = is_visible & (position >= first_visible(query_position, window))
+        is_visible = is_visible & (position >= find_first_visible(query_position, window))
     return is_visible
 
 

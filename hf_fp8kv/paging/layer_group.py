@@ -12,7 +12,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..ops.visibility import first_visible
+from ..ops.visibility import find_first_visible
 from .block_table import BlockTable, Copies
 from .page_allocator import Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
@@ -122,7 +122,7 @@ class LayerGroup:
 
     def visible_from(self, length: int) -> int:
         """Return the first position that is visible to a query at position `length`."""
-        return 0 if self.window is None else max(first_visible(length, self.window), 0)
+        return 0 if self.window is None else max(find_first_visible(length, self.window), 0)
 
     def first_kept_token(self, length: int) -> int:
         """Return the first token in the pages of the last window of `length` tokens."""

@@ -16,7 +16,7 @@ import torch
 
 from .. import ops
 from ..ops.blocks import upload
-from ..ops.visibility import first_visible
+from ..ops.visibility import find_first_visible
 
 _Ints = npt.NDArray[np.int32]
 # Prompts share a batch if the shortest has at least this fraction of the tokens of the longest.
@@ -203,8 +203,8 @@ class _Planner:
             page, slot = self.locate_slots(request, start, stop)
             return self.upload(page, np.int64), self.upload(slot, np.int64)
 
-        old = upload_slots(max(first_visible(begin, self.window), 0), begin)
-        kept = upload_slots(max(first_visible(end - 1, self.window), begin), end)
+        old = upload_slots(max(find_first_visible(begin, self.window), 0), begin)
+        kept = upload_slots(max(find_first_visible(end - 1, self.window), begin), end)
         old_lengths = self.upload([len(old[0])], np.int32)
         return RingChunk(self.window, request.first_token, request.num_new, old_lengths, old, kept)
 

@@ -24,7 +24,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
-from hf_fp8kv.ops.visibility import visible
+from hf_fp8kv.ops.visibility import find_visible
 from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.blocks import split_into_blocks
@@ -144,7 +144,7 @@ def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, A
     if case.latent:
         dense = [torch.cat(dense, -1), dense[0]]
     causal, window = kwargs["causal"], kwargs["window"]
-    is_visible = visible(lengths, case.tokens, 0, case.stop, causal, window)[:, None]
+    is_visible = find_visible(lengths, case.tokens, 0, case.stop, causal, window)[:, None]
     mask = kwargs.get("mask")
     if mask is not None:
         is_visible = is_visible & mask.bool()
@@ -560,7 +560,7 @@ def test_a_part_may_end_before_the_windows_of_all_rows(kernel, tokens, config):
     """The call has a complete mask in addition to a window, as in static sliding layers."""
     case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
     pages, query, kwargs = prepare(case)
-    mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
+    mask = find_visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
     kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **kwargs)
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=40, parameters=config)):

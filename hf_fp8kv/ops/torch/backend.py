@@ -12,7 +12,7 @@ from ...formats import AUTO
 from ...formats.rotation import rotate
 from ..pages import AttentionSpec, Pages
 from ..reference import gather, read_dense, write
-from ..visibility import first_visible, visible
+from ..visibility import find_first_visible, find_visible
 
 __all__ = ["attend", "gather", "write"]
 
@@ -47,7 +47,7 @@ def attend(
         # Only positions in [low, high) can be visible. Pages outside are not read.
         high = min(stop, int(lengths.max()))
         if window:
-            low = max(start, first_visible(int(lengths.min()) - num_tokens, window))
+            low = max(start, find_first_visible(int(lengths.min()) - num_tokens, window))
     m_i = q.new_full((batch, num_heads, num_rows, 1), -torch.inf)
     l_i = torch.zeros_like(m_i)
     if spec.sinks is not None:
@@ -75,7 +75,7 @@ def attend(
             bias = spec.bias[..., columns].float()
             head_axes = (num_heads, group_size) if bias.shape[1] > 1 else (1, 1)
             grouped_logits += bias.unflatten(1, head_axes)
-        is_visible = visible(lengths, num_tokens, begin, end, spec.causal, window)
+        is_visible = find_visible(lengths, num_tokens, begin, end, spec.causal, window)
         if spec.mask is not None:
             is_visible = is_visible & spec.mask[:, 0, :, columns].bool()
         grouped_logits.masked_fill_(~is_visible[:, None, None], -torch.inf)
