@@ -9,7 +9,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.ops import Pages
 from hf_fp8kv.ops.triton.target import get_target, next_power_of_2
-from hf_fp8kv.ops.triton.tuning import DECODE_ROWS, Workload, choose_extend_config
+from hf_fp8kv.ops.triton.tuning import MAX_DECODE_ROWS, Workload, choose_extend_config
 
 from . import baselines
 from .cached import measure_attention
@@ -98,7 +98,7 @@ def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
 def _loads_ahead(stage: Stage, case: Case) -> bool:
     """Return whether the extend kernel loads 16-bit pages ahead of the tile that it computes."""
     width = next_power_of_2(case.heads.dim)
-    workload = Workload(width, DECODE_ROWS + 1, exact=False, wide=True, biased=False)
+    workload = Workload(width, MAX_DECODE_ROWS + 1, exact=False, wide=True, biased=False)
     return choose_extend_config(get_target(stage.device), workload).stages > 1
 
 

@@ -15,9 +15,9 @@ from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import find_visible
 
 # Maximum number of tokens that `gather` decodes at a time.
-GATHER_CHUNK = 512
+MAX_GATHER_TOKENS = 512
 # Maximum number of tokens that `write` encodes at a time. Encoding needs many times their memory.
-WRITE_CHUNK = 512
+MAX_WRITE_TOKENS = 512
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
@@ -26,8 +26,8 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     page_number, slot, exists = locate(pages, lengths, num_tokens)
     if pages.table.is_cpu and not bool(exists.all()):
         raise_overrun(pages, lengths, num_tokens)
-    for start in range(0, num_tokens, WRITE_CHUNK):
-        chunk = slice(start, start + WRITE_CHUNK)
+    for start in range(0, num_tokens, MAX_WRITE_TOKENS):
+        chunk = slice(start, start + MAX_WRITE_TOKENS)
         k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
         v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
         for block, rows, index in group_by_block(pages, page_number[:, chunk], exists[:, chunk]):
@@ -52,8 +52,7 @@ def raise_overrun(pages: Pages, lengths: Tensor, num_tokens: int) -> None:
 
 def locate(pages: Pages, lengths: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return page number and slot of each new token, and whether its page exists, each `[B, T]`."""
-    offsets = torch.arange(-num_tokens, 0, device=lengths.device)
-    position = lengths[:, None].long() + offsets
+    position = lengths[:, None].long() + torch.arange(-num_tokens, 0, device=lengths.device)
     column = position // pages.page_size
     in_table = column < pages.table.shape[1]
     page_number = pages.table.long().gather(1, column.clamp(max=pages.table.shape[1] - 1))
@@ -93,7 +92,7 @@ def gather(
     dim = (pages.k if side == "k" else pages.v).head_dim
     shape = (len(pages.table), pages.num_heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
-    step = max(GATHER_CHUNK // pages.page_size, 1) * pages.page_size
+    step = max(MAX_GATHER_TOKENS // pages.page_size, 1) * pages.page_size
     low = start
     while low < stop:
         high = min((low // step + 1) * step, stop)

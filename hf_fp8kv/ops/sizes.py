@@ -38,8 +38,7 @@ def check_sizes(
     if query is None or spec is None:
         return
     dim = k_dim + v_dim if spec.latent else k_dim
-    shape = query.shape if query.ndim == 4 else (0, 0, 0, 0)
-    q_batch, num_q_heads, num_q_tokens, q_dim = shape
+    q_batch, num_q_heads, num_q_tokens, q_dim = query.shape if query.ndim == 4 else (0, 0, 0, 0)
     has_shape = q_batch == batch and q_dim == dim and num_q_tokens > 0 and num_q_heads > 0
     if not has_shape or num_q_heads % num_heads or query.device != device:
         expected = f"[{batch}, a multiple of {num_heads}, T, {dim}]"

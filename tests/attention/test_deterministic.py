@@ -174,8 +174,8 @@ def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) ->
 
     Threads share the spans of one sequence, or compute whole sequences of a batch.
     """
-    monkeypatch.setattr(cpu_backend, "GRAIN", 1)
-    monkeypatch.setattr(cpu_backend, "SPAN", 16)
+    monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", 1)
+    monkeypatch.setattr(cpu_backend, "SPAN_TOKENS", 16)
     old_num_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

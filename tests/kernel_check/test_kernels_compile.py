@@ -205,13 +205,13 @@ def test_each_rule_reports_its_violation(changes, options, expected):
     ],
 )
 def test_resident_programs_are_limited_by_resources(target, registers, warps, shared, programs):
-    assert Target.parse(target).fit(registers, warps, shared) == programs
+    assert Target.parse(target).count_programs(registers, warps, shared) == programs
 
 
 def test_an_unlisted_gpu_is_described_by_its_resources():
     """The GPUs are a small chip with 100 KB of shared memory per SM, and a B300."""
     chip = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
-    assert chip.fit(168, 2, 37888) == 2
+    assert chip.count_programs(168, 2, 37888) == 2
     assert tuning.estimate_programs(chip) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
     assert tuning.estimate_programs(b300) == 6

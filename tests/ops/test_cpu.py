@@ -42,8 +42,8 @@ def attend(
 @pytest.fixture
 def small_grain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Split calls of any size between four threads."""
-    monkeypatch.setattr(cpu_backend, "GRAIN", 64)
-    monkeypatch.setattr(cpu_backend, "SPAN", 16)
+    monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", 64)
+    monkeypatch.setattr(cpu_backend, "SPAN_TOKENS", 16)
     old_num_threads = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -112,7 +112,7 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
     ], 1)  # fmt: skip
     two_sequences = pages._replace(table=pages.table.repeat(2, 1))
     for grain in (1 << 30, 64):
-        monkeypatch.setattr(cpu_backend, "GRAIN", grain)
+        monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", grain)
         for chunk in (1, 3, 5, num_queries):
             assert_same(run_cpu(pages, query[:, :, -chunk:], length), separate_results[:, -chunk:])
         result = run_cpu(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)

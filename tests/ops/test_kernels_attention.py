@@ -99,7 +99,7 @@ def make_plan_table(lengths: Sequence[int], heads: int, tokens: int = 1, window:
 def supports(kernel: str, case: Case) -> bool:
     """Return whether a kernel supports the case's number of query rows."""
     num_rows = case.q_heads // case.heads * case.tokens
-    return kernel == "extend" or num_rows <= tuning.DECODE_ROWS or case.latent
+    return kernel == "extend" or num_rows <= tuning.MAX_DECODE_ROWS or case.latent
 
 
 def alternate(cases: Sequence[Any], values: Iterable[Any]) -> list[tuple[Any, Any]]:

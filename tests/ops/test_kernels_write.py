@@ -34,7 +34,7 @@ import triton.language as tl
 from hf_fp8kv.ops.triton import encoder
 from hf_fp8kv.ops.triton.gather import gather
 from hf_fp8kv.ops.triton.tuning import MAX_DECODE_TOKENS
-from hf_fp8kv.ops.triton.write import TILE, UNLIMITED, write
+from hf_fp8kv.ops.triton.write import TILE_TOKENS, UNLIMITED, write
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -159,7 +159,7 @@ SCALES = {
 }
 SHAPES = {
     "decode": {"lengths": (5, 15, 16)},
-    "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
+    "tiles": {"lengths": (5, 32), "tokens": TILE_TOKENS + 1, "page_size": 64},
     "tiles that pages cut": {"lengths": (5, 32), "tokens": 20, "page_size": 6, "heads": 1},
     "blocks": {"lengths": (63, 64, 65), "tokens": 3, "page_size": 32, "in_blocks": True},
 }
@@ -190,7 +190,7 @@ def test_tokens_around_the_end_of_a_page_are_written(tokens):
         [1, 12, 48, 128],
         list(SCALES),
         [torch.float64, torch.float32, torch.float16, torch.bfloat16],
-        [1, TILE + 5],
+        [1, TILE_TOKENS + 5],
     ),
     ids=str,
 )

@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference: a write without a page is silent", REFERENCE,
-        "        raise_overrun(pages, lengths, tokens)", "        pass",
+        "        raise_overrun(pages, lengths, num_tokens)", "        pass",
         "tests/ops/test_ops.py",
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = (
     # Triton, interpreted.
     Mutant(
         "triton: the first new token is lost", WRITE,
-        "is_new = (t >= 0) & (t < tokens)", "is_new = (t > 0) & (t < tokens)",
+        "is_new = (t >= 0) & (t < num_tokens)", "is_new = (t > 0) & (t < num_tokens)",
         "tests/ops/test_kernels_write.py",
     ),
     Mutant(

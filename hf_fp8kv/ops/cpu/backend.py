@@ -32,14 +32,14 @@ from .records import (
 )
 
 # Minimum number of stored values per thread. With fewer values a thread does not pay.
-GRAIN = 1 << 16
+MIN_THREAD_VALUES = 1 << 16
 # Sums are computed separately for each span of this number of tokens, and then added in a fixed
-# order. If heads and queries give fewer than MIN_UNITS units of work per thread, spans are divided
-# among more units, so that a delayed thread delays the call only briefly.
-SPAN = 512
-MIN_UNITS = 8
+# order. If heads and queries give fewer units of work per thread than MIN_THREAD_UNITS, spans are
+# divided among more units, so that a delayed thread delays the call only briefly.
+SPAN_TOKENS = 512
+MIN_THREAD_UNITS = 8
 # Maximum number of query rows per unit and head. More rows exceed the CPU's cache.
-MAX_ROWS = 64
+MAX_UNIT_ROWS = 64
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _pack_tensors(pages: Pages) -> Pages:
 def _choose_num_threads(num_values: int) -> int:
     if _get_first_pid() != os.getpid():  # torch's threads do not survive a fork
         return 1
-    return max(1, min(torch.get_num_threads(), num_values // GRAIN))
+    return max(1, min(torch.get_num_threads(), num_values // MIN_THREAD_VALUES))
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
@@ -176,15 +176,15 @@ def attend(
     out = torch.empty((batch, num_tokens, num_q_heads, v_dim), dtype=query.dtype, device="cpu")
 
     # The rows of a block share decoded values.
-    block_tokens = min(num_tokens, max(MAX_ROWS // group_size, 1))
+    block_tokens = min(num_tokens, max(MAX_UNIT_ROWS // group_size, 1))
     num_blocks = -(-num_tokens // block_tokens)
     num_rows = block_tokens * group_size
     read_values = (stop - start) * batch * num_heads * (q_dim + v_dim)
     num_threads = _choose_num_threads(read_values * -(-num_rows // 4) * num_blocks)
     num_units = batch * num_heads * num_blocks
-    is_split = num_threads > 1 and num_units < MIN_UNITS * num_threads
-    num_splits = -(-stop // SPAN) - start // SPAN if is_split else 1
-    num_split_units = min(-(-MIN_UNITS * num_threads // num_units), num_splits)
+    is_split = num_threads > 1 and num_units < MIN_THREAD_UNITS * num_threads
+    num_splits = -(-stop // SPAN_TOKENS) - start // SPAN_TOKENS if is_split else 1
+    num_split_units = min(-(-MIN_THREAD_UNITS * num_threads // num_units), num_splits)
     sums = query.new_empty(num_units * num_splits * num_rows * (2 + v_dim), dtype=torch.float32)
 
     center = k.center if softcap or sinks is not None else None
@@ -201,7 +201,7 @@ def attend(
         *list_decoding_fields(k.format), *value_fields, latent, *v_fields,
         *list_strided_fields(query), get_address(sinks), *list_broadcast_fields(mask),
         *list_broadcast_fields(bias), get_address(bounds),
-        0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0), SPAN, num_splits,
+        0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0), SPAN_TOKENS, num_splits,
         num_split_units, num_blocks, block_tokens, num_rows, out.data_ptr(), KINDS[out.dtype],
         sums.data_ptr(),
     )  # fmt: skip

@@ -22,9 +22,9 @@ _Gather = Callable[[Pages, Tensor, str, int, int, torch.dtype, bool, slice], Ten
 
 # Minimum number of query rows per KV head. On a Xeon (Sapphire Rapids) with 512 to 6,144 stored
 # tokens, the break-even was between 24 and 96 rows.
-MIN_ROWS = 64
+MIN_QUERY_ROWS = 64
 # Maximum size of the dense keys and values of a product, in bytes, unless one head is larger.
-_MAX_BYTES = 64 * 2**20
+_MAX_DENSE_BYTES = 64 * 2**20
 _HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported()
 
 
@@ -36,7 +36,7 @@ def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> b
         and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
         and not spec.deterministic and query.dtype in (torch.bfloat16, torch.float16)
     )  # fmt: skip
-    return bool(is_supported) and rows >= MIN_ROWS
+    return bool(is_supported) and rows >= MIN_QUERY_ROWS
 
 
 def attend(
@@ -57,7 +57,7 @@ def attend(
         if not count:
             continue
         head_bytes = (length - start) * (pages.k.head_dim + v_dim) * dtype.itemsize
-        heads_at_once = max(1, min(num_heads, _MAX_BYTES // head_bytes))
+        heads_at_once = max(1, min(num_heads, _MAX_DENSE_BYTES // head_bytes))
         mask = _make_mask(count, length - start, spec.window)
         group_size = num_q_heads // num_heads
         # A center adds the same value to all logits of a query, which cancels in the softmax.

@@ -15,7 +15,7 @@ from . import write as writing
 from .gather import gather
 from .plan import size_plan
 from .replay import SharedTensors, describe_tensors, recordings, run_or_replay
-from .tuning import DECODE_ROWS, MAX_DECODE_TOKENS
+from .tuning import MAX_DECODE_ROWS, MAX_DECODE_TOKENS
 
 __all__ = ["attend", "gather", "make_plan", "size_plan", "write"]
 
@@ -69,7 +69,7 @@ def attend(
     _, num_q_heads, num_tokens, _ = query.shape
     num_rows = num_q_heads // pages.num_heads * num_tokens
     # Models with latents have many query heads per KV head, so the number of tokens decides.
-    is_long = num_tokens > MAX_DECODE_TOKENS if spec.latent else num_rows > DECODE_ROWS
+    is_long = num_tokens > MAX_DECODE_TOKENS if spec.latent else num_rows > MAX_DECODE_ROWS
     if is_long:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = query, pages, lengths, start, stop, spec, plan

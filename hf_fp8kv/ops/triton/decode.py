@@ -11,11 +11,11 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
-from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
+from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
 from .plan import get_max_parts, make_plan, size_plan
 from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
-from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, choose_decode_config, estimate_programs
+from .tuning import FEW_ROWS, MAX_DECODE_ROWS, LaunchConfig, choose_decode_config, estimate_programs
 
 # Numbers of partial sums that a program of `_combine` loads at a time, and of its channels. This
 # pair was the fastest of five on an H100 in three of four decode cases. A program has one warp,
@@ -33,9 +33,9 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention as `backend.attend`, for at most DECODE_ROWS query rows or for latents."""
+    """Compute attention as `backend.attend`, for latents or up to MAX_DECODE_ROWS query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
-    assert args.workload.rows <= DECODE_ROWS or spec.latent
+    assert args.workload.rows <= MAX_DECODE_ROWS or spec.latent
     config = choose_decode_config(args.target, args.workload)
     if plan is not None and not _fits_plan(plan, args, config):
         plan = None
@@ -241,7 +241,7 @@ def _combine(
         m_i = m_new
     head = h * SHAPE.group_size + row % SHAPE.group_size
     heads = head + tl.zeros([1], tl.int32)
-    out = finish(
+    out = finish_rows(
         acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, d, out_factor, SHAPE, SWAPPED=False
     )
     token = b * num_tokens + row // SHAPE.group_size

@@ -20,7 +20,7 @@ from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, make_pointers, prepare
 from .codec import decode_for_dot
 from .decode import launch_attention
-from .page_access import head_pointer, load_page_offset
+from .page_access import load_page_offset, point_to_head
 from .target import cdiv, launch, next_power_of_2
 from .tuning import choose_extend_config, get_family
 
@@ -129,15 +129,15 @@ def _widen_codes(
         words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         in_page = n < PAGE_SIZE
-        words = tl.load(head_pointer(words_ptr, page_offset, h, PAGE_SIZE) + n, mask=in_page)
-        tl.store(head_pointer(wide_words_ptr, wide_offset, h, PAGE_SIZE) + n, words, mask=in_page)
+        words = tl.load(point_to_head(words_ptr, page_offset, h, PAGE_SIZE) + n, mask=in_page)
+        tl.store(point_to_head(wide_words_ptr, wide_offset, h, PAGE_SIZE) + n, words, mask=in_page)
 
 
 @triton.jit
 def _widen_side(side, wide, page_offset, wide_offset, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
     CHUNK: tl.constexpr = 2048
-    codes_ptr = head_pointer(side.codes, page_offset, h, SIZE)
-    wide_ptr = head_pointer(wide.codes, wide_offset, h, SIZE)
+    codes_ptr = point_to_head(side.codes, page_offset, h, SIZE)
+    wide_ptr = point_to_head(wide.codes, wide_offset, h, SIZE)
     for first in tl.range(0, SIZE, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)

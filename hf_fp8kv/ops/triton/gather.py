@@ -7,7 +7,7 @@ import triton.language as tl
 from ..pages import Pages
 from .arguments import make_pointers, make_side
 from .codec import AS_IS, choose_codec, decode_for_dot
-from .page_access import head_pointer, load_page_offset
+from .page_access import load_page_offset, point_to_head
 from .rotation import rotate
 from .target import get_target, launch
 from .write import choose_launch_options, choose_tile_size
@@ -87,7 +87,7 @@ def _gather(
         slot = position % PAGE_SIZE
         is_loaded = exists[:, None] & in_head
     page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = head_pointer(side.codes, page_offset, h, PAGE_SIZE * DIM)
+    codes_ptr = point_to_head(side.codes, page_offset, h, PAGE_SIZE * DIM)
     if TRANSPOSED:
         code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE_SIZE)[None, :]
     else:
@@ -101,7 +101,7 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = head_pointer(scales_ptr, page_offset, h, PAGE_SIZE * 2)
+            scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, BLOCK)

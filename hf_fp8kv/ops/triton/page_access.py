@@ -11,7 +11,7 @@ def load_page_offset(side, page):
 
 
 @triton.jit
-def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
+def point_to_head(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
     """Return a pointer to the SIZE elements of head `h` in a page, with the shape of `page_offset`.
 
     `pointer` points to the elements of head 0 in the first page. NUM_EQUAL is the number of
@@ -26,9 +26,7 @@ def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.cons
 
 
 @triton.jit
-def load_codes(
-    tensors, j, position, page_offset, h, view, CALL: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, TILE: tl.constexpr):
     """Load the codes of a tile.
 
     Args:
@@ -51,8 +49,8 @@ def load_codes(
     if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so its addresses are one base plus constants.
         slot = (j % (PAGE_SIZE // TILE)) * TILE
-        k_ptr = head_pointer(tensors.k.codes, page_offset, h, PAGE_SIZE * DK) + slot * DK
-        v_ptr = head_pointer(tensors.v.codes, page_offset, h, DV * PAGE_SIZE) + slot
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, PAGE_SIZE * DK) + slot * DK
+        v_ptr = point_to_head(tensors.v.codes, page_offset, h, DV * PAGE_SIZE) + slot
         k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
         v_ptrs = v_ptr + (dv[:, None] * PAGE_SIZE + n[None, :])
         slots = slot + n
@@ -66,8 +64,8 @@ def load_codes(
             pages = tl.max_constancy(pages, 16)
         page_offset = load_page_offset(tensors.k, pages)
         slots = position % PAGE_SIZE
-        k_ptr = head_pointer(tensors.k.codes, page_offset, h, PAGE_SIZE * DK)
-        v_ptr = head_pointer(
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, PAGE_SIZE * DK)
+        v_ptr = point_to_head(
             tensors.v.codes, page_offset, h, DV * PAGE_SIZE, 16 if PAGE_SIZE % 16 == 0 else 1
         )
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
@@ -83,7 +81,7 @@ def load_codes(
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = head_pointer(words_ptr, page_offset, h, PAGE_SIZE) + slots
+        word_ptrs = point_to_head(words_ptr, page_offset, h, PAGE_SIZE) + slots
     return k_codes, v_codes, word_ptrs
 
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .softmax import last_before_window
+from .softmax import find_last_before_window
 from .target import cdiv, get_target, launch, next_power_of_2
 from .tuning import PlanConfig, choose_plan_config, estimate_programs
 
@@ -179,7 +179,7 @@ def _plan(
     ends = tl.load(lengths_ptr + b, mask=exists, other=0)
     low = tl.zeros([BATCH_WIDTH], tl.int32) + start
     if WINDOWED:
-        low = tl.maximum(low, last_before_window(ends - num_tokens, window) + 1)
+        low = tl.maximum(low, find_last_before_window(ends - num_tokens, window) + 1)
     low = tl.maximum(low, 0) // UNIT
     # An empty sequence also has a part, because a program must write its output.
     units = tl.where(exists, tl.maximum(tl.cdiv(ends, UNIT) - low, 1), 0)

@@ -52,7 +52,7 @@ class LaunchConfig:
 # Maximum number of new tokens per sequence that separate programs write, as in decoding.
 MAX_DECODE_TOKENS = 8
 # Maximum number of query rows per KV head for decoding.
-DECODE_ROWS = 64
+MAX_DECODE_ROWS = 64
 # Maximum number of query rows of latents for which a program takes 16 rows. For 16 sequences of 16k
 # tokens and 32 heads, an H200 took 202 us with 16 rows per program and 265 us with 64. With 64
 # heads it took 466 and 269 us.
@@ -224,7 +224,7 @@ def estimate_programs(
         is_large = latent or config.rows > 32
         registers, shared = family.large_resources if is_large else family.other_resources
         resources = config.registers or registers, config.warps, shared
-    return int(target.parameters.get("programs") or max(1, target.fit(*resources)))
+    return int(target.parameters.get("programs") or max(1, target.count_programs(*resources)))
 
 
 def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
@@ -267,7 +267,7 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     width, rows, exact, wide, biased, complete, *_ = workload
     max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
-    rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
+    rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
     swapped_table = family.decode.get(rows, _EMPTY_TABLE)
     is_swapped = not exact and width <= max(swapped_table, default=0)
     table = swapped_table if is_swapped else family.decode_rows_first

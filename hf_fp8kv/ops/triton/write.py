@@ -18,15 +18,15 @@ from .encoder import (
     search_scale_at_once,
     to_bfloat16,
 )
-from .page_access import head_pointer, load_page_offset
+from .page_access import load_page_offset, point_to_head
 from .rotation import lay_out_like, rotate
 from .target import get_target, launch
 from .tuning import MAX_DECODE_TOKENS
 
 # Number of positions that a program stores at once. A page holds a whole number of tiles, so that
 # V's transposed rows are stored in runs of bytes.
-TILE = 32
-MIN_TILE = 16
+TILE_TOKENS = 32
+MIN_TILE_TOKENS = 16
 # Number of warps: one for each 32 channels, within these bounds.
 CHANNELS_PER_WARP = 32
 MIN_WARPS, MAX_WARPS = 4, 16
@@ -46,10 +46,8 @@ def write(
     tile_tokens = 1 if num_tokens <= MAX_DECODE_TOKENS else choose_tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
     num_tiles = (num_tokens + tile_tokens - 2) // tile_tokens + 1 if num_tokens else 0
-    options = choose_launch_options(
-        pages.table.device, max(k_side.width, v_side.width),
-        rotated=pages.k.rotated or pages.v.rotated,
-    )  # fmt: skip
+    width, rotated = max(k_side.width, v_side.width), pages.k.rotated or pages.v.rotated
+    options = choose_launch_options(pages.table.device, width, rotated=rotated)
     launch(
         _write, (num_tiles, 2 * num_heads, batch), key, value, lengths, pages.table,
         make_pointers(pages, "k"), make_pointers(pages, "v"), pages.token_scales, num_tokens,
@@ -72,9 +70,9 @@ def choose_launch_options(device: torch.device, width: int, *, rotated: bool) ->
 
 
 def choose_tile_size(page_size: int) -> int:
-    """Return the tile size: a divisor of the page size if it has one of at least MIN_TILE."""
-    divisor = min(page_size & -page_size, TILE)
-    return divisor if divisor >= MIN_TILE else TILE
+    """Return the tile size. It divides the page size if a divisor is at least MIN_TILE_TOKENS."""
+    divisor = min(page_size & -page_size, TILE_TOKENS)
+    return divisor if divisor >= MIN_TILE_TOKENS else TILE_TOKENS
 
 
 @triton.jit(do_not_specialize=["num_tokens", "limit", "num_columns", "table_stride"])
@@ -153,7 +151,7 @@ def write_side(
         slot = position % PAGE_SIZE
     exists = is_new & (page >= 0)
     page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = head_pointer(side.codes, page_offset, h, PAGE_SIZE * DIM)
+    codes_ptr = point_to_head(side.codes, page_offset, h, PAGE_SIZE * DIM)
 
     if FORMAT is None:
         codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(side.codes.dtype.element_ty)
@@ -174,7 +172,7 @@ def write_side(
             scale = search_scale_at_once(copies, FORMAT)
         else:
             scale = search_scale(x, FORMAT)
-        scale_ptrs = head_pointer(scales_ptr, page_offset, h, PAGE_SIZE * 2)
+        scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
         scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)

@@ -11,7 +11,7 @@ from .variants import Variant
 
 # Maximum bytes of shared memory of one program, by GPU. NVIDIA reserves one KiB.
 TARGETS = {
-    name: chip.shared - (1024 if name.startswith("sm_") else 0) for name, (_, chip) in CHIPS.items()
+    name: chip.shared_bytes - 1024 * name.startswith("sm_") for name, (_, chip) in CHIPS.items()
 }
 # Newer versions of ptxas keep a few values outside the main loop that are used after it.
 SPILLS_LIMIT = 8
@@ -72,7 +72,7 @@ def find_violations(
         yield f"{wide_bytes} of {needed_bytes:.0f} bytes in 16-byte loads"
     if assembly.byte_loads and not has_narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
-    programs = target.fit(assembly.registers, warps, shared)
+    programs = target.count_programs(assembly.registers, warps, shared)
     expected = estimate_programs(target, variant.groups * variant.tokens)
     if variant.is_main and variant.operation == "decode" and programs < expected:
         yield f"{programs} of {expected} programs fit on an SM"
