@@ -90,18 +90,18 @@ class Factors(NamedTuple):
 # Compared by identity, because each launch looks up its kernel by its constants. The caches below
 # create a single object for each set of values.
 @dataclass(frozen=True, eq=False)
-class Side:
+class SideSizes:
     """Sizes of K or V that kernels are compiled for.
 
     Attributes:
         dim: The head size.
         width: The head size padded for `tl.dot`: a power of two, at least 16.
-        block: Number of channels that a rotation mixes, or 1 without rotation.
+        rotation_block: Number of channels that a rotation mixes, or 1 without rotation.
     """
 
     dim: int
     width: int
-    block: int
+    rotation_block: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +126,9 @@ class Constants:
     num_heads: int
     group_size: int
     page_size: int
-    k: Side
-    v: Side
-    out: Side
+    k: SideSizes
+    v: SideSizes
+    out: SideSizes
     k_codec: Codec
     v_codec: Codec
     causal: bool
@@ -143,8 +143,8 @@ class Constants:
     config: LaunchConfig | None = None
 
 
-_side_of = functools.cache(Side)
-_constants_of = functools.cache(Constants)
+_make_unique_sizes = functools.cache(SideSizes)
+_make_unique_constants = functools.cache(Constants)
 
 
 @functools.cache
@@ -182,11 +182,10 @@ class AttentionArgs(NamedTuple):
         return {"CALL": _with_config(self.constants, config), **config.options()}
 
 
-def make_side(stored: StoredSide) -> Side:
+def make_side_sizes(stored: StoredSide) -> SideSizes:
     """Return the sizes that kernels are compiled for. Equal sizes give the same object."""
-    dim = stored.head_dim
-    width = max(16, next_power_of_2(dim))
-    return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)
+    dim, width = stored.head_dim, max(16, next_power_of_2(stored.head_dim))
+    return _make_unique_sizes(dim, width, rotation_block(dim) if stored.rotated else 1)
 
 
 def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
@@ -235,27 +234,27 @@ def prepare(
                 bounds = find_mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _prepare_broadcast(spec.bias)
-    k_side, v_side = make_side(pages.k), make_side(pages.v)
-    value_side, value_codec = (k_side, k_codec) if spec.latent else (v_side, v_codec)
-    width, group_size = max(k_side.width, v_side.width), query.shape[1] // pages.num_heads
+    k_sizes, v_sizes = make_side_sizes(pages.k), make_side_sizes(pages.v)
+    value_sizes, value_codec = (k_sizes, k_codec) if spec.latent else (v_sizes, v_codec)
+    width, group_size = max(k_sizes.width, v_sizes.width), query.shape[1] // pages.num_heads
     # For float32 operands, three products on tensor cores are as exact as float32. The operands of
     # large heads, split for these products, do not fit into shared memory.
     precision = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
-    constants = _constants_of(
-        pages.num_heads, group_size, pages.page_size, k_side, v_side, value_side, k_codec, v_codec,
-        spec.causal, spec.window > 0, spec.softcap != 0, mask_kind, centered, pages.k.is_dynamic,
-        pages.v.is_dynamic, spec.latent, precision,
+    constants = _make_unique_constants(
+        pages.num_heads, group_size, pages.page_size, k_sizes, v_sizes, value_sizes, k_codec,
+        v_codec, spec.causal, spec.window > 0, spec.softcap != 0, mask_kind, centered,
+        pages.k.is_dynamic, pages.v.is_dynamic, spec.latent, precision,
     )  # fmt: skip
     # The RoPE part of a key is much smaller than its latent, so its dtype is ignored.
     stored_dtypes = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
     workload = Workload(
         width=width,
         rows=group_size * query.shape[2],
-        exact=tl.float32 in (k_codec.operand, v_codec.operand),
+        exact=tl.float32 in (k_codec.operand_dtype, v_codec.operand_dtype),
         wide=any(dtype.itemsize > 1 for dtype in stored_dtypes),
         biased=bias is not None,
         complete=mask_kind == COMPLETE.value,
-        rotated=max(k_side.block, v_side.block) > 1,
+        rotated=max(k_sizes.rotation_block, v_sizes.rotation_block) > 1,
         latent=spec.latent,
         shifted=k_codec.method == SHIFTED.value,
     )
@@ -263,11 +262,11 @@ def prepare(
         query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
     )
     factors = Factors(
-        k_scaling=spec.scaling * k_codec.factor * rotation_factor(k_side.block),
+        k_scaling=spec.scaling * k_codec.factor * rotation_factor(k_sizes.rotation_block),
         scaling=spec.scaling,
         softcap=spec.softcap,
-        v_scaling=spec.scaling * v_codec.factor * rotation_factor(v_side.block),
-        out=value_codec.factor * rotation_factor(value_side.block),
+        v_scaling=spec.scaling * v_codec.factor * rotation_factor(v_sizes.rotation_block),
+        out=value_codec.factor * rotation_factor(value_sizes.rotation_block),
     )
     query_strides = (query.stride(0), query.stride(1), query.stride(2))
     strides = (pages.table.stride(0), *mask_strides, *bias_strides)

@@ -29,7 +29,7 @@ from .softmax import (
     COMPLETE,
     HEADROOM,
     LOG2E,
-    MAX_LATE_ROWS,
+    MAX_LATE_SUM_ROWS,
     apply_softcap_and_bias,
     find_last_before_window,
     find_visible,
@@ -183,7 +183,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     # With few rows, weights are summed over tokens once, after the last tile.
-    if ROWS > MAX_LATE_ROWS:
+    if ROWS > MAX_LATE_SUM_ROWS:
         l_i = tl.zeros([ROWS], tl.float32)
     else:
         l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
@@ -206,7 +206,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
             acc, m_i, l_i, query, j, page_offset, tensors, factors.softcap, rows, view, CALL,
             MASKED=False,
         )  # fmt: skip
-    if ROWS <= MAX_LATE_ROWS:
+    if ROWS <= MAX_LATE_SUM_ROWS:
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
     for i in tl.range(0, num_masked, num_stages=1):
         j = tl.where(i < num_before, first_tile + i, after_start + i - num_before)
@@ -285,7 +285,7 @@ def _load_query(
         center_ptr = side.center + (rows.b * NUM_HEADS + rows.h).to(tl.int64) * DIM
         center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
         center_logit = tl.sum(q * center[None, :], 1) * scaling
-    q = mix_channels(q, SIDE.block)
+    q = mix_channels(q, SIDE.rotation_block)
     if side.static_scale is not None:
         scale_ptr = side.static_scale + rows.h * DIM
         q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
@@ -294,7 +294,7 @@ def _load_query(
     scale_bits = tl.minimum(tl.maximum(267 - exponent, 1), 253)
     scaled = q * (scale_bits << 23).to(tl.float32, bitcast=True)[:, None]
     factor = ((254 - scale_bits) << 23).to(tl.float32, bitcast=True) * code_scaling
-    return scaled.to(CODEC.operand), factor, center_logit
+    return scaled.to(CODEC.operand_dtype), factor, center_logit
 
 
 @triton.jit
@@ -345,7 +345,7 @@ def _attend_tile(
         logits = tl.where(visible, logits, float("-inf"))
     if CALL.latent:
         weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, k_scale, seen, CALL.k_dynamic, SWAPPED)
-        acc = add_values(acc, alpha, weights.to(K_CODEC.operand), latents, CALL)
+        acc = add_values(acc, alpha, weights.to(K_CODEC.operand_dtype), latents, CALL)
     else:
         weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, v_scale, seen, CALL.v_dynamic, SWAPPED)
         if MASKED:
@@ -390,4 +390,4 @@ def finish_rows(
         scale_ptr = static_scale_ptr + h * CALL.out.dim
         scale = tl.load(scale_ptr + d, mask=d < CALL.out.dim, other=0.0)
         out *= per_column(scale, SWAPPED)
-    return mix_channels(out, CALL.out.block, SWAPPED)
+    return mix_channels(out, CALL.out.rotation_block, SWAPPED)

@@ -70,7 +70,7 @@ def launch_attention(
     """
     tensors, constants, query = args.tensors, args.constants, args.tensors.query
     batch, num_q_heads, num_tokens, _ = query.shape
-    dim, device = constants.out.dim, query.device
+    out_sizes, device = constants.out, query.device
     num_heads, num_blocks = constants.num_heads, cdiv(args.workload.rows, config.rows)
     partial_sums, max_parts = None, batch
     grid: tuple[int, ...] = (num_heads * batch * num_blocks,)
@@ -79,13 +79,13 @@ def launch_attention(
         num_rows = size_plan(device, batch, plan_heads, programs=programs)
         plan = allocate((num_rows, 4), torch.int32, device)
         make_plan(plan, tensors.lengths, num_tokens, args.window, args.start, plan_heads, programs)
-    out = allocate((batch, num_tokens, num_q_heads, dim), query.dtype, device)
+    out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), query.dtype, device)
     if split and plan is not None:
         max_parts = get_max_parts(plan, batch)
         grid = (num_heads, max_parts, num_blocks)
         # The sums are followed by m_i and l_i of each part.
         num_sums = max_parts * num_q_heads * num_tokens if max_parts > batch else 0
-        partial_sums = allocate((num_sums * (dim + 2),), torch.float32, device)
+        partial_sums = allocate((num_sums * (out_sizes.dim + 2),), torch.float32, device)
     launch(
         _attend, grid, tensors, plan, out, partial_sums, batch, num_tokens, args.start, args.stop,
         args.window, args.factors, args.query_strides, *args.strides, **args.options(config),
@@ -93,8 +93,8 @@ def launch_attention(
     if max_parts > batch:
         values = tensors.k if constants.latent else tensors.v
         # A program needs all channels that a rotation mixes.
-        num_channels = max(min(MAX_CHANNELS.value, constants.out.width), constants.out.block)
-        grid = (args.workload.rows, num_heads * (constants.out.width // num_channels), batch)
+        num_channels = max(min(MAX_CHANNELS.value, out_sizes.width), out_sizes.rotation_block)
+        grid = (args.workload.rows, num_heads * (out_sizes.width // num_channels), batch)
         launch(
             _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, num_tokens,
             max_parts, args.factors.out, SHAPE=constants, WIDTH=num_channels, num_warps=1,

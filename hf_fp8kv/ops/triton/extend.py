@@ -70,7 +70,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
     if may_spill or pages.k.format == pages.v.format == AUTO:
         return None
     codecs = args.constants.k_codec, args.constants.v_codec
-    dtypes = [_TORCH_DTYPES[codec.operand] for codec in codecs]
+    dtypes = [_TORCH_DTYPES[codec.operand_dtype] for codec in codecs]
     num_heads, page_size = pages.num_heads, pages.page_size
     dims = pages.k.head_dim, pages.v.head_dim
     layout = make_page_layout(num_heads, page_size, *dims, dtypes[0], dtypes[1], pages.has_scales)

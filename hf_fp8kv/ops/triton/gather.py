@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..pages import Pages
-from .arguments import make_pointers, make_side
+from .arguments import make_pointers, make_side_sizes
 from .codec import AS_IS, choose_codec, decode_for_dot
 from .page_access import load_page_offset, point_to_head
 from .rotation import rotate
@@ -29,7 +29,7 @@ def gather(
     batch = pages.table.shape[0]
     out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
-    sizes, target = make_side(stored), get_target(out.device)
+    sizes, target = make_side_sizes(stored), get_target(out.device)
     codec = choose_codec(stored.format, target, tl.float32, exact=True, keep_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
@@ -57,11 +57,11 @@ def _gather(
         lengths_ptr: Number of stored tokens, `[B]`, int32, only read if RAGGED.
         table_ptr: Block table, `[B, M]`, int32.
         table_stride: Batch stride of the block table.
-        SIDE, CODEC: See `Side` and `Codec`.
+        SIDE, CODEC: See `SideSizes` and `Codec`.
     """
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
-    BLOCK: tl.constexpr = SIDE.block
+    ROTATION_BLOCK: tl.constexpr = SIDE.rotation_block
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile = start // TILE + tl.program_id(0)
@@ -104,7 +104,7 @@ def _gather(
             scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
-        x = rotate(x, BLOCK)
+        x = rotate(x, ROTATION_BLOCK)
         if side.center is not None:
             center_ptr = side.center + (b.to(tl.int64) * NUM_HEADS + h) * DIM
             x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]

@@ -20,7 +20,7 @@ HEADROOM = tl.constexpr(14.0)
 MIN_LOG_SCALE = tl.constexpr(2.0**-40)
 # Up to this number of rows, weights are summed over tokens once, after the last tile, because a sum
 # over warps costs three barriers.
-MAX_LATE_ROWS = tl.constexpr(16)
+MAX_LATE_SUM_ROWS = tl.constexpr(16)
 
 
 @triton.jit

@@ -102,13 +102,13 @@ class Family:
             not read K and V from shared memory, so that codes are never widened.
         limits_registers: Whether extending with a complete mask has a limit of registers.
         latent_warps, latent_stages: Warps and stages for latents with 16 rows per program.
-        latent_many: (rows, tile, warps, stages) with swapped operands for latents with more than
-            FEW_LATENT_ROWS rows. None means 16 rows per program.
+        latent_many_rows: (rows, tile, warps, stages) with swapped operands for latents with more
+            than FEW_LATENT_ROWS rows. None means 16 rows per program.
         masked_latent_warps: Warps for latents with a complete mask or a bias.
         rotated_latent_warps: Warps for latents with a rotated query, which is then split into
             chunks. None means no special case.
-        chunks_shifted: Whether latents whose codes are decoded by shifting bits are split into
-            chunks.
+        splits_shifted_latents: Whether latents whose codes are decoded by shifting bits are split
+            into chunks.
     """
 
     resources: Mapping[int, tuple[int, int, int]]
@@ -122,10 +122,10 @@ class Family:
     limits_registers: bool = False
     latent_warps: int = 8
     latent_stages: int = 2
-    latent_many: tuple[int, int, int, int] | None = None
+    latent_many_rows: tuple[int, int, int, int] | None = None
     masked_latent_warps: int = 8
     rotated_latent_warps: int | None = None
-    chunks_shifted: bool = False
+    splits_shifted_latents: bool = False
 
 
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
@@ -156,7 +156,7 @@ _CUDA = Family(
 # Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
     _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, max_wide_dim=256, widened_stages=1,
-    limits_registers=False, latent_warps=4, latent_stages=3, latent_many=(64, 32, 8, 2),
+    limits_registers=False, latent_warps=4, latent_stages=3, latent_many_rows=(64, 32, 8, 2),
 )  # fmt: skip
 _FAMILIES = {
     "sm_80": replace(
@@ -167,7 +167,7 @@ _FAMILIES = {
     # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
         _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, max_wide_dim=128, widened_stages=0,
-        latent_warps=8, latent_stages=2, latent_many=None,
+        latent_warps=8, latent_stages=2, latent_many_rows=None,
     ),
     "sm_": _CUDA,
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
@@ -184,7 +184,7 @@ _FAMILIES = {
             64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1),
             1024: (16, 16, 8, 1),
         },
-        latent_warps=4, masked_latent_warps=4, chunks_shifted=True,
+        latent_warps=4, masked_latent_warps=4, splits_shifted_latents=True,
     ),
 }  # fmt: skip
 # For float32 operands, which need many registers.
@@ -305,12 +305,12 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
 def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
     family = get_family(target)
     rows, tile, warps, stages = 16, 32, family.latent_warps, family.latent_stages
-    in_chunks = family.chunks_shifted and workload.shifted
+    in_chunks = family.splits_shifted_latents and workload.shifted
     is_masked, swapped = workload.complete or workload.biased, False
     if workload.exact or workload.width > 512:
         tile, warps, stages = 16, 8, 1
-    elif family.latent_many and workload.rows > FEW_LATENT_ROWS and not is_masked:
-        (rows, tile, warps, stages), swapped = family.latent_many, True
+    elif family.latent_many_rows and workload.rows > FEW_LATENT_ROWS and not is_masked:
+        (rows, tile, warps, stages), swapped = family.latent_many_rows, True
     else:
         if is_masked:
             warps = family.masked_latent_warps

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...formats import FORMATS
 from ..pages import Pages
-from .arguments import make_pointers, make_side
+from .arguments import make_pointers, make_side_sizes
 from .encoder import (
     SEARCH_STEPS,
     encode,
@@ -42,17 +42,17 @@ def write(
     A token without a page, or at a position at or after `limit`, is skipped.
     """
     batch, num_heads, num_tokens, _ = key.shape
-    k_side, v_side = make_side(pages.k), make_side(pages.v)
+    k_sizes, v_sizes = make_side_sizes(pages.k), make_side_sizes(pages.v)
     tile_tokens = 1 if num_tokens <= MAX_DECODE_TOKENS else choose_tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
     num_tiles = (num_tokens + tile_tokens - 2) // tile_tokens + 1 if num_tokens else 0
-    width, rotated = max(k_side.width, v_side.width), pages.k.rotated or pages.v.rotated
+    width, rotated = max(k_sizes.width, v_sizes.width), pages.k.rotated or pages.v.rotated
     options = choose_launch_options(pages.table.device, width, rotated=rotated)
     launch(
         _write, (num_tiles, 2 * num_heads, batch), key, value, lengths, pages.table,
         make_pointers(pages, "k"), make_pointers(pages, "v"), pages.token_scales, num_tokens,
         limit, pages.table.shape[1], pages.table.stride(0), key.stride(), value.stride(),
-        K=k_side, V=v_side, K_FORMAT=FORMATS.get(pages.k.format),
+        K=k_sizes, V=v_sizes, K_FORMAT=FORMATS.get(pages.k.format),
         V_FORMAT=FORMATS.get(pages.v.format), NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size,
         TILE=tile_tokens, **options,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def _write(
         scales_ptr: See `Pages.token_scales`.
         num_tokens: Number of new tokens, T.
         limit: Maximum number of tokens in a sequence.
-        K, V: See `Side`.
+        K, V: See `SideSizes`.
         K_FORMAT, V_FORMAT: The formats, or None for "auto".
     """
     h = tl.program_id(1) % NUM_HEADS
@@ -128,7 +128,7 @@ def write_side(
     """Store one tile of K, or of V if TRANSPOSED, for one head, after `num_past` stored tokens."""
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
-    BLOCK: tl.constexpr = SIDE.block
+    ROTATION_BLOCK: tl.constexpr = SIDE.rotation_block
     start = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
@@ -156,18 +156,18 @@ def write_side(
     if FORMAT is None:
         codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
-        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_BLOCK)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], FORMAT)
     else:
-        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_BLOCK)
         if TRANSPOSED:
             scale = find_dynamic_scale(x, FORMAT)
         elif TILE == 1:
             # Load a copy for each scale to try, so that every thread has values to work on.
             zeros = tl.zeros([SEARCH_STEPS, 1], tl.int32)
             copies = _load_centered(x_ptrs + zeros, is_input & (zeros == 0), center_ptr, d, DIM)
-            if BLOCK > 1:
+            if ROTATION_BLOCK > 1:
                 copies = lay_out_like(tl.broadcast_to(x, [SEARCH_STEPS, WIDTH]), copies)
             scale = search_scale_at_once(copies, FORMAT)
         else:

@@ -25,7 +25,7 @@ def _max_spills_outside(target: Target, variant: Variant, assembly: Assembly) ->
     if not assembly.loop or not target.is_nvidia:
         return 0
     rows = variant.groups * variant.tokens
-    has_many_rows = get_family(target).latent_many and rows > FEW_LATENT_ROWS
+    has_many_rows = get_family(target).latent_many_rows and rows > FEW_LATENT_ROWS
     may_spill = "latent" in variant.extras and has_many_rows
     return LATENT_SPILLS_LIMIT if may_spill else SPILLS_LIMIT
 
