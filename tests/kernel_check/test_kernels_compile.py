@@ -215,10 +215,9 @@ def test_an_unlisted_gpu_is_described_by_its_resources():
     assert tuning.estimate_programs(chip) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
     assert tuning.estimate_programs(b300) == 6
-    workload, b200 = tuning.Workload(256, 64, False, False, False), Target.parse("sm_100")
-    assert tuning.choose_extend_config(b300, workload) == tuning.choose_extend_config(
-        b200, workload
-    )
+    workload = tuning.Workload(256, 64, False, False, False)
+    b200_config = tuning.choose_extend_config(Target.parse("sm_100"), workload)
+    assert tuning.choose_extend_config(b300, workload) == b200_config
 
 
 # -- reading machine code --------------------------------------------------------------------------

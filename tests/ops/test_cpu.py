@@ -17,7 +17,7 @@ from hf_fp8kv.ops.cpu import build
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.counting import BytesWritten
 from tests.ops import test_ops
-from tests.ops.test_ops import with_scales
+from tests.ops.test_ops import replace_scales
 
 pytestmark = pytest.mark.text
 
@@ -65,10 +65,10 @@ def test_results_do_not_depend_on_threads():
 @pytest.mark.usefixtures("small_grain")
 @pytest.mark.parametrize("case", test_ops.LATENT_CASES, ids=str)
 def test_threads_share_latents(case):
-    pages, query, kwargs = test_ops.prepare(case)
-    expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
-    actual = test_ops.attend(case, pages, query, "cpu", **kwargs)
-    assert test_ops.errors(actual, expected).max() <= test_ops.max_error(case)
+    pages, query, fields = test_ops.prepare(case)
+    expected = test_ops.attend(case, pages, query.float(), "reference", **fields)
+    actual = test_ops.attend(case, pages, query, "cpu", **fields)
+    assert test_ops.compute_errors(actual, expected).max() <= test_ops.bound_error(case)
 
 
 @pytest.mark.usefixtures("small_grain")
@@ -129,14 +129,14 @@ def test_integer_products_are_correct(fmt, rotated):
     pages = test_ops.fill(test_ops.make_pages(case), case)
     query = torch.randn(1, 6, num_queries, dim).bfloat16()
     actual = attend(pages, query, length)
-    error = test_ops.errors(actual, attend(pages, query.float(), length, reference))
-    assert error.max() <= test_ops.max_error(case)
+    error = test_ops.compute_errors(actual, attend(pages, query.float(), length, reference))
+    assert error.max() <= test_ops.bound_error(case)
     for t in range(num_queries):
         assert_same(attend(pages, query[:, :, [t]], length - num_queries + 1 + t), actual[:, [t]])
     if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
         page, slot = int(pages.table[0, 9]), 21
         for codes, index in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
-            codes[index] = test_ops.nan_code(fmt)
+            codes[index] = test_ops.get_nan_code(fmt)
             actual, expected = (attend(pages, query[:, :, -1:], length, backend).float()
                                for backend in (cpu_backend, reference))  # fmt: skip
             assert actual.isnan().any()
@@ -184,7 +184,7 @@ def test_scales_may_have_any_layout():
     """A scale per head or per tensor may be an expanded tensor."""
     # Small scales give small logits. The error of a logit is a relative error of the result.
     scale = (0.01 * torch.rand(HEADS, 1)).expand(HEADS, DIM)
-    pages = with_scales(make_pages(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
+    pages = replace_scales(make_pages(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
     pages = pages._replace(table=pages.table.t().contiguous().t())
     query = torch.randn(1, 6, 1, DIM)
     expected = attend(pages, query, 40, reference)
@@ -232,10 +232,11 @@ def test_each_library_matches_the_reference(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     for case in test_ops.CASES[:12] + test_ops.LATENT_CASES:
-        pages, query, kwargs = test_ops.prepare(case)
-        expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
-        actual = test_ops.attend(case, pages, query, "cpu", **kwargs)
-        assert test_ops.errors(actual, expected).max() <= test_ops.max_error(case, "cpu"), case
+        pages, query, fields = test_ops.prepare(case)
+        expected = test_ops.attend(case, pages, query.float(), "reference", **fields)
+        actual = test_ops.attend(case, pages, query, "cpu", **fields)
+        error = test_ops.compute_errors(actual, expected).max()
+        assert error <= test_ops.bound_error(case, "cpu"), case
     assert cpu_backend.load_library()._name == str(build.find_library(capability))
 
 

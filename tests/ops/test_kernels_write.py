@@ -23,7 +23,7 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.blocks import split_into_blocks
 from tests.helpers.grids import pairwise
 from tests.ops import test_ops
-from tests.ops.test_ops import NAMES, NEXT_FORMAT, make_pages, map_pages, with_scales
+from tests.ops.test_ops import ALL_NAMES, FORMAT_NAMES, NEXT_FORMAT, make_pages, map_pages
 
 if ops.explain_backends()["triton"] is not None:
     pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
@@ -50,9 +50,9 @@ class Case(test_ops.Case):
     lengths: tuple[int, ...] = (5, 0, 30)
     dtype: torch.dtype = torch.bfloat16
     limit: int = UNLIMITED
-    num_released: int = 0  # freed pages at the start of every table
+    num_freed_pages: int = 0  # at the start of every table
     num_extra_columns: int = 0  # columns that no token needs, negative if columns are missing
-    in_blocks: bool = False
+    in_blocks: bool = False  # several blocks of memory instead of one
 
     @property
     def stop(self) -> int:
@@ -76,7 +76,7 @@ def make_noise_pages(case: Case) -> Pages:
     num_columns = -(-case.stop // case.page_size) + case.num_extra_columns
     batch, num_pages = len(case.lengths), len(pages.k_codes)
     table = 1 + torch.randperm(num_pages - 2)[: batch * num_columns].view(batch, num_columns).int()
-    table[:, : case.num_released] = -1
+    table[:, : case.num_freed_pages] = -1
     return pages._replace(table=table)
 
 
@@ -169,7 +169,7 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("name", "scales", "shape"),
     pairwise(
-        [*NAMES, AUTO], list(SCALES), list(SHAPES),
+        ALL_NAMES, list(SCALES), list(SHAPES),
     ),
 )  # fmt: skip
 def test_each_format_is_written_with_each_kind_of_scale(name, scales, shape):
@@ -223,7 +223,7 @@ def test_inputs_may_have_any_strides(tokens):
 MISSING_PAGES = {
     "limit": {"limit": 41},
     "no room": {"limit": 0},
-    "released": {"num_released": 3},
+    "freed pages": {"num_freed_pages": 3},
     "short table": {"num_extra_columns": -1},
 }
 
@@ -246,7 +246,7 @@ def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size,
     [make_special_vectors, make_tied_vectors, make_random_vectors],
     ids=lambda f: f.__name__,
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_values_of_all_kinds_are_written(name, make_rows):
     """Values are stored in consecutive tiles of tokens, and each token by a separate program."""
     x = make_rows(16)
@@ -260,7 +260,7 @@ def test_values_of_all_kinds_are_written(name, make_rows):
     check_write(single_case, x[None, :, None], x[None, :, None])
     scales = 10.0 ** torch.linspace(-44, 38, 16)
     case = dataclasses.replace(tiled_case, tokens=len(x), dynamic=False)
-    pages = with_scales(make_noise_pages(case), scales[None], scales[None].flip(1))
+    pages = test_ops.replace_scales(make_noise_pages(case), scales[None], scales[None].flip(1))
     actual = to_device(pages)
     states = x[None, None].to(DEVICE)
     write(actual, states, states, make_lengths(case) + case.tokens)
@@ -273,7 +273,7 @@ def _encode(x, codes, FORMAT: tl.constexpr, N: tl.constexpr):
     tl.store(codes + offsets, encoder.encode(tl.load(x + offsets), FORMAT))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_encoder_rounds_values_of_every_binade_correctly(name):
     """The values are all upper halves of a float32, with lower halves at which rounding changes."""
     upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
@@ -287,7 +287,7 @@ def test_the_encoder_rounds_values_of_every_binade_correctly(name):
 
 GATHER_CASES = [
     Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=page, **scales)
-    for i, name in enumerate([*NAMES, AUTO])
+    for i, name in enumerate(ALL_NAMES)
     for page, scales in [(16, SCALES["centered"]) if i % 2 else (6, SCALES["static"])]
 ]
 GATHER_CASES += [
@@ -325,7 +325,7 @@ def test_gather_decodes_all_bytes(case):
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_gather_skips_freed_pages(side):
     """Freed pages are read as page 0, which callers mask."""
-    case = Case(lengths=(40, 50), num_released=1, k_dim=24, v_dim=40)
+    case = Case(lengths=(40, 50), num_freed_pages=1, k_dim=24, v_dim=40)
     pages = make_noise_pages(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     expected = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)

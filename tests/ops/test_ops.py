@@ -48,14 +48,14 @@ class Case:
 
     name: str
     lengths: tuple[int, ...] = (37,)
-    tokens: int = 1
-    q_heads: int = 6
-    heads: int = 2
+    tokens: int = 1  # number of queries of a sequence
+    q_heads: int = 6  # number of query heads
+    heads: int = 2  # number of KV heads
     k_dim: int = 32
     v_dim: int = 32
     page_size: int = 16
-    key: str = "fp8_e4m3"
-    value: str = "fp8_e4m3"
+    key: str = "fp8_e4m3"  # format of K
+    value: str = "fp8_e4m3"  # format of V
     dynamic: bool = True
     center: bool = False
     rotated: bool = False
@@ -99,7 +99,7 @@ def make_scales(*shape: int, minimum: float) -> Tensor:
     return minimum * (1 + torch.rand(shape))
 
 
-def nan_code(name: str) -> int:
+def get_nan_code(name: str) -> int:
     return FORMATS[name].nan_code
 
 
@@ -113,7 +113,7 @@ def make_pages(case: Case) -> Pages:
     def make_pool(name: str, *shape: int) -> Tensor:
         if name == AUTO:
             return torch.full((num_pages, heads, *shape), math.nan, dtype=case.dtype)
-        return torch.full((num_pages, heads, *shape), nan_code(name), dtype=torch.uint8)
+        return torch.full((num_pages, heads, *shape), get_nan_code(name), dtype=torch.uint8)
 
     def make_side(name: str, dim: int, min_scale: float) -> StoredSide:
         is_static = name != AUTO and not case.dynamic
@@ -143,7 +143,7 @@ def copy_pages(pages: Pages) -> Pages:
     return map_pages(torch.clone, pages)
 
 
-def with_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
+def replace_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
     """Return the same pages with these static scales, or with dynamic scales for None."""
     return pages._replace(k=pages.k._replace(static_scale=k), v=pages.v._replace(static_scale=v))
 
@@ -203,25 +203,25 @@ def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
             (pages.k, pages.k_codes, (page, slice(None), slot)),
             (pages.v, pages.v_codes, (page, ..., slot)),
         ):
-            codes[index] = math.nan if side.format == AUTO else nan_code(side.format)
+            codes[index] = math.nan if side.format == AUTO else get_nan_code(side.format)
         if pages.token_scales is not None:
             pages.token_scales[page, :, slot] = math.nan
 
 
-def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any) -> Tensor:
+def attend(case: Case, pages: Pages, query: Tensor, backend: str, **fields: Any) -> Tensor:
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=query.device)
-    spec = AttentionSpec(**kwargs)
+    spec = AttentionSpec(**fields)
     return ops.attend(query, pages, lengths, case.start, case.stop, spec, backend=backend)
 
 
-def errors(actual: Tensor, expected: Tensor) -> Tensor:
+def compute_errors(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the relative RMS error of each sequence, `[B]`, or NaN if any of its values is NaN."""
     actual, expected = actual.double(), expected.double()
     axes = tuple(range(1, actual.ndim))
     return ((actual - expected).square().mean(axes) / expected.square().mean(axes)).sqrt()
 
 
-def max_error(case: Case, backend: str = "") -> float:
+def bound_error(case: Case, backend: str = "") -> float:
     """Return the largest relative RMS error that rounding can explain.
 
     A sum of n values, rounded after each, has an error of about sqrt(n) units of 2^-24 of its size.
@@ -237,23 +237,24 @@ def max_error(case: Case, backend: str = "") -> float:
     return 4 * 2.0**-24 * math.sqrt(case.q_dim + case.stop) + rounding_error
 
 
-NAMES = sorted(FORMATS)
-NEXT_FORMAT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
+FORMAT_NAMES = sorted(FORMATS)
+ALL_NAMES = [*FORMAT_NAMES, AUTO]
+NEXT_FORMAT = dict(zip(ALL_NAMES, [*ALL_NAMES[1:], ALL_NAMES[0]], strict=True))
 # K and V are read separately, so each format is once the format of K, once of V, next to a
 # different format. The dtype of the query determines how a code is multiplied by its scale.
-_FORMAT_CASES = [
+FORMAT_CASES = [
     Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name,
          value=NEXT_FORMAT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
          k_dim=64, v_dim=64)
     for name, dynamic, dtype in pairwise(
-        [*NAMES, AUTO], [True, False], [torch.float32, torch.bfloat16, torch.float16]
+        ALL_NAMES, [True, False], [torch.float32, torch.bfloat16, torch.float16]
     )
 ]  # fmt: skip
-_FORMAT_CASES += [
+FORMAT_CASES += [
     Case("auto", key=AUTO, value=AUTO, page_size=64),
     Case("auto bf16", key=AUTO, value=AUTO, dtype=torch.bfloat16),
 ]
-_SHAPE_CASES = [
+SHAPE_CASES = [
     Case("one token", lengths=(1,)),
     *(
         Case(f"{n} tokens, pages of {size}", lengths=(n,), page_size=size, dynamic=dynamic)
@@ -274,7 +275,7 @@ _SHAPE_CASES = [
     Case("more queries than tokens", tokens=5, lengths=(40, 3)),
     Case("bidirectional, ragged", tokens=3, causal=False, lengths=(150, 33)),
 ]
-_FEATURE_CASES = [
+FEATURE_CASES = [
     Case("window", window=7, lengths=(199, 190)),
     Case("window, 17 queries", window=20, tokens=17, lengths=(199,)),
     Case("window wider than the rest", window=500, tokens=3),
@@ -293,7 +294,7 @@ _FEATURE_CASES = [
     Case("everything", window=150, softcap=4.0, sinks=True, center=True, tokens=3, lengths=(199,),
          mask="bias", dynamic=False, key="fp8_e3m4"),
 ]  # fmt: skip
-_ROTATION_CASES = [
+ROTATION_CASES = [
     Case("rotated, e2m5", rotated=True, key="fp8_e2m5", value="fp8_e2m5", k_dim=64, v_dim=128,
          center=True, lengths=(199, 33)),
     Case("rotated, int8, static, sinks", rotated=True, key="int8", value="int8", dynamic=False,
@@ -353,11 +354,11 @@ PROMPT_CASES = [
     Case("prompt, K auto bf16", tokens=66, dtype=torch.bfloat16, key=AUTO, value="fp8_e3m4",
          lengths=(199,), window=100),
 ]  # fmt: skip
-CASES = _FORMAT_CASES + _SHAPE_CASES + _FEATURE_CASES + _ROTATION_CASES + LATENT_CASES
+CASES = FORMAT_CASES + SHAPE_CASES + FEATURE_CASES + ROTATION_CASES + LATENT_CASES
 CASES += PROMPT_CASES
 
 
-def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
+def make_edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
     """Return a case with NaN before a window that begins at slot 15, 0 or 1 of a page.
 
     It has two sequences, of which the second is a page longer.
@@ -367,8 +368,8 @@ def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
     return Case(name, window=20, tokens=tokens, from_zero=from_zero, lengths=lengths)
 
 
-_EDGES = itertools.product((1, 3, 17), (15, 16, 17), (False, True))
-EDGE_CASES = [edge_case(*edge) for edge in _EDGES]
+EDGES = itertools.product((1, 3, 17), (15, 16, 17), (False, True))
+EDGE_CASES = [make_edge_case(*edge) for edge in EDGES]
 
 
 LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
@@ -389,6 +390,7 @@ def parametrize_layouts(cases: list[Case]) -> Any:
 
 
 def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
+    """Return filled pages, a random query, and the fields of an AttentionSpec."""
     pages = fill(make_pages(case), case)
     query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim).to(case.dtype)
     return pages, query, make_spec(case, pages)
@@ -396,13 +398,13 @@ def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
 
 @parametrize_layouts(CASES)
 def test_attention_equals_the_reference(case, backend, layout):
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query.float(), "reference", **kwargs)
-    actual = attend(case, LAYOUTS[layout](pages), query, backend, **kwargs)
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query.float(), "reference", **fields)
+    actual = attend(case, LAYOUTS[layout](pages), query, backend, **fields)
     assert actual.dtype == case.dtype
     assert actual.shape == (len(case.lengths), case.tokens, case.q_heads, case.out_dim)
     assert expected.isfinite().all()
-    worst_error, limit = errors(actual, expected).max().item(), max_error(case, backend)
+    worst_error, limit = compute_errors(actual, expected).max().item(), bound_error(case, backend)
     assert worst_error <= limit, f"{worst_error:.2e} > {limit:.2e}"
 
 
@@ -421,13 +423,13 @@ DETERMINISTIC_CASES = [
 
 def check_deterministic(case: Case, backend: str, device: str = "cpu") -> None:
     """Check that deterministic queries get the same bits as in separate calls, and close values."""
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query.float(), "reference", **kwargs)
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query.float(), "reference", **fields)
     pages, query = map_pages(lambda x: x.to(device), pages), query.to(device)
-    kwargs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
-    kwargs["deterministic"] = True
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual.cpu(), expected).max() <= max_error(case, backend)
+    fields = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in fields.items()}
+    fields["deterministic"] = True
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual.cpu(), expected).max() <= bound_error(case, backend)
     for row, token in itertools.product(range(len(case.lengths)), range(case.tokens)):
         length = case.lengths[row] - case.tokens + 1 + token
         token_case = dataclasses.replace(case, lengths=(length,), tokens=1)
@@ -436,7 +438,7 @@ def check_deterministic(case: Case, backend: str, device: str = "cpu") -> None:
         if center is not None:
             row_pages = row_pages._replace(k=row_pages.k._replace(center=center[row : row + 1]))
         token_query = query[row : row + 1, :, token : token + 1]
-        token_output = attend(token_case, row_pages, token_query, backend, **kwargs)
+        token_output = attend(token_case, row_pages, token_query, backend, **fields)
         assert torch.equal(token_output[0, 0], actual[row, token]), (row, token)
 
 
@@ -451,17 +453,17 @@ def test_a_large_prompt_is_computed_in_groups_of_heads(backend):
     """Each head has 18 MB of dense keys and values. At most 64 MB are made dense at a time."""
     case = Case("prompt, wide", key=AUTO, value=AUTO, dtype=torch.bfloat16, lengths=(1100,),
                 tokens=64, heads=4, q_heads=4, k_dim=4096, v_dim=4096, page_size=64)  # fmt: skip
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query, "torch", **kwargs)
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual, expected).max() <= 2 * max_error(case, backend)
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query, "torch", **fields)
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual, expected).max() <= 2 * bound_error(case, backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_auto_equals_unquantized_attention(backend):
     """This test compares with torch's attention on the original values, not with the reference."""
     case = Case("auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5)
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     generator = torch.Generator().manual_seed(1)
     key = torch.randn(1, case.heads, 133, case.k_dim, generator=generator)
     value = torch.randn(1, case.heads, 133, case.v_dim, generator=generator)
@@ -469,8 +471,8 @@ def test_auto_equals_unquantized_attention(backend):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), attn_mask=mask, enable_gqa=True
     )
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual, expected.transpose(1, 2)).max() <= max_error(case)
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual, expected.transpose(1, 2)).max() <= bound_error(case)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
@@ -478,7 +480,7 @@ def test_latents_are_keys_and_values(backend):
     """A projection expands latents for each head, as in a model. A key is [latent, RoPE part]."""
     case = Case("latent, auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5, heads=1,
                 k_dim=64, v_dim=16, latent=True)  # fmt: skip
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     latent, rope_part = (
         reference.gather(pages, torch.tensor([133]), side, 0, 133, torch.float32, ragged=False)
         for side in "kv"
@@ -488,11 +490,11 @@ def test_latents_are_keys_and_values(backend):
     expanded = torch.cat([latent.double() @ to_key.mT, rope_part.double().expand(1, 6, -1, -1)], -1)
     mask = torch.ones(5, 133, dtype=torch.bool).tril(128)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        query, expanded, latent.double() @ to_value.mT, mask, scale=kwargs["scaling"]
+        query, expanded, latent.double() @ to_value.mT, mask, scale=fields["scaling"]
     )
     absorbed = torch.cat([query[..., :24] @ to_key, query[..., 24:]], -1).float()
-    actual = attend(case, pages, absorbed, backend, **kwargs).double().transpose(1, 2)
-    assert errors(actual @ to_value.mT, expected).max() <= 8 * max_error(case)
+    actual = attend(case, pages, absorbed, backend, **fields).double().transpose(1, 2)
+    assert compute_errors(actual @ to_value.mT, expected).max() <= 8 * bound_error(case)
 
 
 def prepare_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
@@ -500,35 +502,35 @@ def prepare_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
 
     This function computes the visible positions independently of visibility.py.
     """
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     dense = [
         reference.gather(pages, lengths, side, 0, case.stop, torch.float64, ragged=True)
         for side in ("k", "v")
     ]
-    seen = torch.zeros(len(case.lengths), 1, case.tokens, case.stop, dtype=torch.bool)
+    is_visible = torch.zeros(len(case.lengths), 1, case.tokens, case.stop, dtype=torch.bool)
     for row, length in enumerate(case.lengths):
         for token in range(case.tokens):
             last = length - case.tokens + token
-            seen[row, 0, token, last - case.window + 1 : last + 1] = True
+            is_visible[row, 0, token, last - case.window + 1 : last + 1] = True
         poison(pages, row, range(case.window_start(length)))
     expected = torch.nn.functional.scaled_dot_product_attention(
-        query.double(), *dense, attn_mask=seen, enable_gqa=True, scale=kwargs["scaling"]
+        query.double(), *dense, attn_mask=is_visible, enable_gqa=True, scale=fields["scaling"]
     )
-    return pages, query, kwargs, expected.transpose(1, 2)
+    return pages, query, fields, expected.transpose(1, 2)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("case", EDGE_CASES, ids=str)
 def test_a_window_may_begin_at_the_edge_of_a_page(case, backend):
-    pages, query, kwargs, expected = prepare_edge(case)
-    actual = attend(case, pages, query, backend, **kwargs)
-    worst_error = errors(actual, expected).max().item()
-    assert worst_error <= max_error(case), f"{worst_error:.2e} > {max_error(case):.2e}"
+    pages, query, fields, expected = prepare_edge(case)
+    actual = attend(case, pages, query, backend, **fields)
+    worst_error = compute_errors(actual, expected).max().item()
+    assert worst_error <= bound_error(case), f"{worst_error:.2e} > {bound_error(case):.2e}"
 
 
 # Minimum ratio of a fault's error to the limit. The smallest fault is one lost token of a thousand.
-FAULT_FACTOR = 50
+MIN_FAULT_FACTOR = 50
 
 
 def list_faults(
@@ -547,9 +549,9 @@ def list_faults(
     k, v = pages.k.static_scale, pages.v.static_scale
     assert k is not None
     assert v is not None
-    yield "V's scale doubled", with_scales(pages, k, 2 * v), query, {}
-    yield "K and V scales swapped", with_scales(pages, v, k), query, {}
-    yield "K's scale 1 % off", with_scales(pages, 1.01 * k, v), query, {}
+    yield "V's scale doubled", replace_scales(pages, k, 2 * v), query, {}
+    yield "K and V scales swapped", replace_scales(pages, v, k), query, {}
+    yield "K's scale 1 % off", replace_scales(pages, 1.01 * k, v), query, {}
     table = pages.table.clone()
     table[0, 5] = table[0, 4]
     yield "a page read twice", pages._replace(table=table), query, {}
@@ -566,20 +568,20 @@ def test_faults_far_exceed_the_limit(shape):
     """A backend with such a fault fails the tests that compare it with the reference."""
     case = Case("fault", dynamic=False, lengths=(1037,), tokens=3, page_size=64, sinks=True,
                 k_dim=64, v_dim=64, **shape)  # fmt: skip
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query, "reference", **kwargs)
-    for fault, *inputs, fields in list_faults(case, pages, query, kwargs["sinks"]):
-        actual = attend(case, *inputs, "reference", **{**kwargs, **fields})
-        assert errors(actual, expected).max() > FAULT_FACTOR * max_error(case), fault
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query, "reference", **fields)
+    for fault, *inputs, changes in list_faults(case, pages, query, fields["sinks"]):
+        actual = attend(case, *inputs, "reference", **{**fields, **changes})
+        assert compute_errors(actual, expected).max() > MIN_FAULT_FACTOR * bound_error(case), fault
 
 
-def add_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any]:
+def add_holes(case: Case, pages: Pages, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the spec with padding before the first sequence, and with holes in the second."""
     mask = torch.ones(2, 1, 1, case.stop - case.start, dtype=torch.uint8)
     for row, positions in enumerate((range(case.start, 333), [case.start + 1, 901])):
         poison(pages, row, [x for x in positions if pages.table[row, x // pages.page_size] >= 0])
         mask[row, ..., torch.tensor(list(positions)) - case.start] = 0
-    return {**kwargs, "mask": mask, "bounds": find_mask_bounds(mask[:, 0, 0] != 0, case.start)}
+    return {**fields, "mask": mask, "bounds": find_mask_bounds(mask[:, 0, 0] != 0, case.start)}
 
 
 HOLE_CASES = [
@@ -592,23 +594,25 @@ HOLE_CASES = [
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("case", HOLE_CASES, ids=str)
 def test_bounds_of_a_mask_do_not_change_the_result(case, backend):
-    pages, query, kwargs = prepare(case)
-    kwargs = add_holes(case, pages, kwargs)
-    expected = attend(case, pages, query, "reference", **{**kwargs, "bounds": None})
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual, expected).max() <= max_error(case)
+    pages, query, fields = prepare(case)
+    fields = add_holes(case, pages, fields)
+    expected = attend(case, pages, query, "reference", **{**fields, "bounds": None})
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual, expected).max() <= bound_error(case)
 
 
 # A code or a dynamic scale is NaN, in K or V, in each format.
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-@pytest.mark.parametrize(("name", "side", "dynamic"), pairwise(NAMES, ["k", "v"], [True, False]))
+@pytest.mark.parametrize(
+    ("name", "side", "dynamic"), pairwise(FORMAT_NAMES, ["k", "v"], [True, False])
+)
 def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
     case = Case("NaN", key=name, value=name, dynamic=dynamic, lengths=(70, 70))
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
     (key if side == "k" else value)[1, 0, 0, 3] = math.nan
     ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), backend)
-    actual = attend(case, pages, query, backend, **kwargs)
+    actual = attend(case, pages, query, backend, **fields)
     assert actual[0].isfinite().all(), "a different sequence"
     assert actual[1, :, 3:].isfinite().all(), "a different head"
     is_nan = actual[1, :, :3].isnan()
@@ -621,8 +625,8 @@ SPECIAL_VALUES = torch.tensor(
 
 
 WRITE_CASES = [
-    *_FORMAT_CASES,
-    *_ROTATION_CASES,
+    *FORMAT_CASES,
+    *ROTATION_CASES,
     Case("center", center=True, value="fp8_e5m2"),
     Case("center, static", center=True, dynamic=False, key="fp8_e3m4"),
     Case("rotated, Dv 2", rotated=True, dynamic=False, center=True, v_dim=2, value="int8"),
@@ -650,7 +654,7 @@ def test_written_bytes_equal_the_reference(case, backend, layout):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_special_values_are_stored_like_the_reference(name, dynamic, backend):
     case = Case("special", key=name, value=name, dynamic=dynamic, k_dim=5, v_dim=5, lengths=(13,))
     pages = make_pages(case)
@@ -699,7 +703,7 @@ def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
     query = torch.randn(1, 1, 6, 64)[..., ::2].transpose(1, 2).to(case.dtype)
     actual = attend(case, pages, query, backend, **make_spec(case, pages))
     expected = attend(case, pages, query, "reference", **make_spec(case, pages))
-    assert errors(actual, expected).max() <= max_error(case)
+    assert compute_errors(actual, expected).max() <= bound_error(case)
 
 
 @pytest.mark.parametrize(
@@ -745,10 +749,10 @@ def test_gather_refuses_unknown_sides(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_every_code_is_decoded_exactly(name, backend):
     case = Case(name, key=name, value=name, lengths=(64,), heads=1, k_dim=4, v_dim=4, dynamic=False)
-    pages = with_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
+    pages = replace_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
     expected = code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
     codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
     pages.k_codes[pages.table[0, :4], 0] = codes
@@ -764,12 +768,12 @@ def test_a_sequence_without_visible_tokens_gives_zeros(backend):
     """The padding covers the whole sequence, and ends inside a tile or inside the next tile."""
     for length in (9, 130):
         case = Case("hidden", lengths=(length, 37), padding=length, page_size=64)
-        pages, query, kwargs = prepare(case)
-        kwargs["bounds"] = torch.tensor([[max(case.lengths), length], [0, 0]], dtype=torch.int32)
-        actual = attend(case, pages, query, backend, **kwargs)
+        pages, query, fields = prepare(case)
+        fields["bounds"] = torch.tensor([[max(case.lengths), length], [0, 0]], dtype=torch.int32)
+        actual = attend(case, pages, query, backend, **fields)
         assert (actual[0] == 0).all()
-        expected = attend(case, pages, query, "reference", **kwargs)
-        assert errors(actual, expected)[1] <= max_error(case)
+        expected = attend(case, pages, query, "reference", **fields)
+        assert compute_errors(actual, expected)[1] <= bound_error(case)
 
 
 GPUS = {
@@ -801,17 +805,17 @@ def test_each_gpu_gets_its_backend(expected, name, monkeypatch, caplog):
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_an_additive_mask_is_a_bias(backend):
     case = Case("additive", tokens=3, lengths=(70,))
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     mask, bias = torch.randn(2, 1, case.q_heads, 3, 70)
-    expected = attend(case, pages, query, backend, **kwargs, bias=mask)
-    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask), expected)
-    expected = attend(case, pages, query, backend, **kwargs, bias=mask + bias)
-    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask, bias=bias), expected)
+    expected = attend(case, pages, query, backend, **fields, bias=mask)
+    assert_same(attend(case, pages, query, backend, **fields, mask=mask), expected)
+    expected = attend(case, pages, query, backend, **fields, bias=mask + bias)
+    assert_same(attend(case, pages, query, backend, **fields, mask=mask, bias=bias), expected)
 
 
 # The arguments of a call by name.
 Call = dict[str, Any]
-CHANGED_NAMES = (
+CHANGEABLE_ARGUMENTS = (
     "query", "key", "value", "lengths", "table", "start", "stop", "mask", "bias", "sinks",
     "k_center",
 )  # fmt: skip
@@ -835,8 +839,8 @@ def draw_call(rng: random.Random) -> tuple[Case, Call]:
     case = Case(
         "prompt", lengths=tuple(tokens + rng.randrange(40) for _ in range(choose((1, 2, 3)))),
         tokens=tokens, heads=heads, q_heads=heads * choose((1, 2, 3)), k_dim=choose((8, 24)),
-        v_dim=choose((8, 16)), page_size=choose((8, 16)), key=choose([*NAMES, AUTO]), latent=latent,
-        value=choose([*NAMES, AUTO]), dynamic=choose((True, False)), window=choose((0, 0, 7)),
+        v_dim=choose((8, 16)), page_size=choose((8, 16)), key=choose(ALL_NAMES), latent=latent,
+        value=choose(ALL_NAMES), dynamic=choose((True, False)), window=choose((0, 0, 7)),
         center=not latent and choose((True, False)), causal=choose((True, False)),
         softcap=choose((0.0, 4.0)), sinks=choose((True, False)), padding=int(mask == "padding"),
         mask=mask.removeprefix("padding"), from_zero=mask in ("padding", "bool"),
@@ -890,7 +894,7 @@ def run_operation(operation: str, call: Call, backend: str) -> tuple[Tensor | ty
 )
 def test_all_backends_refuse_the_same_sizes(backends, num_calls):
     """Every backend refuses the calls that the reference refuses, and otherwise agrees with it."""
-    if reasons := [why for name in backends if (why := ops.explain_backends()[name])]:
+    if reasons := [reason for name in backends if (reason := ops.explain_backends()[name])]:
         pytest.skip(reasons[0])
     rng, num_refused = random.Random(num_calls), 0
     for seed in range(num_calls):
@@ -898,7 +902,7 @@ def test_all_backends_refuse_the_same_sizes(backends, num_calls):
         case, call = draw_call(rng)
         operation, changed_name = rng.choice(list(OPERATIONS)), None
         if rng.random() < 0.7:
-            changed_name = rng.choice([x for x in CHANGED_NAMES if call.get(x) is not None])
+            changed_name = rng.choice([x for x in CHANGEABLE_ARGUMENTS if call.get(x) is not None])
             call[changed_name] = change_argument(rng, call[changed_name])
         with torch.set_grad_enabled(rng.random() < 0.2):
             expected, expected_pages = run_operation(operation, call, "reference")
@@ -916,5 +920,5 @@ def test_all_backends_refuse_the_same_sizes(backends, num_calls):
                     assert_same_bytes(actual.nan_to_num(9), expected.nan_to_num(9), label)
                 else:
                     error = (actual - expected).double().norm()
-                    assert error <= 2 * max_error(case, backend) * expected.double().norm(), label
+                    assert error <= 2 * bound_error(case, backend) * expected.double().norm(), label
     assert 0.25 < num_refused / num_calls < 0.75

@@ -26,8 +26,8 @@ from hf_fp8kv.ops.triton import plan
 from hf_fp8kv.ops.triton.gather import gather
 from hf_fp8kv.ops.triton.target import Target, assuming
 from tests.ops import test_kernels_write as writing
-from tests.ops.test_kernels_attention import errors, prepare_expected, run_kernel, torch_attention
-from tests.ops.test_ops import Case
+from tests.ops.test_kernels_attention import attend_with_torch, prepare_expected, run_kernel
+from tests.ops.test_ops import Case, compute_errors
 from tests.tools.ptx import device, memory
 from tests.tools.ptx.instructions import compile_program
 from tests.tools.ptx.parse import parse
@@ -38,11 +38,11 @@ _COMMON = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
 
 def check_attention(kernel: str, target: str, **options: object) -> None:
     case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
-    pages, query, kwargs, expected = prepare_expected(case)
+    pages, query, fields, expected = prepare_expected(case)
     with assuming(Target("cuda", int(target[3:]), 4)):
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
-    torch_errors = errors(torch_attention(case, pages, query, kwargs), expected)
-    assert (errors(actual, expected) <= 2 * torch_errors).all()
+        actual = run_kernel(kernel, case, pages, query, **fields)
+    torch_errors = compute_errors(attend_with_torch(case, pages, query, fields), expected)
+    assert (compute_errors(actual, expected) <= 2 * torch_errors).all()
 
 
 def check_plan() -> None:
