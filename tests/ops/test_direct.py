@@ -19,7 +19,7 @@ from hf_fp8kv.ops.triton.target import launch
 from tests.helpers.assertions import assert_same
 
 
-class Subclass(torch.Tensor):
+class TensorSubclass(torch.Tensor):
     """A subclass of Tensor, like FakeTensor and DTensor."""
 
 
@@ -100,7 +100,7 @@ OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
     "mode": (observe_by_mode, 2), "profiler": (observe_by_profiler, 2),
     "tracing": (observe_by_tracing, 2), "compiling": (observe_by_compiling, 2),
     "transform": (observe_by_transform, 0),
-    "subclass": (lambda: (call_operations(lambda x: x.as_subclass(Subclass)), []), 0),
+    "subclass": (lambda: (call_operations(lambda x: x.as_subclass(TensorSubclass)), []), 0),
     "nothing": (lambda: (call_operations(), []), 0),
 }  # fmt: skip
 
