@@ -197,7 +197,7 @@ def test_errors_in_16_bits_are_at_most_twice_the_errors_of_pytorch(case, kernel)
     assert (error <= 2 * torch_error).all(), f"{error.tolist()} > 2 * {torch_error.tolist()}"
 
 
-# GPUs that decode a format in different ways: by an instruction, or by moving bits.
+# GPUs that decode a format in different ways: by an instruction, or by shifting bits.
 TARGETS = ["sm_80", "sm_90", "gfx942", "gfx950"]
 # No hardware converts E3M4, E2M5 or int8, so only E3M4 runs on every GPU.
 FORMAT_TARGETS = [

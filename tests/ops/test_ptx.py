@@ -33,11 +33,11 @@ from tests.tools.ptx.instructions import compile_program
 from tests.tools.ptx.parse import parse
 
 SOURCES = Path(hf_fp8kv.ops.triton.__file__).parent
-_COMMON = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
+COMMON_FIELDS = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
 
 
 def check_attention(kernel: str, target: str, **options: object) -> None:
-    case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
+    case = Case("", **{**COMMON_FIELDS, "dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
     pages, query, fields, expected = prepare_expected(case)
     with assuming(Target("cuda", int(target[3:]), 4)):
         actual = run_kernel(kernel, case, pages, query, **fields)
@@ -94,7 +94,7 @@ class Fault(NamedTuple):
     replacement: str | Callable[[re.Match[str]], str]
 
 
-_NO_CODE = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
+NON_CODE_LINES = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
 
 
 def increment(match: re.Match[str]) -> str:
@@ -106,11 +106,11 @@ FAULTS = {
         "decode", "_attend", "", r"(cp\.async\.wait_group\s+)(\d+)", increment
     ),
     "no barrier after a wait": Fault(
-        "decode", "_attend", "", rf"(wait_group\s+\d+.\n{_NO_CODE})\tbar\.sync\s+0", r"\1"
+        "decode", "_attend", "", rf"(wait_group\s+\d+.\n{NON_CODE_LINES})\tbar\.sync\s+0", r"\1"
     ),
     "no barrier between warps' maxima": Fault(
         "decode", "_attend", "",
-        rf"(st\.shared\.b32[^\n]*\n{_NO_CODE})\tbar\.sync\s+0", r"\1",
+        rf"(st\.shared\.b32[^\n]*\n{NON_CODE_LINES})\tbar\.sync\s+0", r"\1",
     ),
     "copies are in no group": Fault("decode", "_attend", "", r"cp\.async\.commit_group", ""),
     "half of each copy": Fault(
