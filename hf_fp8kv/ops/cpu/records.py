@@ -42,8 +42,8 @@ def list_table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
 def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `StoredSide` of side "k" or "v".
 
-    `codes` is the offset of the side's codes in a page, in bytes. `token_scales` is the offset of
-    its first dynamic scale, or 0 without dynamic scales. A dynamic scale follows every four bytes.
+    `codes_offset` is the offset of the side's codes in a page, in bytes. `scales_offset` is the
+    offset of its first dynamic scale, or 0. A dynamic scale follows every four bytes.
     `rotation` is the number of channels that are rotated together, or 0.
     """
     side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
@@ -107,7 +107,7 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
 
 @functools.cache
 def list_encoding_fields(name: str) -> tuple[float, ...]:
-    """Return the fields of a format in `NewSide`. `unit` is the exponent of `error_unit`."""
+    """Return the fields of a format in `NewSide`. `error_exponent` belongs to `error_unit`."""
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]

@@ -25,8 +25,7 @@ def gather(
     """Return dense keys or values, with the same bits as `reference.gather`."""
     is_key = side == "k"
     stored = pages.k if is_key else pages.v
-    num_heads, dim = pages.num_heads, stored.head_dim
-    batch = pages.table.shape[0]
+    batch, num_heads, dim = len(pages.table), pages.num_heads, stored.head_dim
     out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
     sizes, target = make_side_sizes(stored), get_target(out.device)

@@ -86,24 +86,23 @@ class Target:
         """Resources of one SM, as reported by the device or of a chip with this name."""
         return self.resources or CHIPS.get(self.name, _UNKNOWN_CHIP)[1]
 
-    def count_programs(self, registers: int, num_warps: int, shared_bytes: int) -> int:
+    def count_programs(self, registers: int, num_warps: int, shared: int) -> int:
         """Return the number of programs that one SM runs at once.
 
         Args:
             registers: Registers per thread. On AMD, vector and accumulation registers together.
             num_warps: Number of warps per program.
-            shared_bytes: Shared memory per program, in bytes.
+            shared: Shared memory per program, in bytes.
         """
-        available = self.sm_resources
+        sm = self.sm_resources
         if self.is_nvidia:
             # Registers are allocated to warps in steps of eight per thread.
-            by_registers = available.registers // (cdiv(registers, 8) * 8 * 32 * num_warps)
-            by_threads = available.max_threads // (32 * num_warps)
-            by_shared = available.shared_bytes // (shared_bytes + _RESERVED_BYTES)
-            return min(by_registers, by_threads, by_shared)
+            by_registers = sm.registers // (cdiv(registers, 8) * 8 * 32 * num_warps)
+            by_threads = sm.max_threads // (32 * num_warps)
+            return min(by_registers, by_threads, sm.shared_bytes // (shared + _RESERVED_BYTES))
         # A compute unit has four SIMDs, each with 512 registers per lane and at most eight warps.
         warps_per_simd = min(8, 512 // (cdiv(max(registers, 1), 8) * 8))
-        return min(warps_per_simd * 4 // num_warps, available.shared_bytes // max(shared_bytes, 1))
+        return min(warps_per_simd * 4 // num_warps, sm.shared_bytes // max(shared, 1))
 
     def converts(self, fmt: Format) -> bool:
         """Return whether an instruction, or a move of bytes, converts codes of a format.
