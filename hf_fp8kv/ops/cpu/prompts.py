@@ -44,21 +44,20 @@ def attend(
 ) -> Tensor:
     """Compute softmax attention, `[B, T, Hq, Dv]`. `gather` is the "cpu" backend's operation."""
     batch, num_q_heads, num_tokens, _ = query.shape
-    num_heads, v_dim = pages.num_heads, pages.v.head_dim
-    dtype = query.dtype
+    num_heads, v_dim, dtype = pages.num_heads, pages.v.head_dim, query.dtype
     if dtype != torch.bfloat16 or not _HAS_BF16_PRODUCTS:
         dtype = torch.float32  # other CPUs multiply 16-bit values far more slowly
     out = query.new_zeros((batch, num_tokens, num_q_heads, v_dim))
     for b in range(batch):
         length = int(lengths[b])
         # Queries before the start of their sequence attend to nothing.
-        count = min(num_tokens, length)
-        start = max(length - count - spec.window + 1, 0) if spec.window else 0
-        if not count:
+        num_queries = min(num_tokens, length)
+        start = max(length - num_queries - spec.window + 1, 0) if spec.window else 0
+        if not num_queries:
             continue
         head_bytes = (length - start) * (pages.k.head_dim + v_dim) * dtype.itemsize
         heads_at_once = max(1, min(num_heads, _MAX_DENSE_BYTES // head_bytes))
-        mask = _make_mask(count, length - start, spec.window)
+        mask = _make_mask(num_queries, length - start, spec.window)
         group_size = num_q_heads // num_heads
         # A center adds the same value to all logits of a query, which cancels in the softmax.
         # Without it K has smaller rounding errors.
@@ -72,16 +71,17 @@ def attend(
             )
             query_heads = slice(group_size * heads.start, group_size * heads.stop)
             output = scaled_dot_product_attention(
-                query[b : b + 1, query_heads, num_tokens - count :].to(dtype), key, value, mask,
+                query[b : b + 1, query_heads, -num_queries:].to(dtype), key, value, mask,
                 is_causal=mask is None, scale=spec.scaling, enable_gqa=group_size > 1,
             )  # fmt: skip
-            out[b, num_tokens - count :, query_heads] = output[0].transpose(0, 1).to(out.dtype)
+            out[b, -num_queries:, query_heads] = output[0].transpose(0, 1).to(out.dtype)
     return out
 
 
-def _make_mask(queries: int, keys: int, window: int) -> Tensor | None:
-    """Return the mask, `[queries, keys]`, of the last `queries` tokens, or None if it is causal."""
-    if queries == keys and (not window or window >= keys):
+def _make_mask(num_queries: int, num_keys: int, window: int) -> Tensor | None:
+    """Return the mask of the last queries, `[num_queries, num_keys]`, or None if it is causal."""
+    offset = num_keys - num_queries
+    if not offset and (not window or window >= num_keys):
         return None
-    mask = torch.ones((queries, keys), dtype=torch.bool, device="cpu").tril(keys - queries)
-    return mask.triu(keys - queries - window + 1) if window else mask
+    mask = torch.ones((num_queries, num_keys), dtype=torch.bool, device="cpu").tril(offset)
+    return mask.triu(offset - window + 1) if window else mask
