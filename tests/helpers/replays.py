@@ -126,9 +126,9 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     Raises:
         AssertionError: The launches, the allocations or the result differ from a direct call.
     """
-    replay._REPLAYS = False
+    replay._CAN_REPLAY = False
     expected = trace_call(operation, args)
-    replay._REPLAYS = True
+    replay._CAN_REPLAY = True
     old_count = next(_jit_calls)
     actual = trace_call(operation, args)
     assert actual == expected, f"{label}:\n{actual}\n{expected}"
