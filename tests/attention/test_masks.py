@@ -113,9 +113,8 @@ def test_a_compact_mask_matches_the_complete_mask(
 ) -> None:
     """A preallocated cache contains 12 tokens, which include the new tokens."""
     num_columns, capacity = sizes
-    token_mask = torch.nn.functional.pad(MASK_ROWS, (0, max(num_columns - 12, 0)), value=1)[
-        :, :num_columns
-    ].bool()
+    num_added = max(num_columns - 12, 0)
+    token_mask = torch.nn.functional.pad(MASK_ROWS, (0, num_added), value=1)[:, :num_columns].bool()
     pattern = hf.sliding_window_causal_mask_function(window) if window else hf.causal_mask_function
     arguments = make_arguments(
         make_cache(12 - num_tokens, capacity), num_tokens, pattern, token_mask

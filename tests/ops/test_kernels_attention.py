@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -87,12 +86,12 @@ def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]
     return pages, query, fields, attend(case, pages, query.float(), "reference", **fields)
 
 
-def make_plan_table(lengths: Sequence[int], heads: int, tokens: int = 1, window: int = 0) -> Tensor:
+def make_plan_table(lengths, heads, tokens=1, window=0, start=0, length=None) -> Tensor:
     """Return the work plan for these lengths, as a tensor."""
-    num_rows = plan.size_plan(DEVICE, len(lengths), heads)
-    table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
+    num_rows = plan.size_plan(DEVICE, len(lengths), heads, length)
+    table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan.make_plan(table, ends, tokens, window, 0, heads)
+    plan.make_plan(table, ends, tokens, window, start, heads)
     return table
 
 
@@ -257,17 +256,13 @@ def bound_target_error(
 # -- the split ---------------------------------------------------------------------------------
 
 
-def make_plan_rows(lengths, heads, tokens=1, window=0, start=0, length=None):
+def make_plan_rows(lengths, *args, **kwargs):
     """Return the used rows of a plan with parts, and the rows of its sequences."""
-    batch = len(lengths)
-    num_rows = plan.size_plan(DEVICE, batch, heads, length)
-    table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
-    ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan.make_plan(table, ends, tokens, window, start, heads)
-    num_parts = plan.get_max_parts(table, batch)
-    used_rows = [row for row in table[:num_parts].tolist() if row[0] >= 0]
-    assert all(row[0] == -1 for row in table[len(used_rows) : num_parts].tolist())
-    return used_rows, table[num_parts:].tolist()
+    table = make_plan_table(lengths, *args, **kwargs)
+    max_parts = plan.get_max_parts(table, len(lengths))
+    used_rows = [row for row in table[:max_parts].tolist() if row[0] >= 0]
+    assert all(row[0] == -1 for row in table[len(used_rows) : max_parts].tolist())
+    return used_rows, table[max_parts:].tolist()
 
 
 @hypothesis.given(

@@ -5,7 +5,6 @@ The tests run on a GPU if there is one, otherwise in Triton's interpreter.
 
 import copy
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -182,7 +181,7 @@ CACHE_CHANGES: dict[str, Any] = {
     "crop": lambda cache, *_: cache.crop(-1) or cache,
     "reorder": lambda cache, *_: cache.reorder_cache(torch.tensor([1, 0])) or cache,
     "repeat": lambda cache, *_: cache.batch_repeat_interleave(2) or cache,
-    "handle": lambda cache, _, handles: [x.dense() for x in itertools.chain(*handles)] and cache,
+    "handle": lambda cache, _, handles: [x.dense() for states in handles for x in states] and cache,
     "reset": lambda cache, *_: cache.reset() or cache,
 }
 

@@ -239,6 +239,7 @@ def bound_error(case: Case, backend: str = "") -> float:
 
 FORMAT_NAMES = sorted(FORMATS)
 ALL_NAMES = [*FORMAT_NAMES, AUTO]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NEXT_FORMAT = dict(zip(ALL_NAMES, [*ALL_NAMES[1:], ALL_NAMES[0]], strict=True))
 # K and V are read separately, so each format is once the format of K, once of V, next to a
 # different format. The dtype of the query determines how a code is multiplied by its scale.
@@ -246,9 +247,7 @@ FORMAT_CASES = [
     Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name,
          value=NEXT_FORMAT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
          k_dim=64, v_dim=64)
-    for name, dynamic, dtype in pairwise(
-        ALL_NAMES, [True, False], [torch.float32, torch.bfloat16, torch.float16]
-    )
+    for name, dynamic, dtype in pairwise(ALL_NAMES, [True, False], DTYPES)
 ]  # fmt: skip
 FORMAT_CASES += [
     Case("auto", key=AUTO, value=AUTO, page_size=64),
@@ -603,9 +602,7 @@ def test_bounds_of_a_mask_do_not_change_the_result(case, backend):
 
 # A code or a dynamic scale is NaN, in K or V, in each format.
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-@pytest.mark.parametrize(
-    ("name", "side", "dynamic"), pairwise(FORMAT_NAMES, ["k", "v"], [True, False])
-)
+@pytest.mark.parametrize(("name", "side", "dynamic"), pairwise(FORMAT_NAMES, "kv", [True, False]))
 def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
     case = Case("NaN", key=name, value=name, dynamic=dynamic, lengths=(70, 70))
     pages, query, fields = prepare(case)
@@ -732,8 +729,7 @@ def test_gather_equals_the_reference_exactly(case, backend, layout):
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     min_length = min(case.lengths)
     spans = ((0, case.stop, True), (min_length // 3, min_length, False), (0, 0, False))
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for side, (start, stop, ragged), dtype in itertools.product("kv", spans, dtypes):
+    for side, (start, stop, ragged), dtype in itertools.product("kv", spans, DTYPES):
         gather_arguments = lengths, side, start, stop, dtype, ragged
         actual = ops.gather(layout_pages, *gather_arguments, backend)
         assert actual.dtype == dtype
