@@ -23,7 +23,7 @@ MAX_WRITE_TOKENS = 512
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     """Store new tokens, with the arguments and errors of `ops.write`."""
     num_tokens = key.shape[2]
-    page_number, slot, exists = locate(pages, lengths, num_tokens)
+    page_number, slot, exists = locate_tokens(pages, lengths, num_tokens)
     if pages.table.is_cpu and not bool(exists.all()):
         raise_overrun(pages, lengths, num_tokens)
     for start in range(0, num_tokens, MAX_WRITE_TOKENS):
@@ -50,8 +50,8 @@ def raise_overrun(pages: Pages, lengths: Tensor, num_tokens: int) -> None:
     )
 
 
-def locate(pages: Pages, lengths: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return page number and slot of each new token, and whether its page exists, each `[B, T]`."""
+def locate_tokens(pages: Pages, lengths: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the page number and slot of each token, and whether its page exists, each `[B, T]`."""
     position = lengths[:, None].long() + torch.arange(-num_tokens, 0, device=lengths.device)
     column = position // pages.page_size
     in_table = column < pages.table.shape[1]

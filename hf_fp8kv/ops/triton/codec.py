@@ -42,7 +42,7 @@ class Codec:
         code_dtype: Dtype of the codes if `method` is CAST.
         shift: Number of bits by which the lower seven bits are shifted left if `method` is SHIFTED.
         nan_code: Code of NaN that must be restored: 0x7F if all seven lower bits set mean NaN, or
-            0x80. -1 means that none is restored.
+            0x80. -1 means that NaN is not restored.
         assembly: PTX that shifts the four codes of a register if `method` is SHIFTED, or "".
         constraint: Constraints of inline assembly that keeps 32 bits in their register, or "".
     """

@@ -17,8 +17,8 @@ from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import FEW_ROWS, MAX_DECODE_ROWS, LaunchConfig, choose_decode_config, estimate_programs
 
-# Numbers of partial sums that a program of `_combine` loads at a time, and of its channels. This
-# pair was the fastest of five on an H100 in three of four decode cases. A program has one warp,
+# Numbers of values that a program of `_combine` loads at a time, and of its channels. This pair of
+# sizes was the fastest of five on an H100 in three of four decode cases. A program has one warp,
 # because with several warps ptxas may issue the loads one by one.
 LOAD_SIZE = tl.constexpr(4096)
 MAX_CHANNELS = tl.constexpr(128)
