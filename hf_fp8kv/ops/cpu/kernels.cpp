@@ -688,7 +688,7 @@ void encode(const float* x, const float* inverse, bool by_channel, const NewSide
 }
 
 // Return the bfloat16 bits of the dynamic scale for a largest |x| with the bits `magnitude`.
-uint32_t dynamic_scale(uint32_t magnitude, float max_value, float min_scale) {
+uint32_t compute_dynamic_scale(uint32_t magnitude, float max_value, float min_scale) {
   if (magnitude >= INFINITE) return 0x7FC0;
   float scale = load<float>(&magnitude) / max_value;
   scale = scale > min_scale ? scale : min_scale;
@@ -767,7 +767,7 @@ void encode_vector(
     uint32_t raw = load<uint32_t>(line + i) & 0x7FFFFFFF;
     magnitude = raw > magnitude ? raw : magnitude;
   }
-  uint32_t scale = dynamic_scale(magnitude, (float)side.max, min_scale);
+  uint32_t scale = compute_dynamic_scale(magnitude, (float)side.max, min_scale);
   if (searches && magnitude < INFINITE) scale = search_scale(line, scale, side);
   const uint16_t stored = (uint16_t)scale;
   std::memcpy(dynamic, &stored, 2);

@@ -12,8 +12,8 @@ from ..pages import Pages
 from .arguments import make_pointers, make_side_sizes
 from .encoder import (
     SEARCH_STEPS,
+    compute_dynamic_scale,
     encode,
-    find_dynamic_scale,
     search_scale,
     search_scale_at_once,
     to_bfloat16,
@@ -162,7 +162,7 @@ def write_side(
     else:
         x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_BLOCK)
         if TRANSPOSED:
-            scale = find_dynamic_scale(x, FORMAT)
+            scale = compute_dynamic_scale(x, FORMAT)
         elif TILE == 1:
             # Load a copy for each scale to try, so that every thread has values to work on.
             zeros = tl.zeros([SEARCH_STEPS, 1], tl.int32)
