@@ -144,7 +144,7 @@ def test_integer_products_are_correct(fmt, rotated):
 
 def compare_with_reference(case: test_ops.Case, pages: Pages) -> None:
     """Compare the attention of all sequences with the reference, including NaN."""
-    query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim)
+    query = torch.randn(len(case.lengths), case.num_q_heads, case.num_tokens, case.q_dim)
     arguments = test_ops.make_spec(case, pages) | {"bounds": None}
     expected = test_ops.attend(case, pages, query, "reference", **arguments)
     actual = test_ops.attend(case, pages, query, "cpu", **arguments)

@@ -80,24 +80,33 @@ def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **fields: A
     return actual.cpu()
 
 
+def check_kernel(
+    kernel: str, case: Case, pages: Pages, query: Tensor, expected: Tensor, **fields: Any
+) -> Tensor:
+    """Return a kernel's result on the CPU, after checking its error."""
+    actual = run_kernel(kernel, case, pages, query, **fields)
+    assert compute_errors(actual, expected).max() <= bound_error(case)
+    return actual
+
+
 def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
     """Return the results of `prepare`, and the result of the reference."""
     pages, query, fields = prepare(case)
     return pages, query, fields, attend(case, pages, query.float(), "reference", **fields)
 
 
-def make_plan_table(lengths, heads, tokens=1, window=0, start=0, length=None) -> Tensor:
+def make_plan_table(lengths, num_heads, num_tokens=1, window=0, start=0, length=None) -> Tensor:
     """Return the work plan for these lengths, as a tensor."""
-    num_rows = plan.size_plan(DEVICE, len(lengths), heads, length)
+    num_rows = plan.size_plan(DEVICE, len(lengths), num_heads, length)
     table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan.make_plan(table, ends, tokens, window, start, heads)
+    plan.make_plan(table, ends, num_tokens, window, start, num_heads)
     return table
 
 
 def supports(kernel: str, case: Case) -> bool:
     """Return whether a kernel supports the case's number of query rows."""
-    num_rows = case.q_heads // case.heads * case.tokens
+    num_rows = case.num_q_heads // case.num_heads * case.num_tokens
     return kernel == "extend" or num_rows <= tuning.MAX_DECODE_ROWS or case.latent
 
 
@@ -138,7 +147,7 @@ def attend_with_torch(case: Case, pages: Pages, query: Tensor, fields: dict[str,
     if case.latent:
         dense = [torch.cat(dense, -1), dense[0]]
     causal, window = fields["causal"], fields["window"]
-    is_visible = find_visible(lengths, case.tokens, 0, case.stop, causal, window)[:, None]
+    is_visible = find_visible(lengths, case.num_tokens, 0, case.stop, causal, window)[:, None]
     mask = fields.get("mask")
     if mask is not None:
         is_visible = is_visible & mask.bool()
@@ -161,10 +170,9 @@ FLOAT32_CASES = [case for case in KERNEL_CASES if case.dtype == torch.float32]
 def test_float32_equals_the_reference(case, kernel):
     pages, query, fields, expected = prepare_expected(case)
     old_pages = copy_pages(pages)
-    actual = run_kernel(kernel, case, pages, query, **fields)
+    actual = check_kernel(kernel, case, pages, query, expected, **fields)
     assert_same_pool(pages, old_pages)
     assert actual.shape == expected.shape
-    assert compute_errors(actual, expected).max() <= bound_error(case)
 
 
 # PyTorch's attention supports neither sinks nor softcap, so it gives no limit for these.
@@ -172,17 +180,17 @@ CASES_16_BIT = [
     *(c for c in KERNEL_CASES if c.dtype != torch.float32 and not c.sinks),
     Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
     Case("K e3m4, V auto, fp16", key="fp8_e3m4", value=AUTO, dtype=torch.float16, lengths=(199,)),
-    Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), tokens=3),
-    Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), tokens=5),
+    Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), num_tokens=3),
+    Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), num_tokens=5),
     Case("head size 128, fp16", k_dim=128, v_dim=128, page_size=64, dtype=torch.float16,
-         lengths=(700,), heads=1, q_heads=4),
+         lengths=(700,), num_heads=1, num_q_heads=4),
     Case("head size 256, bf16", k_dim=256, v_dim=256, page_size=64, dtype=torch.bfloat16,
-         lengths=(130,), heads=1, q_heads=2),
-    Case("70 queries, bf16", tokens=70, lengths=(150,), page_size=64, dtype=torch.bfloat16),
+         lengths=(130,), num_heads=1, num_q_heads=2),
+    Case("70 queries, bf16", num_tokens=70, lengths=(150,), page_size=64, dtype=torch.bfloat16),
     Case("rotated by blocks, fp16", rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
          center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
     Case("rotated, head size 128, bf16", rotated=True, key="fp8_e2m5", value="int8", k_dim=128,
-         v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), tokens=17, page_size=64),
+         v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), num_tokens=17, page_size=64),
 ]  # fmt: skip
 
 
@@ -267,18 +275,20 @@ def make_plan_rows(lengths, *args, **kwargs):
 
 @hypothesis.given(
     lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=9),
-    tokens=st.integers(1, 5),
+    num_tokens=st.integers(1, 5),
     window=st.sampled_from([0, 1, 100, 128, 1000]),
     start=st.sampled_from([0, 1, 127, 500]),
-    heads=st.sampled_from([1, 2, 3, 8]),
+    num_heads=st.sampled_from([1, 2, 3, 8]),
     sm_count=st.integers(1, 12),
 )
-def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start, heads, sm_count):
+def test_a_plan_gives_every_token_to_one_program(
+    lengths, num_tokens, window, start, num_heads, sm_count
+):
     target = get_target(DEVICE)
     if IS_INTERPRETED:
         target = Target("cuda", 90, sm_count, interpreted=True)
     with assuming(target):
-        parts, sequences = make_plan_rows(lengths, heads, tokens, window, start)
+        parts, sequences = make_plan_rows(lengths, num_heads, num_tokens, window, start)
     slots = [row[3] for row in parts if row[3] >= 0]
     assert len(set(slots)) == len(slots)
     for index, length in enumerate(lengths):
@@ -288,7 +298,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         assert seq_parts, "a sequence without a program would have no output"
         expected = range(first, first + count) if count > 1 else [-1]
         assert [row[3] for row in seq_parts] == list(expected)
-        low = max(start, length - tokens - window + 1 if window else 0, 0)
+        low = max(start, length - num_tokens - window + 1 if window else 0, 0)
         assert all(x[2] == y[1] for x, y in itertools.pairwise(seq_parts)), "a gap, or tokens twice"
         assert seq_parts[0][1] == 0
         assert seq_parts[-1][2] == 2**31 - 1
@@ -297,29 +307,29 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
 
 
 # Few sequences must be split, many need no split, and ragged sequences need an order.
-@pytest.mark.parametrize("heads", [1, 8, 32])
+@pytest.mark.parametrize("num_heads", [1, 8, 32])
 @pytest.mark.skipif(not IS_INTERPRETED, reason="the cost model assumes the SMs of an H200")
-def test_plans_are_nearly_as_fast_as_the_best_plan(heads):
+def test_plans_are_nearly_as_fast_as_the_best_plan(num_heads):
     """A plan reaches 95 % of the bandwidth, or of the best even split if none can reach that."""
     # The interpreter takes a second to plan for the largest batch, so that batch has one case.
-    largest_batch = [(64, 32768)] if heads == 8 else []
+    largest_batch = [(64, 32768)] if num_heads == 8 else []
     for batch, max_length in ((1, 131072), (8, 131072), (25, 32768), *largest_batch):
         ramp = [1024 + (max_length - 1024) * (7 * i % batch) // batch for i in range(batch)]
         ragged = [max_length, *[1024] * (batch - 1)]
         for lengths in ([4096] * batch, [max_length] * batch, ramp, ragged):
             with assuming(Target("cuda", 90, 132, interpreted=True)):
-                rows, _ = make_plan_rows(lengths, heads)
-            unit, min_time = gpu_model.UNIT, gpu_model.lower_bound(lengths, heads)
+                rows, _ = make_plan_rows(lengths, num_heads)
+            unit, min_time = gpu_model.UNIT, gpu_model.lower_bound(lengths, num_heads)
             units = [-(-n // unit) for n in lengths]
             parts = [
                 gpu_model.Part(b, begin // unit, min(end // unit, units[b]), slot < 0)
                 for b, begin, end, slot in rows
             ]
-            time = gpu_model.plan_time(parts, lengths, heads)
+            time = gpu_model.plan_time(parts, lengths, num_heads)
             efficiency = min_time / time
             # From 0.5 GB on, the fixed times of a program are negligible.
             if efficiency < 0.95 and (min_time < 120 or len(set(lengths)) > 1):
-                efficiency = max(efficiency, gpu_model.best_time(lengths, heads) / time)
+                efficiency = max(efficiency, gpu_model.best_time(lengths, num_heads) / time)
             min_efficiency = 0.95 if time > 30 else 0.88
             assert efficiency >= min_efficiency, (batch, lengths[:3], time, efficiency)
 
@@ -330,9 +340,9 @@ def test_a_plan_for_one_length_has_only_rows_for_useful_parts():
         assert plan.size_plan(DEVICE, 25, 8, 32768) > 25 + 25
         assert plan.size_plan(DEVICE, 64, 8) > 64 + 64
         parts, sequences = make_plan_rows([900, 900], 8, length=100)
-        for length, batch, heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
-            has_room = plan.size_plan(DEVICE, batch, heads, length) > 2 * batch
-            is_split = any(row[3] >= 0 for row in make_plan_rows([length] * batch, heads)[0])
+        for length, batch, num_heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
+            has_room = plan.size_plan(DEVICE, batch, num_heads, length) > 2 * batch
+            is_split = any(row[3] >= 0 for row in make_plan_rows([length] * batch, num_heads)[0])
             assert is_split == has_room or (has_room and length < 1000)
     assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
     assert [row[1] for row in sequences] == [1, 1]
@@ -357,8 +367,7 @@ def test_parts_are_merged_only_if_a_sequence_can_be_split():
     assert kernels == ["_attend", "_attend", "_combine"]
 
 
-SPLIT_CASE = Case("split", lengths=(450, 130, 200), tokens=3, page_size=64, sinks=True, heads=2,
-             q_heads=6)  # fmt: skip
+SPLIT_CASE = Case("split", lengths=(450, 130, 200), num_tokens=3, page_size=64, sinks=True)
 # Few and many parts, and rotation of the merged sums for either order of operands.
 SPLIT_PARAMETERS = [
     pytest.param(1, False, False, id="1 SM", marks=pytest.mark.full),
@@ -385,10 +394,9 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
     with assuming(
         dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=parameters)
     ):
-        actual = run_kernel("decode", case, pages, query, **fields)
-        assert compute_errors(actual, expected).max() <= bound_error(case)
+        actual = check_kernel("decode", case, pages, query, expected, **fields)
         # Two layers use a plan that is made before.
-        table = make_plan_table(case.lengths, case.heads, case.tokens)
+        table = make_plan_table(case.lengths, case.num_heads, case.num_tokens)
         for _ in range(2):
             repeated_result = run_kernel("decode", case, pages, query, plan=table, **fields)
             assert_same(repeated_result, actual)
@@ -400,33 +408,35 @@ def test_a_plan_for_different_lengths_gives_correct_results():
     pages, query, fields, expected = prepare_expected(case)
     for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
         table = make_plan_table(ends, 2, window=window)
-        actual = run_kernel("decode", case, pages, query, plan=table, **fields)
-        assert compute_errors(actual, expected).max() <= bound_error(case)
+        check_kernel("decode", case, pages, query, expected, plan=table, **fields)
 
 
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
-LATENT = {"latent": True, "heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
-CHUNK = Case("chunk", lengths=(800, 400), tokens=30, page_size=64, heads=1, q_heads=3, window=600)
+LATENT = {"latent": True, "num_heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
+CHUNK = Case(
+    "chunk", lengths=(800, 400), num_tokens=30, page_size=64, num_heads=1, num_q_heads=3, window=600
+)
 LENGTHS = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
 # Parameters change how a tile is computed, but not the set of tiles. So each parameter runs
 # with a few cases: in both kernels, in few and in many parts.
 CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
     (CHUNK, "extend", 40, {"rows": 32}),
-    (Case("many", lengths=tuple(range(1, 60, 3)), heads=2, q_heads=2), "decode", 3, {}),
-    (Case("16 heads", q_heads=16, lengths=(400, 130, 64), **LATENT), "decode", 60, {}),
-    (Case("20 heads, sinks", q_heads=20, lengths=(191, 193), tokens=3, sinks=True, **LATENT),
-     "decode", 60, {"chunks": 4}),
-    (Case("128 heads, rotated", q_heads=128, lengths=(129,), rotated=True,
+    (Case("many", lengths=tuple(range(1, 60, 3)), num_heads=2, num_q_heads=2), "decode", 3, {}),
+    (Case("16 heads", num_q_heads=16, lengths=(400, 130, 64), **LATENT), "decode", 60, {}),
+    (Case("20 heads, sinks", num_q_heads=20, lengths=(191, 193), num_tokens=3, sinks=True,
+          **LATENT), "decode", 60, {"chunks": 4}),
+    (Case("128 heads, rotated", num_q_heads=128, lengths=(129,), rotated=True,
           **{**LATENT, "key": "fp8_e2m5", "value": "int8"}),
      "extend", 1, {"tile": 64}),
-    (Case("window, 17 queries", q_heads=6, lengths=(200,), tokens=17, window=70, **LATENT),
+    (Case("window, 17 queries", num_q_heads=6, lengths=(200,), num_tokens=17, window=70, **LATENT),
      "decode", 60, {"rows": 64, "chunks": 2, "tile": 32, "masked_tile": 32}),
-    (Case("holes", q_heads=16, lengths=(192, 192), tokens=2, mask="bool", **LATENT),
+    (Case("holes", num_q_heads=16, lengths=(192, 192), num_tokens=2, mask="bool", **LATENT),
      "decode", 60, {"tile": 64}),
-    (Case("padding, static", q_heads=16, lengths=(255, 128), padding=70, tokens=2, dynamic=False,
-          **{**LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4}),
-    (Case("edges, 3 queries", lengths=LENGTHS, tokens=3, q_heads=4, **LATENT), "decode", 4, {}),
-    (Case("edges", lengths=LENGTHS, q_heads=4, **LATENT), "extend", 4, {}),
+    (Case("padding, static", num_q_heads=16, lengths=(255, 128), padding=70, num_tokens=2,
+          dynamic=False, **{**LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4}),
+    (Case("edges, 3 queries", lengths=LENGTHS, num_tokens=3, num_q_heads=4, **LATENT),
+     "decode", 4, {}),
+    (Case("edges", lengths=LENGTHS, num_q_heads=4, **LATENT), "extend", 4, {}),
     *(
         (Case(f"pages of {size}", lengths=(391,), page_size=size, dynamic=tile != 64), kernel, 4,
          {"tile": tile})
@@ -439,30 +449,28 @@ CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
 def test_any_launch_parameters_give_the_same_result(case, kernel, sm_count, config):
     pages, query, fields, expected = prepare_expected(case)
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=config)):
-        actual = run_kernel(kernel, case, pages, query, **fields)
-    assert compute_errors(actual, expected).max() <= bound_error(case)
+        check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 # The slot determines the mask of a tile, and the tokens determine how many tiles need it.
 @pytest.mark.parametrize(
-    ("tokens", "slot", "from_zero", "kernel"),
+    ("num_tokens", "slot", "from_zero", "kernel"),
     pairwise([1, 3, 17], [15, 16, 17], [False, True], list(KERNELS)),
 )
-def test_a_window_may_begin_at_the_edge_of_a_page(tokens, slot, from_zero, kernel):
+def test_a_window_may_begin_at_the_edge_of_a_page(num_tokens, slot, from_zero, kernel):
     """A page is a tile here, so the edges of page, tile and window coincide."""
-    case = make_edge_case(tokens, slot, from_zero)
+    case = make_edge_case(num_tokens, slot, from_zero)
     kernel = kernel if supports(kernel, case) else "extend"
     pages, query, fields, expected = prepare_edge(case)
     parameters = {"tile": case.page_size}
     with assuming(dataclasses.replace(get_target(DEVICE), parameters=parameters)):
-        actual = run_kernel(kernel, case, pages, query, **fields)
-    assert compute_errors(actual, expected).max() <= bound_error(case)
+        check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_pages_past_two_gigabytes_are_read(kernel):
     """Addresses have 64 bits, and kernels only access pages in the table."""
-    case = Case("far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, heads=2, q_heads=2)
+    case = Case("far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, num_heads=2, num_q_heads=2)
     pages, query, fields = prepare(case)
     num_pages = 2**31 // (2 * 64 * 64) + 5
     table = torch.tensor([[num_pages - 1, 1, num_pages - 3, num_pages - 4]], dtype=torch.int32)
@@ -474,8 +482,7 @@ def test_pages_past_two_gigabytes_are_read(kernel):
         block=block, table=to_device(table), offsets=locate_pages([block])
     )
     expected = attend(case, pages, query, "reference", **fields)
-    actual = run_kernel(kernel, case, far_pages, query, is_on_device=True, **fields)
-    assert compute_errors(actual, expected).max() <= bound_error(case)
+    check_kernel(kernel, case, far_pages, query, expected, is_on_device=True, **fields)
 
 
 @pytest.mark.parametrize("case", DETERMINISTIC_CASES, ids=str)
@@ -503,7 +510,9 @@ def test_tiny_and_huge_scales_keep_their_effect():
 
 def test_many_zeros_may_precede_the_first_value():
     """Zeros have the smallest possible scales. Sums of weights must not overflow before a value."""
-    case = Case("zeros", lengths=(17000,), page_size=1024, heads=1, q_heads=32, k_dim=16, v_dim=16)
+    case = Case(
+        "zeros", lengths=(17000,), page_size=1024, num_heads=1, num_q_heads=32, k_dim=16, v_dim=16
+    )
     pages = make_pages(case)
     key, value = torch.randn(1, 1, 17000, 16), torch.randn(1, 1, 17000, 16)
     value[:, :, :16900] = 0
@@ -513,27 +522,25 @@ def test_many_zeros_may_precede_the_first_value():
     config = {"programs": 1, "rows": 32} | ({"tile": 1024} if IS_INTERPRETED else {})
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=1, parameters=config)):
         for kernel in KERNELS:
-            actual = run_kernel(kernel, case, pages, query, **fields)
-            assert compute_errors(actual, expected).max() <= bound_error(case)
+            check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 def test_a_row_with_only_lowest_biases_is_a_mean():
     """Additive masks give padding the lowest value. Only rows of -inf attend to nothing."""
-    case = Case("lowest", lengths=(150,), tokens=3)
+    case = Case("lowest", lengths=(150,), num_tokens=3)
     pages, query, fields = prepare(case)
     for lowest in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min):
         bias = torch.zeros(1, 1, 3, 150)
         bias[..., 0, :] = lowest
         bias[..., 1, 70:] = lowest
-        new_kwargs = {**fields, "bias": bias}
-        expected = attend(case, pages, query, "reference", **new_kwargs)
+        new_fields = {**fields, "bias": bias}
+        expected = attend(case, pages, query, "reference", **new_fields)
         for kernel in KERNELS:
-            actual = run_kernel(kernel, case, pages, query, **new_kwargs)
-            assert compute_errors(actual, expected).max() <= bound_error(case)
+            check_kernel(kernel, case, pages, query, expected, **new_fields)
 
 
 def test_a_sink_of_minus_infinity_without_visible_tokens_gives_zeros():
-    case = Case("nothing", lengths=(40, 3), tokens=5, sinks=True)
+    case = Case("nothing", lengths=(40, 3), num_tokens=5, sinks=True)
     pages, query, fields = prepare(case)
     fields["sinks"] = torch.full_like(fields["sinks"], -math.inf)
     for kernel in KERNELS:
@@ -543,31 +550,32 @@ def test_a_sink_of_minus_infinity_without_visible_tokens_gives_zeros():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "tokens", "config"),
+    ("kernel", "num_tokens", "config"),
     [("decode", 60, {"tile": 16}), ("extend", 128, {"tile": 32, "rows": 128})],
 )
-def test_a_part_may_end_before_the_windows_of_all_rows(kernel, tokens, config):
+def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, config):
     """The call has a complete mask in addition to a window, as in static sliding layers."""
-    case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
+    case = Case(
+        "window", lengths=(600,), num_tokens=num_tokens, page_size=64, num_heads=1, num_q_heads=1
+    )
     pages, query, fields = prepare(case)
-    mask = find_visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
-    fields |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
+    mask = find_visible(torch.tensor([600]), num_tokens, 0, 600, True, 3)[:, None]
+    fields |= {"mask": mask, "window": 3 + num_tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **fields)
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=40, parameters=config)):
-        actual = run_kernel(kernel, case, pages, query, **fields)
-    assert compute_errors(actual, expected).max() <= bound_error(case)
+        check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 def test_the_length_of_a_chunk_is_not_a_constant():
     """With a constant length, each prompt would wait for a compiler."""
     constants_by_kernel: dict[str, set[str]] = {}
 
-    pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, heads=2))
+    pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, num_heads=2))
     lengths = torch.tensor([9000], dtype=torch.int32)
     target = dataclasses.replace(get_target(DEVICE), sm_count=132)
     with assuming(target), recording(dry_run=True) as recorded:
-        for tokens in range(70, 6000, 90):
-            query = torch.zeros(1, 8, tokens, 32)
+        for num_tokens in range(70, 6000, 90):
+            query = torch.zeros(1, 8, num_tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
     for kernel, _, args, constants, _ in recorded.launches:
         name, plan_table = kernel.fn.__name__, args[1]
@@ -581,12 +589,12 @@ def test_the_length_of_a_chunk_is_not_a_constant():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("e4m3", lengths=(300, 129), tokens=90, page_size=64, heads=2, q_heads=8, k_dim=64,
+        Case("e4m3", lengths=(300, 129), num_tokens=90, page_size=64, num_q_heads=8, k_dim=64,
              v_dim=64, dtype=torch.bfloat16),
-        Case("static", lengths=(300, 129), tokens=90, page_size=48, heads=1, q_heads=6, k_dim=80,
+        Case("static", lengths=(300, 129), num_tokens=90, page_size=48, num_heads=1, k_dim=80,
              v_dim=40, dtype=torch.bfloat16, key="fp8_e3m4", value="int8", dynamic=False,
              padding=20),
-        Case("rotated K", lengths=(300, 129), tokens=90, page_size=16, heads=1, q_heads=6,
+        Case("rotated K", lengths=(300, 129), num_tokens=90, page_size=16, num_heads=1,
              rotated=True, k_dim=32, v_dim=64, dtype=torch.float16, key="int8", value=AUTO),
     ],
     ids=lambda case: case.name,
@@ -622,12 +630,13 @@ def test_grids_of_a_million_tokens_are_valid():
 
 def test_rows_that_exceed_shared_memory_are_split():
     """In float32 there are several blocks of rows, but the plan was made for one block."""
-    tokens = 21
-    case = Case("blocks", lengths=(300, 150), tokens=tokens, page_size=64, k_dim=128, v_dim=72)
+    num_tokens = 21
+    case = Case(
+        "blocks", lengths=(300, 150), num_tokens=num_tokens, page_size=64, k_dim=128, v_dim=72
+    )
     pages, query, fields, expected = prepare_expected(case)
-    table = make_plan_table(case.lengths, 2, tokens)
-    actual = run_kernel("decode", case, pages, query, plan=table, **fields)
-    assert compute_errors(actual, expected).max() <= bound_error(case)
+    table = make_plan_table(case.lengths, 2, num_tokens)
+    check_kernel("decode", case, pages, query, expected, plan=table, **fields)
 
 
 # -- latents -------------------------------------------------------------------------------------
@@ -642,7 +651,7 @@ def test_each_way_to_read_a_latent_is_correct(name, target):
     """Each target has separate launch parameters, and a visible NaN reaches the output."""
     rotated = name == "fp8_e2m5"
     shape = {**LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
-    case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **shape)
+    case = Case("", num_q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **shape)
     pages, query, fields, expected = prepare_expected(case)
     limit = bound_target_error(target, case, pages, query, fields, expected)
     with assume_target(target):

@@ -72,13 +72,13 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     # A causal mask would also hide a token past the end.
     "decode to the end": lambda: check_attention("decode", "sm_90", causal=False),
     "decode e3m4": lambda: check_attention("decode", "sm_80", key="fp8_e3m4", value="fp8_e3m4"),
-    "extend": lambda: check_attention("extend", "sm_90", lengths=(200, 90), tokens=70),
+    "extend": lambda: check_attention("extend", "sm_90", lengths=(200, 90), num_tokens=70),
     "extend sm_80": lambda: check_attention(
-        "extend", "sm_80", lengths=(200, 90), tokens=70, key=AUTO, value=AUTO
+        "extend", "sm_80", lengths=(200, 90), num_tokens=70, key=AUTO, value=AUTO
     ),
     "plan": check_plan,
     "write": lambda: writing.check_write(
-        writing.Case(tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
+        writing.Case(num_tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
     ),
     "gather": check_gather,
 }
