@@ -40,7 +40,7 @@ TINY_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
 # Rows that omit a mechanism: the replaced object, and its replacement.
 REPLACEMENTS: dict[str, tuple[str, object]] = {
-    f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
+    f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._CAN_REPLAY", False),
     f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.can_skip_dispatcher", lambda _: False),
 }
 # Number of calls of layers in a turn. Turns are short, so at least one turn is undisturbed.

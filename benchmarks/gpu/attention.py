@@ -8,8 +8,8 @@ import torch
 
 from hf_fp8kv import ops
 from hf_fp8kv.ops import Pages
-from hf_fp8kv.ops.triton.target import next_power_of_2, target_of
-from hf_fp8kv.ops.triton.tuning import DECODE_ROWS, Workload, extend_config
+from hf_fp8kv.ops.triton.target import get_target, next_power_of_2
+from hf_fp8kv.ops.triton.tuning import MAX_DECODE_ROWS, Workload, choose_extend_config
 
 from . import baselines
 from .cached import measure_attention
@@ -98,8 +98,8 @@ def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
 def _loads_ahead(stage: Stage, case: Case) -> bool:
     """Return whether the extend kernel loads 16-bit pages ahead of the tile that it computes."""
     width = next_power_of_2(case.heads.dim)
-    workload = Workload(width, DECODE_ROWS + 1, exact=False, wide=True, biased=False)
-    return extend_config(target_of(stage.device), workload).stages > 1
+    workload = Workload(width, MAX_DECODE_ROWS + 1, exact=False, wide=True, biased=False)
+    return choose_extend_config(get_target(stage.device), workload).stages > 1
 
 
 def measure_pages(
@@ -142,7 +142,7 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, t
     # A cache passes its length, because all of its sequences have the same length.
     length = None if case.is_ragged else case.tokens_read // batch
     query_rows = case.heads.query // heads * case.new_tokens
-    rows = ops.plan_rows(backend, device, batch, heads, length, query_rows)
+    rows = ops.size_plan(backend, device, batch, heads, length, query_rows)
     if rows is None:
         return (lambda: None), None, lengths
     plan = torch.empty((rows, 4), dtype=torch.int32, device=device)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from hf_fp8kv.ops.triton.target import assuming, target_of
+from hf_fp8kv.ops.triton.target import assuming, get_target
 
 from .attention import measure_pages
 from .record import Record
@@ -78,7 +78,7 @@ def _measure_parameters(
     if previous_rows := record.find(SECTION, case=str(case), name=name):
         return float(previous_rows[0]["us"])
     # Rows of impossible parameters, such as tiles larger than shared memory, fail.
-    with assuming(replace(target_of(record.stage.device), parameters=parameters)):
+    with assuming(replace(get_target(record.stage.device), parameters=parameters)):
         row = measure_pages(record, sizes, backend, SECTION, case, fmt, name)
     if row is None:
         return float("inf")

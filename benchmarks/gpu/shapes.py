@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hf_fp8kv.formats import AUTO, DISTINCT
 from hf_fp8kv.ops import AttentionSpec
-from hf_fp8kv.ops.visibility import first_visible
+from hf_fp8kv.ops.visibility import find_first_visible
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Case:
         """Number of tokens that are read, over all sequences."""
         if not self.window:
             return sum(self.lengths) - sum(self.padding)
-        starts = (first_visible(n - self.new_tokens, self.window) for n in self.lengths)
+        starts = (find_first_visible(n - self.new_tokens, self.window) for n in self.lengths)
         return sum(n - max(start, 0) for n, start in zip(self.lengths, starts, strict=True))
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from ..cache.paged_tensor import StandIn
 from ..errors import ConfigError
-from ..ops.visibility import mask_bounds, visible
+from ..ops.visibility import find_mask_bounds, find_visible
 
 Tensor = torch.Tensor
 
@@ -55,8 +55,8 @@ class CompactMask(StandIn):
 
     def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
-        token_mask, lengths = self.columns(start, stop).bool(), self.lengths + (self.start - start)
-        return visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & token_mask
+        mask, lengths = self.columns(start, stop).bool(), self.lengths + (self.start - start)
+        return find_visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & mask
 
     def dense(self) -> Tensor:
         """Return the complete mask."""
@@ -98,7 +98,7 @@ def make_compact(
         lengths = torch.full((batch,), length, dtype=torch.int32, device=is_token.device)
     token_mask = is_token.to(torch.uint8)[:, None, None]
     attributes = {
-        "token_mask": token_mask, "bounds": mask_bounds(is_token, start), "lengths": lengths,
+        "token_mask": token_mask, "bounds": find_mask_bounds(is_token, start), "lengths": lengths,
         "start": start, "window": window,
     }  # fmt: skip
     size = (batch, 1, num_queries, num_columns)

@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from ..errors import ConfigError
 from ..modeling.step import step
-from ..ops.visibility import visible
+from ..ops.visibility import find_visible
 from .compact import CompactMask, make_compact
 from .model_quirks import adds_mask, needs_mask
 from .patterns import causal_window
@@ -155,7 +155,7 @@ def causal_mask(
     num_queries, num_keys = query.shape[2], key.shape[2]
     if lengths is None:
         lengths = torch.tensor([num_keys], device=query.device)
-    return visible(lengths, num_queries, 0, num_keys, causal, window)[:, None]
+    return find_visible(lengths, num_queries, 0, num_keys, causal, window)[:, None]
 
 
 def keep_selected_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:

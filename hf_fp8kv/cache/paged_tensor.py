@@ -172,7 +172,7 @@ def make_handles(
         "start": start, "stop": stop, "window": window, "ragged": ragged, "backend": backend,
     }  # fmt: skip
     batch, device = pages.table.shape[0], pages.table.device
-    size = (batch, pages.heads, stop - start)
+    size = (batch, pages.num_heads, stop - start)
     return (
         PagedKV.wrap(attributes, (*size, pages.k.head_dim), dtypes[0], device),
         PagedKV.wrap({**attributes, "side": "v"}, (*size, pages.v.head_dim), dtypes[1], device),

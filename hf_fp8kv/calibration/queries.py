@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
-from ..ops.visibility import first_visible
+from ..ops.visibility import find_first_visible
 from ..scales.layer_scales import Granularity
 from .observe import Batch, observe
 
@@ -41,7 +41,7 @@ class Queries:
         q, key_positions = q.float() * scaling, torch.arange(len(k), device=k.device)
         is_masked = key_positions > positions[:, None]
         if window is not None:
-            is_masked |= key_positions < first_visible(positions[:, None], window)
+            is_masked |= key_positions < find_first_visible(positions[:, None], window)
         q = q.reshape(num_heads, -1, dim)
         logits = (q @ k.float().permute(1, 2, 0)).view(num_heads, -1, *is_masked.shape)
         return cls(q, logits.masked_fill(is_masked, -torch.inf).softmax(-1).flatten(1, 2))

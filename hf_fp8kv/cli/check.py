@@ -5,7 +5,7 @@ from typing import Any
 
 from ..attention.check_model import check_model
 from ..bench.reporting import build_table
-from ..ops import available_backends
+from ..ops import explain_backends
 from ..utils.environment import describe_hardware, list_versions
 from .arguments import Device, Json, Model
 from .shared import load_model, make_console
@@ -18,7 +18,7 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         "python": package_versions.pop("python"),
         "versions": package_versions,
         "gpus": describe_hardware()["gpus"],
-        "backends": {name: reason or "available" for name, reason in available_backends().items()},
+        "backends": {name: reason or "available" for name, reason in explain_backends().items()},
     }
     report = None
     if model is not None:

@@ -42,7 +42,7 @@ def write(
         OutOfPagesError: A token has no page or exceeds the limit. In this case nothing is stored.
             The "triton" backend never raises this error and skips such tokens.
     """
-    run = _write if can_skip_dispatcher(key) else _dispatch("write", backend)
+    run = _write if can_skip_dispatcher(key) else _get_dispatcher("write", backend)
     run(key, value, lengths, limit, backend, pages)
 
 
@@ -72,7 +72,7 @@ def gather(
         The dense tensor, `[B, Hkv, stop - start, D]`, contiguous. Positions in freed pages have
         arbitrary values.
     """
-    run = _gather if can_skip_dispatcher(lengths) else _dispatch("gather", backend)
+    run = _gather if can_skip_dispatcher(lengths) else _get_dispatcher("gather", backend)
     dense: Tensor = run(lengths, side, start, stop, dtype, ragged, backend, pages)
     return dense
 
@@ -106,29 +106,29 @@ def attend(
         The attention output, `[B, T, Hq, Dv]`, or `[B, T, Hq, Dk]` for latents, in the query's
         dtype. The output of a query without visible tokens is zero.
     """
-    run = _attend if can_skip_dispatcher(query) else _dispatch("attend", backend)
+    run = _attend if can_skip_dispatcher(query) else _get_dispatcher("attend", backend)
     attended: Tensor = run(query, lengths, start, stop, plan, backend, spec, pages)
     return attended
 
 
-def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
-    """Return `lengths + tokens`, the lengths for a `write` of `tokens` tokens.
+def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
+    """Return `lengths + num_tokens`, the lengths for a `write` of `num_tokens` tokens.
 
     Compiled code raises the errors of `write` here, because it may use the result before the write.
     """
     if backend == "triton" or not torch.compiler.is_compiling():
-        return lengths + tokens
-    new_lengths: Tensor = _dispatch("advance", backend)(lengths, tokens, limit, backend)
+        return lengths + num_tokens
+    new_lengths: Tensor = _get_dispatcher("advance", backend)(lengths, num_tokens, limit, backend)
     return new_lengths
 
 
-def plan_rows(
+def size_plan(
     backend: str,
     device: torch.device,
     batch: int,
-    heads: int,
+    num_heads: int,
     length: int | None = None,
-    rows: int = 1,
+    num_query_rows: int = 1,
 ) -> int | None:
     """Return the number of rows of a work plan, or None for a backend without plans.
 
@@ -136,35 +136,41 @@ def plan_rows(
         backend: One of `BACKENDS`.
         device: Device of the pages.
         batch: Number of sequences.
-        heads: Number of KV heads.
+        num_heads: Number of KV heads.
         length: Number of tokens to read per sequence, if it is the same for all. If splitting would
             not be faster, the plan then has no room for splits, and no kernel merges parts. None
             means that lengths differ.
-        rows: Query heads per KV head times query tokens. With more rows a GPU runs fewer programs
-            at once, and `attend` does not use a plan with too many parts.
+        num_query_rows: Query heads per KV head times query tokens. With more rows a GPU runs fewer
+            programs at once, and `attend` does not use a plan with too many parts.
     """
     if backend != "triton":
         return None
-    num_rows: int = load_backend(backend).plan_rows(device, batch, heads, length, rows)
-    return num_rows
+    size: int = load_backend(backend).size_plan(device, batch, num_heads, length, num_query_rows)
+    return size
 
 
 def make_plan(
-    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
+    plan: Tensor,
+    lengths: Tensor,
+    num_tokens: int,
+    window: int,
+    start: int,
+    num_heads: int,
+    backend: str,
 ) -> None:
     """Assign tokens to programs for all layers of a step, on the device.
 
     Args:
-        plan: Work plan to overwrite, `[plan_rows(...), 4]`, int32.
+        plan: Work plan to overwrite, `[size_plan(...), 4]`, int32.
         lengths: Number of stored tokens, including this step's tokens, `[B]`, int32.
-        tokens: Number of query tokens of this step, T.
+        num_tokens: Number of query tokens of this step, T.
         window: As in `AttentionSpec`.
         start: As in `attend`.
-        heads: Number of KV heads, as in `plan_rows`.
+        num_heads: Number of KV heads, as in `size_plan`.
         backend: "triton", the only backend with plans.
     """
-    run = _plan if can_skip_dispatcher(lengths) else _dispatch("plan", backend)
-    run(plan, lengths, tokens, window, start, heads, backend)
+    run = _plan if can_skip_dispatcher(lengths) else _get_dispatcher("plan", backend)
+    run(plan, lengths, num_tokens, window, start, num_heads, backend)
 
 
 def can_skip_dispatcher(x: Tensor) -> bool:
@@ -211,7 +217,8 @@ def _gather(
     check_sizes(pages, lengths, start, stop)
     if backend == _FAKE:
         dim = (pages.k if side == "k" else pages.v).head_dim
-        return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
+        shape = len(pages.table), pages.num_heads, stop - start, dim
+        return lengths.new_empty(shape, dtype=dtype)
     dense: Tensor = load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
     return dense
 
@@ -222,17 +229,17 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     check_sizes(pages, lengths, start, stop, query, spec)
     if backend == _FAKE:
-        batch, heads, tokens, _ = query.shape
+        batch, num_heads, num_tokens, _ = query.shape
         dim = (pages.k if spec.latent else pages.v).head_dim
-        return query.new_empty((batch, tokens, heads, dim))
+        return query.new_empty((batch, num_tokens, num_heads, dim))
     mask, bias = spec.mask, spec.bias
     if mask is not None and mask.is_floating_point():
         spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
     if spec.deterministic and backend != "cpu":
         return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
     device_args = (plan,) if backend == "triton" else ()
-    run = load_backend(backend).attend
-    attended: Tensor = run(query, pages, lengths, start, stop, spec, *device_args)
+    attend_pages = load_backend(backend).attend
+    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, *device_args)
     return attended
 
 
@@ -246,55 +253,55 @@ def _attend_per_token(
     single sequence, and the plan does not split it. The shapes of "torch"'s products depend on the
     call, so it gets one sequence at a time, without later tokens.
     """
-    batch, heads, tokens, dim = query.shape
-    rows = query.transpose(1, 2).reshape(-1, heads, 1, dim)
-    offsets = torch.arange(1 - tokens, 1, dtype=lengths.dtype, device=lengths.device)
+    batch, num_heads, num_tokens, dim = query.shape
+    token_queries = query.transpose(1, 2).reshape(-1, num_heads, 1, dim)
+    sequences = torch.arange(len(token_queries), device=lengths.device) // num_tokens
+    offsets = torch.arange(1 - num_tokens, 1, dtype=lengths.dtype, device=lengths.device)
     token_lengths = (lengths[:, None] + offsets).flatten()
 
-    def split_tokens(x: Tensor | None, part: slice, end: int) -> Tensor | None:
+    def select_tokens(x: Tensor | None, chunk: slice, end: int) -> Tensor | None:
         if x is None:
             return None
-        token_rows = x.expand(batch, -1, tokens, -1).transpose(1, 2).flatten(0, 1)
-        return token_rows[part, :, None, : end - start]
+        token_rows = x.expand(batch, -1, num_tokens, -1).transpose(1, 2).flatten(0, 1)
+        return token_rows[chunk, :, None, : end - start]
 
-    results, ends = [], None if backend == "triton" else token_lengths.tolist()
-    step = 1 if ends is not None else _MAX_SEPARATE_TOKENS
-    for token in range(0, len(rows), step):
-        part, end = slice(token, token + step), stop
-        if ends is not None:
-            end = min(stop, max(start + 1, ends[token]))
-        sequences = torch.arange(token, min(token + step, len(rows)), device=lengths.device)
-        sequences //= tokens
+    outputs, host_lengths = [], None if backend == "triton" else token_lengths.tolist()
+    chunk_size = _MAX_SEPARATE_TOKENS if host_lengths is None else 1
+    for first in range(0, len(token_queries), chunk_size):
+        chunk, end = slice(first, first + chunk_size), stop
+        if host_lengths is not None:
+            end = min(stop, max(start + 1, host_lengths[first]))
         center, num_columns = pages.k.center, -(-end // pages.page_size)
-        part_pages = pages._replace(
-            k=pages.k._replace(center=None if center is None else center[sequences]),
-            table=pages.table[sequences, :num_columns],
+        chunk_pages = pages._replace(
+            k=pages.k._replace(center=None if center is None else center[sequences[chunk]]),
+            table=pages.table[sequences[chunk], :num_columns],
         )
-        mask, bias = (split_tokens(x, part, end) for x in (spec.mask, spec.bias))
-        part_spec = spec._replace(mask=mask, bias=bias, bounds=None)
-        args = rows[part], part_pages, token_lengths[part], start, end, part_spec
-        results.append(load_backend(backend).attend(*args))
-    return torch.cat(results).view(batch, tokens, heads, -1)
+        mask, bias = (select_tokens(x, chunk, end) for x in (spec.mask, spec.bias))
+        chunk_spec = spec._replace(mask=mask, bias=bias, bounds=None)
+        args = token_queries[chunk], chunk_pages, token_lengths[chunk], start, end, chunk_spec
+        outputs.append(load_backend(backend).attend(*args))
+    return torch.cat(outputs).view(batch, num_tokens, num_heads, -1)
 
 
 def _plan(
-    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
-) -> None:
+    plan: Tensor, lengths: Tensor, num_tokens: int, window: int, start: int, num_heads: int,
+    backend: str,
+) -> None:  # fmt: skip
     if backend != _FAKE:
-        load_backend(backend).make_plan(plan, lengths, tokens, window, start, heads)
+        load_backend(backend).make_plan(plan, lengths, num_tokens, window, start, num_heads)
 
 
-def _advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
-    new_lengths = lengths + tokens
+def _advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
+    new_lengths = lengths + num_tokens
     if backend != _FAKE:
-        _check_limit(new_lengths, tokens, limit)
+        _check_limit(new_lengths, num_tokens, limit)
     return new_lengths
 
 
-def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
+def _check_limit(lengths: Tensor, num_tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens exceed the limit. Lengths on a GPU are not checked."""
-    if limit is not None and lengths.is_cpu and (longest := int(lengths.max())) > limit:
-        raise OutOfPagesError.of_tokens(limit, longest - tokens, tokens)
+    if limit is not None and lengths.is_cpu and (stop := int(lengths.max())) > limit:
+        raise OutOfPagesError.of_tokens(limit, stop - num_tokens, num_tokens)
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -307,7 +314,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _DISPATCHERS: dict[str, Callable[..., Any]] = {}
 
 
-def _dispatch(name: str, backend: str) -> Callable[..., Any]:
+def _get_dispatcher(name: str, backend: str) -> Callable[..., Any]:
     """Return a function that calls an operation through the dispatcher.
 
     All backends except "triton" read values on the host, which a CUDA graph cannot capture. torch
@@ -317,28 +324,29 @@ def _dispatch(name: str, backend: str) -> Callable[..., Any]:
 
 
 def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> None:
+    """Register an operation, whose schema has each field of its named tuples as an argument."""
     *hints, (_, result_type) = typing.get_type_hints(function).items()
-    num_plain = sum(not hasattr(type_, "_fields") for _, type_ in hints)
-    types = dict(item for hint in hints for item in _flatten_hint(*hint))
+    num_plain_args = sum(not hasattr(type_, "_fields") for _, type_ in hints)
+    types = dict(argument for hint in hints for argument in _flatten_hint(*hint))
 
     def run(*args: Any) -> Any:
-        return function(*args[:num_plain], *_join_records(args[num_plain:]))
+        return function(*args[:num_plain_args], *_join_records(args[num_plain_args:]))
 
     def fake(*args: Any) -> Any:
-        return function(*args[: num_plain - 1], _FAKE, *_join_records(args[num_plain:]))
+        return function(*args[: num_plain_args - 1], _FAKE, *_join_records(args[num_plain_args:]))
 
     def dispatch(*args: Any) -> Any:
-        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[num_plain:]]
-        return operation(*args[:num_plain], *itertools.chain(*fields))
+        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[num_plain_args:]]
+        return operation(*args[:num_plain_args], *itertools.chain(*fields))
 
     parameters = [
         inspect.Parameter(parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_)
         for parameter, type_ in types.items()
     ]
-    is_write = result_type is type(None)
-    signature = inspect.Signature(parameters, return_annotation=None if is_write else result_type)
+    mutates = result_type is type(None)
+    signature = inspect.Signature(parameters, return_annotation=None if mutates else result_type)
     vars(run)["__signature__"] = signature
-    mutated_names = {"block", "plan"} & types.keys() if is_write else ()
+    mutated_names = {"block", "plan"} & types.keys() if mutates else ()
     schema = torch.library.infer_schema(run, mutates_args=mutated_names)
     _LIBRARY.define(name + schema, tags=tags)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

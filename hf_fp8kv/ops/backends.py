@@ -10,20 +10,20 @@ import torch
 from ..errors import BackendError
 from ..formats import AUTO
 from ..utils.warn_once import warn_once
-from .triton.target import is_interpreted, target_of
+from .triton.target import get_target, is_interpreted
 
 logger = logging.getLogger(__name__)
 
+# Values of the argument `backend`. The backend "reference" is only for tests.
 CHOICES = ("auto", "torch", "cpu", "triton")
-# Includes "reference", which is only for tests.
 BACKENDS = (*CHOICES[1:], "reference")
-# Whether the kernels of "cpu" and the package "triton" exist. The dict caches the answers, because
+# Whether the kernels of "cpu" and the package "triton" exist. The dict caches these checks, because
 # Dynamo warns about `functools.cache`.
 _is_present: dict[str, bool] = {}
 
 
-def available_backends() -> dict[str, str | None]:
-    """Return, for each backend, None if it runs here, or the reason why it does not run."""
+def explain_backends() -> dict[str, str | None]:
+    """Return None for each backend that runs here, and the reason for each that does not run."""
     return {name: _explain_unavailability(name) for name in CHOICES if name != AUTO}
 
 
@@ -79,7 +79,7 @@ def _explain_unsupported_device(name: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"it requires pages on a CUDA or ROCm device, got {device.type}"
-    gpu = target_of(device)
+    gpu = get_target(device)
     required = "it requires a GPU of sm_80 or later, gfx942 or gfx950, got "
     return None if gpu.is_supported else required + gpu.name
 

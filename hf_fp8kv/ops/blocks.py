@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .page_layout import page_layout
+from .page_layout import make_page_layout
 from .pages import Pages, StoredSide
 
 Ints = np.ndarray[Any, np.dtype[np.integer]]
@@ -37,14 +37,14 @@ def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
     return offsets
 
 
-def upload(numbers: Ints, device: torch.device) -> Tensor:
+def upload(integers: Ints, device: torch.device) -> Tensor:
     """Copy integers to `device` without waiting for work that runs there.
 
-    On the CPU the result shares memory with `numbers`, which must not change afterwards.
+    On the CPU the result shares memory with `integers`, which must not change afterwards.
     """
     # The tensor can then be written both in inference mode and outside it.
     with torch.inference_mode(False), torch.no_grad():
-        tensor = torch.from_numpy(numbers)
+        tensor = torch.from_numpy(integers)
         if device.type != "cuda" or not tensor.numel():
             return tensor.to(device)
         # A copy from pageable memory would wait for all earlier work. The allocator of pinned
@@ -64,8 +64,8 @@ def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
         (block,) = blocks
         return block.index_select(0, _as_index(numbers, block.device))
     rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
-    for block, indices, block_rows in _locate(blocks, numbers):
-        rows[indices] = block[block_rows]
+    for block, indices, row_indices in _find_rows(blocks, numbers):
+        rows[indices] = block[row_indices]
     return rows
 
 
@@ -78,23 +78,23 @@ def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) ->
         (block,) = blocks
         block.index_copy_(0, _as_index(numbers, block.device), rows)
         return
-    for block, indices, block_rows in _locate(blocks, numbers):
-        block[block_rows] = rows[indices]
+    for block, indices, row_indices in _find_rows(blocks, numbers):
+        block[row_indices] = rows[indices]
 
 
 def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
     return numbers if isinstance(numbers, Tensor) else upload(numbers.astype(np.int64), device)
 
 
-def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _find_rows(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield each block with pages, and the indices of its pages in `numbers` and in the block."""
     ends = np.cumsum([len(block) for block in blocks])
-    block_index = np.searchsorted(ends, numbers, side="right")
-    for i in np.unique(block_index):
-        indices = np.flatnonzero(block_index == i)
-        block_rows = numbers[indices] - (ends[i] - len(blocks[i]))
+    block_numbers = np.searchsorted(ends, numbers, side="right")
+    for i in np.unique(block_numbers):
+        indices = np.flatnonzero(block_numbers == i)
+        row_indices = numbers[indices] - (ends[i] - len(blocks[i]))
         device = blocks[i].device
-        yield blocks[i], upload(indices, device), upload(block_rows.astype(np.int64), device)
+        yield blocks[i], upload(indices, device), upload(row_indices.astype(np.int64), device)
 
 
 # -- pages of a table ----------------------------------------------------------------------------
@@ -105,31 +105,32 @@ def read_rows(pages: Pages, start: int, stop: int) -> Tensor:
 
     A missing page is read as page 0. With several blocks, this synchronizes with the device.
     """
-    number = pages.table[:, start:stop].clamp(min=0).flatten()
-    blocks = blocks_of(pages)
+    numbers = pages.table[:, start:stop].clamp(min=0).flatten()
+    blocks = list_blocks(pages)
     if len(blocks) == 1:
-        return blocks[0].index_select(0, number)
-    return take_pages(blocks, number.cpu().numpy())
+        return blocks[0].index_select(0, numbers)
+    return take_pages(blocks, numbers.cpu().numpy())
 
 
 def group_by_block(
-    pages: Pages, number: Tensor, exists: Tensor
+    pages: Pages, numbers: Tensor, exists: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
     """Yield each block with pages, and the pages' indices in the block and in `[B, T]`.
 
     Args:
         pages: The pages.
-        number: Page numbers, `[B, T]`.
+        numbers: Page numbers, `[B, T]`.
         exists: Which pages exist, `[B, T]`, bool. The numbers of missing pages are ignored.
 
     This synchronizes with the device.
     """
     token_index = exists.nonzero(as_tuple=True)
-    for block, indices, block_rows in _locate(blocks_of(pages), number[token_index].cpu().numpy()):
-        yield block, block_rows, tuple(axis[indices] for axis in token_index)
+    existing = numbers[token_index].cpu().numpy()
+    for block, indices, row_indices in _find_rows(list_blocks(pages), existing):
+        yield block, row_indices, tuple(axis[indices] for axis in token_index)
 
 
-def blocks_of(pages: Pages) -> tuple[Tensor, ...]:
+def list_blocks(pages: Pages) -> tuple[Tensor, ...]:
     """Return all blocks of the pages."""
     blocks: tuple[Tensor, ...] = vars(pages.offsets).get("blocks", (pages.block,))
     return blocks
@@ -140,10 +141,10 @@ def pack_pages(
     table: Tensor,
 ) -> Pages:  # fmt: skip
     """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
-    num_pages, heads, slots, _ = map(int, k_codes.shape)
+    num_pages, num_heads, page_size, _ = map(int, k_codes.shape)
     has_scales = token_scales is not None
-    layout = page_layout(
-        heads, slots, k.head_dim, v.head_dim, k_codes.dtype, v_codes.dtype, has_scales
+    layout = make_page_layout(
+        num_heads, page_size, k.head_dim, v.head_dim, k_codes.dtype, v_codes.dtype, has_scales
     )
     block = k_codes.new_zeros((num_pages, layout.size), dtype=torch.uint8)
     for name, region in layout.split(block).items():
@@ -151,6 +152,6 @@ def pack_pages(
         assert codes is not None
         region.copy_(codes)
     return Pages(
-        k, v, block, table, locate_pages([block]), heads, slots, k_codes.dtype, v_codes.dtype,
-        has_scales,
+        k, v, block, table, locate_pages([block]), num_heads, page_size, k_codes.dtype,
+        v_codes.dtype, has_scales,
     )  # fmt: skip

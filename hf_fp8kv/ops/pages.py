@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import AUTO
-from .page_layout import PageLayout, page_layout
+from .page_layout import PageLayout, make_page_layout
 
 
 class StoredSide(NamedTuple):
@@ -42,7 +42,7 @@ class _PageFields(NamedTuple):
     block: Tensor
     table: Tensor
     offsets: Tensor
-    heads: int
+    num_heads: int
     page_size: int
     k_dtype: torch.dtype
     v_dtype: torch.dtype
@@ -61,7 +61,7 @@ class Pages(_PageFields):
             window, or is not needed yet, has a negative number and is never read.
         offsets: Distance of each page from the start of `block`, in bytes, `[P]`, int64. See
             `blocks.locate_pages`.
-        heads: Number of KV heads.
+        num_heads: Number of KV heads.
         page_size: Slots (tokens) per page.
         k_dtype: Dtype of a stored value of K: uint8, or a floating dtype for "auto".
         v_dtype: Dtype of a stored value of V.
@@ -83,24 +83,24 @@ class Pages(_PageFields):
     @cached_property
     def layout(self) -> PageLayout:
         """The layout of a page."""
-        return page_layout(
-            self.heads, self.page_size, self.k.head_dim, self.v.head_dim, self.k_dtype,
+        return make_page_layout(
+            self.num_heads, self.page_size, self.k.head_dim, self.v.head_dim, self.k_dtype,
             self.v_dtype, self.has_scales,
         )  # fmt: skip
 
     @cached_property
-    def _parts(self) -> dict[str, Tensor]:
+    def _regions(self) -> dict[str, Tensor]:
         return self.layout.split(self.block)
 
     @property
     def k_codes(self) -> Tensor:
         """Codes of K in the first block, a view, `[n, Hkv, S, Dk]`."""
-        return self._parts["k"]
+        return self._regions["k"]
 
     @property
     def v_codes(self) -> Tensor:
         """Codes of V in the first block, a view, `[n, Hkv, Dv, S]`."""
-        return self._parts["v"]
+        return self._regions["v"]
 
     @property
     def token_scales(self) -> Tensor | None:
@@ -109,7 +109,7 @@ class Pages(_PageFields):
         The scales of K and V of a token and head form one 32-bit word, which a kernel loads at
         once. If only one side has dynamic scales, half of the word is unused.
         """
-        return self._parts.get("token_scales")
+        return self._regions.get("token_scales")
 
 
 class AttentionSpec(NamedTuple):
@@ -127,7 +127,7 @@ class AttentionSpec(NamedTuple):
             floating mask may have any shape of a bias and is added to the logits. Backends receive
             it as the bias.
         bias: Bias added to the logits, `[1 | B, 1 | Hq, 1 | T, stop - start]`, floating, or None.
-        bounds: Result of `mask_bounds` for a mask that is the same for all query tokens,
+        bounds: Result of `find_mask_bounds` for a mask that is the same for all query tokens,
             `[1 | B, 2]`, int32: the first visible position, and the last hidden position plus one.
             None means that a backend computes the bounds if it needs them. Wrong bounds give wrong
             results.

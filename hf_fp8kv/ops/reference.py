@@ -12,51 +12,51 @@ from ..formats.codec import decode, dynamic_scale, encode, search_scale
 from ..formats.rotation import rotate
 from .blocks import group_by_block, read_rows
 from .pages import AttentionSpec, Pages, StoredSide
-from .visibility import visible
+from .visibility import find_visible
 
 # Maximum number of tokens that `gather` decodes at a time.
-GATHER_CHUNK = 512
+MAX_GATHER_TOKENS = 512
 # Maximum number of tokens that `write` encodes at a time. Encoding needs many times their memory.
-WRITE_CHUNK = 512
+MAX_WRITE_TOKENS = 512
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     """Store new tokens, with the arguments and errors of `ops.write`."""
-    tokens = key.shape[2]
-    number, slot, exists = locate(pages, lengths, tokens)
+    num_tokens = key.shape[2]
+    page_number, slot, exists = locate_tokens(pages, lengths, num_tokens)
     if pages.table.is_cpu and not bool(exists.all()):
-        raise_overrun(pages, lengths, tokens)
-    for start in range(0, tokens, WRITE_CHUNK):
-        chunk = slice(start, start + WRITE_CHUNK)
+        raise_overrun(pages, lengths, num_tokens)
+    for start in range(0, num_tokens, MAX_WRITE_TOKENS):
+        chunk = slice(start, start + MAX_WRITE_TOKENS)
         k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
         v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
-        for block, rows, index in group_by_block(pages, number[:, chunk], exists[:, chunk]):
-            parts, slots = pages.layout.split(block), slot[:, chunk][index]
-            parts["k"][rows, :, slots] = k.transpose(1, 2)[index].to(pages.k_dtype)
-            parts["v"][rows, :, :, slots] = v.transpose(1, 2)[index].to(pages.v_dtype)
+        for block, rows, index in group_by_block(pages, page_number[:, chunk], exists[:, chunk]):
+            regions, slots = pages.layout.split(block), slot[:, chunk][index]
+            regions["k"][rows, :, slots] = k.transpose(1, 2)[index].to(pages.k_dtype)
+            regions["v"][rows, :, :, slots] = v.transpose(1, 2)[index].to(pages.v_dtype)
             for i, scales in enumerate((k_scales, v_scales)):
                 if scales is not None:
-                    parts["token_scales"][rows, :, slots, i] = scales.transpose(1, 2)[index]
+                    regions["token_scales"][rows, :, slots, i] = scales.transpose(1, 2)[index]
 
 
-def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
+def raise_overrun(pages: Pages, lengths: Tensor, num_tokens: int) -> None:
     """Raise OutOfPagesError for a write to positions without a page."""
-    start = int(lengths.max()) - tokens
+    start = int(lengths.max()) - num_tokens
     raise OutOfPagesError(
-        f"expected a page for each of {tokens} new tokens at position {start}, got a block table "
-        f"of {pages.table.shape[1]} pages of {pages.page_size} tokens. Reserve pages first",
-        needed=start + tokens,
+        f"expected a page for each of {num_tokens} new tokens at position {start}, got a block "
+        f"table of {pages.table.shape[1]} pages of {pages.page_size} tokens. Reserve pages first",
+        needed=start + num_tokens,
         available=pages.table.shape[1] * pages.page_size,
     )
 
 
-def locate(pages: Pages, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return page number and slot of each new token, and whether its page exists, each `[B, T]`."""
-    position = lengths[:, None].long() - tokens + torch.arange(tokens, device=lengths.device)
+def locate_tokens(pages: Pages, lengths: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the page number and slot of each token, and whether its page exists, each `[B, T]`."""
+    position = lengths[:, None].long() + torch.arange(-num_tokens, 0, device=lengths.device)
     column = position // pages.page_size
     in_table = column < pages.table.shape[1]
-    number = pages.table.long().gather(1, column.clamp(max=pages.table.shape[1] - 1))
-    return number, position % pages.page_size, in_table & (number >= 0)
+    page_number = pages.table.long().gather(1, column.clamp(max=pages.table.shape[1] - 1))
+    return page_number, position % pages.page_size, in_table & (page_number >= 0)
 
 
 def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Tensor | None]:
@@ -90,9 +90,9 @@ def gather(
 ) -> Tensor:
     """Return dense keys or values, with the arguments and result of `ops.gather`."""
     dim = (pages.k if side == "k" else pages.v).head_dim
-    shape = (len(pages.table), pages.heads, stop - start, dim)
+    shape = (len(pages.table), pages.num_heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
-    step = max(GATHER_CHUNK // pages.page_size, 1) * pages.page_size
+    step = max(MAX_GATHER_TOKENS // pages.page_size, 1) * pages.page_size
     low = start
     while low < stop:
         high = min((low // step + 1) * step, stop)
@@ -110,22 +110,22 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     size = pages.page_size
     page_start, page_stop = start // size, -(-stop // size)
     # A freed page is outside the window. It is read as page 0, and the caller masks it.
-    parts = pages.layout.split(read_rows(pages, page_start, page_stop))
+    regions = pages.layout.split(read_rows(pages, page_start, page_stop))
     shape = len(pages.table), page_stop - page_start
     stored = pages.k if side == "k" else pages.v
-    codes = parts[side].unflatten(0, shape)
+    codes: Tensor = regions[side].unflatten(0, shape)
     if side == "v":
         codes = codes.transpose(3, 4)
     span = slice(start - page_start * size, stop - page_start * size)
     # [B, pages, Hkv, S, D] -> [B, Hkv, pages * S, D]
-    tokens: Tensor = codes.transpose(1, 2).flatten(2, 3)[:, :, span]
+    codes = codes.transpose(1, 2).flatten(2, 3)[:, :, span]
     if stored.format == AUTO:
-        return tokens
-    x = decode(tokens, FORMATS[stored.format])
+        return codes
+    x = decode(codes, FORMATS[stored.format])
     if stored.static_scale is not None:
         x *= stored.static_scale[:, None]
     else:
-        scales = parts["token_scales"][..., "kv".index(side)].unflatten(0, shape)
+        scales = regions["token_scales"][..., "kv".index(side)].unflatten(0, shape)
         scales = scales.transpose(1, 2).flatten(2, 3)
         x *= scales[:, :, span, None].float()
     if stored.rotated:
@@ -139,24 +139,24 @@ def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
     """Compute softmax attention, with the arguments and result of `ops.attend`."""
-    batch, q_heads, tokens, _ = query.shape
+    batch, num_q_heads, num_tokens, _ = query.shape
     k = gather(pages, lengths, "k", start, stop, torch.float32, ragged=True)
     v = gather(pages, lengths, "v", start, stop, torch.float32, ragged=True)
     if spec.latent:
         k, v = torch.cat([k, v], -1), k
-    groups = q_heads // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    group_size = num_q_heads // k.shape[1]
+    k, v = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)
     logits = query.float() @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
     if spec.bias is not None:
         logits = logits + spec.bias.float()
-    is_visible = visible(lengths, tokens, start, stop, spec.causal, spec.window)[:, None]
+    is_visible = find_visible(lengths, num_tokens, start, stop, spec.causal, spec.window)[:, None]
     if spec.mask is not None:
         is_visible = is_visible & spec.mask.bool()
     logits = logits.masked_fill(~is_visible, -torch.inf)
     if spec.sinks is not None:
-        sink = spec.sinks.float().view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
+        sink = spec.sinks.float().view(1, -1, 1, 1).expand(batch, -1, num_tokens, 1)
         weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
     else:
         weights = logits.softmax(-1)

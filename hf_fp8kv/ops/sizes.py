@@ -20,30 +20,28 @@ def check_sizes(
     Kernels take each size from one tensor and rely on it for all other tensors. `new_tokens` holds
     keys and values to store. All other arguments are as in `ops.attend`.
     """
-    batch, heads, k_dim, v_dim, capacity, device = pages.sizes or _read_sizes(pages)
+    batch, num_heads, k_dim, v_dim, capacity, device = pages.sizes or _read_sizes(pages)
     if lengths.shape != (batch,) or lengths.dtype is not _INT:
         _raise_mismatch("lengths", f"[{batch}], int32", device, lengths)
     # In a trace, `capacity` may be a SymInt, whose guard would fail. The traced call checks it.
     if not 0 <= start <= stop or (type(capacity) is int and stop > capacity):
         expected = f"0 <= start <= stop <= {capacity} (the capacity of the block table)"
         _raise_mismatch("positions", expected, device, (start, stop))
-    tokens = None
     if new_tokens is not None:
         key, value = new_tokens
-        shape = key.shape
-        tokens = shape[2] if len(shape) == 4 else 0
-        if not tokens or shape != (batch, heads, tokens, k_dim) or key.device != device:
-            _raise_mismatch("keys", f"[{batch}, {heads}, T, {k_dim}]", device, key)
-        if value.shape != (batch, heads, tokens, v_dim) or value.device != device:
-            _raise_mismatch("values", f"[{batch}, {heads}, {tokens}, {v_dim}]", device, value)
+        num_tokens = key.shape[2] if key.ndim == 4 else 0
+        k_shape, v_shape = (batch, num_heads, num_tokens, k_dim), (*key.shape[:3], v_dim)
+        if not num_tokens or key.shape != k_shape or key.device != device:
+            _raise_mismatch("keys", f"[{batch}, {num_heads}, T, {k_dim}]", device, key)
+        if value.shape != v_shape or value.device != device:
+            _raise_mismatch("values", f"{list(v_shape)}", device, value)
     if query is None or spec is None:
         return
     dim = k_dim + v_dim if spec.latent else k_dim
-    shape = query.shape
-    q_batch, q_heads, q_tokens, q_dim = shape if len(shape) == 4 else (0, 0, 0, 0)
-    has_shape = q_batch == batch and q_dim == dim and q_tokens == (tokens or q_tokens)
-    if not (has_shape and q_tokens and q_heads) or q_heads % heads or query.device != device:
-        expected = f"[{batch}, a multiple of {heads}, {tokens or 'T'}, {dim}]"
+    q_batch, num_q_heads, num_q_tokens, q_dim = query.shape if query.ndim == 4 else (0, 0, 0, 0)
+    has_shape = q_batch == batch and q_dim == dim and num_q_tokens > 0 and num_q_heads > 0
+    if not has_shape or num_q_heads % num_heads or query.device != device:
+        expected = f"[{batch}, a multiple of {num_heads}, T, {dim}]"
         _raise_mismatch("query", expected, device, query)
     if spec.mask is None and spec.bias is None and spec.sinks is None:
         return
@@ -53,9 +51,10 @@ def check_sizes(
             continue
         is_bool_mask = name == "mask" and x.dtype in (torch.bool, torch.uint8)
         sizes: tuple[tuple[int, ...], ...]
-        sizes = (1, batch), (1, 1 if is_bool_mask else q_heads), (1, q_tokens), (stop - start,)
+        head_counts = (1, 1 if is_bool_mask else num_q_heads)
+        sizes = (1, batch), head_counts, (1, num_q_tokens), (stop - start,)
         if name in ("sinks", "bounds"):
-            sizes = ((q_heads,),) if name == "sinks" else ((1, batch), (2,))
+            sizes = ((num_q_heads,),) if name == "sinks" else ((1, batch), (2,))
         has_shape = x.ndim == len(sizes) and all(
             n in allowed for n, allowed in zip(x.shape, sizes, strict=True)
         )
@@ -67,14 +66,14 @@ def check_sizes(
 
 def _read_sizes(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
     """Return the sizes that all calls with `pages` share, and cache them in the pages."""
-    table, center, heads, k_dim = pages.table, pages.k.center, pages.heads, pages.k.head_dim
+    table, center, num_heads, k_dim = pages.table, pages.k.center, pages.num_heads, pages.k.head_dim
     if table.ndim != 2 or not table.numel() or table.dtype is not _INT:
         _raise_mismatch("block table", "[B, M], int32", table.device, table)
     batch, columns = table.shape
-    has_shape = center is None or center.shape == (batch, heads, k_dim)
+    has_shape = center is None or center.shape == (batch, num_heads, k_dim)
     if center is not None and not (has_shape and center.dtype is torch.float32):
-        _raise_mismatch("center", f"[{batch}, {heads}, {k_dim}], float32", table.device, center)
-    sizes = batch, heads, k_dim, pages.v.head_dim, columns * pages.page_size, table.device
+        _raise_mismatch("center", f"[{batch}, {num_heads}, {k_dim}], float32", table.device, center)
+    sizes = batch, num_heads, k_dim, pages.v.head_dim, columns * pages.page_size, table.device
     if all(type(size) is int for size in sizes[:5]):  # a SymInt belongs to a single trace
         pages.sizes = sizes
     return sizes

@@ -8,7 +8,7 @@ from torch import Tensor
 _Position = TypeVar("_Position", int, Tensor)
 
 
-def first_visible(query_position: _Position, window: int) -> _Position:
+def find_first_visible(query_position: _Position, window: int) -> _Position:
     """Return the first position in the window of a query. It may be negative.
 
     This defines a window: a query at position p attends to `p - window + 1` to p.
@@ -16,25 +16,25 @@ def first_visible(query_position: _Position, window: int) -> _Position:
     return query_position - window + 1
 
 
-def visible(
-    lengths: Tensor, tokens: int, start: int, stop: int, causal: bool, window: int
+def find_visible(
+    lengths: Tensor, num_tokens: int, start: int, stop: int, causal: bool, window: int
 ) -> Tensor:
     """Return which stored positions are visible to each query, `[B, T, stop - start]`, bool.
 
-    The queries are the last `tokens` stored tokens: query `t` is at position `lengths[b] - T + t`.
+    The queries are the last `num_tokens` tokens: query `t` is at position `lengths[b] - T + t`.
     """
     position = torch.arange(start, stop, device=lengths.device)
-    offsets = torch.arange(tokens, device=lengths.device)
-    query_position = (lengths[:, None] - tokens + offsets)[..., None]
-    is_visible = (position < lengths[:, None])[:, None].expand(-1, tokens, -1)
+    offsets = torch.arange(num_tokens, device=lengths.device)
+    query_position = (lengths[:, None] - num_tokens + offsets)[..., None]
+    is_visible = (position < lengths[:, None])[:, None].expand(-1, num_tokens, -1)
     if causal:
         is_visible = is_visible & (position <= query_position)
     if window:
-        is_visible = is_visible & (position >= first_visible(query_position, window))
+        is_visible = is_visible & (position >= find_first_visible(query_position, window))
     return is_visible
 
 
-def mask_bounds(is_visible: Tensor, start: int) -> Tensor:
+def find_mask_bounds(is_visible: Tensor, start: int) -> Tensor:
     """Return the first visible position, and the last hidden position plus one, `[B, 2]`, int32.
 
     Args:

@@ -96,7 +96,7 @@ class FixedPages(LayerGroup):
         """
         key = device, batch, *_ = lengths.device, len(lengths), heads, rows
         if key not in self._plans:
-            num_rows, plan = ops.plan_rows(backend, device, batch, heads, None, rows), None
+            num_rows, plan = ops.size_plan(backend, device, batch, heads, None, rows), None
             if num_rows is not None:
                 plan = zeros((num_rows, 4), torch.int32, device)
                 ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)

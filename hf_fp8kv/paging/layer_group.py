@@ -12,7 +12,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..ops.visibility import first_visible
+from ..ops.visibility import find_first_visible
 from .block_table import BlockTable, Copies
 from .page_allocator import Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
@@ -56,7 +56,7 @@ class Step:
         """
         key = (first, heads, rows, device, backend)
         if key not in self._plans:
-            num_rows = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
+            num_rows = ops.size_plan(backend, device, self.batch, heads, self.stop - first, rows)
             plan = None
             if num_rows is not None:
                 plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
@@ -122,7 +122,7 @@ class LayerGroup:
 
     def visible_from(self, length: int) -> int:
         """Return the first position that is visible to a query at position `length`."""
-        return 0 if self.window is None else max(first_visible(length, self.window), 0)
+        return 0 if self.window is None else max(find_first_visible(length, self.window), 0)
 
     def first_kept_token(self, length: int) -> int:
         """Return the first token in the pages of the last window of `length` tokens."""

@@ -3,7 +3,7 @@
 import torch
 
 from ..formats import LayerPlan
-from ..ops.page_layout import PageLayout, page_layout
+from ..ops.page_layout import PageLayout, make_page_layout
 from .blocks import Blocks
 from .offloading import OffloadBlocks
 
@@ -54,7 +54,7 @@ class PagePool:
         self.key_dtype = self.dtype if k_is_auto else torch.uint8
         self.value_dtype = self.v_dtype if v_is_auto else torch.uint8
         self.has_scales = self._dynamic_scales and not (k_is_auto and v_is_auto)
-        self.layout = page_layout(
+        self.layout = make_page_layout(
             self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
             self.has_scales,
         )  # fmt: skip

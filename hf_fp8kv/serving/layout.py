@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..ops import Pages, StoredSide
 from ..ops.blocks import locate_pages
-from ..ops.page_layout import page_layout
+from ..ops.page_layout import make_page_layout
 
 
 def skip_pages(pages: Pages, num_skipped: int) -> Pages:
@@ -62,7 +62,7 @@ class EngineLayout:
     def bytes_per_page(self) -> int:
         """Size of a page in bytes, including its dynamic scales."""
         sizes = self.num_heads, self.page_size, self.head_dim, self.head_dim
-        return page_layout(*sizes, *self._dtypes, self._has_scales).size
+        return make_page_layout(*sizes, *self._dtypes, self._has_scales).size
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:

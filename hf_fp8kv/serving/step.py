@@ -16,7 +16,7 @@ import torch
 
 from .. import ops
 from ..ops.blocks import upload
-from ..ops.visibility import first_visible
+from ..ops.visibility import find_first_visible
 
 _Ints = npt.NDArray[np.int32]
 _EMPTY = np.empty(0, np.int32)
@@ -50,7 +50,7 @@ class AttendBatch:
         if key not in self._work_plans:
             device, batch = self.lengths.device, len(self.lengths)
             num_query_rows = num_query_heads // num_heads * self.num_queries
-            num_rows = ops.plan_rows(backend, device, batch, num_heads, None, num_query_rows)
+            num_rows = ops.size_plan(backend, device, batch, num_heads, None, num_query_rows)
             plan = None
             if num_rows is not None:
                 plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
@@ -201,8 +201,8 @@ class _Planner:
             page, slot = self.locate_slots(request, first, end)
             return self.upload(page, np.int64), self.upload(slot, np.int64)
 
-        old = upload_slots(max(first_visible(start, self.window), 0), start)
-        kept = upload_slots(max(first_visible(stop - 1, self.window), start), stop)
+        old = upload_slots(max(find_first_visible(start, self.window), 0), start)
+        kept = upload_slots(max(find_first_visible(stop - 1, self.window), start), stop)
         old_lengths = self.upload([len(old[0])], np.int32)
         return RingChunk(self.window, request.first_token, request.num_new, old_lengths, old, kept)
 

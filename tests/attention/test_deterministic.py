@@ -16,21 +16,21 @@ from hf_fp8kv.ops.cpu import backend as cpu_backend
 from tests.helpers.tiny_models import build_variant
 
 Tensor = torch.Tensor
-PAGE = 16
+PAGE_SIZE = 16
 # More tokens than a span of sums (512). A window of 16 tokens has one span.
 NUM_TOKENS_BY_MODEL = {"gqa": 530}
 MODELS = ["gqa", "sliding", "latent", "softcap", "sinks", "gpt2"]
 Result = tuple[Tensor, list[Tensor]]
 
 
-def make_ids(num_texts: int, num_tokens: int) -> Tensor:
-    return torch.randint(3, 90, (num_texts, num_tokens), generator=torch.Generator().manual_seed(1))
+def make_ids(batch: int, num_tokens: int) -> Tensor:
+    return torch.randint(3, 90, (batch, num_tokens), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = None) -> Result:
-    """Return logits `[B, T, V]`, and K and V of all layers, of texts read in chunks of `sizes`."""
-    cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
+    """Read sequences in chunks. Return logits `[B, T, V]`, and K and V of all layers."""
+    cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE)
     logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, 1)]
     states = [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]
     return torch.cat(logits, 1), states
@@ -40,7 +40,7 @@ def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
     """Return random sizes of chunks. Some chunks are single tokens."""
     sizes: list[int] = []
     while (num_left := num_tokens - sum(sizes)) > 0:
-        max_size = rng.choice([1, 3, PAGE, 40, num_tokens])
+        max_size = rng.choice([1, 3, PAGE_SIZE, 40, num_tokens])
         sizes.append(min(num_left, rng.randint(1, max_size)))
     return sizes
 
@@ -49,7 +49,7 @@ def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, _ = build_variant(name, attn_implementation="fp8_paged", dtype=dtype)
-    enable(model, deterministic=True, page_size=PAGE)
+    enable(model, deterministic=True, page_size=PAGE_SIZE)
     num_tokens, rng = NUM_TOKENS_BY_MODEL.get(name, 90), random.Random(name)
     ids = make_ids(5, num_tokens)
     logits, states = read_chunks(model, ids[:1], [num_tokens])
@@ -67,22 +67,23 @@ def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("name", ["gqa", "sliding"])
 def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
     model, _ = build_variant(name, attn_implementation="fp8_paged")
-    enable(model, deterministic=True, page_size=PAGE)
+    enable(model, deterministic=True, page_size=PAGE_SIZE)
     ids, mask = make_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, 25:] = 0
-    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
+    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE)
     actual = model(ids, attention_mask=mask, past_key_values=cache).logits[1, :25]
     assert torch.equal(actual, read_chunks(model, ids[1:, :25], 25)[0][0])
 
 
 def test_forks_crops_and_preallocation_change_no_bit() -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
-    enable(model, deterministic=True, page_size=PAGE)
+    enable(model, deterministic=True, page_size=PAGE_SIZE)
     ids = make_ids(1, 61)
     logits, states = read_chunks(model, ids, [61])
-    preallocated = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, max_cache_len=80)
+    options = {"prefill": "stored", "page_size": PAGE_SIZE}
+    preallocated = FP8PagedCache(model.config, max_cache_len=80, **options)
     assert torch.equal(read_chunks(model, ids, [20, 1, 40], preallocated)[0], logits)
-    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
+    cache = FP8PagedCache(model.config, **options)
     read_chunks(model, ids[:, :33], [33], cache)
     read_chunks(model, make_ids(2, 9)[1:], [9], cache.fork())
     read_chunks(model, make_ids(2, 4)[1:], [4], cache)
@@ -96,7 +97,7 @@ def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     ids, logits = make_ids(1, 40), {}
     for deterministic in (False, True, True):
-        keywords = {"deterministic": deterministic, "page_size": PAGE}
+        keywords = {"deterministic": deterministic, "page_size": PAGE_SIZE}
         enable(model, prefix_store=PrefixStore(tmp_path), **keywords)
         out = model.generate(
             ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
@@ -110,21 +111,21 @@ def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("plan", ["adaptive", "model"])
 def test_a_training_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> None:
-    """Trainers pass no positions, so positions count all tokens of a text except padding.
+    """Trainers pass no positions, so positions count all tokens of a sequence except padding.
 
     PEFT calls `forward`. The test passes the mask by position.
     """
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     plan = choose_plan(model) if plan == "adaptive" else plan
-    enable(model, training="stored", deterministic=True, plan=plan, page_size=PAGE)
+    enable(model, training="stored", deterministic=True, plan=plan, page_size=PAGE_SIZE)
     lengths = torch.tensor([[70], [35], [5]])
     ids, column = make_ids(3, 70), torch.arange(70)[None]
     mask = column < lengths if side == "right" else column >= 70 - lengths
     outputs = model.train().forward(ids, mask.long(), use_cache=False).logits
     assert outputs.requires_grad
-    for text, is_token, logits in zip(ids, mask, outputs, strict=True):
-        cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, plan=plan)
-        actual = read_chunks(model, text[None, is_token], 5, cache)[0][0]
+    for sequence, is_token, logits in zip(ids, mask, outputs, strict=True):
+        cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE, plan=plan)
+        actual = read_chunks(model, sequence[None, is_token], 5, cache)[0][0]
         assert torch.equal(actual, logits[is_token])
 
 
@@ -174,8 +175,8 @@ def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) ->
 
     Threads share the spans of one sequence, or compute whole sequences of a batch.
     """
-    monkeypatch.setattr(cpu_backend, "GRAIN", 1)
-    monkeypatch.setattr(cpu_backend, "SPAN", 16)
+    monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", 1)
+    monkeypatch.setattr(cpu_backend, "SPAN_TOKENS", 16)
     old_num_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -188,13 +189,13 @@ def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) ->
 
 
 # Matrix products of the backend "torch" have the size of a page.
-@pytest.mark.parametrize(("backend", "page_size"), [("cpu", 32), ("cpu", 256), ("torch", PAGE)])
+@pytest.mark.parametrize(("backend", "page_size"), [("cpu", 32), ("cpu", 256), ("torch", 16)])
 def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, backend=backend)
     ids, options = make_ids(2, 130), {"prefill": "stored", "backend": backend}
     cache, other_cache = (
-        FP8PagedCache(model.config, page_size=size, **options) for size in (PAGE, page_size)
+        FP8PagedCache(model.config, page_size=size, **options) for size in (PAGE_SIZE, page_size)
     )
     logits, _ = read_chunks(model, ids[:1], [130], cache)
     assert torch.equal(read_chunks(model, ids, [40, 1, 89], other_cache)[0][:1], logits)
@@ -240,7 +241,7 @@ def test_tokens_may_match_the_number_of_experts() -> None:
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
-    enable(model, deterministic=True, page_size=PAGE)
+    enable(model, deterministic=True, page_size=PAGE_SIZE)
     ids = make_ids(model.config.num_local_experts, 20)
     logits = read_chunks(model, ids[:1], [20])[0]
     assert torch.equal(read_chunks(model, ids, [1] * 20)[0][:1], logits)

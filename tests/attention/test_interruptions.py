@@ -24,7 +24,7 @@ pytestmark = [
 
 PACKAGE = str(Path(hf_fp8kv.__file__).parent)
 GREEDY = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
-PAGE = 8
+PAGE_SIZE = 8
 Point = tuple[str, int, int]
 
 
@@ -67,7 +67,7 @@ class Chat:
 
     def __init__(self, name: str, folder: Path, **keywords: Any) -> None:
         self.model, _ = build_variant(name, max_position_embeddings=512)
-        self.keywords = {"page_size": PAGE, "prefill": "stored", **keywords}
+        self.keywords = {"page_size": PAGE_SIZE, "prefill": "stored", **keywords}
         enable(self.model, **self.keywords)
         generator = torch.Generator().manual_seed(3)
         first_ids, second_ids, third_ids = torch.randint(2, 98, (3, 1, 200), generator=generator)

@@ -38,16 +38,16 @@ SEEDS = {"mistral_large4": 1, "dots3_note_text": 2}
 # add up.
 ATTENTION_TOLERANCE, LOGITS_TOLERANCE = 1e-5, 1e-4
 NUM_NEW_TOKENS = 10
-MODELS: dict[str, Any] = {}
+built_models: dict[str, Any] = {}
 
 
 def copy_model(name: str) -> Any:
     """Return a copy of a family's model, and inputs that are padded on the left."""
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
-    if name not in MODELS:
-        MODELS[name] = build_model(name, SEEDS.get(name, 0))
-    return copy.deepcopy(MODELS[name])
+    if name not in built_models:
+        built_models[name] = build_model(name, SEEDS.get(name, 0))
+    return copy.deepcopy(built_models[name])
 
 
 def find_attention_modules(model: Any) -> list[Any]:
@@ -147,12 +147,12 @@ def test_layers_may_have_no_rope_part(name: str, options: dict[str, Any], backen
 
 
 # Each kind of latent attention once, half of them in a preallocated cache.
-FAST_CACHES = [
+FAST_CASES = [
     (name, {"max_cache_len": 40} if n % 2 else {}) for n, name in enumerate(FAST_FAMILIES)
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), FAST_CACHES, ids=str)
+@pytest.mark.parametrize(("name", "options"), FAST_CASES, ids=str)
 @torch.no_grad()
 def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Watch) -> None:
     model, _ = copy_model(name)
@@ -183,7 +183,7 @@ def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Wat
     assert watch.path_counts["fused, latent"] == 2 * count_latent_layers(model)
 
 
-@pytest.mark.parametrize(("name", "options"), FAST_CACHES, ids=str)
+@pytest.mark.parametrize(("name", "options"), FAST_CASES, ids=str)
 def test_beams_give_the_same_tokens(name: str, options: dict[str, Any], watch: Watch) -> None:
     model, inputs = copy_model(name)
     expected = generate_stock(model, inputs, num_beams=3)[0]
@@ -315,9 +315,9 @@ def test_changed_weights_take_effect() -> None:
     assert_same_as_sdpa(model, inputs)
     # The second of two successive hooks may have the address of the first.
     for change in (lambda x: 0.5 * x, lambda x: x + 1):
-        handle = first_module.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
+        hook = first_module.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
         assert_same_as_sdpa(model, inputs)
-        handle.remove()
+        hook.remove()
     # Two successive projections have no parameters.
     base_layers = [module.kv_b_proj.base_layer for module in find_attention_modules(model)]
     for factor in (1.0, -2.0):
@@ -433,18 +433,18 @@ def test_training_through_stored_latents_is_refused() -> None:
     """Stored latents have no gradient, so the gradient would be incomplete."""
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
     model.train()
-    cache, step = make_cache(model), torch.tensor([[5], [9]])
+    cache, next_ids = make_cache(model), torch.tensor([[5], [9]])
     loss = model(**inputs, past_key_values=cache).logits.square().sum()
     loss.backward()
     with pytest.raises(ConfigError, match=r"Call model.eval\(\)"):
-        model(step, past_key_values=cache)
+        model(next_ids, past_key_values=cache)
     with torch.no_grad():
-        model(step, past_key_values=cache)
+        model(next_ids, past_key_values=cache)
 
 
 def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
-    step = torch.tensor([[5], [9]])
+    next_ids = torch.tensor([[5], [9]])
 
     def read_warning(**options: Any) -> str:
         monkeypatch.setattr(warn_once, "_logged_messages", set())
@@ -452,7 +452,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
         cache = make_cache(model, **options)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
-            model(step, past_key_values=cache)
+            model(next_ids, past_key_values=cache)
         return caplog.text
 
     assert "latents" not in read_warning()
@@ -465,11 +465,11 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     cache = make_cache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-    model(step, past_key_values=cache)
+    model(next_ids, past_key_values=cache)
     assert "gradients are enabled" in caplog.text
 
 
-RANK, ROPE_DIM, HEAD_DIM = 16, 8, 8
+LATENT_DIM, ROPE_DIM, HEAD_DIM = 16, 8, 8
 
 
 class AttentionStep:
@@ -481,9 +481,9 @@ class AttentionStep:
         generator = torch.Generator().manual_seed(length)
         randn = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
         cache = FP8PagedCache(model.config, page_size=8, **options)
-        stored_pair = randn(2, 1, length, RANK), 3 * randn(2, 1, length, ROPE_DIM)
-        cache.update(*(x[:, :, :-num_tokens] for x in stored_pair), 0)
-        handles = cache.update(*(x[:, :, -num_tokens:] for x in stored_pair), 0)
+        stored_states = randn(2, 1, length, LATENT_DIM), 3 * randn(2, 1, length, ROPE_DIM)
+        cache.update(*(x[:, :, :-num_tokens] for x in stored_states), 0)
+        handles = cache.update(*(x[:, :, -num_tokens:] for x in stored_states), 0)
         enable(model)
         self.module = find_attention_modules(model)[0]
         self.query = randn(2, 4, num_tokens, HEAD_DIM + ROPE_DIM)
@@ -502,7 +502,7 @@ class AttentionStep:
         """Return the attention output in float64, computed from expanded K and V."""
         latents, rope_part = self.stored
         length, num_tokens = latents.shape[2], self.query.shape[2]
-        weight = self.module.kv_b_proj.weight.double().view(4, 2 * HEAD_DIM, RANK)
+        weight = self.module.kv_b_proj.weight.double().view(4, 2 * HEAD_DIM, LATENT_DIM)
         key, value = torch.einsum("hnr,bxjr->bhjn", weight, latents).split(HEAD_DIM, -1)
         key = torch.cat([key, rope_part.expand(-1, 4, -1, -1)], -1)
         logits = self.scaling * self.query.double() @ key.mT
@@ -589,4 +589,4 @@ def test_compiled_steps_read_latents(name: str, prompt_mode: str, make_projectio
     assert not counters["graph_break"]
     assert len(widths) == (1 if prompt_mode == "eager" else 2)
     # Queries have a latent and a RoPE part. A model that is compiled first expands the latents.
-    assert set(widths[-1]) == (set() if prompt_mode == "compiled" else {RANK + ROPE_DIM})
+    assert set(widths[-1]) == (set() if prompt_mode == "compiled" else {LATENT_DIM + ROPE_DIM})

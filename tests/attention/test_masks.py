@@ -19,14 +19,14 @@ from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
 from hf_fp8kv.attention.patterns import causal_window
 from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.cache.paged_tensor import PagedKV
-from hf_fp8kv.ops import available_backends
-from hf_fp8kv.ops.visibility import mask_bounds
+from hf_fp8kv.ops import explain_backends
+from hf_fp8kv.ops.visibility import find_mask_bounds
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import build_model, build_variant, make_prompt
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-MAX_LEN = 64
+CAPACITY = 64
 pytestmark = [
     pytest.mark.text,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
@@ -40,7 +40,7 @@ PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "chunks": (lambda: hf.chunked_causal_mask_function(4, torch.tensor([0, 3])), None),
     "blocks": (
         lambda: hf.or_masks(
-            hf.causal_mask_function, hf.blockwise_overlay(torch.zeros(2, MAX_LEN).int())
+            hf.causal_mask_function, hf.blockwise_overlay(torch.zeros(2, CAPACITY).int())
         ),
         None,
     ),
@@ -69,7 +69,7 @@ def test_causal_patterns_and_their_windows_are_recognized(name: str) -> None:
 
 # Each row masks 12 tokens, and 0 hides a token. The rows hide no token, tokens on the left, on the
 # right or in the middle, most tokens, and all tokens.
-ROWS = torch.tensor(
+MASK_ROWS = torch.tensor(
     [
         [1] * 12, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3, [0, 1, 1, 0, 1] + [1] * 7,
         [0, 0, 1, 0] + [1] * 7 + [0], [0] * 11 + [1], [0] * 12,
@@ -79,26 +79,27 @@ ROWS = torch.tensor(
 
 @pytest.mark.parametrize("start", [0, 5])
 def test_bounds_match_the_visible_tokens(start: int) -> None:
-    bounds = mask_bounds(ROWS.bool(), start)
-    for row, (first_visible, hidden_stop) in zip(ROWS.bool(), bounds, strict=True):
+    bounds = find_mask_bounds(MASK_ROWS.bool(), start)
+    for row, (first_visible, hidden_stop) in zip(MASK_ROWS.bool(), bounds, strict=True):
         positions = torch.arange(start, start + 12)
         visible_positions, hidden_positions = positions[row].tolist(), positions[~row].tolist()
         assert first_visible == min(visible_positions, default=start + 12)
         assert hidden_stop == (max(hidden_positions) + 1 if hidden_positions else start)
 
 
-def make_cache(num_tokens: int, max_len: int | None) -> FP8PagedCache:
-    """Return a cache with `num_tokens` tokens for each row of `ROWS`."""
-    cache = FP8PagedCache(LlamaConfig(num_hidden_layers=1), max_cache_len=max_len, prefill="stored")
+def make_cache(num_tokens: int, capacity: int | None) -> FP8PagedCache:
+    """Return a cache with `num_tokens` tokens for each row of `MASK_ROWS`."""
+    config = LlamaConfig(num_hidden_layers=1)
+    cache = FP8PagedCache(config, max_cache_len=capacity, prefill="stored")
     if num_tokens:
-        cache.update(*torch.randn(2, len(ROWS), 1, num_tokens, 8), 0)
+        cache.update(*torch.randn(2, len(MASK_ROWS), 1, num_tokens, 8), 0)
     return cache
 
 
-def make_arguments(cache: Any, num_tokens: int, function: Any, text_mask: torch.Tensor) -> tuple:
+def make_arguments(cache: Any, num_tokens: int, pattern: Any, token_mask: torch.Tensor) -> tuple:
     """Return the arguments that transformers passes to a mask function, with a cache's sizes."""
     offset, (num_columns, start) = cache.get_query_offset(0), cache.get_mask_sizes(num_tokens, 0)
-    return len(ROWS), num_tokens, num_columns, offset, start, function, text_mask
+    return len(MASK_ROWS), num_tokens, num_columns, offset, start, pattern, token_mask
 
 
 # All pairs of a window, a number of new tokens and sizes of the mask and the cache.
@@ -111,55 +112,54 @@ def test_a_compact_mask_matches_the_complete_mask(
     window: int, num_tokens: int, sizes: tuple[int, int]
 ) -> None:
     """A preallocated cache contains 12 tokens, which include the new tokens."""
-    num_columns, max_len = sizes
-    text_mask = torch.nn.functional.pad(ROWS, (0, max(num_columns - 12, 0)), value=1)[
-        :, :num_columns
-    ].bool()
-    function = hf.sliding_window_causal_mask_function(window) if window else hf.causal_mask_function
+    num_columns, capacity = sizes
+    num_added = max(num_columns - 12, 0)
+    token_mask = torch.nn.functional.pad(MASK_ROWS, (0, num_added), value=1)[:, :num_columns].bool()
+    pattern = hf.sliding_window_causal_mask_function(window) if window else hf.causal_mask_function
     arguments = make_arguments(
-        make_cache(12 - num_tokens, max_len), num_tokens, function, text_mask
+        make_cache(12 - num_tokens, capacity), num_tokens, pattern, token_mask
     )
     mask = fp8_paged_mask(*arguments, config=LlamaConfig())
     assert isinstance(mask, CompactMask)
-    query, key = torch.zeros(len(ROWS), 1, num_tokens, 8), torch.zeros(len(ROWS), 1, max_len, 8)
+    query, key = (torch.zeros(len(MASK_ROWS), 1, n, 8) for n in (num_tokens, capacity))
     expected = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert expected is not None
     assert_same(complete_mask(mask, query, key, window, True), expected)
     assert_same(mask & True, expected, "as any tensor")
-    visible = torch.nn.functional.pad(text_mask, (0, max(max_len - num_columns, 0)))[:, :max_len]
+    visible = torch.nn.functional.pad(token_mask, (0, max(capacity - num_columns, 0)))[:, :capacity]
     visible[:, 12:] = True  # not stored yet
-    assert_same(mask.bounds, mask_bounds(visible, 0))
-    assert mask.lengths.tolist() == [12] * len(ROWS)
+    assert_same(mask.bounds, find_mask_bounds(visible, 0))
+    assert mask.lengths.tolist() == [12] * len(MASK_ROWS)
 
 
 def test_a_request_applies_to_one_mask_of_one_cache() -> None:
     """Other masks are complete, as only a preallocated cache has free columns after the queries."""
-    text_mask, function, config = ROWS.bool(), hf.causal_mask_function, LlamaConfig()
+    token_mask, pattern, config = MASK_ROWS.bool(), hf.causal_mask_function, LlamaConfig()
     cache, larger_cache = make_cache(9, 31), make_cache(9, 40)
-    calls = [make_arguments(x, 3, function, text_mask) for x in (cache, larger_cache)]
+    calls = [make_arguments(x, 3, pattern, token_mask) for x in (cache, larger_cache)]
     masks = [fp8_paged_mask(*arguments, config=config) for arguments in calls]
     assert [isinstance(mask, CompactMask) for mask in masks] == [False, False], "different cache"
-    arguments = make_arguments(cache, 3, function, text_mask)
-    thread = ThreadPoolExecutor(1)
-    other_thread = thread.submit(fp8_paged_mask, *arguments, config=config).result()
-    make_arguments(larger_cache, 3, function, text_mask)
+    arguments = make_arguments(cache, 3, pattern, token_mask)
+    executor = ThreadPoolExecutor(1)
+    other_mask = executor.submit(fp8_paged_mask, *arguments, config=config).result()
+    make_arguments(larger_cache, 3, pattern, token_mask)
     for _ in range(2):
-        thread.submit(make_arguments, cache, 3, function, text_mask).result()
-        calls = [thread.submit(fp8_paged_mask, *arguments, config=config) for _ in range(2)]
-        masks = [call.result() for call in calls]
+        executor.submit(make_arguments, cache, 3, pattern, token_mask).result()
+        futures = [executor.submit(fp8_paged_mask, *arguments, config=config) for _ in range(2)]
+        masks = [future.result() for future in futures]
         assert [isinstance(mask, CompactMask) for mask in masks] == [True, False], "for one mask"
-    assert not isinstance(other_thread, CompactMask), "the request of a different thread"
-    for mask in (other_thread, *masks):
+    assert not isinstance(other_mask, CompactMask), "the request of a different thread"
+    for mask in (other_mask, *masks):
         assert mask is not None
-        assert_same(mask & True, other_thread)
-    incomplete = text_mask[:, :-1]
+        assert_same(mask & True, other_mask)
+    incomplete = token_mask[:, :-1]
     with pytest.raises(ConfigError, match="over all 12 tokens"):
-        fp8_paged_mask(*make_arguments(make_cache(9, None), 3, function, incomplete), config=config)
+        fp8_paged_mask(*make_arguments(make_cache(9, None), 3, pattern, incomplete), config=config)
 
 
 def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
-    function = hf.sliding_window_causal_mask_function(4)
-    arguments = make_arguments(make_cache(9, 31), 3, function, ROWS.bool())
+    pattern = hf.sliding_window_causal_mask_function(4)
+    arguments = make_arguments(make_cache(9, 31), 3, pattern, MASK_ROWS.bool())
     mask = fp8_paged_mask(*arguments, config=LlamaConfig())
     expected = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert isinstance(mask, CompactMask)
@@ -186,14 +186,14 @@ def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
 
 def test_a_mask_of_all_tokens_serves_a_window() -> None:
     for length, start in [(12, 3), (12, 5), (16, 1), (33, 17), (40, 39)]:
-        text_mask = torch.rand(2, length) > 0.4
-        full_mask = make_compact(text_mask, 0, length, 0, 1)
-        window_mask = make_compact(text_mask[:, start:], start, length - start, 0, 1)
+        token_mask = torch.rand(2, length) > 0.4
+        full_mask = make_compact(token_mask, 0, length, 0, 1)
+        window_mask = make_compact(token_mask[:, start:], start, length - start, 0, 1)
         for mask, first in ((full_mask, 0), (window_mask, start)):
             visible = mask.columns(start, length)
-            assert_same(visible[:, 0, 0].bool(), text_mask[:, start:], (length, start))
-            assert_same(mask.bounds, mask_bounds(text_mask[:, first:], first))
-            assert_same(mask.make_complete(start, length, 0)[:, 0, 0], text_mask[:, start:])
+            assert_same(visible[:, 0, 0].bool(), token_mask[:, start:], (length, start))
+            assert_same(mask.bounds, find_mask_bounds(token_mask[:, first:], first))
+            assert_same(mask.make_complete(start, length, 0)[:, 0, 0], token_mask[:, start:])
 
 
 @pytest.mark.parametrize(("num_columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])
@@ -235,7 +235,7 @@ def answer_two_prompts(model: Any, cache: Any, **keywords: Any) -> list[torch.Te
         ids = torch.cat([ids, next_ids], 1)
         num_new = ids.shape[1] - inputs["attention_mask"].shape[1]
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, num_new, dtype=torch.long)], 1)
-        mask[1, -3] = 0  # a hole in the text
+        mask[1, -3] = 0  # a hole in the sequence
         inputs = {"input_ids": ids, "attention_mask": mask}
     return answers
 
@@ -257,7 +257,7 @@ def test_causal_patterns_need_no_complete_mask(
     model, _ = build_variant(name, attn_implementation="fp8_paged")
     arguments = {**chunks, "disable_compile": True}
     expected = answer_two_prompts(stock_model, DynamicCache(config=model.config), **arguments)
-    options = {"dtype": "auto", "page_size": 8, "max_cache_len": MAX_LEN, "prefill": prefill}
+    options = {"dtype": "auto", "page_size": 8, "max_cache_len": CAPACITY, "prefill": prefill}
     answers = answer_two_prompts(model, FP8PagedCache(model.config, **options), **arguments)
     for actual, expected_tokens in zip(answers, expected, strict=True):
         assert_same(actual, expected_tokens)
@@ -286,7 +286,7 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
                 candidates = [
                     x for x in values if x is not None and x.dtype in (torch.uint8, torch.bool)
                 ]
-                candidates = [x for x in candidates if x.shape[1] == 1 and x.shape[3] == MAX_LEN]
+                candidates = [x for x in candidates if x.shape[1] == 1 and x.shape[3] == CAPACITY]
                 mask_heights.append(candidates[0].shape[2] if candidates else None)
         return graph.forward
 
@@ -294,14 +294,14 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
     mask = inputs["attention_mask"] if is_padded else None
     logits = []
     for forward in (model.forward, step):
-        cache = FP8PagedCache(model.config, dtype="auto", page_size=8, max_cache_len=MAX_LEN)
+        cache = FP8PagedCache(model.config, dtype="auto", page_size=8, max_cache_len=CAPACITY)
         model(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
         length = inputs["input_ids"].shape[1]
         ids = make_prompt(5, tokens=5, pad=0)["input_ids"]
         padded_mask = None
         if mask is not None:
             padded_mask = torch.nn.functional.pad(mask, (0, 5), value=1)
-            padded_mask = torch.nn.functional.pad(padded_mask, (0, MAX_LEN - length - 5))
+            padded_mask = torch.nn.functional.pad(padded_mask, (0, CAPACITY - length - 5))
         positions = torch.arange(length, length + 5).expand(2, -1)
         inputs_of_step = {"attention_mask": padded_mask, "position_ids": positions}
         logits.append(forward(ids, past_key_values=cache, **inputs_of_step).logits)
@@ -337,16 +337,16 @@ def test_a_stock_static_cache_has_complete_masks() -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     assert_same(*(
-        continue_prompt(x, inputs, StaticCache(model.config, max_cache_len=MAX_LEN))
+        continue_prompt(x, inputs, StaticCache(model.config, max_cache_len=CAPACITY))
         for x in (model, stock_model)
     ))  # fmt: skip
-    text_mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1).bool()
+    token_mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1).bool()
     offset = torch.tensor([13])
     mask = fp8_paged_mask(
-        2, 3, MAX_LEN, offset, 0, hf.causal_mask_function, text_mask, config=model.config
+        2, 3, CAPACITY, offset, 0, hf.causal_mask_function, token_mask, config=model.config
     )
     assert mask is not None
-    assert mask.shape == (2, 1, 3, MAX_LEN)
+    assert mask.shape == (2, 1, 3, CAPACITY)
 
 
 @torch.no_grad()
@@ -355,7 +355,7 @@ def test_compact_masks_apply_to_dense_keys(name: str) -> None:
     """Calls that return attention weights read dense keys."""
     stock_model, inputs = build_variant(name, attn_implementation="eager")
     model, _ = build_variant(name, attn_implementation="fp8_paged")
-    options = {"dtype": "auto", "page_size": 8, "max_cache_len": MAX_LEN, "prefill": "stored"}
+    options = {"dtype": "auto", "page_size": 8, "max_cache_len": CAPACITY, "prefill": "stored"}
     expected = continue_prompt(
         stock_model, inputs, DynamicCache(config=model.config), output_attentions=True
     )
@@ -399,12 +399,12 @@ MISMATCHES: list[tuple[str, str, torch.Tensor]] = [
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("max_len", [None, MAX_LEN + 8])
-def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, max_len: int | None) -> None:
-    if reason := available_backends()[backend]:
+@pytest.mark.parametrize("capacity", [None, CAPACITY + 8])
+def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, capacity: int | None) -> None:
+    if reason := explain_backends()[backend]:
         pytest.skip(reason)
     config = build_variant("gqa")[0].config
-    cache = FP8PagedCache(config, backend=backend, prefill="stored", max_cache_len=max_len)
+    cache = FP8PagedCache(config, backend=backend, prefill="stored", max_cache_len=capacity)
     key, value = cache.update(torch.randn(3, 2, 72, 16), torch.randn(3, 2, 72, 16), 0)
     module = AttentionLayer(num_groups=2)
     arguments = {"query": torch.randn(3, 4, 8, 16), "attention_mask": torch.zeros(3, 1, 8, 72)}

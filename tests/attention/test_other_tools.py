@@ -133,8 +133,9 @@ def test_layers_of_different_lengths_are_saved(num_tokens: int, tmp_path: Path) 
     cache = FP8PagedCache(build_variant("gqa")[0].config, page_size=8)
     for layer, num_kept in ((0, 2), (1, 64)):
         cache.update(*torch.randn(2, 1, 2, 64, 16), layer)
-        x: Any = cache.layers[layer]
-        x.keys, x.values = x.keys[:, :, :num_kept], x.values[:, :, :num_kept]
+        cache_layer: Any = cache.layers[layer]
+        cache_layer.keys = cache_layer.keys[:, :, :num_kept]
+        cache_layer.values = cache_layer.values[:, :, :num_kept]
     for layer in range(2):
         cache.update(*torch.randn(2, 1, 2, num_tokens, 16), layer)
     copies = pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "cache"))
@@ -182,19 +183,19 @@ def test_functions_are_wrapped_if_kvpress_was_imported_first(
 def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
     """Methods of kvpress that mask tokens of single heads write to the keys."""
     cache = FP8PagedCache(build_variant("gqa", attn_implementation=implementation)[0].config)
-    k = torch.randn(1, 2, 9, 16)
-    cache.update(k, k, 0)
-    keys, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
+    states = torch.randn(1, 2, 9, 16)
+    cache.update(states, states, 0)
+    keys, _ = cache.update(states[:, :, :1], states[:, :, :1], 0)
     with pytest.raises(ConfigError, match="Write into a dense copy"):
         cache.layers[0].keys.mul_(2)
     with pytest.raises(ConfigError, match="Write into a dense copy"):
-        keys[torch.tensor([0]), torch.tensor([0]), torch.tensor([3])] = k[:, 0, 0]
+        keys[torch.tensor([0]), torch.tensor([0]), torch.tensor([3])] = states[:, 0, 0]
 
 
 # -- PEFT ----------------------------------------------------------------------------------------
 
 
-class Wrapper(torch.nn.Module):
+class PeftWrapper(torch.nn.Module):
     """A stand-in for PEFT's wrapper of a model. A prefix is passed as a filled cache."""
 
     def __init__(self, model: Any, prefix_length: int) -> None:
@@ -250,7 +251,7 @@ class Wrapper(torch.nn.Module):
 )
 def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     model, inputs = build_variant(name, attn_implementation="eager")
-    wrapper = Wrapper(model, prefix_length)
+    wrapper = PeftWrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
     length = expected.past_key_values.get_seq_length()
@@ -273,7 +274,7 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
 @pytest.mark.parametrize("prefix_length", [0, 5])
 def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
     model, inputs = build_variant("seq2seq/bart", attn_implementation="eager")
-    wrapper = Wrapper(model, prefix_length)
+    wrapper = PeftWrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
     out = enable(wrapper, dtype="auto").generate(**options)
@@ -288,7 +289,7 @@ def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
 
 def test_a_model_wrapped_twice_can_be_enabled() -> None:
     model, inputs = build_variant("gqa", attn_implementation="eager")
-    inner_wrapper, outer_wrapper = Wrapper(model, 0), Wrapper(model, 0)
+    inner_wrapper, outer_wrapper = PeftWrapper(model, 0), PeftWrapper(model, 0)
     outer_wrapper.base_model = inner_wrapper
     assert enable(outer_wrapper) is outer_wrapper
     keywords = {**inputs, **GREEDY, "return_dict_in_generate": True}

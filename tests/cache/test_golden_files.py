@@ -22,7 +22,7 @@ from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.formats.rotation import rotate
-from hf_fp8kv.ops.page_layout import page_layout
+from hf_fp8kv.ops.page_layout import make_page_layout
 from hf_fp8kv.utils.digests import digest_of
 from tests.data.caches.make import CASES, continue_cache, feed, make_cache, make_config
 
@@ -206,7 +206,7 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[A
         dtypes = [getattr(torch, dtype) for dtype in layer["dtypes"]]
         codes = [dtype if x.is_auto else torch.uint8 for x, dtype in zip(plan, dtypes, strict=True)]
         has_scales = not is_static and not all(side.is_auto for side in plan)
-        layout = page_layout(heads, page_size, *dims, *codes, has_scales)
+        layout = make_page_layout(heads, page_size, *dims, *codes, has_scales)
         parts = layout.split(tensors[f"layers.{i}.pages"])
         for side_index, side in enumerate(plan):
             x = (parts["v"].mT if side_index else parts["k"])[pages, :, positions % page_size]

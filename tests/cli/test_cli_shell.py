@@ -80,7 +80,7 @@ def test_an_interruption_prints_one_line(run, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_fp8kv.cli.check.available_backends", interrupt)
+    monkeypatch.setattr("hf_fp8kv.cli.check.explain_backends", interrupt)
     assert run.fails("check", code=130) == "hf-fp8kv: interrupted\n"
 
 

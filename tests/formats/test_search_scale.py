@@ -119,7 +119,7 @@ WRITE_CASES = pairwise(FORMAT_NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [Fals
 
 @pytest.mark.parametrize(("name", "dim", "dtype", "is_centered", "backend"), WRITE_CASES, ids=str)
 def test_every_backend_writes_the_same_bytes(name, dim, dtype, is_centered, backend):
-    if reason := ops.available_backends().get(backend):
+    if reason := ops.explain_backends().get(backend):
         pytest.skip(reason)
     key = to_keys(
         torch.cat([make_random_vectors(dim), make_tied_vectors(dim), make_special_vectors(dim)]),
@@ -140,7 +140,7 @@ def test_every_backend_writes_the_same_bytes(name, dim, dtype, is_centered, back
 @pytest.mark.parametrize("dim", [1023, 1024, 1040, 4096])
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
-    if reason := ops.available_backends().get(backend):
+    if reason := ops.explain_backends().get(backend):
         pytest.skip(reason)
     fmt = FORMATS[name]
     max_power = 2.0 ** math.floor(math.log2(fmt.max))

@@ -31,8 +31,8 @@ from hf_fp8kv.ops.blocks import locate_pages
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
 from tests.helpers.tiny_models import build_variant
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 pytestmark = MARKS
 # Heads of a usual size, and tiny heads for the interpreter.

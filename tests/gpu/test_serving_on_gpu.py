@@ -38,8 +38,8 @@ from tests.helpers.serving_tools import (
 )
 from tests.helpers.tiny_models import build_variant
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 pytestmark = MARKS
 # Factor of all lengths. The interpreter can only compute a few tokens.

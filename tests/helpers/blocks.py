@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from hf_fp8kv.ops import Pages, StoredSide
-from hf_fp8kv.ops.blocks import blocks_of, locate_pages, put_pages, take_pages
+from hf_fp8kv.ops.blocks import list_blocks, locate_pages, put_pages, take_pages
 
 
 def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
@@ -42,5 +42,5 @@ def merge_blocks(pages: Pages) -> Pages:
 
 def _read_pages(pages: Pages) -> torch.Tensor:
     """Return the bytes of all pages, `[num_pages, page_bytes]`, uint8."""
-    blocks = blocks_of(pages)
+    blocks = list_blocks(pages)
     return take_pages(blocks, np.arange(sum(map(len, blocks))))

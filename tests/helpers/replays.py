@@ -126,9 +126,9 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     Raises:
         AssertionError: The launches, the allocations or the result differ from a direct call.
     """
-    replay._REPLAYS = False
+    replay._CAN_REPLAY = False
     expected = trace_call(operation, args)
-    replay._REPLAYS = True
+    replay._CAN_REPLAY = True
     old_count = next(_jit_calls)
     actual = trace_call(operation, args)
     assert actual == expected, f"{label}:\n{actual}\n{expected}"
@@ -291,7 +291,7 @@ def compare_calls() -> dict[str, int]:
                          bounds=make_bounds())  # fmt: skip
     lengths = torch.zeros(BATCH, dtype=torch.int32)
     new_tokens, comparisons = (make_tokens(HEADS), make_tokens(HEADS)), {}
-    rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
+    rows = backend.size_plan(torch.device("cpu"), BATCH, HEADS)
     calls = {
         "attend": AttendArgs(
             make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_plan_rows(rows)

@@ -13,7 +13,7 @@ __all__ = ["PlanCall", "replace_triton"]
 
 
 class PlanCall(NamedTuple):
-    """The arguments of one call of `make_plan`, and query rows per head of the last `plan_rows`."""
+    """The arguments of one call of `make_plan`, and query rows per head of the last `size_plan`."""
 
     plan: torch.Tensor
     lengths: list[int]
@@ -38,7 +38,7 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
     plan_calls: list[PlanCall] = []
     last_rows = 0
 
-    def plan_rows(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
+    def size_plan(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
         nonlocal last_rows
         if not torch.compiler.is_compiling():
             last_rows = rows
@@ -71,7 +71,7 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
 
     module = SimpleNamespace(
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
-        plan_rows=plan_rows,
+        size_plan=size_plan,
     )  # fmt: skip
     load_backend = api.load_backend
     monkeypatch.setattr(

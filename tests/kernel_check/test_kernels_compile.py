@@ -43,14 +43,14 @@ GOOD_ASSEMBLY = Assembly(
 # -- compiled steps --------------------------------------------------------------------------------
 
 # Variants: each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
-# instruction (e4m3), by moving bits (e3m4, e2m5), or without conversion (auto). Growing and
+# instruction (e4m3), by shifting bits (e3m4, e2m5), or without conversion (auto). Growing and
 # preallocated caches launch these kernels. A bias may be as large as float32 allows.
 STEP_VARIANTS = [
     "decode e4m3 D128", "decode auto D128", "decode e4m3 static D128", "decode e2m5 D128 rotated",
     "decode e4m3 D128 bias",
     "extend e3m4 D128 T1024", "write e3m4 D128 T128", "gather e2m5 D128 v rotated",
 ]  # fmt: skip
-STEPS_BY_TARGET = {"sm_90": STEP_VARIANTS, "gfx942": [STEP_VARIANTS[0], *STEP_VARIANTS[-3:]]}
+TARGET_VARIANTS = {"sm_90": STEP_VARIANTS, "gfx942": [STEP_VARIANTS[0], *STEP_VARIANTS[-3:]]}
 
 
 # One process compiles everything, because an import of torch and transformers takes seconds.
@@ -59,7 +59,7 @@ import json
 from tests.helpers.replays import compare_calls
 from tests.tools.kernels.bad_kernels import CASES, compile_bad_kernel
 from tests.tools.kernels.check import compile_variants, list_variants, run_in_processes
-targets = {STEPS_BY_TARGET}
+targets = {TARGET_VARIANTS}
 steps = run_in_processes(list(targets), lambda x: compile_variants(x, list_variants(targets[x])))
 bad = run_in_processes(list(CASES), compile_bad_kernel)
 replays = run_in_processes(["calls"], lambda _: [compare_calls()])
@@ -79,7 +79,7 @@ def run_python(*arguments: str) -> tuple[int, dict]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, list[dict]]]:
+def compiled_rows() -> dict[str, dict[str, list[dict]]]:
     """Return the rows of the steps by target, of bad kernels by name, and of replayed calls."""
     return run_python("-c", SCRIPT)[1]
 
@@ -92,18 +92,18 @@ def check_rows(rows: list[dict]) -> None:
 
 
 # `make oldest` runs this with an old Triton.
-@pytest.mark.parametrize("target", STEPS_BY_TARGET)
-def test_kernels_of_a_step_obey_the_rules(compiled, target):
-    check_rows(compiled["steps"][target])
+@pytest.mark.parametrize("target", TARGET_VARIANTS)
+def test_kernels_of_a_step_obey_the_rules(compiled_rows, target):
+    rows = compiled_rows["steps"][target]
+    check_rows(rows)
     # On gfx942, products do not read codes from shared memory, so codes are not widened.
-    has_widened = any(row["kernel"] == "widen_codes" for row in compiled["steps"][target])
-    assert has_widened == (target == "sm_90")
-    assert {row["variant"] for row in compiled["steps"][target]} == set(STEPS_BY_TARGET[target])
+    assert any(row["kernel"] == "widen_codes" for row in rows) == (target == "sm_90")
+    assert {row["variant"] for row in rows} == set(TARGET_VARIANTS[target])
 
 
-def test_a_replayed_call_launches_the_same_kernels_as_triton(compiled):
+def test_a_replayed_call_launches_the_same_kernels_as_triton(compiled_rows):
     """Each input of a call is changed, before or after the call is recorded."""
-    (call_counts,) = compiled["replays"]["calls"]
+    (call_counts,) = compiled_rows["replays"]["calls"]
     assert call_counts.keys() == {"attend", "write", "make_plan"}
     assert sum(call_counts.values()) > 120, call_counts
 
@@ -137,9 +137,9 @@ def check_messages(violations: list[str], expected: list[str]) -> None:
         ("dies", ["the process ended with exit code -6"]),
     ],
 )  # fmt: skip
-def test_a_bad_kernel_violates_its_rules(compiled, name, expected):
-    assert list(compiled["bad"]) == list(CASES)
-    (row,) = compiled["bad"][name]
+def test_a_bad_kernel_violates_its_rules(compiled_rows, name, expected):
+    assert list(compiled_rows["bad"]) == list(CASES)
+    (row,) = compiled_rows["bad"][name]
     # Newer versions of Triton spill a value of a small kernel.
     is_ignored = lambda text: MAY_SPILL and name != "large" and "spills" in text  # noqa: E731
     actual = [text for text in row["violations"] if not is_ignored(text)]
@@ -205,18 +205,19 @@ def test_each_rule_reports_its_violation(changes, options, expected):
     ],
 )
 def test_resident_programs_are_limited_by_resources(target, registers, warps, shared, programs):
-    assert Target.parse(target).fit(registers, warps, shared) == programs
+    assert Target.parse(target).count_programs(registers, warps, shared) == programs
 
 
 def test_an_unlisted_gpu_is_described_by_its_resources():
     """The GPUs are a small chip with 100 KB of shared memory per SM, and a B300."""
     chip = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
-    assert chip.fit(168, 2, 37888) == 2
-    assert tuning.expected_programs(chip) == 2
+    assert chip.count_programs(168, 2, 37888) == 2
+    assert tuning.estimate_programs(chip) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
-    assert tuning.expected_programs(b300) == 6
-    workload, b200 = tuning.Workload(256, 64, False, False, False), Target.parse("sm_100")
-    assert tuning.extend_config(b300, workload) == tuning.extend_config(b200, workload)
+    assert tuning.estimate_programs(b300) == 6
+    workload = tuning.Workload(256, 64, False, False, False)
+    b200_config = tuning.choose_extend_config(Target.parse("sm_100"), workload)
+    assert tuning.choose_extend_config(b300, workload) == b200_config
 
 
 # -- reading machine code --------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def test_amd_loads_finish_in_order(wait_count, rounds_ahead):
 UNKNOWN_FORMATS = [Format("fp8_e3m4fn", 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0)]
 
 
-MOVE_PTX = [
+SHIFT_PTX = [
     ".visible .entry _move(.param .u64 codes, .param .u64 values) .reqntid 256 {{ .reg .b32 %r<4>",
     ".reg .b64 %rd<5>", "mov.u32 %r3, %tid.x",
     "ld.param.b64 %rd1, [codes]", "mad.wide.u32 %rd3, %r3, 4, %rd1", "ld.global.b32 %r2, [%rd3]",
@@ -307,10 +308,10 @@ MOVE_PTX = [
 
 @pytest.mark.parametrize("keep_nan", [False, True], ids=["", "nan"])
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), *UNKNOWN_FORMATS], ids=lambda fmt: fmt.name)
-def test_packed_moves_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypatch):
+def test_packed_shifts_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     monkeypatch.setattr(Target, "converts", lambda *_: False)
-    used_codec = codec.codec_for.__wrapped__(
+    used_codec = codec.choose_codec.__wrapped__(
         fmt.name, Target.parse("sm_80"), tl.float16, False, keep_nan
     )
     has_nan = keep_nan or fmt.inf_code is not None
@@ -318,7 +319,7 @@ def test_packed_moves_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypa
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0)
     bits = torch.zeros(256, 4, dtype=torch.int16)
     packed = packed.to(torch.int32)
-    program = parse(";".join(MOVE_PTX).format(re.sub(r"\$(\d)", r"%r\1", used_codec.assembly)))
+    program = parse(";".join(SHIFT_PTX).format(re.sub(r"\$(\d)", r"%r\1", used_codec.assembly)))
     addresses = [packed.data_ptr(), bits.data_ptr()]
     memory = GlobalMemory([packed, bits])
     execute(program, compile_program(program), addresses, (1, 1, 1), memory, shared_size=0)
@@ -339,10 +340,10 @@ def test_packed_moves_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypa
     ],
     ids=lambda fmt: fmt.name,
 )
-def test_a_format_without_packed_moves_is_refused(fmt, monkeypatch):
+def test_a_format_without_packed_shifts_is_refused(fmt, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     with pytest.raises(AssertionError, match=fmt.name):
-        codec.codec_for.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
+        codec.choose_codec.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -354,35 +355,36 @@ ROW = {
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run_command(monkeypatch, capsys):
     """Return a function that runs the command on rows, and returns its exit code and output."""
 
-    def run_command(*arguments: str, rows: list[dict]) -> tuple[int, str]:
+    def run(*arguments: str, rows: list[dict]) -> tuple[int, str]:
         def check_targets(names, variants):
-            run_command.variants = variants
+            run.variants = variants
             return {name: [{**row, "target": name} for row in rows] for name in names}
 
         monkeypatch.setattr(command, "check_targets", check_targets)
         code = command.main([*arguments])
         return code, capsys.readouterr().out
 
-    return run_command
+    return run
 
 
-def test_the_command_fails_on_violations_and_shows_changes(run, tmp_path):
+def test_the_command_fails_on_violations_and_shows_changes(run_command, tmp_path):
     """The option `--summary` compiles only the kernels that read pages."""
-    code, out = run(rows=[ROW])
+    code, out = run_command(rows=[ROW])
     assert code == 0
     assert all(f"{name} " in out for name in TARGETS)
-    code, out = run("--target", "sm_90", rows=[ROW, {**ROW, "violations": ["2 spills"]}])
+    code, out = run_command("--target", "sm_90", rows=[ROW, {**ROW, "violations": ["2 spills"]}])
     assert (code, "2 spills" in out, "sm_80" in out) == (1, True, False)
-    code, out = run("--summary", "--json", "--target", "sm_90", rows=[ROW])
+    code, out = run_command("--summary", "--json", "--target", "sm_90", rows=[ROW])
     assert json.loads(out)["targets"] == {"sm_90": [ROW]}
-    assert {variant.operation for variant in list_variants(run.variants)} == {"decode", "extend"}
-    assert len(list_variants(run.variants)) == 10
+    variants = list_variants(run_command.variants)
+    assert len(variants) == 10
+    assert {variant.operation for variant in variants} == {"decode", "extend"}
     (tmp_path / "before.json").write_text(out)
     faster = {**ROW, "registers": 104, "per_kib": 55.5}
-    code, out = run("--summary", "--before", str(tmp_path / "before.json"), rows=[faster])
+    code, out = run_command("--summary", "--before", str(tmp_path / "before.json"), rows=[faster])
     are_shown = [text in out for text in ("168 -> 104", "120.0 -> 55.5", "39424 ->")]
     assert (code, are_shown) == (0, [True, True, False])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_fp8kv.ops.blocks import locate_pages, put_pages, take_pages, upload
-from hf_fp8kv.ops.page_layout import page_layout
+from hf_fp8kv.ops.page_layout import make_page_layout
 from tests.helpers.assertions import assert_same
 
 
@@ -45,14 +45,14 @@ def test_pages_are_read_and_written_by_number():
 
 
 @pytest.mark.parametrize("sizes", [(2, 16, 5, 3), (8, 64, 128, 128), (1, 8, 1, 1)])
-def test_parts_of_a_page_do_not_overlap_and_are_aligned(sizes):
-    layout = page_layout(*sizes, torch.uint8, torch.bfloat16, True)
+def test_regions_of_a_page_do_not_overlap_and_are_aligned(sizes):
+    layout = make_page_layout(*sizes, torch.uint8, torch.bfloat16, True)
     block = torch.zeros(3, layout.size, dtype=torch.uint8)
-    for name, part in layout.split(block).items():
+    for name, region in layout.split(block).items():
         assert layout.offsets[name] % 16 == 0
-        part.view(torch.uint8).add_(1)
-        assert part.data_ptr() == block.data_ptr() + layout.offsets[name]
-    assert block.max() == 1, "a byte is in two parts"
+        region.view(torch.uint8).add_(1)
+        assert region.data_ptr() == block.data_ptr() + layout.offsets[name]
+    assert block.max() == 1, "a byte is in two regions"
     heads, slots, k_dim, v_dim = sizes
     assert block.sum() == 3 * heads * slots * (k_dim + 2 * v_dim + 4)
     assert layout.size % 16 == 0

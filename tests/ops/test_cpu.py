@@ -17,11 +17,10 @@ from hf_fp8kv.ops.cpu import build
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.counting import BytesWritten
 from tests.ops import test_ops
-from tests.ops.test_ops import with_scales
 
 pytestmark = pytest.mark.text
 
-HEADS, DIM = 2, 32
+NUM_HEADS, HEAD_DIM = 2, 32
 
 
 def make_pages(num_tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
@@ -40,19 +39,19 @@ def attend(
 
 
 @pytest.fixture
-def small_grain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Split calls of any size between four threads."""
-    monkeypatch.setattr(cpu_backend, "GRAIN", 64)
-    monkeypatch.setattr(cpu_backend, "SPAN", 16)
+    monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", 64)
+    monkeypatch.setattr(cpu_backend, "SPAN_TOKENS", 16)
     old_num_threads = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(old_num_threads)
 
 
-@pytest.mark.usefixtures("small_grain")
+@pytest.mark.usefixtures("four_threads")
 def test_results_do_not_depend_on_threads():
-    pages, query = make_pages(700), torch.randn(1, 6, 3, DIM)
+    pages, query = make_pages(700), torch.randn(1, 6, 3, HEAD_DIM)
     expected = attend(pages, query, 700, reference)
     first_result = attend(pages, query, 700)
     torch.testing.assert_close(first_result, expected, rtol=1e-5, atol=1e-6)
@@ -62,32 +61,32 @@ def test_results_do_not_depend_on_threads():
     assert_same(attend(pages, query, 700), first_result)
 
 
-@pytest.mark.usefixtures("small_grain")
+@pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("case", test_ops.LATENT_CASES, ids=str)
 def test_threads_share_latents(case):
-    pages, query, kwargs = test_ops.prepare(case)
-    expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
-    actual = test_ops.attend(case, pages, query, "cpu", **kwargs)
-    assert test_ops.errors(actual, expected).max() <= test_ops.max_error(case)
+    pages, query, fields = test_ops.prepare(case)
+    expected = test_ops.attend(case, pages, query.float(), "reference", **fields)
+    actual = test_ops.attend(case, pages, query, "cpu", **fields)
+    assert test_ops.compute_errors(actual, expected).max() <= test_ops.bound_error(case)
 
 
-@pytest.mark.usefixtures("small_grain")
+@pytest.mark.usefixtures("four_threads")
 def test_write_and_gather_give_equal_bytes_on_many_threads():
     pages = make_pages(700)
     expected_pages = test_ops.copy_pages(pages)
-    key, value = torch.randn(2, 1, HEADS, 700, DIM)
-    ends = torch.tensor([700], dtype=torch.int32)
-    cpu_backend.write(pages, key, value, ends)
-    reference.write(expected_pages, key, value, ends)
+    key, value = torch.randn(2, 1, NUM_HEADS, 700, HEAD_DIM)
+    lengths = torch.tensor([700], dtype=torch.int32)
+    cpu_backend.write(pages, key, value, lengths)
+    reference.write(expected_pages, key, value, lengths)
     assert_same_pool(pages, expected_pages)
     for side in ("k", "v"):
-        arguments = (ends, side, 5, 699, torch.bfloat16, False)
+        arguments = (lengths, side, 5, 699, torch.bfloat16, False)
         assert_same(cpu_backend.gather(pages, *arguments), reference.gather(pages, *arguments))
 
 
-@pytest.mark.usefixtures("small_grain")
+@pytest.mark.usefixtures("four_threads")
 def test_several_threads_may_call_at_once():
-    pages, queries = make_pages(700), torch.randn(8, 1, 6, 1, DIM)
+    pages, queries = make_pages(700), torch.randn(8, 1, 6, 1, HEAD_DIM)
     expected = [attend(pages, query, 700) for query in queries]
     with ThreadPoolExecutor(8) as callers:
         results = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
@@ -100,19 +99,19 @@ def test_several_threads_may_call_at_once():
 def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
     """Chunks, further sequences and threads do not change any bit of a result."""
     length, num_queries = 1333, 70
-    pages, query = make_pages(length, fmt), torch.randn(1, 6, num_queries, DIM)
+    pages, query = make_pages(length, fmt), torch.randn(1, 6, num_queries, HEAD_DIM)
     spec = AttentionSpec(0.2, causal=True, window=window)
 
     def run_cpu(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
-        ends = torch.tensor(lengths, dtype=torch.int32)
-        return cpu_backend.attend(query, pages, ends, 0, max(lengths), spec)
+        lengths_tensor = torch.tensor(lengths, dtype=torch.int32)
+        return cpu_backend.attend(query, pages, lengths_tensor, 0, max(lengths), spec)
 
     separate_results = torch.cat([
         run_cpu(pages, query[:, :, [t]], length - num_queries + 1 + t) for t in range(num_queries)
     ], 1)  # fmt: skip
     two_sequences = pages._replace(table=pages.table.repeat(2, 1))
-    for grain in (1 << 30, 64):
-        monkeypatch.setattr(cpu_backend, "GRAIN", grain)
+    for min_values in (1 << 30, 64):
+        monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", min_values)
         for chunk in (1, 3, 5, num_queries):
             assert_same(run_cpu(pages, query[:, :, -chunk:], length), separate_results[:, -chunk:])
         result = run_cpu(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
@@ -129,14 +128,14 @@ def test_integer_products_are_correct(fmt, rotated):
     pages = test_ops.fill(test_ops.make_pages(case), case)
     query = torch.randn(1, 6, num_queries, dim).bfloat16()
     actual = attend(pages, query, length)
-    error = test_ops.errors(actual, attend(pages, query.float(), length, reference))
-    assert error.max() <= test_ops.max_error(case)
+    error = test_ops.compute_errors(actual, attend(pages, query.float(), length, reference))
+    assert error.max() <= test_ops.bound_error(case)
     for t in range(num_queries):
         assert_same(attend(pages, query[:, :, [t]], length - num_queries + 1 + t), actual[:, [t]])
     if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
         page, slot = int(pages.table[0, 9]), 21
         for codes, index in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
-            codes[index] = test_ops.nan_code(fmt)
+            codes[index] = test_ops.get_nan_code(fmt)
             actual, expected = (attend(pages, query[:, :, -1:], length, backend).float()
                                for backend in (cpu_backend, reference))  # fmt: skip
             assert actual.isnan().any()
@@ -145,7 +144,7 @@ def test_integer_products_are_correct(fmt, rotated):
 
 def compare_with_reference(case: test_ops.Case, pages: Pages) -> None:
     """Compare the attention of all sequences with the reference, including NaN."""
-    query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim)
+    query = torch.randn(len(case.lengths), case.num_q_heads, case.num_tokens, case.q_dim)
     arguments = test_ops.make_spec(case, pages) | {"bounds": None}
     expected = test_ops.attend(case, pages, query, "reference", **arguments)
     actual = test_ops.attend(case, pages, query, "cpu", **arguments)
@@ -164,17 +163,17 @@ def test_pages_may_begin_inside_a_vector():
 
 def test_a_prompt_attends_to_positions_from_a_start():
     """torch's attention computes 16-bit prompts, and would attend to all positions."""
-    pages, query = make_pages(100, dtype=torch.float16), torch.randn(1, 6, 70, DIM).half()
-    spec, ends = AttentionSpec(0.2, causal=True), torch.tensor([100], dtype=torch.int32)
-    expected = reference.attend(query.float(), pages, ends, 40, 100, spec)
-    actual = cpu_backend.attend(query, pages, ends, 40, 100, spec)
+    pages, query = make_pages(100, dtype=torch.float16), torch.randn(1, 6, 70, HEAD_DIM).half()
+    spec, lengths = AttentionSpec(0.2, causal=True), torch.tensor([100], dtype=torch.int32)
+    expected = reference.attend(query.float(), pages, lengths, 40, 100, spec)
+    actual = cpu_backend.attend(query, pages, lengths, 40, 100, spec)
     torch.testing.assert_close(actual.float(), expected, rtol=0.01, atol=0.01)
 
 
 def test_more_new_tokens_than_the_length_are_refused():
     pages = make_pages(40)
     old_pages = test_ops.copy_pages(pages)
-    key, value = torch.randn(2, 1, HEADS, 5, DIM)
+    key, value = torch.randn(2, 1, NUM_HEADS, 5, HEAD_DIM)
     with pytest.raises(OutOfPagesError):
         cpu_backend.write(pages, key, value, torch.tensor([3], dtype=torch.int32))
     assert_same_pool(pages, old_pages)
@@ -183,17 +182,18 @@ def test_more_new_tokens_than_the_length_are_refused():
 def test_scales_may_have_any_layout():
     """A scale per head or per tensor may be an expanded tensor."""
     # Small scales give small logits. The error of a logit is a relative error of the result.
-    scale = (0.01 * torch.rand(HEADS, 1)).expand(HEADS, DIM)
-    pages = with_scales(make_pages(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
+    k_scale = (0.01 * torch.rand(NUM_HEADS, 1)).expand(NUM_HEADS, HEAD_DIM)
+    v_scale = torch.tensor(0.003).expand(NUM_HEADS, HEAD_DIM)
+    pages = test_ops.replace_scales(make_pages(40), k_scale, v_scale)
     pages = pages._replace(table=pages.table.t().contiguous().t())
-    query = torch.randn(1, 6, 1, DIM)
+    query = torch.randn(1, 6, 1, HEAD_DIM)
     expected = attend(pages, query, 40, reference)
     torch.testing.assert_close(attend(pages, query, 40), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_call_does_not_copy_the_pages():
     assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
-    pages, query = make_pages(4000), torch.randn(1, 6, 1, DIM)
+    pages, query = make_pages(4000), torch.randn(1, 6, 1, HEAD_DIM)
     with BytesWritten() as counter:
         attend(pages, query, 4000)
     assert counter.total < pages.k_codes.nbytes / 10
@@ -202,10 +202,10 @@ def test_a_call_does_not_copy_the_pages():
 # -- libraries -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("small_grain")
+@pytest.mark.usefixtures("four_threads")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_process_computes_on_one_thread():
-    pages, query = make_pages(700), torch.randn(1, 6, 1, DIM)
+    pages, query = make_pages(700), torch.randn(1, 6, 1, HEAD_DIM)
     expected = attend(pages, query, 700)
     pid = os.fork()
     if pid == 0:
@@ -232,10 +232,11 @@ def test_each_library_matches_the_reference(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     for case in test_ops.CASES[:12] + test_ops.LATENT_CASES:
-        pages, query, kwargs = test_ops.prepare(case)
-        expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
-        actual = test_ops.attend(case, pages, query, "cpu", **kwargs)
-        assert test_ops.errors(actual, expected).max() <= test_ops.max_error(case, "cpu"), case
+        pages, query, fields = test_ops.prepare(case)
+        expected = test_ops.attend(case, pages, query.float(), "reference", **fields)
+        actual = test_ops.attend(case, pages, query, "cpu", **fields)
+        error = test_ops.compute_errors(actual, expected).max()
+        assert error <= test_ops.bound_error(case, "cpu"), case
     assert cpu_backend.load_library()._name == str(build.find_library(capability))
 
 
@@ -243,11 +244,11 @@ def test_each_library_matches_the_reference(capability, monkeypatch):
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "find_library", lambda _: tmp_path / "kernels_none.so")
     with pytest.raises(BackendError, match=r"kernels_none\.so.*hf_fp8kv\.ops\.cpu\.build"):
-        attend(make_pages(40), torch.randn(1, 6, 1, DIM), 40)
+        attend(make_pages(40), torch.randn(1, 6, 1, HEAD_DIM), 40)
 
 
 @pytest.mark.usefixtures("unloaded_library")
 def test_a_library_of_a_different_source_is_refused(monkeypatch):
     monkeypatch.setattr(build, "compute_stamp", lambda: 1)
     with pytest.raises(BackendError, match="a different source"):
-        attend(make_pages(40), torch.randn(1, 6, 1, DIM), 40)
+        attend(make_pages(40), torch.randn(1, 6, 1, HEAD_DIM), 40)

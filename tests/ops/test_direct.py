@@ -19,7 +19,7 @@ from hf_fp8kv.ops.triton.target import launch
 from tests.helpers.assertions import assert_same
 
 
-class Subclass(torch.Tensor):
+class TensorSubclass(torch.Tensor):
     """A subclass of Tensor, like FakeTensor and DTensor."""
 
 
@@ -100,7 +100,7 @@ OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
     "mode": (observe_by_mode, 2), "profiler": (observe_by_profiler, 2),
     "tracing": (observe_by_tracing, 2), "compiling": (observe_by_compiling, 2),
     "transform": (observe_by_transform, 0),
-    "subclass": (lambda: (call_operations(lambda x: x.as_subclass(Subclass)), []), 0),
+    "subclass": (lambda: (call_operations(lambda x: x.as_subclass(TensorSubclass)), []), 0),
     "nothing": (lambda: (call_operations(), []), 0),
 }  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_compiled_calls_check_sizes() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(
-    ops.available_backends()["triton"] is not None, reason=str(ops.available_backends()["triton"])
+    ops.explain_backends()["triton"] is not None, reason=str(ops.explain_backends()["triton"])
 )
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_plan_keeps_no_memory_of_an_operation(gradients: bool) -> None:
@@ -156,7 +156,7 @@ def test_a_plan_keeps_no_memory_of_an_operation(gradients: bool) -> None:
     pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
-    plan = torch.empty((ops.plan_rows("triton", device, 1, 2), 4), dtype=torch.int32, device=device)
+    plan = torch.empty((ops.size_plan("triton", device, 1, 2), 4), dtype=torch.int32, device=device)
     ops.make_plan(plan, lengths, 1, 0, 0, 2, "triton")
     with torch.set_grad_enabled(gradients):
         ops.attend(x, pages, lengths, 0, 1, AttentionSpec(1.0, True), plan=plan, backend="triton")

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +23,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
-from hf_fp8kv.ops.visibility import visible
+from hf_fp8kv.ops.visibility import find_visible
 from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.blocks import split_into_blocks
@@ -35,29 +34,29 @@ from tests.ops.test_ops import (
     PROMPT_CASES,
     Case,
     attend,
+    bound_error,
     check_deterministic,
+    compute_errors,
     copy_pages,
-    edge_case,
-    errors,
+    make_edge_case,
     make_pages,
     map_pages,
-    max_error,
     poison,
     prepare,
     prepare_edge,
 )
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning
-from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, recording, target_of
+from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, get_target, recording
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-INTERPRETED = DEVICE.type == "cpu" and "tests.tools.ptx.plugin" not in sys.modules
 RUNS_PTX = "tests.tools.ptx.plugin" in sys.modules
+IS_INTERPRETED = DEVICE.type == "cpu" and not RUNS_PTX
 KERNELS = {"decode": decode.attend, "extend": extend.attend}
 Tensor = torch.Tensor
 
@@ -67,12 +66,12 @@ def to_device(x: Any) -> Any:
     return x.to(DEVICE) if isinstance(x, Tensor) else x
 
 
-def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> Tensor:
+def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **fields: Any) -> Tensor:
     """Return a kernel's result on the CPU. Pages are moved to DEVICE unless `is_on_device`."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
-    plans = {"plan": kwargs.pop("plan")} if "plan" in kwargs else {}
-    is_on_device = kwargs.pop("is_on_device", False)
-    spec = AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()})
+    plans = {"plan": fields.pop("plan")} if "plan" in fields else {}
+    is_on_device = fields.pop("is_on_device", False)
+    spec = AttentionSpec(**{name: to_device(x) for name, x in fields.items()})
     if not is_on_device and case.page_size == 64:
         pages = split_into_blocks(pages, device=DEVICE)
     elif not is_on_device:
@@ -81,34 +80,38 @@ def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: A
     return actual.cpu()
 
 
+def check_kernel(
+    kernel: str, case: Case, pages: Pages, query: Tensor, expected: Tensor, **fields: Any
+) -> Tensor:
+    """Return a kernel's result on the CPU, after checking its error."""
+    actual = run_kernel(kernel, case, pages, query, **fields)
+    assert compute_errors(actual, expected).max() <= bound_error(case)
+    return actual
+
+
 def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
     """Return the results of `prepare`, and the result of the reference."""
-    pages, query, kwargs = prepare(case)
-    return pages, query, kwargs, attend(case, pages, query.float(), "reference", **kwargs)
+    pages, query, fields = prepare(case)
+    return pages, query, fields, attend(case, pages, query.float(), "reference", **fields)
 
 
-def make_plan_table(lengths: Sequence[int], heads: int, tokens: int = 1, window: int = 0) -> Tensor:
+def make_plan_table(lengths, num_heads, num_tokens=1, window=0, start=0, length=None) -> Tensor:
     """Return the work plan for these lengths, as a tensor."""
-    num_rows = plan.plan_rows(DEVICE, len(lengths), heads)
-    table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
+    num_rows = plan.size_plan(DEVICE, len(lengths), num_heads, length)
+    table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan.make_plan(table, ends, tokens, window, 0, heads)
+    plan.make_plan(table, ends, num_tokens, window, start, num_heads)
     return table
 
 
 def supports(kernel: str, case: Case) -> bool:
     """Return whether a kernel supports the case's number of query rows."""
-    num_rows = case.q_heads // case.heads * case.tokens
-    return kernel == "extend" or num_rows <= tuning.DECODE_ROWS or case.latent
-
-
-def alternate(cases: Sequence[Any], values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Pair each case with one of the values, which alternate."""
-    return list(zip(cases, itertools.cycle(values), strict=False))
+    num_rows = case.num_q_heads // case.num_heads * case.num_tokens
+    return kernel == "extend" or num_rows <= tuning.MAX_DECODE_ROWS or case.latent
 
 
 # Features for which the kernels have separate code, besides shapes.
-_FEATURES = (
+FEATURES = (
     "key", "value", "dynamic", "center", "rotated", "causal", "window", "softcap", "sinks",
     "padding", "mask", "latent", "from_zero",
 )  # fmt: skip
@@ -119,7 +122,7 @@ def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
     seen_features: set[tuple[str, str, Any]] = set()
     case_kernels: list[tuple[Case, str]] = []
     for case in cases:
-        features = [(name, getattr(case, name)) for name in _FEATURES]
+        features = [(name, getattr(case, name)) for name in FEATURES]
         features = [(n, x) if n in ("key", "value", "mask") else (n, bool(x)) for n, x in features]
         supported_kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
         new_kernels = [
@@ -134,7 +137,7 @@ def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
     return case_kernels
 
 
-def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def attend_with_torch(case: Case, pages: Pages, query: Tensor, fields: dict[str, Any]) -> Tensor:
     """Return PyTorch's attention over dense K and V in the query's dtype, `[B, T, Hq, Dv]`."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     dense = [
@@ -143,73 +146,71 @@ def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, A
     ]
     if case.latent:
         dense = [torch.cat(dense, -1), dense[0]]
-    causal, window = kwargs["causal"], kwargs["window"]
-    is_visible = visible(lengths, case.tokens, 0, case.stop, causal, window)[:, None]
-    mask = kwargs.get("mask")
+    causal, window = fields["causal"], fields["window"]
+    is_visible = find_visible(lengths, case.num_tokens, 0, case.stop, causal, window)[:, None]
+    mask = fields.get("mask")
     if mask is not None:
         is_visible = is_visible & mask.bool()
     bias = torch.zeros(is_visible.shape, dtype=case.dtype).masked_fill(~is_visible, -torch.inf)
-    if kwargs.get("bias") is not None:
-        bias = bias + kwargs["bias"]
+    if fields.get("bias") is not None:
+        bias = bias + fields["bias"]
     return torch.nn.functional.scaled_dot_product_attention(
         query, *(x.nan_to_num() for x in dense), attn_mask=bias, enable_gqa=True,
-        scale=kwargs["scaling"],
+        scale=fields["scaling"],
     ).transpose(1, 2)  # fmt: skip
 
 
 # Only "cpu" computes prompts in a special way.
-_CASES = [case for case in CASES if case not in PROMPT_CASES]
+KERNEL_CASES = [case for case in CASES if case not in PROMPT_CASES]
+FLOAT32_CASES = [case for case in KERNEL_CASES if case.dtype == torch.float32]
 
 
 # Both kernels read pages with the same code, and each runs with each feature.
-@pytest.mark.parametrize(
-    ("case", "kernel"), assign_kernels([c for c in _CASES if c.dtype == torch.float32]), ids=str
-)
+@pytest.mark.parametrize(("case", "kernel"), assign_kernels(FLOAT32_CASES), ids=str)
 def test_float32_equals_the_reference(case, kernel):
-    pages, query, kwargs, expected = prepare_expected(case)
+    pages, query, fields, expected = prepare_expected(case)
     old_pages = copy_pages(pages)
-    actual = run_kernel(kernel, case, pages, query, **kwargs)
+    actual = check_kernel(kernel, case, pages, query, expected, **fields)
     assert_same_pool(pages, old_pages)
     assert actual.shape == expected.shape
-    assert errors(actual, expected).max() <= max_error(case)
 
 
 # PyTorch's attention supports neither sinks nor softcap, so it gives no limit for these.
-_CASES_16_BIT = [
-    *(c for c in _CASES if c.dtype != torch.float32 and not c.sinks),
+CASES_16_BIT = [
+    *(c for c in KERNEL_CASES if c.dtype != torch.float32 and not c.sinks),
     Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
     Case("K e3m4, V auto, fp16", key="fp8_e3m4", value=AUTO, dtype=torch.float16, lengths=(199,)),
-    Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), tokens=3),
-    Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), tokens=5),
+    Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), num_tokens=3),
+    Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), num_tokens=5),
     Case("head size 128, fp16", k_dim=128, v_dim=128, page_size=64, dtype=torch.float16,
-         lengths=(700,), heads=1, q_heads=4),
+         lengths=(700,), num_heads=1, num_q_heads=4),
     Case("head size 256, bf16", k_dim=256, v_dim=256, page_size=64, dtype=torch.bfloat16,
-         lengths=(130,), heads=1, q_heads=2),
-    Case("70 queries, bf16", tokens=70, lengths=(150,), page_size=64, dtype=torch.bfloat16),
+         lengths=(130,), num_heads=1, num_q_heads=2),
+    Case("70 queries, bf16", num_tokens=70, lengths=(150,), page_size=64, dtype=torch.bfloat16),
     Case("rotated by blocks, fp16", rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
          center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
     Case("rotated, head size 128, bf16", rotated=True, key="fp8_e2m5", value="int8", k_dim=128,
-         v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), tokens=17, page_size=64),
+         v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), num_tokens=17, page_size=64),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "kernel"), assign_kernels(_CASES_16_BIT), ids=str)
+@pytest.mark.parametrize(("case", "kernel"), assign_kernels(CASES_16_BIT), ids=str)
 def test_errors_in_16_bits_are_at_most_twice_the_errors_of_pytorch(case, kernel):
-    pages, query, kwargs, expected = prepare_expected(case)
-    actual = run_kernel(kernel, case, pages, query, **kwargs)
+    pages, query, fields, expected = prepare_expected(case)
+    actual = run_kernel(kernel, case, pages, query, **fields)
     assert actual.dtype == case.dtype
-    torch_error = errors(torch_attention(case, pages, query, kwargs), expected)
-    error = errors(actual, expected)
+    torch_error = compute_errors(attend_with_torch(case, pages, query, fields), expected)
+    error = compute_errors(actual, expected)
     assert (error <= 2 * torch_error).all(), f"{error.tolist()} > 2 * {torch_error.tolist()}"
 
 
-# GPUs that decode a format in different ways: by an instruction, or by moving bits.
-_TARGETS = ["sm_80", "sm_90", "gfx942", "gfx950"]
+# GPUs that decode a format in different ways: by an instruction, or by shifting bits.
+TARGETS = ["sm_80", "sm_90", "gfx942", "gfx950"]
 # No hardware converts E3M4, E2M5 or int8, so only E3M4 runs on every GPU.
-_FORMAT_TARGETS = [
+FORMAT_TARGETS = [
     (name, target)
     for name in sorted(FORMATS)
-    for target in _TARGETS
+    for target in TARGETS
     if target in ("sm_80", "gfx942") or name not in ("fp8_e2m5", "int8")
 ]
 
@@ -218,7 +219,7 @@ _FORMAT_TARGETS = [
 @pytest.mark.parametrize(
     ("format_target", "dynamic", "dtype", "side", "kernel"),
     pairwise(
-        _FORMAT_TARGETS, [True, False], [torch.float32, torch.bfloat16], ["k", "v"], list(KERNELS)
+        FORMAT_TARGETS, [True, False], [torch.float32, torch.bfloat16], ["k", "v"], list(KERNELS)
     ),
     ids=str,
 )
@@ -226,17 +227,17 @@ def test_each_way_to_read_a_format_is_correct(format_target, dynamic, dtype, sid
     """All codes are decoded, and a visible NaN reaches the output."""
     name, target = format_target
     case = Case("", key=name, value=name, dynamic=dynamic, dtype=dtype, lengths=(150, 70))
-    pages, query, kwargs, expected = prepare_expected(case)
-    limit = max_error(case)
+    pages, query, fields, expected = prepare_expected(case)
+    limit = bound_error(case)
     if dtype != torch.float32:
-        limit = allowed_error(target, case, pages, query, kwargs, expected)
+        limit = bound_target_error(target, case, pages, query, fields, expected)
     key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
     (key if side == "k" else value)[1, 0, 0, 3] = math.nan
     with assume_target(target):
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
-        worst_error = errors(actual, expected).max().item()
+        actual = run_kernel(kernel, case, pages, query, **fields)
+        worst_error = compute_errors(actual, expected).max().item()
         ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), "reference")
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
+        actual = run_kernel(kernel, case, pages, query, **fields)
     assert worst_error <= limit, f"{worst_error:.2e} > {limit:.2e}"
     assert actual[0].isfinite().all(), "a different sequence"
     assert actual[1, :, 3:].isfinite().all(), "a different head"
@@ -245,50 +246,49 @@ def test_each_way_to_read_a_format_is_correct(format_target, dynamic, dtype, sid
 
 def assume_target(target: str) -> AbstractContextManager[None]:
     """Launch as on the GPU `target`, with few SMs. Skip the test if a real GPU runs the kernels."""
-    if not (INTERPRETED or (RUNS_PTX and target.startswith("sm_"))):
+    if not (IS_INTERPRETED or (RUNS_PTX and target.startswith("sm_"))):
         pytest.skip("a GPU supports only one way to decode a format")
     parsed = Target.parse(target)
-    return assuming(dataclasses.replace(parsed, sm_count=4, interpreted=INTERPRETED))
+    return assuming(dataclasses.replace(parsed, sm_count=4, interpreted=IS_INTERPRETED))
 
 
-def allowed_error(
-    target: str, case: Case, pages: Pages, query: Tensor, kwargs: Any, expected: Any
+def bound_target_error(
+    target: str, case: Case, pages: Pages, query: Tensor, fields: Any, expected: Any
 ) -> float:
     """Return the largest error of a target. AMD GPUs use bfloat16, 3 bits less than float16."""
-    torch_error = errors(torch_attention(case, pages, query, kwargs), expected).max().item()
+    torch_output = attend_with_torch(case, pages, query, fields)
+    torch_error = compute_errors(torch_output, expected).max().item()
     return (4 if target.startswith("gfx") else 2) * torch_error
 
 
 # -- the split ---------------------------------------------------------------------------------
 
 
-def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
-    """Return the parts of a plan, and the rows of its sequences."""
-    batch = len(lengths)
-    num_rows = plan.plan_rows(DEVICE, batch, heads, length)
-    table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
-    ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan.make_plan(table, ends, tokens, window, start, heads)
-    num_parts = plan.max_parts(table, batch)
-    used_rows = [row for row in table[:num_parts].tolist() if row[0] >= 0]
-    assert all(row[0] == -1 for row in table[len(used_rows) : num_parts].tolist())
-    return used_rows, table[num_parts:].tolist()
+def make_plan_rows(lengths, *args, **kwargs):
+    """Return the used rows of a plan with parts, and the rows of its sequences."""
+    table = make_plan_table(lengths, *args, **kwargs)
+    max_parts = plan.get_max_parts(table, len(lengths))
+    used_rows = [row for row in table[:max_parts].tolist() if row[0] >= 0]
+    assert all(row[0] == -1 for row in table[len(used_rows) : max_parts].tolist())
+    return used_rows, table[max_parts:].tolist()
 
 
 @hypothesis.given(
     lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=9),
-    tokens=st.integers(1, 5),
+    num_tokens=st.integers(1, 5),
     window=st.sampled_from([0, 1, 100, 128, 1000]),
     start=st.sampled_from([0, 1, 127, 500]),
-    heads=st.sampled_from([1, 2, 3, 8]),
+    num_heads=st.sampled_from([1, 2, 3, 8]),
     sm_count=st.integers(1, 12),
 )
-def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start, heads, sm_count):
-    target = target_of(DEVICE)
-    if INTERPRETED:
+def test_a_plan_gives_every_token_to_one_program(
+    lengths, num_tokens, window, start, num_heads, sm_count
+):
+    target = get_target(DEVICE)
+    if IS_INTERPRETED:
         target = Target("cuda", 90, sm_count, interpreted=True)
     with assuming(target):
-        parts, sequences = make_plan(lengths, heads, tokens, window, start)
+        parts, sequences = make_plan_rows(lengths, num_heads, num_tokens, window, start)
     slots = [row[3] for row in parts if row[3] >= 0]
     assert len(set(slots)) == len(slots)
     for index, length in enumerate(lengths):
@@ -298,7 +298,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         assert seq_parts, "a sequence without a program would have no output"
         expected = range(first, first + count) if count > 1 else [-1]
         assert [row[3] for row in seq_parts] == list(expected)
-        low = max(start, length - tokens - window + 1 if window else 0, 0)
+        low = max(start, length - num_tokens - window + 1 if window else 0, 0)
         assert all(x[2] == y[1] for x, y in itertools.pairwise(seq_parts)), "a gap, or tokens twice"
         assert seq_parts[0][1] == 0
         assert seq_parts[-1][2] == 2**31 - 1
@@ -307,42 +307,42 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
 
 
 # Few sequences must be split, many need no split, and ragged sequences need an order.
-@pytest.mark.parametrize("heads", [1, 8, 32])
-@pytest.mark.skipif(not INTERPRETED, reason="the cost model assumes the SMs of an H200")
-def test_plans_are_nearly_as_fast_as_the_best_plan(heads):
+@pytest.mark.parametrize("num_heads", [1, 8, 32])
+@pytest.mark.skipif(not IS_INTERPRETED, reason="the cost model assumes the SMs of an H200")
+def test_plans_are_nearly_as_fast_as_the_best_plan(num_heads):
     """A plan reaches 95 % of the bandwidth, or of the best even split if none can reach that."""
     # The interpreter takes a second to plan for the largest batch, so that batch has one case.
-    largest_batch = [(64, 32768)] if heads == 8 else []
+    largest_batch = [(64, 32768)] if num_heads == 8 else []
     for batch, max_length in ((1, 131072), (8, 131072), (25, 32768), *largest_batch):
         ramp = [1024 + (max_length - 1024) * (7 * i % batch) // batch for i in range(batch)]
         ragged = [max_length, *[1024] * (batch - 1)]
         for lengths in ([4096] * batch, [max_length] * batch, ramp, ragged):
             with assuming(Target("cuda", 90, 132, interpreted=True)):
-                rows, _ = make_plan(lengths, heads)
-            unit, min_time = gpu_model.UNIT, gpu_model.lower_bound(lengths, heads)
+                rows, _ = make_plan_rows(lengths, num_heads)
+            unit, min_time = gpu_model.UNIT, gpu_model.lower_bound(lengths, num_heads)
             units = [-(-n // unit) for n in lengths]
             parts = [
                 gpu_model.Part(b, begin // unit, min(end // unit, units[b]), slot < 0)
                 for b, begin, end, slot in rows
             ]
-            time = gpu_model.plan_time(parts, lengths, heads)
+            time = gpu_model.plan_time(parts, lengths, num_heads)
             efficiency = min_time / time
             # From 0.5 GB on, the fixed times of a program are negligible.
             if efficiency < 0.95 and (min_time < 120 or len(set(lengths)) > 1):
-                efficiency = max(efficiency, gpu_model.best_time(lengths, heads) / time)
+                efficiency = max(efficiency, gpu_model.best_time(lengths, num_heads) / time)
             min_efficiency = 0.95 if time > 30 else 0.88
             assert efficiency >= min_efficiency, (batch, lengths[:3], time, efficiency)
 
 
 def test_a_plan_for_one_length_has_only_rows_for_useful_parts():
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=132, resources=None)):
-        assert plan.plan_rows(DEVICE, 64, 8, 32768) == 64 + 64
-        assert plan.plan_rows(DEVICE, 25, 8, 32768) > 25 + 25
-        assert plan.plan_rows(DEVICE, 64, 8) > 64 + 64
-        parts, sequences = make_plan([900, 900], 8, length=100)
-        for length, batch, heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
-            has_room = plan.plan_rows(DEVICE, batch, heads, length) > 2 * batch
-            is_split = any(row[3] >= 0 for row in make_plan([length] * batch, heads)[0])
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132, resources=None)):
+        assert plan.size_plan(DEVICE, 64, 8, 32768) == 64 + 64
+        assert plan.size_plan(DEVICE, 25, 8, 32768) > 25 + 25
+        assert plan.size_plan(DEVICE, 64, 8) > 64 + 64
+        parts, sequences = make_plan_rows([900, 900], 8, length=100)
+        for length, batch, num_heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
+            has_room = plan.size_plan(DEVICE, batch, num_heads, length) > 2 * batch
+            is_split = any(row[3] >= 0 for row in make_plan_rows([length] * batch, num_heads)[0])
             assert is_split == has_room or (has_room and length < 1000)
     assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
     assert [row[1] for row in sequences] == [1, 1]
@@ -359,7 +359,7 @@ def test_parts_are_merged_only_if_a_sequence_can_be_split():
     query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
     ends = torch.tensor([64, 64], dtype=torch.int32)
     for length in (64, None):
-        num_rows = plan.plan_rows(DEVICE, 2, 2, length)
+        num_rows = plan.size_plan(DEVICE, 2, 2, length)
         table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
         with recording(dry_run=True) as recorded:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
@@ -367,14 +367,13 @@ def test_parts_are_merged_only_if_a_sequence_can_be_split():
     assert kernels == ["_attend", "_attend", "_combine"]
 
 
-SPLIT_CASE = Case("split", lengths=(450, 130, 200), tokens=3, page_size=64, sinks=True, heads=2,
-             q_heads=6)  # fmt: skip
+SPLIT_CASE = Case("split", lengths=(450, 130, 200), num_tokens=3, page_size=64, sinks=True)
 # Few and many parts, and rotation of the merged sums for either order of operands.
 SPLIT_PARAMETERS = [
-    pytest.param(1, False, False, id="1", marks=pytest.mark.full),
-    pytest.param(5, False, False, id="5"),
-    pytest.param(40, True, False, id="40-rotated"),
-    pytest.param(5, True, True, id="5-rotated-swapped"),
+    pytest.param(1, False, False, id="1 SM", marks=pytest.mark.full),
+    pytest.param(5, False, False, id="5 SMs"),
+    pytest.param(40, True, False, id="40 SMs, rotated"),
+    pytest.param(5, True, True, id="5 SMs, rotated, swapped"),
 ]
 
 
@@ -389,52 +388,55 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
             SPLIT_CASE, rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
             dynamic=False, center=True,
         )  # fmt: skip
-    pages, query, kwargs, expected = prepare_expected(case)
+    pages, query, fields, expected = prepare_expected(case)
     # Any kernel accepts a plan for the number of programs that it expects.
     parameters = {"swapped": swapped, "programs": 4}
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=parameters)):
-        actual = run_kernel("decode", case, pages, query, **kwargs)
-        assert errors(actual, expected).max() <= max_error(case)
+    with assuming(
+        dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=parameters)
+    ):
+        actual = check_kernel("decode", case, pages, query, expected, **fields)
         # Two layers use a plan that is made before.
-        table = make_plan_table(case.lengths, case.heads, case.tokens)
+        table = make_plan_table(case.lengths, case.num_heads, case.num_tokens)
         for _ in range(2):
-            repeated_result = run_kernel("decode", case, pages, query, plan=table, **kwargs)
+            repeated_result = run_kernel("decode", case, pages, query, plan=table, **fields)
             assert_same(repeated_result, actual)
 
 
 def test_a_plan_for_different_lengths_gives_correct_results():
     """After a crop, for example, a plan may be for more or fewer tokens, or for a window."""
     case = Case("stale", lengths=(900, 60), page_size=64)
-    pages, query, kwargs, expected = prepare_expected(case)
+    pages, query, fields, expected = prepare_expected(case)
     for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
         table = make_plan_table(ends, 2, window=window)
-        actual = run_kernel("decode", case, pages, query, plan=table, **kwargs)
-        assert errors(actual, expected).max() <= max_error(case)
+        check_kernel("decode", case, pages, query, expected, plan=table, **fields)
 
 
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
-_LATENT = {"latent": True, "heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
-_CHUNK = Case("chunk", lengths=(800, 400), tokens=30, page_size=64, heads=1, q_heads=3, window=600)
-_LENGTHS = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
+LATENT = {"latent": True, "num_heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
+CHUNK = Case(
+    "chunk", lengths=(800, 400), num_tokens=30, page_size=64, num_heads=1, num_q_heads=3, window=600
+)
+LENGTHS = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
 # Parameters change how a tile is computed, but not the set of tiles. So each parameter runs
 # with a few cases: in both kernels, in few and in many parts.
-_CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
-    (_CHUNK, "extend", 40, {"rows": 32}),
-    (Case("many", lengths=tuple(range(1, 60, 3)), heads=2, q_heads=2), "decode", 3, {}),
-    (Case("16 heads", q_heads=16, lengths=(400, 130, 64), **_LATENT), "decode", 60, {}),
-    (Case("20 heads, sinks", q_heads=20, lengths=(191, 193), tokens=3, sinks=True, **_LATENT),
-     "decode", 60, {"chunks": 4}),
-    (Case("128 heads, rotated", q_heads=128, lengths=(129,), rotated=True,
-          **{**_LATENT, "key": "fp8_e2m5", "value": "int8"}),
+CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
+    (CHUNK, "extend", 40, {"rows": 32}),
+    (Case("many", lengths=tuple(range(1, 60, 3)), num_heads=2, num_q_heads=2), "decode", 3, {}),
+    (Case("16 heads", num_q_heads=16, lengths=(400, 130, 64), **LATENT), "decode", 60, {}),
+    (Case("20 heads, sinks", num_q_heads=20, lengths=(191, 193), num_tokens=3, sinks=True,
+          **LATENT), "decode", 60, {"chunks": 4}),
+    (Case("128 heads, rotated", num_q_heads=128, lengths=(129,), rotated=True,
+          **{**LATENT, "key": "fp8_e2m5", "value": "int8"}),
      "extend", 1, {"tile": 64}),
-    (Case("window, 17 queries", q_heads=6, lengths=(200,), tokens=17, window=70, **_LATENT),
+    (Case("window, 17 queries", num_q_heads=6, lengths=(200,), num_tokens=17, window=70, **LATENT),
      "decode", 60, {"rows": 64, "chunks": 2, "tile": 32, "masked_tile": 32}),
-    (Case("holes", q_heads=16, lengths=(192, 192), tokens=2, mask="bool", **_LATENT),
+    (Case("holes", num_q_heads=16, lengths=(192, 192), num_tokens=2, mask="bool", **LATENT),
      "decode", 60, {"tile": 64}),
-    (Case("padding, static", q_heads=16, lengths=(255, 128), padding=70, tokens=2, dynamic=False,
-          **{**_LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4}),
-    (Case("edges, 3 queries", lengths=_LENGTHS, tokens=3, q_heads=4, **_LATENT), "decode", 4, {}),
-    (Case("edges", lengths=_LENGTHS, q_heads=4, **_LATENT), "extend", 4, {}),
+    (Case("padding, static", num_q_heads=16, lengths=(255, 128), padding=70, num_tokens=2,
+          dynamic=False, **{**LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4}),
+    (Case("edges, 3 queries", lengths=LENGTHS, num_tokens=3, num_q_heads=4, **LATENT),
+     "decode", 4, {}),
+    (Case("edges", lengths=LENGTHS, num_q_heads=4, **LATENT), "extend", 4, {}),
     *(
         (Case(f"pages of {size}", lengths=(391,), page_size=size, dynamic=tile != 64), kernel, 4,
          {"tile": tile})
@@ -443,35 +445,33 @@ _CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "kernel", "sm_count", "config"), _CONFIGURED_CASES, ids=str)
+@pytest.mark.parametrize(("case", "kernel", "sm_count", "config"), CONFIGURED_CASES, ids=str)
 def test_any_launch_parameters_give_the_same_result(case, kernel, sm_count, config):
-    pages, query, kwargs, expected = prepare_expected(case)
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=config)):
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
-    assert errors(actual, expected).max() <= max_error(case)
+    pages, query, fields, expected = prepare_expected(case)
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=config)):
+        check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 # The slot determines the mask of a tile, and the tokens determine how many tiles need it.
 @pytest.mark.parametrize(
-    ("tokens", "slot", "from_zero", "kernel"),
+    ("num_tokens", "slot", "from_zero", "kernel"),
     pairwise([1, 3, 17], [15, 16, 17], [False, True], list(KERNELS)),
 )
-def test_a_window_may_begin_at_the_edge_of_a_page(tokens, slot, from_zero, kernel):
+def test_a_window_may_begin_at_the_edge_of_a_page(num_tokens, slot, from_zero, kernel):
     """A page is a tile here, so the edges of page, tile and window coincide."""
-    case = edge_case(tokens, slot, from_zero)
+    case = make_edge_case(num_tokens, slot, from_zero)
     kernel = kernel if supports(kernel, case) else "extend"
-    pages, query, kwargs, expected = prepare_edge(case)
+    pages, query, fields, expected = prepare_edge(case)
     parameters = {"tile": case.page_size}
-    with assuming(dataclasses.replace(target_of(DEVICE), parameters=parameters)):
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
-    assert errors(actual, expected).max() <= max_error(case)
+    with assuming(dataclasses.replace(get_target(DEVICE), parameters=parameters)):
+        check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_pages_past_two_gigabytes_are_read(kernel):
     """Addresses have 64 bits, and kernels only access pages in the table."""
-    case = Case("far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, heads=2, q_heads=2)
-    pages, query, kwargs = prepare(case)
+    case = Case("far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, num_heads=2, num_q_heads=2)
+    pages, query, fields = prepare(case)
     num_pages = 2**31 // (2 * 64 * 64) + 5
     table = torch.tensor([[num_pages - 1, 1, num_pages - 3, num_pages - 4]], dtype=torch.int32)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -481,9 +481,8 @@ def test_pages_past_two_gigabytes_are_read(kernel):
     far_pages = map_pages(to_device, pages)._replace(
         block=block, table=to_device(table), offsets=locate_pages([block])
     )
-    expected = attend(case, pages, query, "reference", **kwargs)
-    actual = run_kernel(kernel, case, far_pages, query, is_on_device=True, **kwargs)
-    assert errors(actual, expected).max() <= max_error(case)
+    expected = attend(case, pages, query, "reference", **fields)
+    check_kernel(kernel, case, far_pages, query, expected, is_on_device=True, **fields)
 
 
 @pytest.mark.parametrize("case", DETERMINISTIC_CASES, ids=str)
@@ -502,80 +501,81 @@ def test_tiny_and_huge_scales_keep_their_effect():
         ends = torch.tensor([300], dtype=torch.int32)
         ops.write(pages, key, value, ends, "reference")
         query = (torch.randn(1, 6, 1, 32) / magnitude).to(case.dtype)
-        kwargs = {"scaling": 32**-0.5, "causal": True, "window": 0}
-        expected = attend(case, pages, query.float(), "reference", **kwargs)
+        fields = {"scaling": 32**-0.5, "causal": True, "window": 0}
+        expected = attend(case, pages, query.float(), "reference", **fields)
         for kernel in KERNELS:
-            error = errors(run_kernel(kernel, case, pages, query, **kwargs), expected).max()
+            error = compute_errors(run_kernel(kernel, case, pages, query, **fields), expected).max()
             assert error < 2.0**-8, f"{kernel} at {magnitude}: {error:.2e}"
 
 
 def test_many_zeros_may_precede_the_first_value():
     """Zeros have the smallest possible scales. Sums of weights must not overflow before a value."""
-    case = Case("zeros", lengths=(17000,), page_size=1024, heads=1, q_heads=32, k_dim=16, v_dim=16)
+    case = Case(
+        "zeros", lengths=(17000,), page_size=1024, num_heads=1, num_q_heads=32, k_dim=16, v_dim=16
+    )
     pages = make_pages(case)
     key, value = torch.randn(1, 1, 17000, 16), torch.randn(1, 1, 17000, 16)
     value[:, :, :16900] = 0
     ops.write(pages, key, value, torch.tensor([17000], dtype=torch.int32), "reference")
-    query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
-    expected = attend(case, pages, query, "reference", **kwargs)
-    config = {"programs": 1, "rows": 32} | ({"tile": 1024} if INTERPRETED else {})
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=1, parameters=config)):
+    query, fields = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
+    expected = attend(case, pages, query, "reference", **fields)
+    config = {"programs": 1, "rows": 32} | ({"tile": 1024} if IS_INTERPRETED else {})
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=1, parameters=config)):
         for kernel in KERNELS:
-            actual = run_kernel(kernel, case, pages, query, **kwargs)
-            assert errors(actual, expected).max() <= max_error(case)
+            check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 def test_a_row_with_only_lowest_biases_is_a_mean():
     """Additive masks give padding the lowest value. Only rows of -inf attend to nothing."""
-    case = Case("lowest", lengths=(150,), tokens=3)
-    pages, query, kwargs = prepare(case)
+    case = Case("lowest", lengths=(150,), num_tokens=3)
+    pages, query, fields = prepare(case)
     for lowest in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min):
         bias = torch.zeros(1, 1, 3, 150)
         bias[..., 0, :] = lowest
         bias[..., 1, 70:] = lowest
-        new_kwargs = {**kwargs, "bias": bias}
-        expected = attend(case, pages, query, "reference", **new_kwargs)
+        new_fields = {**fields, "bias": bias}
+        expected = attend(case, pages, query, "reference", **new_fields)
         for kernel in KERNELS:
-            actual = run_kernel(kernel, case, pages, query, **new_kwargs)
-            assert errors(actual, expected).max() <= max_error(case)
+            check_kernel(kernel, case, pages, query, expected, **new_fields)
 
 
 def test_a_sink_of_minus_infinity_without_visible_tokens_gives_zeros():
-    case = Case("nothing", lengths=(40, 3), tokens=5, sinks=True)
-    pages, query, kwargs = prepare(case)
-    kwargs["sinks"] = torch.full_like(kwargs["sinks"], -math.inf)
+    case = Case("nothing", lengths=(40, 3), num_tokens=5, sinks=True)
+    pages, query, fields = prepare(case)
+    fields["sinks"] = torch.full_like(fields["sinks"], -math.inf)
     for kernel in KERNELS:
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
+        actual = run_kernel(kernel, case, pages, query, **fields)
         assert (actual[1, :2] == 0).all()
         assert actual.isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("kernel", "tokens", "config"),
+    ("kernel", "num_tokens", "config"),
     [("decode", 60, {"tile": 16}), ("extend", 128, {"tile": 32, "rows": 128})],
 )
-def test_a_part_may_end_before_the_windows_of_all_rows(kernel, tokens, config):
+def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, config):
     """The call has a complete mask in addition to a window, as in static sliding layers."""
-    case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
-    pages, query, kwargs = prepare(case)
-    mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
-    kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
-    expected = attend(case, pages, query, "reference", **kwargs)
-    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=40, parameters=config)):
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
-    assert errors(actual, expected).max() <= max_error(case)
+    case = Case(
+        "window", lengths=(600,), num_tokens=num_tokens, page_size=64, num_heads=1, num_q_heads=1
+    )
+    pages, query, fields = prepare(case)
+    mask = find_visible(torch.tensor([600]), num_tokens, 0, 600, True, 3)[:, None]
+    fields |= {"mask": mask, "window": 3 + num_tokens - 1, "causal": False}
+    expected = attend(case, pages, query, "reference", **fields)
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=40, parameters=config)):
+        check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 def test_the_length_of_a_chunk_is_not_a_constant():
     """With a constant length, each prompt would wait for a compiler."""
     constants_by_kernel: dict[str, set[str]] = {}
 
-    pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, heads=2))
+    pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, num_heads=2))
     lengths = torch.tensor([9000], dtype=torch.int32)
-    target = dataclasses.replace(target_of(DEVICE), sm_count=132)
+    target = dataclasses.replace(get_target(DEVICE), sm_count=132)
     with assuming(target), recording(dry_run=True) as recorded:
-        for tokens in range(70, 6000, 90):
-            query = torch.zeros(1, 8, tokens, 32)
+        for num_tokens in range(70, 6000, 90):
+            query = torch.zeros(1, 8, num_tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
     for kernel, _, args, constants, _ in recorded.launches:
         name, plan_table = kernel.fn.__name__, args[1]
@@ -589,31 +589,31 @@ def test_the_length_of_a_chunk_is_not_a_constant():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("e4m3", lengths=(300, 129), tokens=90, page_size=64, heads=2, q_heads=8, k_dim=64,
+        Case("e4m3", lengths=(300, 129), num_tokens=90, page_size=64, num_q_heads=8, k_dim=64,
              v_dim=64, dtype=torch.bfloat16),
-        Case("static", lengths=(300, 129), tokens=90, page_size=48, heads=1, q_heads=6, k_dim=80,
+        Case("static", lengths=(300, 129), num_tokens=90, page_size=48, num_heads=1, k_dim=80,
              v_dim=40, dtype=torch.bfloat16, key="fp8_e3m4", value="int8", dynamic=False,
              padding=20),
-        Case("rotated K", lengths=(300, 129), tokens=90, page_size=16, heads=1, q_heads=6,
+        Case("rotated K", lengths=(300, 129), num_tokens=90, page_size=16, num_heads=1,
              rotated=True, k_dim=32, v_dim=64, dtype=torch.float16, key="int8", value=AUTO),
     ],
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_widened_codes_give_the_same_bits(case, monkeypatch):
-    pages, query, kwargs, expected = prepare_expected(case)
+    pages, query, fields, expected = prepare_expected(case)
     monkeypatch.setattr(extend, "MIN_WIDENED_TOKENS", 0)
     monkeypatch.setattr(extend, "MIN_WIDENED_BLOCKS", 2)
     # A GPU has more SMs than these cases have blocks of rows.
     monkeypatch.setattr(extend, "MAX_UNSPLIT_TOKENS", 1000)
     with recording() as recorded:
-        result = run_kernel("extend", case, pages, query, **kwargs)
+        result = run_kernel("extend", case, pages, query, **fields)
     assert list_kernels(recorded) == ["_widen_codes", "_attend"]
-    assert errors(result, expected).max() <= 2 * errors(
-        torch_attention(case, pages, query, kwargs), expected
+    assert compute_errors(result, expected).max() <= 2 * compute_errors(
+        attend_with_torch(case, pages, query, fields), expected
     ).max()  # fmt: skip
     monkeypatch.setattr(extend, "MAX_WIDENED_BYTES", 0)
     with recording() as recorded:
-        assert_same(run_kernel("extend", case, pages, query, **kwargs), result)
+        assert_same(run_kernel("extend", case, pages, query, **fields), result)
     assert list_kernels(recorded) == ["_attend"]
 
 
@@ -630,33 +630,36 @@ def test_grids_of_a_million_tokens_are_valid():
 
 def test_rows_that_exceed_shared_memory_are_split():
     """In float32 there are several blocks of rows, but the plan was made for one block."""
-    tokens = 21
-    case = Case("blocks", lengths=(300, 150), tokens=tokens, page_size=64, k_dim=128, v_dim=72)
-    pages, query, kwargs, expected = prepare_expected(case)
-    table = make_plan_table(case.lengths, 2, tokens)
-    actual = run_kernel("decode", case, pages, query, plan=table, **kwargs)
-    assert errors(actual, expected).max() <= max_error(case)
+    num_tokens = 21
+    case = Case(
+        "blocks", lengths=(300, 150), num_tokens=num_tokens, page_size=64, k_dim=128, v_dim=72
+    )
+    pages, query, fields, expected = prepare_expected(case)
+    table = make_plan_table(case.lengths, 2, num_tokens)
+    check_kernel("decode", case, pages, query, expected, plan=table, **fields)
 
 
 # -- latents -------------------------------------------------------------------------------------
 
 
-# Test_each_way_to_read_a_format_is_correct runs each format on each target.
+# Each format runs on each target in `test_each_way_to_read_a_format_is_correct`.
 @pytest.mark.parametrize(
-    ("name", "target"), alternate(["fp8_e4m3", "fp8_e5m2", "fp8_e2m5", "fp8_e4m3"], _TARGETS)
+    ("name", "target"),
+    list(zip(["fp8_e4m3", "fp8_e5m2", "fp8_e2m5", "fp8_e4m3"], TARGETS, strict=True)),
 )
 def test_each_way_to_read_a_latent_is_correct(name, target):
     """Each target has separate launch parameters, and a visible NaN reaches the output."""
     rotated = name == "fp8_e2m5"
-    shape = {**_LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
-    case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **shape)
-    pages, query, kwargs, expected = prepare_expected(case)
-    limit = allowed_error(target, case, pages, query, kwargs, expected)
+    shape = {**LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
+    case = Case("", num_q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **shape)
+    pages, query, fields, expected = prepare_expected(case)
+    limit = bound_target_error(target, case, pages, query, fields, expected)
     with assume_target(target):
         for kernel in KERNELS:
-            assert errors(run_kernel(kernel, case, pages, query, **kwargs), expected).max() <= limit
+            actual = run_kernel(kernel, case, pages, query, **fields)
+            assert compute_errors(actual, expected).max() <= limit
         poison(pages, 1, [30])
         for kernel in KERNELS:
-            actual = run_kernel(kernel, case, pages, query, **kwargs)
+            actual = run_kernel(kernel, case, pages, query, **fields)
             assert actual[0].isfinite().all()
             assert actual[1].isnan().any(-1).all()

@@ -18,12 +18,12 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.serving_tools import generate_batch, greedy
 from tests.helpers.tiny_models import build_variant
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.ops.triton import decode
-from hf_fp8kv.ops.triton.target import assuming, recording, target_of
+from hf_fp8kv.ops.triton.target import assuming, get_target, recording
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -46,8 +46,8 @@ def generate_tokens(
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **options})
 
 
-_PREALLOC = {"max_cache_len": 40}
-_CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
+PREALLOCATED = {"max_cache_len": 40}
+CENTERED = {"scales": 0.05, "plan": "fp8 centered"}
 
 
 # Each architecture runs with a growing and a preallocated cache, each format with either.
@@ -55,10 +55,10 @@ _CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
     ("name", "cache_options"),
     [
         ("gqa", {}), ("gqa", {"dtype": "fp8_e3m4", "prefill": "stored"}),
-        ("gqa", {**_PREALLOC, **_CENTERS}), ("kv_sharing", _PREALLOC),
-        pytest.param("kv_sharing", _CENTERS, marks=pytest.mark.full),
+        ("gqa", {**PREALLOCATED, **CENTERED}), ("kv_sharing", PREALLOCATED),
+        pytest.param("kv_sharing", CENTERED, marks=pytest.mark.full),
         ("sliding_and_full", {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
-        ("sliding_and_full", _PREALLOC), ("latent", {}), ("latent", _PREALLOC), ("sinks", {}),
+        ("sliding_and_full", PREALLOCATED), ("latent", {}), ("latent", PREALLOCATED), ("sinks", {}),
     ],
     ids=str,
 )  # fmt: skip
@@ -91,12 +91,12 @@ def test_a_compiled_step_gives_equal_tokens():
     In the fast tier, tests/cache/test_compile.py tests this with the reference.
     """
     model, inputs = make_model("gqa")
-    expected = generate_tokens(model, inputs, "torch", _PREALLOC, disable_compile=True)
+    expected = generate_tokens(model, inputs, "torch", PREALLOCATED, disable_compile=True)
     config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
     config._compile_all_devices = True  # includes CPUs
     torch._dynamo.reset()
     counters.clear()
-    actual = generate_tokens(model, inputs, "triton", _PREALLOC, compile_config=config)
+    actual = generate_tokens(model, inputs, "triton", PREALLOCATED, compile_config=config)
     assert_same(actual, expected)
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
@@ -117,10 +117,10 @@ def test_a_decode_step_has_two_launches_per_layer():
     assert list_kernels(recorded) == [*prefill, *step, *step]
 
 
-@pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 80}], ids=str)
-def test_a_later_prompt_has_two_launches_per_layer(keywords):
+@pytest.mark.parametrize("cache_options", [{}, {"max_cache_len": 80}], ids=str)
+def test_a_later_prompt_has_two_launches_per_layer(cache_options):
     model, inputs = make_model("gqa")
-    cache = FP8PagedCache(model.config, page_size=16, backend="triton", **keywords)
+    cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache_options)
     ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # with two query heads per KV head: 80 rows
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
@@ -130,7 +130,7 @@ def test_a_later_prompt_has_two_launches_per_layer(keywords):
     assert kernels == ["_write", "_attend"] * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(("options", "num_tokens"), [({}, 1), ({}, 2), (_PREALLOC, 1)], ids=str)
+@pytest.mark.parametrize(("options", "num_tokens"), [({}, 1), ({}, 2), (PREALLOCATED, 1)], ids=str)
 def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
     """With 16 rows, fewer programs fit on an SM, so layers would replace a plan for more programs.
 
@@ -141,7 +141,7 @@ def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **options)
     # Without a cost, sequences of any length are split.
-    target = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
+    target = dataclasses.replace(get_target(DEVICE), parameters={"split_cost": 0})
     with torch.no_grad(), assuming(target):
         model(ids, past_key_values=cache)
         with recording(dry_run=True) as recorded:
@@ -160,15 +160,15 @@ def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
     monkeypatch.setattr(decode, "make_plan", fail)
     # The prompts are too long for this kernel.
     prompts = [list(range(3, 3 + num_tokens)) for num_tokens in (6, 9)]
-    answers = generate_batch(model, prompts, generation=greedy(max_new_tokens=3))
-    assert [len(answer) for answer in answers] == [3, 3]
+    responses = generate_batch(model, prompts, generation=greedy(max_new_tokens=3))
+    assert [len(response) for response in responses] == [3, 3]
 
 
 def read_dense(cache: FP8PagedCache) -> list[Any]:
     return [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
-def _save_and_load(cache: FP8PagedCache, path: Any) -> FP8PagedCache:
+def save_and_load(cache: FP8PagedCache, path: Any) -> FP8PagedCache:
     cache.save(path)
     return FP8PagedCache.load(path, device=DEVICE)
 
@@ -177,17 +177,17 @@ CACHE_CHANGES: dict[str, Any] = {
     "read": lambda cache, *_: cache,
     "fork": lambda cache, *_: cache.fork(),
     "copy": lambda cache, *_: copy.deepcopy(cache),
-    "save": lambda cache, path, *_: _save_and_load(cache, path / "cache.safetensors"),
+    "save": lambda cache, path, *_: save_and_load(cache, path / "cache.safetensors"),
     "crop": lambda cache, *_: cache.crop(-1) or cache,
     "reorder": lambda cache, *_: cache.reorder_cache(torch.tensor([1, 0])) or cache,
     "repeat": lambda cache, *_: cache.batch_repeat_interleave(2) or cache,
-    "handle": lambda cache, _, handles: [x.dense() for both in handles for x in both] and cache,
+    "handle": lambda cache, _, handles: [x.dense() for states in handles for x in states] and cache,
     "reset": lambda cache, *_: cache.reset() or cache,
 }
 
 
-@pytest.mark.parametrize("name", CACHE_CHANGES)
-def test_tokens_are_stored_without_an_attention_call(name, tmp_path):
+@pytest.mark.parametrize("change", CACHE_CHANGES)
+def test_tokens_are_stored_without_an_attention_call(change, tmp_path):
     """Tokens are stored before any code reads the pages or changes their owner."""
     config = build_variant("gqa")[0].config
     contents = {}
@@ -200,8 +200,8 @@ def test_tokens_are_stored_without_an_attention_call(name, tmp_path):
                 cache.update(*torch.randn(2, *shape, generator=generator).to(DEVICE), i)
                 for i in range(config.num_hidden_layers)
             ]
-        new_cache = CACHE_CHANGES[name](cache, tmp_path, handles)
-        if name == "reset":
+        new_cache = CACHE_CHANGES[change](cache, tmp_path, handles)
+        if change == "reset":
             assert new_cache.get_seq_length() == 0
             shape = (2, config.num_key_value_heads, 9, config.head_dim)
             for i in range(config.num_hidden_layers):

@@ -23,10 +23,10 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.blocks import split_into_blocks
 from tests.helpers.grids import pairwise
 from tests.ops import test_ops
-from tests.ops.test_ops import NAMES, NEXT_FORMAT, make_pages, map_pages, with_scales
+from tests.ops.test_ops import ALL_NAMES, FORMAT_NAMES, NEXT_FORMAT, make_pages, map_pages
 
-if ops.available_backends()["triton"] is not None:
-    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 import triton
 import triton.language as tl
@@ -34,7 +34,7 @@ import triton.language as tl
 from hf_fp8kv.ops.triton import encoder
 from hf_fp8kv.ops.triton.gather import gather
 from hf_fp8kv.ops.triton.tuning import MAX_DECODE_TOKENS
-from hf_fp8kv.ops.triton.write import TILE, UNLIMITED, write
+from hf_fp8kv.ops.triton.write import TILE_TOKENS, UNLIMITED, write
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -50,13 +50,13 @@ class Case(test_ops.Case):
     lengths: tuple[int, ...] = (5, 0, 30)
     dtype: torch.dtype = torch.bfloat16
     limit: int = UNLIMITED
-    num_released: int = 0  # freed pages at the start of every table
+    num_freed_pages: int = 0  # at the start of every table
     num_extra_columns: int = 0  # columns that no token needs, negative if columns are missing
-    in_blocks: bool = False
+    in_blocks: bool = False  # several blocks of memory instead of one
 
     @property
     def stop(self) -> int:
-        return max(self.lengths) + self.tokens
+        return max(self.lengths) + self.num_tokens
 
     def __str__(self) -> str:
         changed_fields = (
@@ -76,13 +76,13 @@ def make_noise_pages(case: Case) -> Pages:
     num_columns = -(-case.stop // case.page_size) + case.num_extra_columns
     batch, num_pages = len(case.lengths), len(pages.k_codes)
     table = 1 + torch.randperm(num_pages - 2)[: batch * num_columns].view(batch, num_columns).int()
-    table[:, : case.num_released] = -1
+    table[:, : case.num_freed_pages] = -1
     return pages._replace(table=table)
 
 
 def make_tokens(case: Case) -> tuple[Tensor, Tensor]:
     """Return new keys and values, in the memory order of a model's projections."""
-    shape = (len(case.lengths), case.tokens, case.heads)
+    shape = (len(case.lengths), case.num_tokens, case.num_heads)
     key, value = torch.randn(*shape, case.k_dim), torch.randn(*shape, case.v_dim)
     return (3 * key).to(case.dtype).transpose(1, 2), value.to(case.dtype).transpose(1, 2)
 
@@ -102,7 +102,7 @@ def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pa
     k, k_scales = reference.quantize(key, pages.k, search=True)
     v, v_scales = reference.quantize(value, pages.v, search=False)
     for b, length in enumerate(case.lengths):
-        for t in range(case.tokens):
+        for t in range(case.num_tokens):
             column, slot = divmod(length + t, case.page_size)
             page = pages.table[b, column] if column < pages.table.shape[1] else -1
             if length + t >= case.limit or page < 0:
@@ -138,15 +138,16 @@ def assert_same_pages(actual: Pages, expected: Pages) -> None:
 
 
 def check_write(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
-    tokens = make_tokens(case)
-    key, value = tokens[0] if key is None else key, tokens[1] if value is None else value
+    new_key, new_value = make_tokens(case)
+    key, value = new_key if key is None else key, new_value if value is None else value
     pages = make_noise_pages(case)
     actual = split_into_blocks(pages, device=DEVICE) if case.in_blocks else to_device(pages)
     # Kernels also accept a table that is part of a wider table.
     num_columns = actual.table.shape[1]
     wide_table = torch.nn.functional.pad(actual.table, (0, 3), value=1 << 30)
     actual = actual._replace(table=wide_table[:, :num_columns])
-    write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens, case.limit)
+    new_lengths = make_lengths(case) + case.num_tokens
+    write(actual, key.to(DEVICE), value.to(DEVICE), new_lengths, case.limit)
     actual = map_pages(torch.Tensor.cpu, actual)
     assert_same_pages(actual, compute_expected(case, pages, key, value))
 
@@ -159,9 +160,9 @@ SCALES = {
 }
 SHAPES = {
     "decode": {"lengths": (5, 15, 16)},
-    "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
-    "tiles that pages cut": {"lengths": (5, 32), "tokens": 20, "page_size": 6, "heads": 1},
-    "blocks": {"lengths": (63, 64, 65), "tokens": 3, "page_size": 32, "in_blocks": True},
+    "tiles": {"lengths": (5, 32), "num_tokens": TILE_TOKENS + 1, "page_size": 64},
+    "tiles that pages cut": {"lengths": (5, 32), "num_tokens": 20, "page_size": 6, "num_heads": 1},
+    "blocks": {"lengths": (63, 64, 65), "num_tokens": 3, "page_size": 32, "in_blocks": True},
 }
 
 
@@ -169,36 +170,36 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("name", "scales", "shape"),
     pairwise(
-        [*NAMES, AUTO], list(SCALES), list(SHAPES),
+        ALL_NAMES, list(SCALES), list(SHAPES),
     ),
 )  # fmt: skip
 def test_each_format_is_written_with_each_kind_of_scale(name, scales, shape):
     check_write(Case(key=name, value=NEXT_FORMAT[name], **SCALES[scales], **SHAPES[shape]))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1, 16, 17])
-def test_tokens_around_the_end_of_a_page_are_written(tokens):
-    check_write(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
+@pytest.mark.parametrize("num_tokens", [1, 2, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1, 16, 17])
+def test_tokens_around_the_end_of_a_page_are_written(num_tokens):
+    check_write(Case(lengths=(0, 15, 16, 17), num_tokens=num_tokens, num_heads=1, k_dim=8, v_dim=8))
 
 
 # Single tokens and tiles use two kernels. The head size determines how the values of a token
 # are divided into vectors, and the page size how the tokens of a tile are divided.
 @pytest.mark.parametrize(
-    ("dims", "page_size", "scales", "dtype", "tokens"),
+    ("dims", "page_size", "scales", "dtype", "num_tokens"),
     pairwise(
         [(1, 1), (3, 5), (33, 80), (80, 96), (256, 128), (576, 512)],
         [1, 12, 48, 128],
         list(SCALES),
         [torch.float64, torch.float32, torch.float16, torch.bfloat16],
-        [1, TILE + 5],
+        [1, TILE_TOKENS + 5],
     ),
     ids=str,
 )
-def test_any_sizes_and_dtypes_are_written(dims, page_size, scales, dtype, tokens):
+def test_any_sizes_and_dtypes_are_written(dims, page_size, scales, dtype, num_tokens):
     """The dtype of stored values also varies. The last token contains an infinity and a NaN."""
     case = Case(
-        lengths=(70,), tokens=tokens, heads=1, k_dim=dims[0], v_dim=dims[1], page_size=page_size,
-        dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
+        lengths=(70,), num_tokens=num_tokens, num_heads=1, k_dim=dims[0], v_dim=dims[1],
+        page_size=page_size, dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
     )  # fmt: skip
     key, value = make_tokens(case)
     key[0, 0, -1, dims[0] // 3], value[0, 0, -1, dims[1] // 2] = math.inf, math.nan
@@ -206,16 +207,16 @@ def test_any_sizes_and_dtypes_are_written(dims, page_size, scales, dtype, tokens
     check_write(dataclasses.replace(case, key=AUTO, value=AUTO))
 
 
-@pytest.mark.parametrize("tokens", [1, 12])
-def test_inputs_may_have_any_strides(tokens):
-    case = Case(lengths=(9, 3), tokens=tokens, k_dim=24, v_dim=48, page_size=64)
-    batch, heads = 2, 2
-    fused = torch.randn(batch, tokens, heads, 200).transpose(1, 2)
-    channels_first = torch.randn(24, batch, tokens, heads).permute(1, 3, 2, 0)
+@pytest.mark.parametrize("num_tokens", [1, 12])
+def test_inputs_may_have_any_strides(num_tokens):
+    case = Case(lengths=(9, 3), num_tokens=num_tokens, k_dim=24, v_dim=48, page_size=64)
+    batch, num_heads = 2, 2
+    fused = torch.randn(batch, num_tokens, num_heads, 200).transpose(1, 2)
+    channels_first = torch.randn(24, batch, num_tokens, num_heads).permute(1, 3, 2, 0)
     for key, value in (
         (fused[..., :24], fused[..., 24:72]),
         (channels_first, fused[..., 4:196:4]),
-        (torch.randn(24).expand(batch, heads, tokens, -1), fused[..., :1].expand(-1, -1, -1, 48)),
+        (torch.randn(24).expand(*fused.shape[:3], -1), fused[..., :1].expand(-1, -1, -1, 48)),
     ):
         check_write(case, key, value)
 
@@ -223,22 +224,22 @@ def test_inputs_may_have_any_strides(tokens):
 MISSING_PAGES = {
     "limit": {"limit": 41},
     "no room": {"limit": 0},
-    "released": {"num_released": 3},
+    "freed pages": {"num_freed_pages": 3},
     "short table": {"num_extra_columns": -1},
 }
 
 
 # Missing pages determine which tokens are skipped, and the number of tokens the kernel.
 @pytest.mark.parametrize(
-    ("name", "page_size", "tokens"), pairwise(list(MISSING_PAGES), [6, 16], [1, 3, 40])
+    ("name", "page_size", "num_tokens"), pairwise(list(MISSING_PAGES), [6, 16], [1, 3, 40])
 )
-def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size, tokens):
+def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size, num_tokens):
     case = Case(
-        lengths=(18, 39), tokens=tokens, heads=1, page_size=page_size, k_dim=8, v_dim=8,
+        lengths=(18, 39), num_tokens=num_tokens, num_heads=1, page_size=page_size, k_dim=8, v_dim=8,
         **MISSING_PAGES[name],
     )  # fmt: skip
     check_write(case)
-    check_write(dataclasses.replace(case, tokens=0))
+    check_write(dataclasses.replace(case, num_tokens=0))
 
 
 @pytest.mark.parametrize(
@@ -246,24 +247,24 @@ def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size,
     [make_special_vectors, make_tied_vectors, make_random_vectors],
     ids=lambda f: f.__name__,
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_values_of_all_kinds_are_written(name, make_rows):
     """Values are stored in consecutive tiles of tokens, and each token by a separate program."""
     x = make_rows(16)
     tiled_case = Case(
-        lengths=(0,), tokens=len(x), heads=1, k_dim=16, v_dim=16, page_size=32,
+        lengths=(0,), num_tokens=len(x), num_heads=1, k_dim=16, v_dim=16, page_size=32,
         dtype=torch.float32, key=name, value=name,
     )  # fmt: skip
     check_write(tiled_case, x[None, None], x[None, None])
     x = x if make_rows is make_special_vectors else x[::8]
-    single_case = dataclasses.replace(tiled_case, tokens=1, heads=len(x), page_size=2)
+    single_case = dataclasses.replace(tiled_case, num_tokens=1, num_heads=len(x), page_size=2)
     check_write(single_case, x[None, :, None], x[None, :, None])
     scales = 10.0 ** torch.linspace(-44, 38, 16)
-    case = dataclasses.replace(tiled_case, tokens=len(x), dynamic=False)
-    pages = with_scales(make_noise_pages(case), scales[None], scales[None].flip(1))
+    case = dataclasses.replace(tiled_case, num_tokens=len(x), dynamic=False)
+    pages = test_ops.replace_scales(make_noise_pages(case), scales[None], scales[None].flip(1))
     actual = to_device(pages)
     states = x[None, None].to(DEVICE)
-    write(actual, states, states, make_lengths(case) + case.tokens)
+    write(actual, states, states, make_lengths(case) + case.num_tokens)
     assert_same_pages(actual, compute_expected(case, pages, x[None, None], x[None, None]))
 
 
@@ -273,7 +274,7 @@ def _encode(x, codes, FORMAT: tl.constexpr, N: tl.constexpr):
     tl.store(codes + offsets, encoder.encode(tl.load(x + offsets), FORMAT))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_encoder_rounds_values_of_every_binade_correctly(name):
     """The values are all upper halves of a float32, with lower halves at which rounding changes."""
     upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
@@ -287,7 +288,7 @@ def test_the_encoder_rounds_values_of_every_binade_correctly(name):
 
 GATHER_CASES = [
     Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=page, **scales)
-    for i, name in enumerate([*NAMES, AUTO])
+    for i, name in enumerate(ALL_NAMES)
     for page, scales in [(16, SCALES["centered"]) if i % 2 else (6, SCALES["static"])]
 ]
 GATHER_CASES += [
@@ -325,7 +326,7 @@ def test_gather_decodes_all_bytes(case):
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_gather_skips_freed_pages(side):
     """Freed pages are read as page 0, which callers mask."""
-    case = Case(lengths=(40, 50), num_released=1, k_dim=24, v_dim=40)
+    case = Case(lengths=(40, 50), num_freed_pages=1, k_dim=24, v_dim=40)
     pages = make_noise_pages(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     expected = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)
@@ -335,12 +336,13 @@ def test_gather_skips_freed_pages(side):
     assert actual.numel() == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_addresses_past_four_gigabytes_are_correct(tokens, tmp_path):
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_addresses_past_four_gigabytes_are_correct(num_tokens, tmp_path):
     """The block has 8 GiB. On a CPU, it is a sparse file."""
     case = Case(
-        lengths=(12,), tokens=tokens, k_dim=128, v_dim=128, page_size=64, heads=1, dynamic=False
-    )
+        lengths=(12,), num_tokens=num_tokens, k_dim=128, v_dim=128, page_size=64, num_heads=1,
+        dynamic=False,
+    )  # fmt: skip
     num_pages = (1 << 32) // (64 * 128) + 2
     pages = make_noise_pages(case)
     pages.block.zero_()
@@ -355,11 +357,11 @@ def test_addresses_past_four_gigabytes_are_correct(tokens, tmp_path):
         block = block.view(shape)
     table = torch.tensor([[num_pages - 1]], dtype=torch.int32, device=DEVICE)
     actual = to_device(pages)._replace(block=block, offsets=locate_pages([block]), table=table)
-    write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.tokens)
+    write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.num_tokens)
     page = pages.table[0, 0]
     assert_same(actual.k_codes[-1].cpu(), expected.k_codes[page])
     assert_same(actual.v_codes[-1].cpu(), expected.v_codes[page])
-    lengths = make_lengths(case) + tokens
+    lengths = make_lengths(case) + num_tokens
     for side in ("k", "v"):
         expected_dense = reference.gather(expected, lengths.cpu(), side, 0, 40, torch.float32, True)
         dense = gather(actual, lengths, side, 0, 40, torch.float32, True)

@@ -24,7 +24,7 @@ from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import PAGE_FIELDS, flatten, unflatten
 from hf_fp8kv.ops.triton.target import Target, assuming
-from hf_fp8kv.ops.visibility import mask_bounds
+from hf_fp8kv.ops.visibility import find_mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
 from tests.helpers.blocks import merge_blocks, separate_pages, split_into_blocks
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.text
 CPU_BACKEND = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
-        ops.available_backends()["cpu"] is not None, reason=str(ops.available_backends()["cpu"])
+        ops.explain_backends()["cpu"] is not None, reason=str(ops.explain_backends()["cpu"])
     ),
 )
 BACKENDS = ["torch", CPU_BACKEND]
@@ -44,18 +44,18 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. The last `tokens` tokens of each sequence are the queries."""
+    """One call. The last `num_tokens` tokens of each sequence are the queries."""
 
     name: str
     lengths: tuple[int, ...] = (37,)
-    tokens: int = 1
-    q_heads: int = 6
-    heads: int = 2
+    num_tokens: int = 1
+    num_q_heads: int = 6
+    num_heads: int = 2  # KV heads
     k_dim: int = 32
     v_dim: int = 32
     page_size: int = 16
-    key: str = "fp8_e4m3"
-    value: str = "fp8_e4m3"
+    key: str = "fp8_e4m3"  # format of K
+    value: str = "fp8_e4m3"  # format of V
     dynamic: bool = True
     center: bool = False
     rotated: bool = False
@@ -87,7 +87,7 @@ class Case:
 
     def window_start(self, length: int) -> int:
         """Return the first position that is visible to a sequence's first query."""
-        return max(0, length - self.tokens - self.window + 1)
+        return max(0, length - self.num_tokens - self.window + 1)
 
     @property
     def stop(self) -> int:
@@ -99,7 +99,7 @@ def make_scales(*shape: int, minimum: float) -> Tensor:
     return minimum * (1 + torch.rand(shape))
 
 
-def nan_code(name: str) -> int:
+def get_nan_code(name: str) -> int:
     return FORMATS[name].nan_code
 
 
@@ -108,24 +108,24 @@ def make_pages(case: Case) -> Pages:
     num_columns = -(-case.stop // case.page_size) + 1
     batch = len(case.lengths)
     num_pages = batch * num_columns + 3
-    slots, heads = case.page_size, case.heads
+    slots, num_heads = case.page_size, case.num_heads
 
     def make_pool(name: str, *shape: int) -> Tensor:
         if name == AUTO:
-            return torch.full((num_pages, heads, *shape), math.nan, dtype=case.dtype)
-        return torch.full((num_pages, heads, *shape), nan_code(name), dtype=torch.uint8)
+            return torch.full((num_pages, num_heads, *shape), math.nan, dtype=case.dtype)
+        return torch.full((num_pages, num_heads, *shape), get_nan_code(name), dtype=torch.uint8)
 
     def make_side(name: str, dim: int, min_scale: float) -> StoredSide:
         is_static = name != AUTO and not case.dynamic
-        scale = make_scales(heads, dim, minimum=min_scale) if is_static else None
+        scale = make_scales(num_heads, dim, minimum=min_scale) if is_static else None
         return StoredSide(scale, None, name, dim, case.rotated and name != AUTO)
 
     k, v = make_side(case.key, case.k_dim, 0.013), make_side(case.value, case.v_dim, 0.007)
     if case.center and case.key != AUTO:
-        k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
+        k = k._replace(center=2 * torch.randn(batch, num_heads, case.k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
-        scales = torch.full((num_pages, heads, slots, 2), math.nan, dtype=torch.bfloat16)
+        scales = torch.full((num_pages, num_heads, slots, 2), math.nan, dtype=torch.bfloat16)
     return pack_pages(
         k, make_pool(case.key, slots, case.k_dim),
         v, make_pool(case.value, case.v_dim, slots), scales,
@@ -143,7 +143,7 @@ def copy_pages(pages: Pages) -> Pages:
     return map_pages(torch.clone, pages)
 
 
-def with_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
+def replace_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
     """Return the same pages with these static scales, or with dynamic scales for None."""
     return pages._replace(k=pages.k._replace(static_scale=k), v=pages.v._replace(static_scale=v))
 
@@ -155,7 +155,7 @@ def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
         row_pages, center = pages._replace(table=pages.table[row : row + 1]), pages.k.center
         if center is not None:
             row_pages = row_pages._replace(k=row_pages.k._replace(center=center[row : row + 1]))
-        shape = (1, case.heads, length)
+        shape = (1, case.num_heads, length)
         key = torch.randn(*shape, case.k_dim, generator=generator).to(case.dtype)
         if center is not None:
             key += center[row][None, :, None].to(case.dtype)
@@ -178,20 +178,21 @@ def make_spec(case: Case, pages: Pages) -> dict[str, Any]:
         "latent": case.latent,
     }
     if case.sinks:
-        fields["sinks"] = torch.randn(case.q_heads).to(case.dtype)
+        fields["sinks"] = torch.randn(case.num_q_heads).to(case.dtype)
     if case.padding:
         mask = torch.ones(batch, 1, 1, num_positions, dtype=torch.uint8)
         mask[0, ..., : case.padding] = 0
         fields["mask"] = mask
         poison(pages, 0, range(case.padding))
     if case.mask == "bool":
-        mask = torch.rand(batch, 1, case.tokens, num_positions) < 0.7
+        mask = torch.rand(batch, 1, case.num_tokens, num_positions) < 0.7
         mask[..., 0] = True
         mask[..., num_positions // 2] = False
         fields["mask"] = mask
         poison(pages, 0, [num_positions // 2])
     elif case.mask:
-        fields["bias"] = torch.randn(1, case.q_heads, case.tokens, num_positions).to(case.dtype)
+        shape = 1, case.num_q_heads, case.num_tokens, num_positions
+        fields["bias"] = torch.randn(shape).to(case.dtype)
     return fields
 
 
@@ -203,25 +204,25 @@ def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
             (pages.k, pages.k_codes, (page, slice(None), slot)),
             (pages.v, pages.v_codes, (page, ..., slot)),
         ):
-            codes[index] = math.nan if side.format == AUTO else nan_code(side.format)
+            codes[index] = math.nan if side.format == AUTO else get_nan_code(side.format)
         if pages.token_scales is not None:
             pages.token_scales[page, :, slot] = math.nan
 
 
-def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any) -> Tensor:
+def attend(case: Case, pages: Pages, query: Tensor, backend: str, **fields: Any) -> Tensor:
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=query.device)
-    spec = AttentionSpec(**kwargs)
+    spec = AttentionSpec(**fields)
     return ops.attend(query, pages, lengths, case.start, case.stop, spec, backend=backend)
 
 
-def errors(actual: Tensor, expected: Tensor) -> Tensor:
+def compute_errors(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the relative RMS error of each sequence, `[B]`, or NaN if any of its values is NaN."""
     actual, expected = actual.double(), expected.double()
     axes = tuple(range(1, actual.ndim))
     return ((actual - expected).square().mean(axes) / expected.square().mean(axes)).sqrt()
 
 
-def max_error(case: Case, backend: str = "") -> float:
+def bound_error(case: Case, backend: str = "") -> float:
     """Return the largest relative RMS error that rounding can explain.
 
     A sum of n values, rounded after each, has an error of about sqrt(n) units of 2^-24 of its size.
@@ -237,23 +238,23 @@ def max_error(case: Case, backend: str = "") -> float:
     return 4 * 2.0**-24 * math.sqrt(case.q_dim + case.stop) + rounding_error
 
 
-NAMES = sorted(FORMATS)
-NEXT_FORMAT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
+FORMAT_NAMES = sorted(FORMATS)
+ALL_NAMES = [*FORMAT_NAMES, AUTO]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NEXT_FORMAT = dict(zip(ALL_NAMES, [*ALL_NAMES[1:], ALL_NAMES[0]], strict=True))
 # K and V are read separately, so each format is once the format of K, once of V, next to a
 # different format. The dtype of the query determines how a code is multiplied by its scale.
-_FORMAT_CASES = [
+FORMAT_CASES = [
     Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name,
          value=NEXT_FORMAT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
          k_dim=64, v_dim=64)
-    for name, dynamic, dtype in pairwise(
-        [*NAMES, AUTO], [True, False], [torch.float32, torch.bfloat16, torch.float16]
-    )
+    for name, dynamic, dtype in pairwise(ALL_NAMES, [True, False], DTYPES)
 ]  # fmt: skip
-_FORMAT_CASES += [
+FORMAT_CASES += [
     Case("auto", key=AUTO, value=AUTO, page_size=64),
     Case("auto bf16", key=AUTO, value=AUTO, dtype=torch.bfloat16),
 ]
-_SHAPE_CASES = [
+SHAPE_CASES = [
     Case("one token", lengths=(1,)),
     *(
         Case(f"{n} tokens, pages of {size}", lengths=(n,), page_size=size, dynamic=dynamic)
@@ -262,113 +263,114 @@ _SHAPE_CASES = [
     ),
     Case("pages of 3", page_size=3),
     Case("pages of 48", page_size=48, lengths=(199,)),
-    Case("MHA", q_heads=3, heads=3, lengths=(199,), k_dim=24, v_dim=40),
-    Case("seven heads share K", q_heads=14, heads=2, lengths=(199,)),
-    Case("all heads share K", q_heads=5, heads=1, lengths=(63, 5)),
+    Case("MHA", num_q_heads=3, num_heads=3, lengths=(199,), k_dim=24, v_dim=40),
+    Case("seven heads share K", num_q_heads=14, num_heads=2, lengths=(199,)),
+    Case("all heads share K", num_q_heads=5, num_heads=1, lengths=(63, 5)),
     Case("Dk 80, Dv 5", k_dim=80, v_dim=5, lengths=(199,)),
     Case("Dk 1", k_dim=1, v_dim=1),
-    Case("long", lengths=(1300,), page_size=64, k_dim=128, v_dim=128, heads=1, q_heads=4),
+    Case("long", lengths=(1300,), page_size=64, k_dim=128, v_dim=128, num_heads=1, num_q_heads=4),
     Case("ragged", lengths=(700, 333, 1), page_size=64),
-    Case("17 queries, ragged", tokens=17, lengths=(70, 17)),
-    Case("70 queries", tokens=70, lengths=(150,), page_size=64),
-    Case("more queries than tokens", tokens=5, lengths=(40, 3)),
-    Case("bidirectional, ragged", tokens=3, causal=False, lengths=(150, 33)),
+    Case("17 queries, ragged", num_tokens=17, lengths=(70, 17)),
+    Case("70 queries", num_tokens=70, lengths=(150,), page_size=64),
+    Case("more queries than tokens", num_tokens=5, lengths=(40, 3)),
+    Case("bidirectional, ragged", num_tokens=3, causal=False, lengths=(150, 33)),
 ]
-_FEATURE_CASES = [
+FEATURE_CASES = [
     Case("window", window=7, lengths=(199, 190)),
-    Case("window, 17 queries", window=20, tokens=17, lengths=(199,)),
-    Case("window wider than the rest", window=500, tokens=3),
-    Case("window, bidirectional", window=9, causal=False, tokens=3),
-    Case("softcap, center", softcap=2.0, center=True, lengths=(199,), tokens=3),
-    Case("sinks, center, static", sinks=True, center=True, dynamic=False, tokens=3),
-    Case("sinks, softcap, ragged", sinks=True, softcap=4.0, lengths=(150, 33), heads=3),
+    Case("window, 17 queries", window=20, num_tokens=17, lengths=(199,)),
+    Case("window wider than the rest", window=500, num_tokens=3),
+    Case("window, bidirectional", window=9, causal=False, num_tokens=3),
+    Case("softcap, center", softcap=2.0, center=True, lengths=(199,), num_tokens=3),
+    Case("sinks, center, static", sinks=True, center=True, dynamic=False, num_tokens=3),
+    Case("sinks, softcap, ragged", sinks=True, softcap=4.0, lengths=(150, 33), num_heads=3),
     Case("sinks bf16", sinks=True, dtype=torch.bfloat16),
     Case("padding", padding=21, lengths=(199, 199)),
-    Case("padding of whole pages", padding=130, lengths=(199,), tokens=17),
-    Case("padding and window, auto", padding=3, lengths=(70,), window=66, tokens=3, key=AUTO,
+    Case("padding of whole pages", padding=130, lengths=(199,), num_tokens=17),
+    Case("padding and window, auto", padding=3, lengths=(70,), window=66, num_tokens=3, key=AUTO,
          value=AUTO),
-    Case("bool mask", mask="bool", tokens=3, lengths=(199, 199)),
-    Case("bias of several tokens", mask="bias", tokens=3, lengths=(70,)),
+    Case("bool mask", mask="bool", num_tokens=3, lengths=(199, 199)),
+    Case("bias of several tokens", mask="bias", num_tokens=3, lengths=(70,)),
     Case("bias bf16", mask="bias", dtype=torch.bfloat16),
-    Case("everything", window=150, softcap=4.0, sinks=True, center=True, tokens=3, lengths=(199,),
-         mask="bias", dynamic=False, key="fp8_e3m4"),
+    Case("everything", window=150, softcap=4.0, sinks=True, center=True, num_tokens=3,
+         lengths=(199,), mask="bias", dynamic=False, key="fp8_e3m4"),
 ]  # fmt: skip
-_ROTATION_CASES = [
+ROTATION_CASES = [
     Case("rotated, e2m5", rotated=True, key="fp8_e2m5", value="fp8_e2m5", k_dim=64, v_dim=128,
          center=True, lengths=(199, 33)),
     Case("rotated, int8, static, sinks", rotated=True, key="int8", value="int8", dynamic=False,
-         center=True, sinks=True, lengths=(33, 20), tokens=3),
+         center=True, sinks=True, lengths=(33, 20), num_tokens=3),
     Case("rotated by blocks", rotated=True, key="int8", k_dim=96, v_dim=80, lengths=(70,),
          softcap=3.0, center=True),
-    Case("rotated, small blocks", rotated=True, k_dim=24, v_dim=6, tokens=17, lengths=(70,)),
+    Case("rotated, small blocks", rotated=True, k_dim=24, v_dim=6, num_tokens=17, lengths=(70,)),
     Case("rotated, V auto", rotated=True, key="fp8_e3m4", value=AUTO, dtype=torch.bfloat16),
     Case("rotated, 16 bits", rotated=True, k_dim=256, v_dim=256, dtype=torch.float16, padding=5,
-         heads=1, q_heads=3),
+         num_heads=1, num_q_heads=3),
 ]  # fmt: skip
 # Latents of one KV head. The scales of the RoPE part always differ from the scales of latents.
 LATENT_CASES = [
-    dataclasses.replace(case, latent=True, heads=1)
+    dataclasses.replace(case, latent=True, num_heads=1)
     for case in (
         Case("latent, e3m4, 32 heads", key="fp8_e3m4", value=AUTO, k_dim=128, v_dim=64,
-             q_heads=32, lengths=(199, 33)),
-        Case("latent, static", dynamic=False, k_dim=48, v_dim=8, lengths=(70,), tokens=3),
+             num_q_heads=32, lengths=(199, 33)),
+        Case("latent, static", dynamic=False, k_dim=48, v_dim=8, lengths=(70,), num_tokens=3),
         Case("latent, both of 8 bits", value="fp8_e5m2", k_dim=64, v_dim=32, lengths=(63, 64)),
         Case("latent, rotated", key="fp8_e2m5", value="int8", rotated=True, k_dim=64, v_dim=16,
-             lengths=(65,), tokens=17),
+             lengths=(65,), num_tokens=17),
         Case("latent, rotated, static", key="int8", value=AUTO, rotated=True, dynamic=False,
              k_dim=96, v_dim=16, lengths=(300, 199), page_size=64),
         Case("latent, auto", key=AUTO, value=AUTO, k_dim=40, v_dim=24, lengths=(15, 16, 17)),
         Case("latent, auto bf16", key=AUTO, value=AUTO, k_dim=64, v_dim=32, dtype=torch.bfloat16),
         Case("latent, window", value=AUTO, k_dim=64, v_dim=16, window=20, lengths=(199, 190)),
         Case("latent, sinks, softcap", value=AUTO, k_dim=64, v_dim=16, sinks=True, softcap=3.0,
-             lengths=(70,), tokens=3, q_heads=16),
+             lengths=(70,), num_tokens=3, num_q_heads=16),
         Case("latent, padding", value=AUTO, k_dim=64, v_dim=16, padding=21, lengths=(199, 199)),
-        Case("latent, bias", value=AUTO, k_dim=64, v_dim=16, mask="bias", tokens=3, lengths=(70,)),
+        Case("latent, bias", value=AUTO, k_dim=64, v_dim=16, mask="bias", num_tokens=3,
+             lengths=(70,)),
         Case("latent, no RoPE part, an odd number of vectors", value=AUTO, k_dim=40, v_dim=0,
-             q_heads=20, lengths=(65, 15)),
-        Case("latent, one head", value=AUTO, k_dim=24, v_dim=8, q_heads=1, lengths=(133, 70)),
-        Case("latent, 3 heads", k_dim=40, v_dim=24, q_heads=3, tokens=5, lengths=(99,), page_size=8,
-             value="fp8_e3m4", padding=13),
-        Case("latent, 128 heads", key="int8", value=AUTO, k_dim=144, v_dim=8, q_heads=128,
-             lengths=(63, 66), tokens=2, mask="bool", dtype=torch.float16),
+             num_q_heads=20, lengths=(65, 15)),
+        Case("latent, one head", value=AUTO, k_dim=24, v_dim=8, num_q_heads=1, lengths=(133, 70)),
+        Case("latent, 3 heads", k_dim=40, v_dim=24, num_q_heads=3, num_tokens=5, lengths=(99,),
+             page_size=8, value="fp8_e3m4", padding=13),
+        Case("latent, 128 heads", key="int8", value=AUTO, k_dim=144, v_dim=8, num_q_heads=128,
+             lengths=(63, 66), num_tokens=2, mask="bool", dtype=torch.float16),
         Case("latent, long", value=AUTO, k_dim=512, v_dim=64, lengths=(700,), page_size=64,
-             q_heads=16, dtype=torch.bfloat16),
+             num_q_heads=16, dtype=torch.bfloat16),
     )
 ]  # fmt: skip
 # Many query rows per head. "cpu" passes such calls to torch's attention if the model has 16 bits.
 PROMPT_CASES = [
-    Case("prompt, ragged", tokens=64, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
-    Case("prompt, one page too many", tokens=22, lengths=(33, 32), heads=1, q_heads=3,
+    Case("prompt, ragged", num_tokens=64, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
+    Case("prompt, one page too many", num_tokens=22, lengths=(33, 32), num_heads=1, num_q_heads=3,
          dtype=torch.float16),
-    Case("prompt, window", tokens=70, window=20, lengths=(199, 71, 70, 15), dynamic=False,
+    Case("prompt, window", num_tokens=70, window=20, lengths=(199, 71, 70, 15), dynamic=False,
          dtype=torch.bfloat16),
-    Case("prompt, wide window", tokens=70, window=120, lengths=(199, 121, 70), from_zero=True),
-    Case("prompt, MHA", tokens=64, q_heads=3, heads=3, key="fp8_e5m2", value="int8",
+    Case("prompt, wide window", num_tokens=70, window=120, lengths=(199, 121, 70), from_zero=True),
+    Case("prompt, MHA", num_tokens=64, num_q_heads=3, num_heads=3, key="fp8_e5m2", value="int8",
          lengths=(100,), k_dim=24, v_dim=40, page_size=48, dtype=torch.float16),
-    Case("prompt, center, static", tokens=80, center=True, dynamic=False, key="fp8_e3m4",
+    Case("prompt, center, static", num_tokens=80, center=True, dynamic=False, key="fp8_e3m4",
          lengths=(199, 81), dtype=torch.float16),
-    Case("prompt, rotated", tokens=66, rotated=True, key="fp8_e2m5", value="int8", center=True,
+    Case("prompt, rotated", num_tokens=66, rotated=True, key="fp8_e2m5", value="int8", center=True,
          k_dim=64, v_dim=96, lengths=(199, 66), dtype=torch.float16),
-    Case("prompt, fp16", tokens=66, dtype=torch.float16, lengths=(199, 66), value=AUTO),
-    Case("prompt, K auto bf16", tokens=66, dtype=torch.bfloat16, key=AUTO, value="fp8_e3m4",
+    Case("prompt, fp16", num_tokens=66, dtype=torch.float16, lengths=(199, 66), value=AUTO),
+    Case("prompt, K auto bf16", num_tokens=66, dtype=torch.bfloat16, key=AUTO, value="fp8_e3m4",
          lengths=(199,), window=100),
 ]  # fmt: skip
-CASES = _FORMAT_CASES + _SHAPE_CASES + _FEATURE_CASES + _ROTATION_CASES + LATENT_CASES
+CASES = FORMAT_CASES + SHAPE_CASES + FEATURE_CASES + ROTATION_CASES + LATENT_CASES
 CASES += PROMPT_CASES
 
 
-def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
+def make_edge_case(num_tokens: int, slot: int, from_zero: bool) -> Case:
     """Return a case with NaN before a window that begins at slot 15, 0 or 1 of a page.
 
     It has two sequences, of which the second is a page longer.
     """
-    name = f"edge at slot {slot}, {tokens} queries{', from 0' if from_zero else ''}"
-    lengths = 32 + slot + 19 + tokens, 48 + slot + 19 + tokens
-    return Case(name, window=20, tokens=tokens, from_zero=from_zero, lengths=lengths)
+    name = f"edge at slot {slot}, {num_tokens} queries{', from 0' if from_zero else ''}"
+    lengths = 32 + slot + 19 + num_tokens, 48 + slot + 19 + num_tokens
+    return Case(name, window=20, num_tokens=num_tokens, from_zero=from_zero, lengths=lengths)
 
 
-_EDGES = itertools.product((1, 3, 17), (15, 16, 17), (False, True))
-EDGE_CASES = [edge_case(*edge) for edge in _EDGES]
+EDGES = itertools.product((1, 3, 17), (15, 16, 17), (False, True))
+EDGE_CASES = [make_edge_case(*edge) for edge in EDGES]
 
 
 LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
@@ -389,54 +391,56 @@ def parametrize_layouts(cases: list[Case]) -> Any:
 
 
 def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
+    """Return filled pages, a random query, and the fields of an AttentionSpec."""
     pages = fill(make_pages(case), case)
-    query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim).to(case.dtype)
+    shape = len(case.lengths), case.num_q_heads, case.num_tokens, case.q_dim
+    query = torch.randn(shape).to(case.dtype)
     return pages, query, make_spec(case, pages)
 
 
 @parametrize_layouts(CASES)
 def test_attention_equals_the_reference(case, backend, layout):
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query.float(), "reference", **kwargs)
-    actual = attend(case, LAYOUTS[layout](pages), query, backend, **kwargs)
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query.float(), "reference", **fields)
+    actual = attend(case, LAYOUTS[layout](pages), query, backend, **fields)
     assert actual.dtype == case.dtype
-    assert actual.shape == (len(case.lengths), case.tokens, case.q_heads, case.out_dim)
+    assert actual.shape == (len(case.lengths), case.num_tokens, case.num_q_heads, case.out_dim)
     assert expected.isfinite().all()
-    worst_error, limit = errors(actual, expected).max().item(), max_error(case, backend)
+    worst_error, limit = compute_errors(actual, expected).max().item(), bound_error(case, backend)
     assert worst_error <= limit, f"{worst_error:.2e} > {limit:.2e}"
 
 
 # A plan splits 600 tokens into two parts, and 70 rows exceed a block of the decode kernel.
 DETERMINISTIC_CASES = [
-    Case("deterministic, ragged", tokens=9, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
-    Case("deterministic, window", tokens=5, window=20, lengths=(99, 71), dynamic=False,
+    Case("deterministic, ragged", num_tokens=9, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
+    Case("deterministic, window", num_tokens=5, window=20, lengths=(99, 71), dynamic=False,
          page_size=8),
-    Case("deterministic, sinks, center", tokens=3, lengths=(600, 65), sinks=True, softcap=3.0,
+    Case("deterministic, sinks, center", num_tokens=3, lengths=(600, 65), sinks=True, softcap=3.0,
          center=True, rotated=True, key="int8", page_size=64),
-    Case("deterministic, 70 heads", tokens=2, heads=1, q_heads=70, lengths=(40, 33)),
-    Case("deterministic, latent", tokens=3, heads=1, latent=True, k_dim=64, v_dim=16, value=AUTO,
-         q_heads=16, lengths=(199, 33), dtype=torch.bfloat16),
+    Case("deterministic, 70 heads", num_tokens=2, num_heads=1, num_q_heads=70, lengths=(40, 33)),
+    Case("deterministic, latent", num_tokens=3, num_heads=1, latent=True, k_dim=64, v_dim=16,
+         value=AUTO, num_q_heads=16, lengths=(199, 33), dtype=torch.bfloat16),
 ]  # fmt: skip
 
 
 def check_deterministic(case: Case, backend: str, device: str = "cpu") -> None:
     """Check that deterministic queries get the same bits as in separate calls, and close values."""
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query.float(), "reference", **kwargs)
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query.float(), "reference", **fields)
     pages, query = map_pages(lambda x: x.to(device), pages), query.to(device)
-    kwargs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
-    kwargs["deterministic"] = True
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual.cpu(), expected).max() <= max_error(case, backend)
-    for row, token in itertools.product(range(len(case.lengths)), range(case.tokens)):
-        length = case.lengths[row] - case.tokens + 1 + token
-        token_case = dataclasses.replace(case, lengths=(length,), tokens=1)
+    fields = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in fields.items()}
+    fields["deterministic"] = True
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual.cpu(), expected).max() <= bound_error(case, backend)
+    for row, token in itertools.product(range(len(case.lengths)), range(case.num_tokens)):
+        length = case.lengths[row] - case.num_tokens + 1 + token
+        token_case = dataclasses.replace(case, lengths=(length,), num_tokens=1)
         center = pages.k.center
         row_pages = pages._replace(table=pages.table[row : row + 1])
         if center is not None:
             row_pages = row_pages._replace(k=row_pages.k._replace(center=center[row : row + 1]))
         token_query = query[row : row + 1, :, token : token + 1]
-        token_output = attend(token_case, row_pages, token_query, backend, **kwargs)
+        token_output = attend(token_case, row_pages, token_query, backend, **fields)
         assert torch.equal(token_output[0, 0], actual[row, token]), (row, token)
 
 
@@ -450,35 +454,36 @@ def test_deterministic_attention_does_not_depend_on_other_queries(case, backend)
 def test_a_large_prompt_is_computed_in_groups_of_heads(backend):
     """Each head has 18 MB of dense keys and values. At most 64 MB are made dense at a time."""
     case = Case("prompt, wide", key=AUTO, value=AUTO, dtype=torch.bfloat16, lengths=(1100,),
-                tokens=64, heads=4, q_heads=4, k_dim=4096, v_dim=4096, page_size=64)  # fmt: skip
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query, "torch", **kwargs)
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual, expected).max() <= 2 * max_error(case, backend)
+                num_tokens=64, num_heads=4, num_q_heads=4, k_dim=4096, v_dim=4096,
+                page_size=64)  # fmt: skip
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query, "torch", **fields)
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual, expected).max() <= 2 * bound_error(case, backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_auto_equals_unquantized_attention(backend):
     """This test compares with torch's attention on the original values, not with the reference."""
-    case = Case("auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5)
-    pages, query, kwargs = prepare(case)
+    case = Case("auto", key=AUTO, value=AUTO, lengths=(133,), num_tokens=5)
+    pages, query, fields = prepare(case)
     generator = torch.Generator().manual_seed(1)
-    key = torch.randn(1, case.heads, 133, case.k_dim, generator=generator)
-    value = torch.randn(1, case.heads, 133, case.v_dim, generator=generator)
+    key = torch.randn(1, case.num_heads, 133, case.k_dim, generator=generator)
+    value = torch.randn(1, case.num_heads, 133, case.v_dim, generator=generator)
     mask = torch.ones(5, 133, dtype=torch.bool).tril(128)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), attn_mask=mask, enable_gqa=True
     )
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual, expected.transpose(1, 2)).max() <= max_error(case)
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual, expected.transpose(1, 2)).max() <= bound_error(case)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_latents_are_keys_and_values(backend):
     """A projection expands latents for each head, as in a model. A key is [latent, RoPE part]."""
-    case = Case("latent, auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5, heads=1,
+    case = Case("latent, auto", key=AUTO, value=AUTO, lengths=(133,), num_tokens=5, num_heads=1,
                 k_dim=64, v_dim=16, latent=True)  # fmt: skip
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     latent, rope_part = (
         reference.gather(pages, torch.tensor([133]), side, 0, 133, torch.float32, ragged=False)
         for side in "kv"
@@ -488,11 +493,11 @@ def test_latents_are_keys_and_values(backend):
     expanded = torch.cat([latent.double() @ to_key.mT, rope_part.double().expand(1, 6, -1, -1)], -1)
     mask = torch.ones(5, 133, dtype=torch.bool).tril(128)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        query, expanded, latent.double() @ to_value.mT, mask, scale=kwargs["scaling"]
+        query, expanded, latent.double() @ to_value.mT, mask, scale=fields["scaling"]
     )
     absorbed = torch.cat([query[..., :24] @ to_key, query[..., 24:]], -1).float()
-    actual = attend(case, pages, absorbed, backend, **kwargs).double().transpose(1, 2)
-    assert errors(actual @ to_value.mT, expected).max() <= 8 * max_error(case)
+    actual = attend(case, pages, absorbed, backend, **fields).double().transpose(1, 2)
+    assert compute_errors(actual @ to_value.mT, expected).max() <= 8 * bound_error(case)
 
 
 def prepare_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
@@ -500,35 +505,35 @@ def prepare_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
 
     This function computes the visible positions independently of visibility.py.
     """
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     dense = [
         reference.gather(pages, lengths, side, 0, case.stop, torch.float64, ragged=True)
         for side in ("k", "v")
     ]
-    seen = torch.zeros(len(case.lengths), 1, case.tokens, case.stop, dtype=torch.bool)
+    is_visible = torch.zeros(len(case.lengths), 1, case.num_tokens, case.stop, dtype=torch.bool)
     for row, length in enumerate(case.lengths):
-        for token in range(case.tokens):
-            last = length - case.tokens + token
-            seen[row, 0, token, last - case.window + 1 : last + 1] = True
+        for token in range(case.num_tokens):
+            last = length - case.num_tokens + token
+            is_visible[row, 0, token, last - case.window + 1 : last + 1] = True
         poison(pages, row, range(case.window_start(length)))
     expected = torch.nn.functional.scaled_dot_product_attention(
-        query.double(), *dense, attn_mask=seen, enable_gqa=True, scale=kwargs["scaling"]
+        query.double(), *dense, attn_mask=is_visible, enable_gqa=True, scale=fields["scaling"]
     )
-    return pages, query, kwargs, expected.transpose(1, 2)
+    return pages, query, fields, expected.transpose(1, 2)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("case", EDGE_CASES, ids=str)
 def test_a_window_may_begin_at_the_edge_of_a_page(case, backend):
-    pages, query, kwargs, expected = prepare_edge(case)
-    actual = attend(case, pages, query, backend, **kwargs)
-    worst_error = errors(actual, expected).max().item()
-    assert worst_error <= max_error(case), f"{worst_error:.2e} > {max_error(case):.2e}"
+    pages, query, fields, expected = prepare_edge(case)
+    actual = attend(case, pages, query, backend, **fields)
+    worst_error = compute_errors(actual, expected).max().item()
+    assert worst_error <= bound_error(case), f"{worst_error:.2e} > {bound_error(case):.2e}"
 
 
 # Minimum ratio of a fault's error to the limit. The smallest fault is one lost token of a thousand.
-FAULT_FACTOR = 50
+MIN_FAULT_FACTOR = 50
 
 
 def list_faults(
@@ -547,9 +552,9 @@ def list_faults(
     k, v = pages.k.static_scale, pages.v.static_scale
     assert k is not None
     assert v is not None
-    yield "V's scale doubled", with_scales(pages, k, 2 * v), query, {}
-    yield "K and V scales swapped", with_scales(pages, v, k), query, {}
-    yield "K's scale 1 % off", with_scales(pages, 1.01 * k, v), query, {}
+    yield "V's scale doubled", replace_scales(pages, k, 2 * v), query, {}
+    yield "K and V scales swapped", replace_scales(pages, v, k), query, {}
+    yield "K's scale 1 % off", replace_scales(pages, 1.01 * k, v), query, {}
     table = pages.table.clone()
     table[0, 5] = table[0, 4]
     yield "a page read twice", pages._replace(table=table), query, {}
@@ -561,54 +566,58 @@ def list_faults(
         yield "RoPE part dropped", pages, torch.cat(zeroed, -1), {}
 
 
-@pytest.mark.parametrize("shape", [{}, {"latent": True, "heads": 1, "q_heads": 16}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, {"latent": True, "num_heads": 1, "num_q_heads": 16}], ids=str
+)
 def test_faults_far_exceed_the_limit(shape):
     """A backend with such a fault fails the tests that compare it with the reference."""
-    case = Case("fault", dynamic=False, lengths=(1037,), tokens=3, page_size=64, sinks=True,
+    case = Case("fault", dynamic=False, lengths=(1037,), num_tokens=3, page_size=64, sinks=True,
                 k_dim=64, v_dim=64, **shape)  # fmt: skip
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query, "reference", **kwargs)
-    for fault, *inputs, fields in list_faults(case, pages, query, kwargs["sinks"]):
-        actual = attend(case, *inputs, "reference", **{**kwargs, **fields})
-        assert errors(actual, expected).max() > FAULT_FACTOR * max_error(case), fault
+    pages, query, fields = prepare(case)
+    expected = attend(case, pages, query, "reference", **fields)
+    for fault, *inputs, changes in list_faults(case, pages, query, fields["sinks"]):
+        actual = attend(case, *inputs, "reference", **{**fields, **changes})
+        assert compute_errors(actual, expected).max() > MIN_FAULT_FACTOR * bound_error(case), fault
 
 
-def add_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any]:
+def add_holes(case: Case, pages: Pages, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the spec with padding before the first sequence, and with holes in the second."""
     mask = torch.ones(2, 1, 1, case.stop - case.start, dtype=torch.uint8)
     for row, positions in enumerate((range(case.start, 333), [case.start + 1, 901])):
         poison(pages, row, [x for x in positions if pages.table[row, x // pages.page_size] >= 0])
         mask[row, ..., torch.tensor(list(positions)) - case.start] = 0
-    return {**kwargs, "mask": mask, "bounds": mask_bounds(mask[:, 0, 0] != 0, case.start)}
+    return {**fields, "mask": mask, "bounds": find_mask_bounds(mask[:, 0, 0] != 0, case.start)}
 
 
 HOLE_CASES = [
-    Case(f"T{tokens} window {window}", lengths=(1037, 1001), tokens=tokens, page_size=64,
-         heads=1, q_heads=3, window=window, from_zero=from_zero)
-    for tokens, window, from_zero in [(1, 0, True), (3, 0, True), (3, 900, False), (2, 500, True)]
+    Case(f"T{num_tokens} window {window}", lengths=(1037, 1001), num_tokens=num_tokens,
+         page_size=64, num_heads=1, num_q_heads=3, window=window, from_zero=from_zero)
+    for num_tokens, window, from_zero in (
+        (1, 0, True), (3, 0, True), (3, 900, False), (2, 500, True)
+    )
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("case", HOLE_CASES, ids=str)
 def test_bounds_of_a_mask_do_not_change_the_result(case, backend):
-    pages, query, kwargs = prepare(case)
-    kwargs = add_holes(case, pages, kwargs)
-    expected = attend(case, pages, query, "reference", **{**kwargs, "bounds": None})
-    actual = attend(case, pages, query, backend, **kwargs)
-    assert errors(actual, expected).max() <= max_error(case)
+    pages, query, fields = prepare(case)
+    fields = add_holes(case, pages, fields)
+    expected = attend(case, pages, query, "reference", **{**fields, "bounds": None})
+    actual = attend(case, pages, query, backend, **fields)
+    assert compute_errors(actual, expected).max() <= bound_error(case)
 
 
 # A code or a dynamic scale is NaN, in K or V, in each format.
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-@pytest.mark.parametrize(("name", "side", "dynamic"), pairwise(NAMES, ["k", "v"], [True, False]))
+@pytest.mark.parametrize(("name", "side", "dynamic"), pairwise(FORMAT_NAMES, "kv", [True, False]))
 def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
     case = Case("NaN", key=name, value=name, dynamic=dynamic, lengths=(70, 70))
-    pages, query, kwargs = prepare(case)
+    pages, query, fields = prepare(case)
     key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
     (key if side == "k" else value)[1, 0, 0, 3] = math.nan
     ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), backend)
-    actual = attend(case, pages, query, backend, **kwargs)
+    actual = attend(case, pages, query, backend, **fields)
     assert actual[0].isfinite().all(), "a different sequence"
     assert actual[1, :, 3:].isfinite().all(), "a different head"
     is_nan = actual[1, :, :3].isnan()
@@ -621,8 +630,8 @@ SPECIAL_VALUES = torch.tensor(
 
 
 WRITE_CASES = [
-    *_FORMAT_CASES,
-    *_ROTATION_CASES,
+    *FORMAT_CASES,
+    *ROTATION_CASES,
     Case("center", center=True, value="fp8_e5m2"),
     Case("center, static", center=True, dynamic=False, key="fp8_e3m4"),
     Case("rotated, Dv 2", rotated=True, dynamic=False, center=True, v_dim=2, value="int8"),
@@ -637,12 +646,13 @@ def test_written_bytes_equal_the_reference(case, backend, layout):
     expected_pages = make_pages(case)
     pages = LAYOUTS[layout](copy_pages(expected_pages))
     lengths = torch.tensor([0, 0], dtype=torch.int32)
-    for tokens in (1, 15, 17, 40, 1):
+    for num_tokens in (1, 15, 17, 40, 1):
         # As in a model, heads come after tokens. Magnitudes differ by up to 2**30.
-        shape = (2, tokens, case.heads, case.k_dim + case.v_dim)
-        states = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, (2, tokens, case.heads, 1)))
+        shape = (2, num_tokens, case.num_heads, case.k_dim + case.v_dim)
+        magnitudes = torch.exp2(torch.randint(-20, 10, (2, num_tokens, case.num_heads, 1)))
+        states = torch.randn(shape) * magnitudes
         key, value = states.to(case.dtype).transpose(1, 2).split([case.k_dim, case.v_dim], dim=3)
-        lengths += tokens
+        lengths += num_tokens
         ops.write(pages, key, value, lengths, backend)
         ops.write(expected_pages, key, value, lengths, "reference")
         assert_same_pool(merge_blocks(pages), expected_pages)
@@ -650,7 +660,7 @@ def test_written_bytes_equal_the_reference(case, backend, layout):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_special_values_are_stored_like_the_reference(name, dynamic, backend):
     case = Case("special", key=name, value=name, dynamic=dynamic, k_dim=5, v_dim=5, lengths=(13,))
     pages = make_pages(case)
@@ -699,7 +709,7 @@ def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
     query = torch.randn(1, 1, 6, 64)[..., ::2].transpose(1, 2).to(case.dtype)
     actual = attend(case, pages, query, backend, **make_spec(case, pages))
     expected = attend(case, pages, query, "reference", **make_spec(case, pages))
-    assert errors(actual, expected).max() <= max_error(case)
+    assert compute_errors(actual, expected).max() <= bound_error(case)
 
 
 @pytest.mark.parametrize(
@@ -721,15 +731,16 @@ def test_an_overrun_changes_nothing(has_hole, backend, layout):
     assert_same_pool(merge_blocks(pages), old_pages)
 
 
-@parametrize_layouts([c for c in CASES if c.tokens == 1 and not (c.window or c.padding or c.mask)])
+@parametrize_layouts(
+    [c for c in CASES if c.num_tokens == 1 and not (c.window or c.padding or c.mask)]
+)
 def test_gather_equals_the_reference_exactly(case, backend, layout):
     pages = fill(make_pages(case), case)
     layout_pages = LAYOUTS[layout](pages)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     min_length = min(case.lengths)
     spans = ((0, case.stop, True), (min_length // 3, min_length, False), (0, 0, False))
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for side, (start, stop, ragged), dtype in itertools.product("kv", spans, dtypes):
+    for side, (start, stop, ragged), dtype in itertools.product("kv", spans, DTYPES):
         gather_arguments = lengths, side, start, stop, dtype, ragged
         actual = ops.gather(layout_pages, *gather_arguments, backend)
         assert actual.dtype == dtype
@@ -745,10 +756,12 @@ def test_gather_refuses_unknown_sides(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_every_code_is_decoded_exactly(name, backend):
-    case = Case(name, key=name, value=name, lengths=(64,), heads=1, k_dim=4, v_dim=4, dynamic=False)
-    pages = with_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
+    case = Case(
+        name, key=name, value=name, lengths=(64,), num_heads=1, k_dim=4, v_dim=4, dynamic=False
+    )
+    pages = replace_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
     expected = code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
     codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
     pages.k_codes[pages.table[0, :4], 0] = codes
@@ -764,12 +777,12 @@ def test_a_sequence_without_visible_tokens_gives_zeros(backend):
     """The padding covers the whole sequence, and ends inside a tile or inside the next tile."""
     for length in (9, 130):
         case = Case("hidden", lengths=(length, 37), padding=length, page_size=64)
-        pages, query, kwargs = prepare(case)
-        kwargs["bounds"] = torch.tensor([[max(case.lengths), length], [0, 0]], dtype=torch.int32)
-        actual = attend(case, pages, query, backend, **kwargs)
+        pages, query, fields = prepare(case)
+        fields["bounds"] = torch.tensor([[max(case.lengths), length], [0, 0]], dtype=torch.int32)
+        actual = attend(case, pages, query, backend, **fields)
         assert (actual[0] == 0).all()
-        expected = attend(case, pages, query, "reference", **kwargs)
-        assert errors(actual, expected)[1] <= max_error(case)
+        expected = attend(case, pages, query, "reference", **fields)
+        assert compute_errors(actual, expected)[1] <= bound_error(case)
 
 
 GPUS = {
@@ -800,18 +813,18 @@ def test_each_gpu_gets_its_backend(expected, name, monkeypatch, caplog):
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_an_additive_mask_is_a_bias(backend):
-    case = Case("additive", tokens=3, lengths=(70,))
-    pages, query, kwargs = prepare(case)
-    mask, bias = torch.randn(2, 1, case.q_heads, 3, 70)
-    expected = attend(case, pages, query, backend, **kwargs, bias=mask)
-    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask), expected)
-    expected = attend(case, pages, query, backend, **kwargs, bias=mask + bias)
-    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask, bias=bias), expected)
+    case = Case("additive", num_tokens=3, lengths=(70,))
+    pages, query, fields = prepare(case)
+    mask, bias = torch.randn(2, 1, case.num_q_heads, 3, 70)
+    expected = attend(case, pages, query, backend, **fields, bias=mask)
+    assert_same(attend(case, pages, query, backend, **fields, mask=mask), expected)
+    expected = attend(case, pages, query, backend, **fields, bias=mask + bias)
+    assert_same(attend(case, pages, query, backend, **fields, mask=mask, bias=bias), expected)
 
 
 # The arguments of a call by name.
 Call = dict[str, Any]
-CHANGED_NAMES = (
+CHANGEABLE_ARGUMENTS = (
     "query", "key", "value", "lengths", "table", "start", "stop", "mask", "bias", "sinks",
     "k_center",
 )  # fmt: skip
@@ -830,20 +843,21 @@ OPERATIONS: dict[str, Callable[[Call, Pages, AttentionSpec, str], Tensor | None]
 
 def draw_call(rng: random.Random) -> tuple[Case, Call]:
     """Return a random call with consistent sizes."""
-    choose, tokens, latent = rng.choice, rng.choice((1, 1, 2, 5, 33)), rng.random() < 0.2
-    heads, mask = 1 if latent else choose((1, 2)), choose(("", "padding", "bool", "bias"))
+    choose, num_tokens, latent = rng.choice, rng.choice((1, 1, 2, 5, 33)), rng.random() < 0.2
+    num_heads, mask = 1 if latent else choose((1, 2)), choose(("", "padding", "bool", "bias"))
     case = Case(
-        "prompt", lengths=tuple(tokens + rng.randrange(40) for _ in range(choose((1, 2, 3)))),
-        tokens=tokens, heads=heads, q_heads=heads * choose((1, 2, 3)), k_dim=choose((8, 24)),
-        v_dim=choose((8, 16)), page_size=choose((8, 16)), key=choose([*NAMES, AUTO]), latent=latent,
-        value=choose([*NAMES, AUTO]), dynamic=choose((True, False)), window=choose((0, 0, 7)),
+        "prompt", lengths=tuple(num_tokens + rng.randrange(40) for _ in range(choose((1, 2, 3)))),
+        num_tokens=num_tokens, num_heads=num_heads, num_q_heads=num_heads * choose((1, 2, 3)),
+        k_dim=choose((8, 24)), v_dim=choose((8, 16)), page_size=choose((8, 16)),
+        key=choose(ALL_NAMES), latent=latent,
+        value=choose(ALL_NAMES), dynamic=choose((True, False)), window=choose((0, 0, 7)),
         center=not latent and choose((True, False)), causal=choose((True, False)),
         softcap=choose((0.0, 4.0)), sinks=choose((True, False)), padding=int(mask == "padding"),
         mask=mask.removeprefix("padding"), from_zero=mask in ("padding", "bool"),
         dtype=choose((torch.float32, torch.bfloat16)),
     )  # fmt: skip
     pages, query, spec = prepare(case)
-    shape = len(case.lengths), heads, tokens
+    shape = len(case.lengths), num_heads, num_tokens
     return case, {
         **dict(zip(PAGE_FIELDS, flatten(pages), strict=True)), **spec, "query": query,
         "key": torch.randn(*shape, case.k_dim).to(case.dtype),
@@ -890,7 +904,7 @@ def run_operation(operation: str, call: Call, backend: str) -> tuple[Tensor | ty
 )
 def test_all_backends_refuse_the_same_sizes(backends, num_calls):
     """Every backend refuses the calls that the reference refuses, and otherwise agrees with it."""
-    if reasons := [why for name in backends if (why := ops.available_backends()[name])]:
+    if reasons := [reason for name in backends if (reason := ops.explain_backends()[name])]:
         pytest.skip(reasons[0])
     rng, num_refused = random.Random(num_calls), 0
     for seed in range(num_calls):
@@ -898,7 +912,7 @@ def test_all_backends_refuse_the_same_sizes(backends, num_calls):
         case, call = draw_call(rng)
         operation, changed_name = rng.choice(list(OPERATIONS)), None
         if rng.random() < 0.7:
-            changed_name = rng.choice([x for x in CHANGED_NAMES if call.get(x) is not None])
+            changed_name = rng.choice([x for x in CHANGEABLE_ARGUMENTS if call.get(x) is not None])
             call[changed_name] = change_argument(rng, call[changed_name])
         with torch.set_grad_enabled(rng.random() < 0.2):
             expected, expected_pages = run_operation(operation, call, "reference")
@@ -916,5 +930,5 @@ def test_all_backends_refuse_the_same_sizes(backends, num_calls):
                     assert_same_bytes(actual.nan_to_num(9), expected.nan_to_num(9), label)
                 else:
                     error = (actual - expected).double().norm()
-                    assert error <= 2 * max_error(case, backend) * expected.double().norm(), label
+                    assert error <= 2 * bound_error(case, backend) * expected.double().norm(), label
     assert 0.25 < num_refused / num_calls < 0.75

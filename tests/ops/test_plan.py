@@ -25,7 +25,7 @@ GREEDY = {
     "disable_compile": True,
 }  # fmt: skip
 NUM_STEPS = GREEDY["max_new_tokens"] - 1  # the first token comes from the prefill
-PREALLOC = {"max_cache_len": 50}
+PREALLOCATED = {"max_cache_len": 50}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
@@ -38,42 +38,42 @@ def make_tokens(batch: int, length: int = 1, heads: int = 2) -> tuple[torch.Tens
     return torch.randn(batch, heads, length, 16), torch.randn(batch, heads, length, 16)
 
 
-def make_cache(name: str = "gqa", backend: str = "triton", **keywords: Any) -> tuple[Any, Any]:
+def make_cache(name: str = "gqa", backend: str = "triton", **options: Any) -> tuple[Any, Any]:
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
-    return (model, inputs), FP8PagedCache(model.config, page_size=16, backend=backend, **keywords)
+    return (model, inputs), FP8PagedCache(model.config, page_size=16, backend=backend, **options)
 
 
 # Each model and way to generate runs with a growing and with a preallocated cache.
 @pytest.mark.parametrize(
-    ("name", "num_groups", "keywords", "options"),
+    ("name", "num_plans", "options", "generation"),
     [
-        ("gqa", 1, {}, {}), ("sliding_and_full", 2, {}, {}), ("kv_sharing", 2, PREALLOC, {}),
-        ("gqa", 1, PREALLOC, {}), ("sliding_and_full", 2, PREALLOC, {}), ("kv_sharing", 2, {}, {}),
-        ("chunked", 2, PREALLOC, {}), ("gqa", 1, {}, {"num_beams": 3}),
-        ("gqa", 1, PREALLOC, {"num_beams": 3}),
+        ("gqa", 1, {}, {}), ("sliding_and_full", 2, {}, {}), ("kv_sharing", 2, {}, {}),
+        ("gqa", 1, PREALLOCATED, {}), ("sliding_and_full", 2, PREALLOCATED, {}),
+        ("kv_sharing", 2, PREALLOCATED, {}), ("chunked", 2, PREALLOCATED, {}),
+        ("gqa", 1, {}, {"num_beams": 3}), ("gqa", 1, PREALLOCATED, {"num_beams": 3}),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_step_makes_one_plan_per_group(
-    name: str, num_groups: int, keywords: Any, options: Any, plan_calls: list[PlanCall]
+def test_a_step_makes_one_plan_per_group_of_layers(
+    name: str, num_plans: int, options: Any, generation: Any, plan_calls: list[PlanCall]
 ) -> None:
     parameters = inspect.signature(create_chunked_causal_mask).parameters
     if name == "chunked" and "block_sequence_ids" not in parameters:
         pytest.skip("this version of transformers cannot generate with chunks and a static cache")
     answers = []
     for backend in ("reference", "triton"):
-        (model, inputs), cache = make_cache(name, backend, **keywords)
-        answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **options))
+        (model, inputs), cache = make_cache(name, backend, **options)
+        answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **generation))
     assert_same(answers[1], answers[0])
     num_addresses = len({call.plan.data_ptr() for call in plan_calls})
-    if keywords:
-        # Allocation and prefill each make an additional plan.
-        assert options or len(plan_calls) == (NUM_STEPS + 2) * num_groups
-        assert num_addresses == num_groups, "an address changed"
-    else:
-        assert len(plan_calls) == NUM_STEPS * num_groups
-        assert num_addresses == len(plan_calls), "a plan was overwritten"
     if options:
+        # Allocation and prefill each make an additional plan.
+        assert generation or len(plan_calls) == (NUM_STEPS + 2) * num_plans
+        assert num_addresses == num_plans, "an address changed"
+    else:
+        assert len(plan_calls) == NUM_STEPS * num_plans
+        assert num_addresses == len(plan_calls), "a plan was overwritten"
+    if generation:
         assert {len(call.lengths) for call in plan_calls} == {6}
 
 
@@ -88,7 +88,7 @@ def test_a_plan_is_made_for_the_lengths_and_the_window(plan_calls: list[PlanCall
     assert {call.window for call in plan_calls} == {0}
 
     plan_calls.clear()
-    (model, inputs), cache = make_cache("sliding_and_full", **PREALLOC)
+    (model, inputs), cache = make_cache("sliding_and_full", **PREALLOCATED)
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     # Masks are complete, and all pages exist. In each step, layers only read their windows.
     assert {call.window for call in plan_calls[-2:]} == {0, window}
@@ -98,12 +98,12 @@ def test_a_plan_is_made_for_the_lengths_and_the_window(plan_calls: list[PlanCall
 
 
 @pytest.mark.parametrize(
-    ("keywords", "expected"), [({}, [2, 4, 2, 4]), (PREALLOC, [2, 2, 4, 4, 2, 4, 2, 4])], ids=str
+    ("options", "expected"), [({}, [2, 4, 2, 4]), (PREALLOCATED, [2, 2, 4, 4, 2, 4, 2, 4])], ids=str
 )
 def test_layers_with_different_head_counts_have_separate_plans(
-    keywords: Any, expected: list[int], plan_calls: list[PlanCall]
+    options: Any, expected: list[int], plan_calls: list[PlanCall]
 ) -> None:
-    _, cache = make_cache(**keywords)
+    _, cache = make_cache(**options)
     for _ in range(3):
         cache.update(*make_tokens(2), 0)
         cache.update(*make_tokens(2, heads=4), 1)
@@ -111,16 +111,16 @@ def test_layers_with_different_head_counts_have_separate_plans(
     assert plan_calls[-1].plan.data_ptr() != plan_calls[-2].plan.data_ptr()
 
 
-@pytest.mark.parametrize("keywords", [{}, PREALLOC], ids=str)
-def test_plans_are_for_the_query_rows(keywords: dict[str, int], plan_calls: list[PlanCall]) -> None:
+@pytest.mark.parametrize("options", [{}, PREALLOCATED], ids=str)
+def test_plans_are_for_the_query_rows(options: dict[str, int], plan_calls: list[PlanCall]) -> None:
     """The number of query rows follows from the config and the KV heads of this process."""
     for heads, num_processes, num_rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
         plan_calls.clear()
-        _, cache = make_cache(tensor_parallel=TensorParallel(0, num_processes), **keywords)
+        _, cache = make_cache(tensor_parallel=TensorParallel(0, num_processes), **options)
         for num_tokens in (5, 1):
             cache.update(*make_tokens(2, num_tokens, heads), 0)
         assert {call.rows for call in plan_calls} == {num_rows}
-    if not keywords:
+    if not options:
         _, cache = make_cache()
         for num_tokens in (5, 3):
             cache.update(*make_tokens(2, num_tokens), 0)
@@ -144,13 +144,13 @@ CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
 
 
 @pytest.mark.usefixtures("plan_calls")
-@pytest.mark.parametrize("keywords", [{}, PREALLOC], ids=str)
+@pytest.mark.parametrize("options", [{}, PREALLOCATED], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_step_does_not_use_an_earlier_plan(change: str, keywords: dict[str, int]) -> None:
+def test_a_step_does_not_use_an_earlier_plan(change: str, options: dict[str, int]) -> None:
     outputs = []
     for backend in ("reference", "triton"):
         torch.manual_seed(3)
-        (model, inputs), cache = make_cache("gqa", backend, **keywords)
+        (model, inputs), cache = make_cache("gqa", backend, **options)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
             model(inputs["input_ids"][:, :1], past_key_values=cache)
@@ -163,16 +163,16 @@ def test_a_step_does_not_use_an_earlier_plan(change: str, keywords: dict[str, in
         torch.testing.assert_close(y, x)
 
 
-@pytest.mark.parametrize("keywords", [{}, PREALLOC], ids=str)
-def test_backends_without_plans_get_no_plan(keywords: dict[str, int]) -> None:
-    _, cache = make_cache(backend="reference", prefill="stored", **keywords)
+@pytest.mark.parametrize("options", [{}, PREALLOCATED], ids=str)
+def test_backends_without_plans_get_no_plan(options: dict[str, int]) -> None:
+    _, cache = make_cache(backend="reference", prefill="stored", **options)
     keys, values = cache.update(*make_tokens(2), 0)
     assert keys.plan is None
     assert values.plan is None
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="needs Triton")
+@pytest.mark.skipif(ops.explain_backends()["triton"] is not None, reason="needs Triton")
 def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> None:
     """The layer that makes the plan may not run in a step, or may hold different tokens."""
     config = build_variant("gqa")[0].config

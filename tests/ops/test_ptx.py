@@ -26,30 +26,31 @@ from hf_fp8kv.ops.triton import plan
 from hf_fp8kv.ops.triton.gather import gather
 from hf_fp8kv.ops.triton.target import Target, assuming
 from tests.ops import test_kernels_write as writing
-from tests.ops.test_kernels_attention import errors, prepare_expected, run_kernel, torch_attention
-from tests.ops.test_ops import Case
+from tests.ops.test_kernels_attention import attend_with_torch, prepare_expected, run_kernel
+from tests.ops.test_ops import Case, compute_errors
 from tests.tools.ptx import device, memory
 from tests.tools.ptx.instructions import compile_program
 from tests.tools.ptx.parse import parse
 
 SOURCES = Path(hf_fp8kv.ops.triton.__file__).parent
-_COMMON = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
+COMMON_FIELDS = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
 
 
 def check_attention(kernel: str, target: str, **options: object) -> None:
-    case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
-    pages, query, kwargs, expected = prepare_expected(case)
+    case = Case("", **{**COMMON_FIELDS, "dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
+    pages, query, fields, expected = prepare_expected(case)
     with assuming(Target("cuda", int(target[3:]), 4)):
-        actual = run_kernel(kernel, case, pages, query, **kwargs)
-    torch_errors = errors(torch_attention(case, pages, query, kwargs), expected)
-    assert (errors(actual, expected) <= 2 * torch_errors).all()
+        actual = run_kernel(kernel, case, pages, query, **fields)
+    torch_errors = compute_errors(attend_with_torch(case, pages, query, fields), expected)
+    assert (compute_errors(actual, expected) <= 2 * torch_errors).all()
 
 
 def check_plan() -> None:
     lengths = torch.tensor([700, 130, 64], dtype=torch.int32)
-    table = torch.full((plan.plan_rows(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
+    table = torch.full((plan.size_plan(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
     plan.make_plan(table, lengths, 1, 0, 0, 2)
-    sequences, part_counts = table[: plan.max_parts(table, 3), 0].tolist(), table[-3:, 1].tolist()
+    max_parts = plan.get_max_parts(table, 3)
+    sequences, part_counts = table[:max_parts, 0].tolist(), table[-3:, 1].tolist()
     num_parts = sum(part_counts)
     assert sorted(sequences[:num_parts]) == sorted(
         sequence for sequence, count in enumerate(part_counts) for _ in range(count)
@@ -71,13 +72,13 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     # A causal mask would also hide a token past the end.
     "decode to the end": lambda: check_attention("decode", "sm_90", causal=False),
     "decode e3m4": lambda: check_attention("decode", "sm_80", key="fp8_e3m4", value="fp8_e3m4"),
-    "extend": lambda: check_attention("extend", "sm_90", lengths=(200, 90), tokens=70),
+    "extend": lambda: check_attention("extend", "sm_90", lengths=(200, 90), num_tokens=70),
     "extend sm_80": lambda: check_attention(
-        "extend", "sm_80", lengths=(200, 90), tokens=70, key=AUTO, value=AUTO
+        "extend", "sm_80", lengths=(200, 90), num_tokens=70, key=AUTO, value=AUTO
     ),
     "plan": check_plan,
     "write": lambda: writing.check_write(
-        writing.Case(tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
+        writing.Case(num_tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
     ),
     "gather": check_gather,
 }
@@ -93,7 +94,7 @@ class Fault(NamedTuple):
     replacement: str | Callable[[re.Match[str]], str]
 
 
-_NO_CODE = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
+NON_CODE_LINES = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
 
 
 def increment(match: re.Match[str]) -> str:
@@ -105,11 +106,11 @@ FAULTS = {
         "decode", "_attend", "", r"(cp\.async\.wait_group\s+)(\d+)", increment
     ),
     "no barrier after a wait": Fault(
-        "decode", "_attend", "", rf"(wait_group\s+\d+.\n{_NO_CODE})\tbar\.sync\s+0", r"\1"
+        "decode", "_attend", "", rf"(wait_group\s+\d+.\n{NON_CODE_LINES})\tbar\.sync\s+0", r"\1"
     ),
     "no barrier between warps' maxima": Fault(
         "decode", "_attend", "",
-        rf"(st\.shared\.b32[^\n]*\n{_NO_CODE})\tbar\.sync\s+0", r"\1",
+        rf"(st\.shared\.b32[^\n]*\n{NON_CODE_LINES})\tbar\.sync\s+0", r"\1",
     ),
     "copies are in no group": Fault("decode", "_attend", "", r"cp\.async\.commit_group", ""),
     "half of each copy": Fault(

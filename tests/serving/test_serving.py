@@ -686,7 +686,7 @@ class TestRunningEngines:
         def fill_plan(plan: torch.Tensor, lengths: torch.Tensor, *_: Any) -> None:
             plan.fill_(int(lengths[0]))
 
-        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *args: calls.append(args) or 1)
+        monkeypatch.setattr(step_module.ops, "size_plan", lambda *args: calls.append(args) or 1)
         monkeypatch.setattr(step_module.ops, "make_plan", fill_plan)
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])

@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference: a write without a page is silent", REFERENCE,
-        "        raise_overrun(pages, lengths, tokens)", "        pass",
+        "        raise_overrun(pages, lengths, num_tokens)", "        pass",
         "tests/ops/test_ops.py",
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = (
     # Triton, interpreted.
     Mutant(
         "triton: the first new token is lost", WRITE,
-        "is_new = (t >= 0) & (t < tokens)", "is_new = (t > 0) & (t < tokens)",
+        "is_new = (t >= 0) & (t < num_tokens)", "is_new = (t > 0) & (t < num_tokens)",
         "tests/ops/test_kernels_write.py",
     ),
     Mutant(
@@ -196,18 +196,18 @@ MUTANTS = (
     Mutant(
         "cpu: the last page is dropped", "ops/cpu/kernels.cpp",
         "first = c.start, high = c.stop",
-        "first = c.start, high = (c.stop - 1) / c.table.slots * c.table.slots",
+        "first = c.start, high = (c.stop - 1) / c.table.page_size * c.table.page_size",
         "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
     Mutant(
         "cpu: a token lost at a page boundary", "ops/cpu/kernels.cpp",
-        "char*>(c.table.page_of(sequence, position))",
-        "char*>(c.table.page_of(sequence, position - token))",
+        "char*>(c.table.find_page(sequence, position))",
+        "char*>(c.table.find_page(sequence, position - token))",
         "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
     Mutant(
         "cpu: spans are added as threads split them", "ops/cpu/kernels.cpp",
-        "int64_t stop = (low / c.span + 1) * c.span;", "int64_t stop = high;",
+        "min((low / c.span + 1) * c.span, high)", "high",
         "tests/ops/test_cpu.py tests/attention/test_deterministic.py",
     ),
     # Deterministic models.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendError
-from ...formats import AUTO, MIN_SCALE
+from ...formats import MIN_SCALE
 from ..pages import AttentionSpec, Pages
 from ..reference import raise_overrun
 from ..torch import backend as torch_backend
@@ -21,25 +21,25 @@ from .records import (
     GATHER,
     KINDS,
     WRITE,
-    address,
-    broadcast_fields,
-    decoding_fields,
-    encoding_fields,
+    get_address,
+    list_broadcast_fields,
+    list_decoding_fields,
+    list_encoding_fields,
+    list_side_fields,
+    list_strided_fields,
+    list_table_fields,
     pack_rows,
-    side_fields,
-    strided_fields,
-    table_fields,
 )
 
 # Minimum number of stored values per thread. With fewer values a thread does not pay.
-GRAIN = 1 << 16
+MIN_THREAD_VALUES = 1 << 16
 # Sums are computed separately for each span of this number of tokens, and then added in a fixed
-# order. If heads and queries give fewer than MIN_UNITS units of work per thread, spans are divided
-# among more units, so that a delayed thread delays the call only briefly.
-SPAN = 512
-MIN_UNITS = 8
+# order. If heads and queries give fewer units of work per thread than MIN_THREAD_UNITS, spans are
+# divided among more units, so that a delayed thread delays the call only briefly.
+SPAN_TOKENS = 512
+MIN_THREAD_UNITS = 8
 # Maximum number of query rows per unit and head. More rows exceed the CPU's cache.
-MAX_ROWS = 64
+MAX_UNIT_ROWS = 64
 
 
 @functools.cache
@@ -91,10 +91,10 @@ def _pack_tensors(pages: Pages) -> Pages:
     return pages._replace(k=k, v=v._replace(static_scale=v_scale), table=table)
 
 
-def _choose_threads(num_values: int) -> int:
+def _choose_num_threads(num_values: int) -> int:
     if _get_first_pid() != os.getpid():  # torch's threads do not survive a fork
         return 1
-    return max(1, min(torch.get_num_threads(), num_values // GRAIN))
+    return max(1, min(torch.get_num_threads(), num_values // MIN_THREAD_VALUES))
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
@@ -105,15 +105,17 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     pages, lengths = _pack_tensors(pages), pack_rows(lengths)
     k, v = pages.k, pages.v
     key, value = _convert_input(key, pages.k_dtype), _convert_input(value, pages.v_dtype)
-    batch, heads, tokens, _ = key.shape
+    batch, num_heads, num_tokens, _ = key.shape
     call = WRITE.pack(
-        batch, heads, tokens, MIN_SCALE, *table_fields(pages, lengths),
-        *side_fields(pages, "k", k.center), *strided_fields(key), *encoding_fields(k.format),
-        *side_fields(pages, "v", None), *strided_fields(value), *encoding_fields(v.format),
+        batch, num_heads, num_tokens, MIN_SCALE, *list_table_fields(pages, lengths),
+        *list_side_fields(pages, "k", k.center), *list_strided_fields(key),
+        *list_encoding_fields(k.format), *list_side_fields(pages, "v", None),
+        *list_strided_fields(value), *list_encoding_fields(v.format),
     )  # fmt: skip
     # The search for K's scales takes most of the time, so each value counts as 8.
-    if not load_library().write_tokens(call, _choose_threads(8 * (key.numel() + value.numel()))):
-        raise_overrun(pages, lengths, tokens)
+    num_threads = _choose_num_threads(8 * (key.numel() + value.numel()))
+    if not load_library().write_tokens(call, num_threads):
+        raise_overrun(pages, lengths, num_tokens)
 
 
 def _convert_input(x: Tensor, stored_dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -144,15 +146,16 @@ def gather(
     stored_side, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
     if not KINDS.keys() >= {stored_dtype, dtype}:
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
-    first_head, last_head, _ = head_range.indices(pages.heads)
-    heads, batch = last_head - first_head, len(pages.table)
-    out = torch.empty((batch, heads, stop - start, stored_side.head_dim), dtype=dtype, device="cpu")
+    first_head, last_head, _ = head_range.indices(pages.num_heads)
+    num_heads, batch = last_head - first_head, len(pages.table)
+    shape = batch, num_heads, stop - start, stored_side.head_dim
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     call = GATHER.pack(
-        batch, heads, first_head, start, stop, ragged, not is_k, *table_fields(pages, lengths),
-        *side_fields(pages, side, None if stored_side.format == AUTO else stored_side.center),
-        *decoding_fields(stored_side.format), out.data_ptr(), KINDS[dtype],
+        batch, num_heads, first_head, start, stop, ragged, not is_k,
+        *list_table_fields(pages, lengths), *list_side_fields(pages, side, stored_side.center),
+        *list_decoding_fields(stored_side.format), out.data_ptr(), KINDS[dtype],
     )  # fmt: skip
-    load_library().gather(call, _choose_threads(out.numel()))
+    load_library().gather(call, _choose_num_threads(out.numel()))
     return out
 
 
@@ -167,38 +170,40 @@ def attend(
     pages, query, lengths = _pack_tensors(pages), pack_rows(query), pack_rows(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
     k, v = pages.k, pages.k if latent else pages.v
-    batch, q_heads, tokens, q_dim = query.shape
-    heads, v_dim = pages.heads, v.head_dim
-    groups = q_heads // heads
-    out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype, device="cpu")
+    batch, num_q_heads, num_tokens, q_dim = query.shape
+    num_heads, v_dim = pages.num_heads, v.head_dim
+    group_size = num_q_heads // num_heads
+    out = torch.empty((batch, num_tokens, num_q_heads, v_dim), dtype=query.dtype, device="cpu")
 
     # The rows of a block share decoded values.
-    block_tokens = min(tokens, max(MAX_ROWS // groups, 1))
-    blocks = -(-tokens // block_tokens)
-    rows = block_tokens * groups
-    read_values = (stop - start) * batch * heads * (q_dim + v_dim)
-    threads = _choose_threads(read_values * -(-rows // 4) * blocks)
-    units = batch * heads * blocks
-    splits = -(-stop // SPAN) - start // SPAN if threads > 1 and units < MIN_UNITS * threads else 1
-    split_units = min(-(-MIN_UNITS * threads // units), splits)  # units that share the splits
-    sums = torch.empty(units * splits * rows * (2 + v_dim), dtype=torch.float32, device="cpu")
+    block_tokens = min(num_tokens, max(MAX_UNIT_ROWS // group_size, 1))
+    num_blocks = -(-num_tokens // block_tokens)
+    num_rows = block_tokens * group_size
+    read_values = (stop - start) * batch * num_heads * (q_dim + v_dim)
+    num_threads = _choose_num_threads(read_values * -(-num_rows // 4) * num_blocks)
+    num_units = batch * num_heads * num_blocks
+    is_split = num_threads > 1 and num_units < MIN_THREAD_UNITS * num_threads
+    num_splits = -(-stop // SPAN_TOKENS) - start // SPAN_TOKENS if is_split else 1
+    num_split_units = min(-(-MIN_THREAD_UNITS * num_threads // num_units), num_splits)
+    sums = query.new_empty(num_units * num_splits * num_rows * (2 + v_dim), dtype=torch.float32)
 
-    center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
+    center = k.center if softcap or sinks is not None else None
     mask = None if mask is None else pack_rows(mask).view(torch.uint8)
     bounds = None if mask is None or bounds is None else pack_rows(bounds)
     bias = None if bias is None else _convert_input(bias)
     sinks = None if sinks is None else sinks.float().contiguous()
-    v_fields = *side_fields(pages, "v", None), *decoding_fields(pages.v.format)
-    k_fields = *side_fields(pages, "k", None), *decoding_fields(k.format)
+    v_fields = *list_side_fields(pages, "v", None), *list_decoding_fields(pages.v.format)
+    k_fields = *list_side_fields(pages, "k", None), *list_decoding_fields(k.format)
     value_fields = k_fields if latent else v_fields
     call = ATTEND.pack(
-        batch, q_heads, heads, tokens, start, stop, causal, window, scaling, softcap,
-        *table_fields(pages, lengths), *side_fields(pages, "k", center), *decoding_fields(k.format),
-        *value_fields, latent, *v_fields, *strided_fields(query), address(sinks),
-        *broadcast_fields(mask), *broadcast_fields(bias),
-        address(bounds), 0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0),
-        SPAN, splits, split_units, blocks, block_tokens, rows, out.data_ptr(), KINDS[out.dtype],
+        batch, num_q_heads, num_heads, num_tokens, start, stop, causal, window, scaling, softcap,
+        *list_table_fields(pages, lengths), *list_side_fields(pages, "k", center),
+        *list_decoding_fields(k.format), *value_fields, latent, *v_fields,
+        *list_strided_fields(query), get_address(sinks), *list_broadcast_fields(mask),
+        *list_broadcast_fields(bias), get_address(bounds),
+        0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0), SPAN_TOKENS, num_splits,
+        num_split_units, num_blocks, block_tokens, num_rows, out.data_ptr(), KINDS[out.dtype],
         sums.data_ptr(),
     )  # fmt: skip
-    load_library().attend(call, threads)
+    load_library().attend(call, num_threads)
     return out

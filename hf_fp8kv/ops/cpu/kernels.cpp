@@ -38,9 +38,11 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
 enum Kind : int64_t { CODES, BF16, F16, F32 };
 
-inline int64_t width_of(int64_t kind) { return kind == CODES ? 1 : kind == F32 ? 4 : 2; }
+inline int64_t get_width(int64_t kind) { return kind == CODES ? 1 : kind == F32 ? 4 : 2; }
 
-inline int64_t padded(int64_t count) { return (count + STEP - 1) & -STEP; }
+inline int64_t pad(int64_t count) { return (count + STEP - 1) & -STEP; }
+
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline Floats splat(float x) { return x - Floats{}; }
 
@@ -88,33 +90,38 @@ inline Floats exp(Floats x) {
 
 // The block table, and the memory of the pages.
 struct Table {
-  int64_t slots;         // tokens per page
-  const int32_t* table;  // page numbers, [sequences, columns]
-  int64_t stride, columns;
+  int64_t page_size;            // slots of a page
+  const int32_t* page_numbers;  // [sequences, num_columns]
+  int64_t row_stride, num_columns;
   const int32_t* lengths;  // tokens of each sequence
   const char* block;
-  const int64_t* offsets;  // of each page from `block`
+  const int64_t* page_offsets;  // from `block`
 
-  const char* page_of(int64_t sequence, int64_t position) const {
-    auto row = (const int32_t*)((const char*)table + sequence * stride);
-    int32_t page = row[position / slots];
-    return block + offsets[page > 0 ? page : 0];  // freed pages: page 0, which is masked
+  const char* find_page(int64_t sequence, int64_t position) const {
+    auto row = (const int32_t*)((const char*)page_numbers + sequence * row_stride);
+    int32_t page = row[position / page_size];
+    return block + page_offsets[page > 0 ? page : 0];  // freed pages: page 0, which is masked
   }
 
   // The page of a position, or `page` if the position is past the table.
   const char* page_to_prefetch(const char* page, int64_t sequence, int64_t position) const {
-    return position / slots < columns ? page_of(sequence, position) : page;
+    return position / page_size < num_columns ? find_page(sequence, position) : page;
   }
 };
 
-// Stored keys or values. `codes` and `token_scales` are offsets in a page (see records.py).
+// Stored keys or values (see records.py).
 struct StoredSide {
-  int64_t codes, kind, dim, token_scales;
+  int64_t codes_offset, kind, dim, scales_offset;
   const float *static_scale, *center;
   int64_t rotation;
+
+  const float* find_center(int64_t row) const { return center ? center + row * dim : nullptr; }
+  const char* find_codes(const char* page, int64_t head, int64_t page_size) const {
+    return page + codes_offset + head * page_size * dim * get_width(kind);
+  }
 };
 
-// Keys or values to read, and the fields that `decoding_fields` in records.py explains.
+// Keys or values to read, and the fields that `list_decoding_fields` in records.py explains.
 struct Side : StoredSide {
   const float* code_values;  // of the 256 codes
   int64_t shift, mask, nan_mask, nan_code;
@@ -123,10 +130,14 @@ struct Side : StoredSide {
 
 struct Strided {
   const char* data;
-  int64_t kind, b, h, t;  // strides of batch, head and token
+  int64_t kind, batch_stride, head_stride, token_stride;
+
+  const char* at(int64_t sequence, int64_t head, int64_t token) const {
+    return data + sequence * batch_stride + head * head_stride + token * token_stride;
+  }
 };
 
-// ---- numbers in memory --------------------------------------------------------------------------
+// ---- values in memory ---------------------------------------------------------------------------
 
 #ifndef __AVX2__
 inline float from_float16(uint16_t h) {
@@ -348,10 +359,11 @@ struct Rows {
 // Multiply LINES lines with N rows, and set the output or add to it (ADDS).
 template <int N, int LINES, bool ADDS, class Read>
 inline void multiply_lines(
-    const Read& read, const Segment* segments, int64_t count, int64_t line, const Rows& rows) {
+    const Read& read, const Segment* segments, int64_t num_segments, int64_t line,
+    const Rows& rows) {
   constexpr int TOTAL = LINES * N, LAST = TOTAL - 1;
   Floats sums[TOTAL] = {};
-  for (int64_t s = 0; s < count; s++) {
+  for (int64_t s = 0; s < num_segments; s++) {
     const Segment& segment = segments[s];
     const char* at = segment.at + line * segment.stride;
     const float* x = rows.x + segment.x;
@@ -387,12 +399,14 @@ inline void multiply_lines(
 
 template <int N, bool ADDS, class Read>
 void multiply_rows(
-    const Read& read, const Segment* segments, int64_t count, int64_t lines, const Rows& rows) {
+    const Read& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
+    const Rows& rows) {
   constexpr int LINES = MAX_SUMS / N;
   int64_t line = 0;
-  for (; line + LINES <= lines; line += LINES)
-    multiply_lines<N, LINES, ADDS>(read, segments, count, line, rows);
-  for (; line < lines; line++) multiply_lines<N, 1, ADDS>(read, segments, count, line, rows);
+  for (; line + LINES <= num_lines; line += LINES)
+    multiply_lines<N, LINES, ADDS>(read, segments, num_segments, line, rows);
+  for (; line < num_lines; line++)
+    multiply_lines<N, 1, ADDS>(read, segments, num_segments, line, rows);
 }
 
 #ifdef __AVX512BW__
@@ -404,16 +418,16 @@ inline __m512i dot(__m512i sum, __m512i a, __m512i b) {
 #endif
 }
 
-// Multiply `lines` lines of codes with N rows of integers. Sums are exact, so their order does not
-// matter. Two lines at a time fit in the registers, and 16 sums are added across lanes together. Up
+// Multiply lines of codes with N rows of integers. Sums are exact, so their order does not matter.
+// Two lines at a time fit in the registers, and 16 sums are added across lanes together. Up
 // to 15 outputs after the last line change as well.
 template <int N, bool ADDS>
 void multiply_rows(
-    const ReadIntegers& read, const Segment* segments, int64_t count, int64_t lines,
+    const ReadIntegers& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
     const Rows& rows) {
   constexpr int QUADS = N == 3 ? 1 : 4 / N;
   __m512i least = read.least;
-  for (int64_t line = 0; line < lines; line += 4 * QUADS) {
+  for (int64_t line = 0; line < num_lines; line += 4 * QUADS) {
     __m512i quads[4] = {};  // four lines each: a 128-bit lane has a part of each sum
     UNROLL
     for (int q = 0; q < QUADS; q++) {
@@ -421,9 +435,9 @@ void multiply_rows(
       UNROLL
       for (int p = 0; p < 2; p++) {
         const int64_t first = line + 4 * q + 2 * p;
-        const int64_t a = first < lines ? first : lines - 1, b = a + 1 < lines ? a + 1 : a;
+        const int64_t a = min(first, num_lines - 1), b = min(a + 1, num_lines - 1);
         __m512i sums[2][N] = {};
-        for (int64_t s = 0; s < count; s++) {
+        for (int64_t s = 0; s < num_segments; s++) {
           const Segment& segment = segments[s];
           const int64_t stride = segment.stride, size = segment.count;
           const char *at_a = segment.at + a * stride, *at_b = segment.at + b * stride;
@@ -487,15 +501,15 @@ void multiply_rows(
 
 template <bool ADDS, class Read>
 void multiply(
-    const Read& read, const Segment* segments, int64_t count, int64_t lines, int64_t size,
-    const Rows& rows) {
-  for (int64_t row = 0; row < size; row += MAX_ROWS) {
+    const Read& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
+    int64_t num_rows, const Rows& rows) {
+  for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
     const Rows remaining = rows.from(row);
-    switch (size - row) {
-      case 1: multiply_rows<1, ADDS>(read, segments, count, lines, remaining); break;
-      case 2: multiply_rows<2, ADDS>(read, segments, count, lines, remaining); break;
-      case 3: multiply_rows<3, ADDS>(read, segments, count, lines, remaining); break;
-      default: multiply_rows<4, ADDS>(read, segments, count, lines, remaining);
+    switch (num_rows - row) {
+      case 1: multiply_rows<1, ADDS>(read, segments, num_segments, num_lines, remaining); break;
+      case 2: multiply_rows<2, ADDS>(read, segments, num_segments, num_lines, remaining); break;
+      case 3: multiply_rows<3, ADDS>(read, segments, num_segments, num_lines, remaining); break;
+      default: multiply_rows<4, ADDS>(read, segments, num_segments, num_lines, remaining);
     }
   }
 }
@@ -536,7 +550,7 @@ void decode_line(const Read& read, const char* from, int64_t count, float* to) {
   }
 }
 
-void read_numbers(const char* from, int64_t kind, int64_t count, float* to) {
+void read_values(const char* from, int64_t kind, int64_t count, float* to) {
   with_reader(kind, {}, false, [&](const auto& read) { decode_line(read, from, count, to); });
 }
 
@@ -545,7 +559,7 @@ uint16_t to_bfloat16(float x) {
   return x != x ? 0x7FC0 : (raw + (raw >> 16 & 1) + 0x7FFF) >> 16;
 }
 
-void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
+void write_values(const float* from, int64_t kind, int64_t count, char* to) {
   auto halves = (uint16_t*)to;
   if (kind == F32) std::memcpy(to, from, 4 * count);
   if (kind == BF16)
@@ -554,7 +568,7 @@ void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
 #ifdef __AVX2__
     for (int64_t i = 0; i < count; i += 8) {
       float buffer[8] = {};
-      const int64_t remaining = count - i < 8 ? count - i : 8;
+      const int64_t remaining = min(count - i, 8);
       std::memcpy(buffer, from + i, 4 * remaining);
       const __m128i packed = _mm256_cvtps_ph(_mm256_loadu_ps(buffer), 0);
       std::memcpy(halves + i, &packed, 2 * remaining);
@@ -565,7 +579,7 @@ void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
   }
 }
 
-float scale_of(const char* word) {
+float read_scale(const char* word) {
   uint32_t raw = (uint32_t)load<uint16_t>(word) << 16;
   return load<float>(&raw);
 }
@@ -629,12 +643,12 @@ void for_units(int64_t units, int64_t threads, const Make& make) {
 // New keys or values, and constants of the format that they are encoded to.
 struct NewSide : StoredSide {
   Strided in;
-  int64_t drop, rebias, min_normal, step, max_code, nan_code, signs, unit;
+  int64_t dropped_bits, rebias, min_normal, step, max_code, nan_code, signed_zero, error_exponent;
   double max;
 };
 
 struct Write {
-  int64_t batch, heads, tokens;
+  int64_t batch, num_heads, num_tokens;
   double min_scale;
   Table table;
   NewSide k, v;
@@ -655,7 +669,7 @@ void encode(const float* x, const float* inverse, bool by_channel, const NewSide
   typedef uint8_t Bytes __attribute__((vector_size(LANES)));
   const Ints one = Ints{} + 1, step_bits = Ints{} + (int32_t)c.step,
              nan = Ints{} + (int32_t)c.nan_code;
-  const int drop = (int)c.drop;
+  const int drop = (int)c.dropped_bits;
   for (int64_t i = 0; i < c.dim; i += LANES) {
     Floats value = load<Floats>(x + i) * (by_channel ? load<Floats>(inverse + i) : splat(*inverse));
     Ints raw = (Ints)value, magnitude = raw & 0x7FFFFFFF;
@@ -666,7 +680,7 @@ void encode(const float* x, const float* inverse, bool by_channel, const NewSide
     Ints rounded = magnitude < (int32_t)c.min_normal ? small : normal;
     rounded = rounded > (int32_t)c.max_code ? Ints{} + (int32_t)c.max_code : rounded;
     Ints is_nan = magnitude > (int32_t)INFINITE;
-    Ints has_sign = c.signs ? one : (Ints)(rounded > 0) & ~is_nan & 1;
+    Ints has_sign = c.signed_zero ? one : (Ints)(rounded > 0) & ~is_nan & 1;
     Ints codes = (is_nan ? nan : rounded) | ((raw >> 24 & 0x80) & -has_sign);
     Bytes narrow = __builtin_convertvector(codes, Bytes);
     std::memcpy(to + i, &narrow, sizeof narrow);
@@ -674,7 +688,7 @@ void encode(const float* x, const float* inverse, bool by_channel, const NewSide
 }
 
 // Return the bfloat16 bits of the dynamic scale for a largest |x| with the bits `magnitude`.
-uint32_t dynamic_scale(uint32_t magnitude, float max_value, float min_scale) {
+uint32_t compute_dynamic_scale(uint32_t magnitude, float max_value, float min_scale) {
   if (magnitude >= INFINITE) return 0x7FC0;
   float scale = load<float>(&magnitude) / max_value;
   scale = scale > min_scale ? scale : min_scale;
@@ -688,22 +702,22 @@ uint32_t dynamic_scale(uint32_t magnitude, float max_value, float min_scale) {
 uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
   typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
   constexpr int NUM_VECTORS = NUM_SCALES / LANES;
-  const uint32_t start_bits = first << 16, unit_bits = (uint32_t)(127 + c.unit) << 23;
-  const float start = load<float>(&start_bits), unit = load<float>(&unit_bits);
-  const Ints least_normal = Ints{} + (int32_t)(c.min_normal + (c.unit << 23));
-  const Ints above = Ints{} + (int32_t)((c.drop << 23) + 0x400000);
+  const uint32_t start_bits = first << 16, error_bits = (uint32_t)(127 + c.error_exponent) << 23;
+  const float start = load<float>(&start_bits), error_unit = load<float>(&error_bits);
+  const Ints least_normal = Ints{} + (int32_t)(c.min_normal + (c.error_exponent << 23));
+  const Ints above = Ints{} + (int32_t)((c.dropped_bits << 23) + 0x400000);
   Floats scales[NUM_VECTORS], inverses[NUM_VECTORS];
   Longs errors[NUM_VECTORS] = {};
   for (int v = 0; v < NUM_VECTORS; v++) {
     Ints candidate = (Ints)(load<Floats>(OCTAVE.steps + v * LANES) * start);
     scales[v] = (Floats)((candidate + 0xFFFF) & ~0xFFFF);
-    inverses[v] = unit / scales[v];
+    inverses[v] = error_unit / scales[v];
   }
   // A lane can sum the squares of 64 errors in float32 exactly: an error is at most 2^9, so the sum
   // is at most 2^24.
   for (int64_t begin = 0; begin < c.dim; begin += 64) {
     Floats sums[NUM_VECTORS] = {};
-    const int64_t end = begin + 64 < c.dim ? begin + 64 : c.dim;
+    const int64_t end = min(begin + 64, c.dim);
     for (int64_t i = begin; i < end; i++) {
       UNROLL
       for (int v = 0; v < NUM_VECTORS; v++) {
@@ -739,7 +753,7 @@ uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
 void encode_vector(
     const NewSide& side, float min_scale, const char* x, const float* center, int64_t head,
     char* dynamic, bool searches, float* line, uint8_t* codes) {
-  read_numbers(x, side.in.kind, side.dim, line);
+  read_values(x, side.in.kind, side.dim, line);
   if (center)
     for (int64_t i = 0; i < side.dim; i++) line[i] -= center[i];
   if (side.rotation) rotate(line, side.dim, side.rotation);
@@ -753,54 +767,53 @@ void encode_vector(
     uint32_t raw = load<uint32_t>(line + i) & 0x7FFFFFFF;
     magnitude = raw > magnitude ? raw : magnitude;
   }
-  uint32_t scale = dynamic_scale(magnitude, (float)side.max, min_scale);
+  uint32_t scale = compute_dynamic_scale(magnitude, (float)side.max, min_scale);
   if (searches && magnitude < INFINITE) scale = search_scale(line, scale, side);
   const uint16_t stored = (uint16_t)scale;
   std::memcpy(dynamic, &stored, 2);
-  const float inverse = 1 / scale_of((const char*)&stored);
+  const float inverse = 1 / read_scale((const char*)&stored);
   encode(line, &inverse, false, side, codes);
 }
 
 bool has_pages(const Write& c) {
   for (int64_t sequence = 0; sequence < c.batch; sequence++) {
-    const int64_t end = c.table.lengths[sequence];
-    auto row = (const int32_t*)((const char*)c.table.table + sequence * c.table.stride);
-    if (end < c.tokens || (end - 1) / c.table.slots >= c.table.columns) return false;
-    for (int64_t column = (end - c.tokens) / c.table.slots; column <= (end - 1) / c.table.slots;
-         column++)
+    const int64_t end = c.table.lengths[sequence], page_size = c.table.page_size;
+    auto row = (const int32_t*)((const char*)c.table.page_numbers + sequence * c.table.row_stride);
+    const int64_t last_column = (end - 1) / page_size;
+    if (end < c.num_tokens || last_column >= c.table.num_columns) return false;
+    for (int64_t column = (end - c.num_tokens) / page_size; column <= last_column; column++)
       if (row[column] < 0) return false;
   }
   return true;
 }
 
-// Store the keys of one token and head, or the values, whose channels are `slots` apart.
+// Store the keys of one token and head, or the values, whose channels are `page_size` apart.
 void write_vector(
     const Write& c, bool is_value, int64_t sequence, int64_t head, int64_t token, float* line,
     uint8_t* codes) {
   const NewSide& side = is_value ? c.v : c.k;
-  const int64_t position = c.table.lengths[sequence] - c.tokens + token;
-  const int64_t slots = c.table.slots, slot = position % slots, place = head * slots + slot;
-  const int64_t width = width_of(side.kind);
-  char* page = const_cast<char*>(c.table.page_of(sequence, position));
-  const char* x = side.in.data + sequence * side.in.b + head * side.in.h + token * side.in.t;
+  const int64_t position = c.table.lengths[sequence] - c.num_tokens + token;
+  const int64_t page_size = c.table.page_size, slot = position % page_size;
+  const int64_t head_slot = head * page_size + slot, width = get_width(side.kind);
+  char* page = const_cast<char*>(c.table.find_page(sequence, position));
+  const char* x = side.in.at(sequence, head, token);
   if (side.kind == CODES) {
-    const int64_t pair = sequence * c.heads + head;
     encode_vector(
-        side, (float)c.min_scale, x, side.center ? side.center + pair * side.dim : nullptr, head,
-        page + side.token_scales + 4 * place, !is_value, line, codes);
+        side, (float)c.min_scale, x, side.find_center(sequence * c.num_heads + head), head,
+        page + side.scales_offset + 4 * head_slot, !is_value, line, codes);
     x = (const char*)codes;
   }
-  char* to = page + side.codes;
-  if (!is_value) std::memcpy(to + place * side.dim * width, x, side.dim * width);
-  to += (head * side.dim * slots + slot) * width;
+  char* to = page + side.codes_offset;
+  if (!is_value) std::memcpy(to + head_slot * side.dim * width, x, side.dim * width);
+  to += (head * side.dim * page_size + slot) * width;
   for (int64_t i = 0; is_value && i < side.dim; i++)
-    std::memcpy(to + i * slots * width, x + i * width, width);
+    std::memcpy(to + i * page_size * width, x + i * width, width);
 }
 
 // ---- gather -------------------------------------------------------------------------------------
 
 struct Gather {
-  int64_t batch, heads, first_head, start, stop, ragged, transposed;
+  int64_t batch, num_heads, first_head, start, stop, ragged, transposed;
   Table table;
   Side side;
   char* out;
@@ -810,11 +823,11 @@ struct Gather {
 // Decode `count` positions of a page from `slot` on into lines, `stride` values apart. V is stored
 // transposed, and `column` is temporary memory for one of its channels.
 void decode_part(
-    const Side& s, const char* page, int64_t slots, int64_t head, int64_t slot, int64_t count,
+    const Side& s, const char* page, int64_t page_size, int64_t head, int64_t slot, int64_t count,
     bool transposed, float* lines, int64_t stride, float* column) {
-  const int64_t width = width_of(s.kind), dim = s.dim;
-  const char* codes = page + s.codes + head * slots * dim * width;
-  const bool finite = s.kind == CODES && !may_be_nonfinite(codes, slots * dim, s);
+  const int64_t width = get_width(s.kind), dim = s.dim;
+  const char* codes = s.find_codes(page, head, page_size);
+  const bool finite = s.kind == CODES && !may_be_nonfinite(codes, page_size * dim, s);
   // Capture copies, because captured references are loaded again after each store.
   with_reader(s.kind, s, finite, [=](const auto& read) {
     if (!transposed)
@@ -822,7 +835,7 @@ void decode_part(
         decode_line(read, codes + (slot + t) * dim * width, dim, lines + t * stride);
     else
       for (int64_t d = 0; d < dim; d++) {
-        decode_line(read, codes + (d * slots + slot) * width, count, column);
+        decode_line(read, codes + (d * page_size + slot) * width, count, column);
         for (int64_t t = 0; t < count; t++) lines[t * stride + d] = column[t];
       }
   });
@@ -832,20 +845,20 @@ void decode_part(
 void gather_part(
     const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* memory) {
   const Side& s = c.side;
-  const int64_t slots = c.table.slots, slot = begin % slots, count = end - begin;
-  const int64_t stored_head = head + c.first_head, first = stored_head * slots;
-  const char* page = c.table.page_of(sequence, begin);
-  const int64_t pitch = padded(s.dim);
+  const int64_t page_size = c.table.page_size, slot = begin % page_size, count = end - begin;
+  const int64_t stored_head = head + c.first_head, first = stored_head * page_size;
+  const char* page = c.table.find_page(sequence, begin);
+  const int64_t pitch = pad(s.dim);
   float* lines = memory;  // [count, pitch]
   decode_part(
-      s, page, slots, stored_head, slot, count, c.transposed, lines, pitch,
+      s, page, page_size, stored_head, slot, count, c.transposed, lines, pitch,
       memory + UNIT_TOKENS * pitch);
   const float* scale = s.static_scale ? s.static_scale + stored_head * s.dim : nullptr;
-  const float* center = s.center ? s.center + (sequence * c.heads + head) * s.dim : nullptr;
+  const float* center = s.find_center(sequence * c.num_heads + head);
   for (int64_t t = 0; t < count; t++) {
     float* x = lines + t * pitch;
     const float dynamic =
-        s.token_scales ? scale_of(page + s.token_scales + 4 * (first + slot + t)) : 1;
+        s.scales_offset ? read_scale(page + s.scales_offset + 4 * (first + slot + t)) : 1;
     if (c.ragged && begin + t >= c.table.lengths[sequence]) {
       std::memset(x, 0, 4 * s.dim);
     } else {
@@ -856,15 +869,15 @@ void gather_part(
       if (center)
         for (int64_t d = 0; d < s.dim; d++) x[d] += center[d];
     }
-    const int64_t row = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + t;
-    write_numbers(x, c.out_kind, s.dim, c.out + row * s.dim * width_of(c.out_kind));
+    const int64_t row = (sequence * c.num_heads + head) * (c.stop - c.start) + begin - c.start + t;
+    write_values(x, c.out_kind, s.dim, c.out + row * s.dim * get_width(c.out_kind));
   }
 }
 
 // ---- attend -------------------------------------------------------------------------------------
 
 struct Attend {
-  int64_t batch, q_heads, heads, tokens, start, stop, causal, window;
+  int64_t batch, num_q_heads, num_heads, num_tokens, start, stop, causal, window;
   double scaling, softcap;
   Table table;
   Side k, v;
@@ -874,7 +887,7 @@ struct Attend {
   const float* sinks;
   Strided mask, bias;
   const int32_t* bounds;
-  int64_t bounds_b, span, splits, split_units, blocks, block_tokens, rows;
+  int64_t bounds_stride, span, num_splits, num_split_units, num_blocks, block_tokens, num_rows;
   char* out;
   int64_t out_kind;
   float* sums;  // [units, rows, 2 + Dv]: results of `add_span`
@@ -883,7 +896,7 @@ struct Attend {
 // Return whether the products of a side are sums of integers: its codes are integers of at most 11
 // bits. Rounding a row to 16 bits is only exact enough for 16-bit models. The page size has no
 // effect, because deterministic models have the same bits with pages of any size.
-bool sums_are_exact(const Attend& c, const Side& side) {
+bool are_sums_exact(const Attend& c, const Side& side) {
 #ifdef __AVX512BW__
   return c.q.kind != F32 && side.kind == CODES && side.shift <= 6 && !c.latent;
 #else
@@ -949,23 +962,21 @@ struct Scratch {
   uint8_t seen[TILE + STEP];
 
   explicit Scratch(const Attend& c) {
-    const int64_t rows = padded(c.rows), k = padded(c.k.dim), v = padded(c.v.dim);
-    const int64_t pages = TILE / c.table.slots + 2, tile = TILE + STEP * pages;  // at most
+    const int64_t rows = pad(c.num_rows), k = pad(c.k.dim), v = pad(c.v.dim);
+    const int64_t pages = TILE / c.table.page_size + 2, tile = TILE + STEP * pages;  // at most
     parts.resize(pages), segments.resize(pages), decoded.resize(pages);
-    q_stride = k + padded(c.latent ? c.rope.dim : 0);
-    k_is_int = sums_are_exact(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
-    v_is_int = sums_are_exact(c, c.v);
+    q_stride = k + pad(c.latent ? c.rope.dim : 0);
+    k_is_int = are_sums_exact(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
+    v_is_int = are_sums_exact(c, c.v);
     int_stride = k / 2;
     const int64_t of_latents = c.latent ? LATENT_TILE * q_stride : 0;
     const std::pair<float**, int64_t> buffers[] = {
-        {&q, c.rows * q_stride}, {&logits, c.rows * LOGITS_STRIDE},
-        {&offset, rows},         {&largest, rows},
-        {&sums, rows},           {&k_scales, LOGITS_STRIDE},
-        {&v_scales, LOGITS_STRIDE},       {&strip, MAX_SUMS * (k > tile ? k : tile)},
-        {&latents, of_latents},  {&out, c.rows * v},
-        {&int_q, k_is_int ? c.rows * int_stride : 0},
-        {&int_weights, v_is_int ? c.rows * TILE / 2 : 0},
-        {&q_factors, rows},      {&weight_factors, rows}};
+        {&q, c.num_rows * q_stride}, {&logits, c.num_rows * LOGITS_STRIDE}, {&offset, rows},
+        {&largest, rows}, {&sums, rows}, {&k_scales, LOGITS_STRIDE}, {&v_scales, LOGITS_STRIDE},
+        {&strip, MAX_SUMS * (k > tile ? k : tile)}, {&latents, of_latents}, {&out, c.num_rows * v},
+        {&int_q, k_is_int ? c.num_rows * int_stride : 0},
+        {&int_weights, v_is_int ? c.num_rows * TILE / 2 : 0}, {&q_factors, rows},
+        {&weight_factors, rows}};
     int64_t total = STEP;
     for (const auto& [buffer, size] : buffers) total += size;
     memory.reset(new float[total]);
@@ -991,7 +1002,7 @@ Floats tanh(Floats x) {
 float load_query(
     const Attend& c, const char* x, const Side& side, int64_t head, const float* center,
     float* to) {
-  read_numbers(x, c.q.kind, side.dim, to);
+  read_values(x, c.q.kind, side.dim, to);
   float product = 0;
   for (int64_t i = 0; i < side.dim; i++) {
     to[i] *= (float)c.scaling;
@@ -1005,15 +1016,15 @@ float load_query(
 }
 
 // Return whether all codes of a side in these parts are finite.
-bool all_finite(
+bool are_codes_finite(
     const Attend& c, const Scratch& s, int64_t num_parts, const Side& side, int64_t head,
     bool by_token) {
   if (side.kind != CODES) return false;
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* first = part.page + side.codes + head * c.table.slots * side.dim;
+    const char* first = side.find_codes(part.page, head, c.table.page_size);
     if (by_token) first += part.slot * side.dim;
-    const int64_t count = (by_token ? part.count : c.table.slots) * side.dim;
+    const int64_t count = (by_token ? part.count : c.table.page_size) * side.dim;
     if (may_be_nonfinite(first, count, side)) return false;
   }
   return true;
@@ -1025,72 +1036,70 @@ const float* load_scales(
     const Attend& c, const Scratch& s, int64_t num_parts, int64_t offset, int64_t head, float* to) {
   for (int64_t i = 0; offset && i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* words = part.page + offset + 4 * (head * c.table.slots + part.slot);
-    for (int64_t j = 0; j < part.count; j++) to[part.first + j] = scale_of(words + 4 * j);
+    const char* words = part.page + offset + 4 * (head * c.table.page_size + part.slot);
+    for (int64_t j = 0; j < part.count; j++) to[part.first + j] = read_scale(words + 4 * j);
   }
   return offset ? to : nullptr;
 }
 
-// Multiply `lines` stored lines with rows. If the rows do not fit in the registers, or with `seen`,
-// lines are decoded first. Values that are not in `seen` count as zero. Integers have no NaN, so
+// Multiply stored lines with rows. If the rows do not fit in the registers, or with `seen`, lines
+// are decoded first. Values that are not in `seen` count as zero. Integers have no NaN, so
 // products with NaN are set afterwards.
 template <bool ADDS>
 void multiply_stored(
-    Scratch& s, const Side& side, bool finite, int64_t num_parts, int64_t lines, int64_t size,
-    const Rows& rows, const uint8_t* seen) {
+    Scratch& s, const Side& side, bool finite, int64_t num_parts, int64_t num_lines,
+    int64_t num_rows, const Rows& rows, const uint8_t* seen) {
 #ifdef __AVX512BW__
   if (rows.factors) {
     const ReadIntegers read(side);
-    multiply<ADDS>(read, s.segments.data(), num_parts, lines, size, rows);
+    multiply<ADDS>(read, s.segments.data(), num_parts, num_lines, num_rows, rows);
     if (!read.found_nan()) return;
-    for (int64_t line = 0; line < lines; line++)
+    for (int64_t line = 0; line < num_lines; line++)
       for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
         const char* at = segment.at + line * segment.stride;
         for (int64_t j = 0; j < segment.count; j++)
           if (may_be_nonfinite(at + j, 1, side) && !(seen && !seen[segment.x + j]))
-            for (int64_t r = 0; r < size; r++) rows.out[r * rows.out_stride + line] = NAN;
+            for (int64_t r = 0; r < num_rows; r++) rows.out[r * rows.out_stride + line] = NAN;
       }
     return;
   }
 #endif
   with_reader(side.kind, side, finite, [&](const auto& read) {
-    if (size <= MAX_ROWS && !seen)
-      return multiply<ADDS>(read, s.segments.data(), num_parts, lines, size, rows);
+    if (num_rows <= MAX_ROWS && !seen)
+      return multiply<ADDS>(read, s.segments.data(), num_parts, num_lines, num_rows, rows);
     int64_t length = 0;
-    for (int64_t i = 0; i < num_parts; i++) length += padded(s.segments[i].count);
-    for (int64_t line = 0; line < lines; line += MAX_SUMS) {
-      const int64_t num_lines = lines - line < MAX_SUMS ? lines - line : MAX_SUMS;
+    for (int64_t i = 0; i < num_parts; i++) length += pad(s.segments[i].count);
+    for (int64_t line = 0; line < num_lines; line += MAX_SUMS) {
+      const int64_t strip_lines = min(num_lines - line, MAX_SUMS);
       float* to = s.strip;
       for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
         s.decoded[i] = {(const char*)to, 4 * length, segment.count, segment.x, nullptr};
-        for (int64_t l = 0; l < num_lines; l++) {
+        for (int64_t l = 0; l < strip_lines; l++) {
           float* row = to + l * length;
           decode_line(read, segment.at + (line + l) * segment.stride, segment.count, row);
           if (seen)
             for (int64_t j = 0; j < segment.count; j++)
               if (!seen[segment.x + j]) row[j] = 0;
         }
-        to += padded(segment.count);
+        to += pad(segment.count);
       }
       const Rows output{rows.x, rows.x_stride, rows.out + line, rows.out_stride};
-      multiply<ADDS>(ReadFloat32{}, s.decoded.data(), num_parts, num_lines, size, output);
+      multiply<ADDS>(ReadFloat32{}, s.decoded.data(), num_parts, strip_lines, num_rows, output);
     }
   });
 }
 
 // Compute the products of queries and a tile of K.
 void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, int64_t head, int64_t rows) {
-  const bool finite = !s.k_is_int && all_finite(c, s, num_parts, c.k, head, true);
-  const int64_t stride = c.k.dim * width_of(c.k.kind);
+  const bool finite = !s.k_is_int && are_codes_finite(c, s, num_parts, c.k, head, true);
+  const int64_t stride = c.k.dim * get_width(c.k.kind);
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart part = s.parts[i];
-    const char* prefetch =
-        part.page + c.v.codes + head * c.v.dim * c.table.slots * width_of(c.v.kind);
-    s.segments[0] = {
-        part.page + c.k.codes + (head * c.table.slots + part.slot) * stride, stride, c.k.dim, 0,
-        prefetch};
+    const char* codes = c.k.find_codes(part.page, head, c.table.page_size) + part.slot * stride;
+    const char* next = c.v.find_codes(part.page, head, c.table.page_size);
+    s.segments[0] = {codes, stride, c.k.dim, 0, next};
     Rows logits{s.q, s.q_stride, s.logits + part.first, LOGITS_STRIDE};
     if (s.k_is_int) logits = {s.int_q, s.int_stride, logits.out, LOGITS_STRIDE, s.q_factors};
     multiply_stored<false>(s, c.k, finite, 1, part.count, rows, logits, nullptr);
@@ -1101,17 +1110,16 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, int64_t head,
 void multiply_values(
     const Attend& c, Scratch& s, int64_t num_parts, int64_t sequence, int64_t next, int64_t head,
     int64_t rows, bool all_seen) {
-  const bool finite = !s.v_is_int && all_finite(c, s, num_parts, c.v, head, false);
-  const int64_t width = width_of(c.v.kind);
+  const bool finite = !s.v_is_int && are_codes_finite(c, s, num_parts, c.v, head, false);
+  const int64_t width = get_width(c.v.kind), page_size = c.table.page_size;
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* first =
-        part.page + c.v.codes + (head * c.v.dim * c.table.slots + part.slot) * width;
-    const char* prefetch = c.table.page_to_prefetch(part.page, sequence, next + i * c.table.slots) +
-                           c.k.codes + head * c.k.dim * c.table.slots * width_of(c.k.kind);
-    s.segments[i] = {first, c.table.slots * width, part.count, part.first, prefetch};
+    const char* codes = c.v.find_codes(part.page, head, page_size) + part.slot * width;
+    const char* page = c.table.page_to_prefetch(part.page, sequence, next + i * page_size);
+    const char* next_codes = c.k.find_codes(page, head, page_size);
+    s.segments[i] = {codes, page_size * width, part.count, part.first, next_codes};
   }
-  Rows weights{s.logits, LOGITS_STRIDE, s.out, padded(c.v.dim)};
+  Rows weights{s.logits, LOGITS_STRIDE, s.out, pad(c.v.dim)};
   if (s.v_is_int) {
     const int64_t count = s.parts[num_parts - 1].first + s.parts[num_parts - 1].count;
     for (int64_t row = 0; row < rows; row++)
@@ -1133,11 +1141,11 @@ void multiply_latents(
     const PagePart& part = s.parts[i];
     for (int side = 0; side < 2; side++) {
       const Side& stored = *sides[side];
-      float* lines = s.latents + part.first * s.q_stride + (side ? padded(c.k.dim) : 0);
+      float* lines = s.latents + part.first * s.q_stride + (side ? pad(c.k.dim) : 0);
       decode_part(
-          stored, part.page, c.table.slots, head, part.slot, part.count, side, lines, s.q_stride,
-          s.strip);
-      if (stored.token_scales)
+          stored, part.page, c.table.page_size, head, part.slot, part.count, side, lines,
+          s.q_stride, s.strip);
+      if (stored.scales_offset)
         for (int64_t j = 0; j < part.count; j++)
           for (int64_t d = 0; d < stored.dim; d++)
             lines[j * s.q_stride + d] *= scales[side][part.first + j];
@@ -1147,7 +1155,7 @@ void multiply_latents(
   for (int64_t j = 0; j < count; j += MAX_SUMS) {
     const Segment line{
         (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr};
-    const int64_t lines = count - j < MAX_SUMS ? count - j : MAX_SUMS;
+    const int64_t lines = min(count - j, MAX_SUMS);
     const Rows logits{s.q, s.q_stride, s.logits + j, LOGITS_STRIDE};
     multiply<false>(ReadFloat32{}, &line, 1, lines, rows, logits);
   }
@@ -1175,8 +1183,8 @@ void add_latents(const Scratch& s, int64_t count, int64_t row, int64_t channel, 
 void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, bool all_seen) {
   if (!all_seen)
     for (int64_t j = 0; j < count; j++)
-      if (!s.seen[j]) std::memset(s.latents + j * s.q_stride, 0, 4 * padded(c.k.dim));
-  const int64_t stride = padded(c.v.dim);
+      if (!s.seen[j]) std::memset(s.latents + j * s.q_stride, 0, 4 * pad(c.k.dim));
+  const int64_t stride = pad(c.v.dim);
   for (int64_t channel = 0; channel < stride; channel += STEP) {
     int64_t row = 0;
     for (; row + MAX_ROWS <= rows; row += MAX_ROWS)
@@ -1190,13 +1198,13 @@ void add_bias(
     const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
     int64_t low, int64_t count) {
   const Strided& x = c.bias;
-  const int64_t groups = c.q_heads / c.heads, width = width_of(x.kind);
+  const int64_t group_size = c.num_q_heads / c.num_heads, width = get_width(x.kind);
   const int64_t skipped = low < c.start ? c.start - low : 0;  // these positions are masked later
   if (!x.data) return;
   for (int64_t row = 0; row < rows; row++) {
-    const char* from = x.data + sequence * x.b + (head * groups + row % groups) * x.h +
-                       (token + row / groups) * x.t;
-    read_numbers(from + (low + skipped - c.start) * width, x.kind, count - skipped, s.strip);
+    const char* from =
+        x.at(sequence, head * group_size + row % group_size, token + row / group_size);
+    read_values(from + (low + skipped - c.start) * width, x.kind, count - skipped, s.strip);
     float* line = s.logits + row * LOGITS_STRIDE;
     for (int64_t j = skipped; j < count; j++) line[j] += s.strip[j - skipped];
   }
@@ -1206,21 +1214,19 @@ void add_bias(
 bool mask_logits(
     const Attend& c, Scratch& s, int64_t sequence, int64_t token, int64_t rows, int64_t low,
     int64_t first, int64_t count, int64_t query, bool masked) {
-  const int64_t groups = c.q_heads / c.heads;
+  const int64_t group_size = c.num_q_heads / c.num_heads;
   std::memset(s.seen, 0, count);
-  for (int64_t row = 0; row < rows; row += groups) {
-    const int64_t position = query + row / groups;
-    int64_t begin = first - low,
-            end = c.causal && position + 1 - low < count ? position + 1 - low : count;
+  for (int64_t row = 0; row < rows; row += group_size) {
+    const int64_t position = query + row / group_size;
+    int64_t begin = first - low, end = c.causal ? min(position + 1 - low, count) : count;
     if (c.window && position - c.window + 1 > first) begin = position - c.window + 1 - low;
     const char* mask = nullptr;
-    if (masked)
-      mask = c.mask.data + sequence * c.mask.b + (token + row / groups) * c.mask.t + low - c.start;
+    if (masked) mask = c.mask.at(sequence, 0, token + row / group_size) + low - c.start;
     for (int64_t j = 0; j < count; j++) {
       const bool visible = j >= begin && j < end && !(mask && !mask[j]);
       s.seen[j] |= visible;
       if (!visible)
-        for (int64_t g = 0; g < groups; g++) s.logits[(row + g) * LOGITS_STRIDE + j] = MASKED;
+        for (int64_t g = 0; g < group_size; g++) s.logits[(row + g) * LOGITS_STRIDE + j] = MASKED;
     }
   }
   return !std::memchr(s.seen, 0, count);
@@ -1229,12 +1235,12 @@ bool mask_logits(
 // Convert logits to weights relative to the largest logit so far, and update the sums. Weights are
 // multiplied by V's dynamic scales.
 void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, const float* scales) {
-  const int64_t stride = padded(c.v.dim);
+  const int64_t stride = pad(c.v.dim);
   for (int64_t row = 0; row < rows; row++) {
     float* line = s.logits + row * LOGITS_STRIDE;
-    for (int64_t j = count; j < padded(count); j++) line[j] = MASKED;
+    for (int64_t j = count; j < pad(count); j++) line[j] = MASKED;
     // The last part may begin within a vector, and then reads weights up to here.
-    for (int64_t j = padded(count); j < LOGITS_STRIDE; j++) line[j] = 0;
+    for (int64_t j = pad(count); j < LOGITS_STRIDE; j++) line[j] = 0;
     Floats max = splat(s.largest[row]);
     for (int64_t j = 0; j < count; j += LANES) {
       Floats x = load<Floats>(line + j);
@@ -1253,7 +1259,7 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
     // For a row without visible positions, -inf - 0 gives weights of zero, but -inf - -inf is NaN.
     const float base = row_max > MASKED ? row_max : 0;
     Floats total = {};
-    for (int64_t j = 0; j < padded(count); j += LANES) {
+    for (int64_t j = 0; j < pad(count); j += LANES) {
       Floats weight = exp(load<Floats>(line + j) - base);
       total += weight;
       store(line + j, scales ? weight * load<Floats>(scales + j) : weight);
@@ -1266,16 +1272,16 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
 void attend_tile(
     const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
     int64_t low, int64_t first, int64_t high) {
-  const int64_t count = high - low, slots = c.table.slots;
+  const int64_t count = high - low, page_size = c.table.page_size;
   int64_t num_parts = 0;
   for (int64_t at = low; at < high; num_parts++) {
-    const int64_t slot = at % slots, size = slots - slot < high - at ? slots - slot : high - at;
-    s.parts[num_parts] = {c.table.page_of(sequence, at), slot, at - low, size};
+    const int64_t slot = at % page_size, size = min(page_size - slot, high - at);
+    s.parts[num_parts] = {c.table.find_page(sequence, at), slot, at - low, size};
     at += size;
   }
-  const float* k_scales = load_scales(c, s, num_parts, c.k.token_scales, head, s.k_scales);
+  const float* k_scales = load_scales(c, s, num_parts, c.k.scales_offset, head, s.k_scales);
   if (c.latent) {
-    load_scales(c, s, num_parts, c.rope.token_scales, head, s.v_scales);
+    load_scales(c, s, num_parts, c.rope.scales_offset, head, s.v_scales);
     multiply_latents(c, s, num_parts, head, rows, count);
     k_scales = nullptr;  // the scales were applied to decoded values
   } else {
@@ -1284,27 +1290,27 @@ void attend_tile(
   if (k_scales || c.k.center || c.softcap != 0)
     for (int64_t row = 0; row < rows; row++)
       for (int64_t j = 0; j < count; j += LANES) {
-        float* place = s.logits + row * LOGITS_STRIDE + j;
-        Floats x = load<Floats>(place);
+        float* logits = s.logits + row * LOGITS_STRIDE + j;
+        Floats x = load<Floats>(logits);
         if (k_scales) x *= load<Floats>(k_scales + j);
         if (c.k.center) x += s.offset[row];
         if (c.softcap != 0) x = tanh(x / (float)c.softcap) * (float)c.softcap;
-        store(place, x);
+        store(logits, x);
       }
   add_bias(c, s, sequence, head, token, rows, low, count);
   bool all_seen = true;
-  const int64_t query = c.table.lengths[sequence] - c.tokens + token;  // position of the first row
+  const int64_t query = c.table.lengths[sequence] - c.num_tokens + token;  // of the first row
   bool masked = c.mask.data;
-  if (c.bounds && low >= *(const int32_t*)((const char*)(c.bounds + 1) + sequence * c.bounds_b))
+  if (c.bounds && low >= load<int32_t>((const char*)(c.bounds + 1) + sequence * c.bounds_stride))
     masked = false;
   if (masked || c.window || low < first || (c.causal && high > query + 1)) {
     all_seen = mask_logits(c, s, sequence, token, rows, low, first, count, query, masked);
     if (!all_seen && !std::memchr(s.seen, 1, count)) return;
   }
-  const int64_t v_offset = c.latent ? 0 : c.v.token_scales;  // latents were scaled when decoded
+  const int64_t v_offset = c.latent ? 0 : c.v.scales_offset;  // latents were scaled when decoded
   const float* v_scales = load_scales(c, s, num_parts, v_offset, head, s.v_scales);
   if (v_scales) {
-    for (int64_t j = count; j < padded(count); j++) s.v_scales[j] = 0;
+    for (int64_t j = count; j < pad(count); j++) s.v_scales[j] = 0;
     for (int64_t j = 0; j < count && !all_seen; j++)
       if (!s.seen[j]) s.v_scales[j] = 0;
   }
@@ -1333,50 +1339,49 @@ void clear_sums(float* sums, int64_t dim) {
 
 void load_queries(
     const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows) {
-  const int64_t groups = c.q_heads / c.heads;
-  const float* center = c.k.center ? c.k.center + (sequence * c.heads + head) * c.k.dim : nullptr;
-  std::memset(s.q, 0, 4 * c.rows * s.q_stride);
+  const int64_t group_size = c.num_q_heads / c.num_heads;
+  const float* center = c.k.find_center(sequence * c.num_heads + head);
+  std::memset(s.q, 0, 4 * c.num_rows * s.q_stride);
   for (int64_t row = 0; row < rows; row++) {
-    const char* x = c.q.data + sequence * c.q.b + (head * groups + row % groups) * c.q.h +
-                    (token + row / groups) * c.q.t;
+    const char* x =
+        c.q.at(sequence, head * group_size + row % group_size, token + row / group_size);
     float* to = s.q + row * s.q_stride;
     s.offset[row] = load_query(c, x, c.k, head, center, to);
-    if (s.k_is_int)
-      s.q_factors[row] = round_row(to, c.k.dim, c.k, s.int_q + row * s.int_stride);
+    if (s.k_is_int) s.q_factors[row] = round_row(to, c.k.dim, c.k, s.int_q + row * s.int_stride);
     if (c.latent) {
-      x += c.k.dim * width_of(c.q.kind);
-      load_query(c, x, c.rope, head, nullptr, to + padded(c.k.dim));
+      x += c.k.dim * get_width(c.q.kind);
+      load_query(c, x, c.rope, head, nullptr, to + pad(c.k.dim));
     }
   }
 }
 
-// Compute sums of one head and one block of queries. `splits` results, each for a span, are divided
-// among `split_units` units. With one split there is one result for all spans.
+// Compute sums of one head and one block of queries. `num_splits` results, each for a span, are
+// divided among `num_split_units` units. With one split there is one result for all spans.
 void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
-  const int64_t per_unit = (c.splits + c.split_units - 1) / c.split_units;
-  const int64_t split = unit % c.split_units * per_unit;
-  const int64_t end_split = split + per_unit < c.splits ? split + per_unit : c.splits;
-  const int64_t size = 2 + c.v.dim, stride = padded(c.v.dim), pair_block = unit / c.split_units;
-  const int64_t token = pair_block % c.blocks * c.block_tokens, pair = pair_block / c.blocks;
-  const int64_t head = pair % c.heads, sequence = pair / c.heads;
-  const int64_t tokens = c.tokens - token < c.block_tokens ? c.tokens - token : c.block_tokens;
-  const int64_t rows = tokens * (c.q_heads / c.heads), length = c.table.lengths[sequence];
-  float* results = c.sums + pair_block * c.splits * c.rows * size;
-  for (int64_t i = split * c.rows; i < end_split * c.rows; i++)
+  const int64_t per_unit = (c.num_splits + c.num_split_units - 1) / c.num_split_units;
+  const int64_t split = unit % c.num_split_units * per_unit;
+  const int64_t end_split = min(split + per_unit, c.num_splits);
+  const int64_t size = 2 + c.v.dim, stride = pad(c.v.dim), block = unit / c.num_split_units;
+  const int64_t head = block / c.num_blocks % c.num_heads;
+  const int64_t sequence = block / c.num_blocks / c.num_heads;
+  const int64_t token = block % c.num_blocks * c.block_tokens;
+  const int64_t tokens = min(c.num_tokens - token, c.block_tokens);
+  const int64_t rows = tokens * (c.num_q_heads / c.num_heads), length = c.table.lengths[sequence];
+  float* results = c.sums + block * c.num_splits * c.num_rows * size;
+  for (int64_t i = split * c.num_rows; i < end_split * c.num_rows; i++)
     clear_sums(results + i * size, c.v.dim);
 
   int64_t first = c.start, high = c.stop;
-  const int64_t query = length - c.tokens + token;  // position of the first row
-  for (int64_t limit :
-       {length, c.table.slots * c.table.columns, c.causal ? query + tokens : length})
-    if (limit < high) high = limit;
+  const int64_t query = length - c.num_tokens + token;  // position of the first row
+  high = min(min(high, length), c.table.page_size * c.table.num_columns);
+  if (c.causal) high = min(high, query + tokens);
   if (c.bounds) {
-    const int64_t visible = *(const int32_t*)((const char*)c.bounds + sequence * c.bounds_b);
+    const int64_t visible = *(const int32_t*)((const char*)c.bounds + sequence * c.bounds_stride);
     if (visible > first) first = visible;
   }
   if (c.window && query - c.window + 1 > first) first = query - c.window + 1;
   const int64_t first_span = c.start / c.span;
-  if (c.splits > 1) {
+  if (c.num_splits > 1) {
     const int64_t begin = (first_span + split) * c.span, end = (first_span + end_split) * c.span;
     if (first < begin) first = begin;
     if (high > end) high = end;
@@ -1385,18 +1390,17 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
   load_queries(c, s, sequence, head, token, rows);
   // Vectors begin at multiples of STEP or 64, and tiles at multiples of their size.
   for (int64_t low = first & -(s.v_is_int ? 64 : STEP); low < high;) {
-    std::memset(s.out, 0, 4 * c.rows * stride);
+    std::memset(s.out, 0, 4 * c.num_rows * stride);
     for (int64_t row = 0; row < rows; row++) s.largest[row] = MASKED, s.sums[row] = 0;
-    int64_t stop = (low / c.span + 1) * c.span;
-    if (stop > high) stop = high;
+    const int64_t stop = min((low / c.span + 1) * c.span, high);
     const int64_t position = low > first ? low : first;
     while (low < stop) {
-      const int64_t tile = c.latent ? LATENT_TILE : TILE, next = (low / tile + 1) * tile;
-      const int64_t end = next < stop ? next : stop;
+      const int64_t tile = c.latent ? LATENT_TILE : TILE, end = min((low / tile + 1) * tile, stop);
       attend_tile(c, s, sequence, head, token, rows, low, first, end);
       low = end;
     }
-    float* to = results + (c.splits > 1 ? position / c.span - first_span : 0) * c.rows * size;
+    const int64_t result = c.num_splits > 1 ? position / c.span - first_span : 0;
+    float* to = results + result * c.num_rows * size;
     for (int64_t row = 0; row < rows; row++, to += size)
       add_span(to, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
   }
@@ -1404,13 +1408,12 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
 
 // Write the result of one query token and head: merge its splits, and apply the sink.
 void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head, float* sums) {
-  const int64_t groups = c.q_heads / c.heads, head = q_head / groups, dim = c.v.dim;
-  const int64_t block = token / c.block_tokens,
-                unit = (sequence * c.heads + head) * c.blocks + block;
-  const int64_t place = (token % c.block_tokens) * groups + q_head % groups;
+  const int64_t group_size = c.num_q_heads / c.num_heads, head = q_head / group_size, dim = c.v.dim;
+  const int64_t unit = (sequence * c.num_heads + head) * c.num_blocks + token / c.block_tokens;
+  const int64_t block_row = (token % c.block_tokens) * group_size + q_head % group_size;
   clear_sums(sums, dim);
-  for (int64_t i = 0; i < c.splits; i++) {
-    const float* part = c.sums + ((unit * c.splits + i) * c.rows + place) * (2 + dim);
+  for (int64_t i = 0; i < c.num_splits; i++) {
+    const float* part = c.sums + ((unit * c.num_splits + i) * c.num_rows + block_row) * (2 + dim);
     add_span(sums, part[0], part[1], part + 2, dim);
   }
   float weight = 1, total = sums[1], *x = sums + 2;
@@ -1426,8 +1429,8 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
     if (c.v.static_scale) x[d] *= c.v.static_scale[head * dim + d];
   }
   if (c.v.rotation) rotate(x, dim, c.v.rotation);
-  const int64_t row = (sequence * c.tokens + token) * c.q_heads + q_head;
-  write_numbers(x, c.out_kind, dim, c.out + row * dim * width_of(c.out_kind));
+  const int64_t row = (sequence * c.num_tokens + token) * c.num_q_heads + q_head;
+  write_values(x, c.out_kind, dim, c.out + row * dim * get_width(c.out_kind));
 }
 
 }  // namespace
@@ -1447,18 +1450,17 @@ EXPORT void set_parallel_for(void* function) { parallel_for = (decltype(parallel
 EXPORT int write_tokens(const Write* call, int64_t threads) {
   const Write& c = *call;
   if (!has_pages(c)) return 0;
-  const int64_t blocks = (c.tokens + UNIT_TOKENS - 1) / UNIT_TOKENS;
-  for_units(c.batch * c.heads * blocks, threads, [&] {
+  const int64_t blocks = (c.num_tokens + UNIT_TOKENS - 1) / UNIT_TOKENS;
+  for_units(c.batch * c.num_heads * blocks, threads, [&] {
     const int64_t dim = (c.k.dim > c.v.dim ? c.k.dim : c.v.dim) + STEP;
     return [&c, blocks, line = std::vector<float>(2 * dim),
             codes = std::vector<uint8_t>(dim)](int64_t unit) mutable {
-      const int64_t begin = unit % blocks * UNIT_TOKENS,
-                    end = begin + UNIT_TOKENS < c.tokens ? begin + UNIT_TOKENS : c.tokens;
+      const int64_t begin = unit % blocks * UNIT_TOKENS;
+      const int64_t end = min(begin + UNIT_TOKENS, c.num_tokens);
+      const int64_t head = unit / blocks % c.num_heads, sequence = unit / blocks / c.num_heads;
       for (int64_t token = begin; token < end; token++)
         for (bool is_value : {false, true})
-          write_vector(
-              c, is_value, unit / blocks / c.heads, unit / blocks % c.heads, token, line.data(),
-              codes.data());
+          write_vector(c, is_value, sequence, head, token, line.data(), codes.data());
     };
   });
   return 1;
@@ -1467,15 +1469,15 @@ EXPORT int write_tokens(const Write* call, int64_t threads) {
 EXPORT void gather(const Gather* call, int64_t threads) {
   const Gather& c = *call;
   const int64_t blocks = (c.stop - c.start + UNIT_TOKENS - 1) / UNIT_TOKENS;
-  for_units(c.batch * c.heads * blocks, threads, [&] {
-    return [&c, blocks, memory = std::vector<float>((padded(c.side.dim) + 1) * UNIT_TOKENS + STEP)](
+  for_units(c.batch * c.num_heads * blocks, threads, [&] {
+    return [&c, blocks, memory = std::vector<float>((pad(c.side.dim) + 1) * UNIT_TOKENS + STEP)](
                int64_t unit) mutable {
+      const int64_t head = unit / blocks % c.num_heads, sequence = unit / blocks / c.num_heads;
       int64_t begin = c.start + unit % blocks * UNIT_TOKENS;
-      const int64_t stop = begin + UNIT_TOKENS < c.stop ? begin + UNIT_TOKENS : c.stop;
-      for (; begin < stop;) {
-        int64_t end = (begin / c.table.slots + 1) * c.table.slots;
-        end = end < stop ? end : stop;
-        gather_part(c, unit / blocks / c.heads, unit / blocks % c.heads, begin, end, memory.data());
+      const int64_t stop = min(begin + UNIT_TOKENS, c.stop);
+      while (begin < stop) {
+        const int64_t end = min((begin / c.table.page_size + 1) * c.table.page_size, stop);
+        gather_part(c, sequence, head, begin, end, memory.data());
         begin = end;
       }
     };
@@ -1484,13 +1486,13 @@ EXPORT void gather(const Gather* call, int64_t threads) {
 
 EXPORT void attend(const Attend* call, int64_t threads) {
   const Attend& c = *call;
-  for_units(c.batch * c.heads * c.blocks * c.split_units, threads, [&] {
+  for_units(c.batch * c.num_heads * c.num_blocks * c.num_split_units, threads, [&] {
     return [&c, scratch = Scratch(c)](int64_t unit) mutable { attend_unit(c, scratch, unit); };
   });
-  for_units(c.batch * c.tokens, threads, [&] {
-    return [&c, line = std::vector<float>(2 + padded(c.v.dim))](int64_t unit) mutable {
-      for (int64_t head = 0; head < c.q_heads; head++)
-        finish_row(c, unit / c.tokens, unit % c.tokens, head, line.data());
+  for_units(c.batch * c.num_tokens, threads, [&] {
+    return [&c, line = std::vector<float>(2 + pad(c.v.dim))](int64_t unit) mutable {
+      for (int64_t head = 0; head < c.num_q_heads; head++)
+        finish_row(c, unit / c.num_tokens, unit % c.num_tokens, head, line.data());
     };
   });
 }

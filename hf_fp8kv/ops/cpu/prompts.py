@@ -22,66 +22,66 @@ _Gather = Callable[[Pages, Tensor, str, int, int, torch.dtype, bool, slice], Ten
 
 # Minimum number of query rows per KV head. On a Xeon (Sapphire Rapids) with 512 to 6,144 stored
 # tokens, the break-even was between 24 and 96 rows.
-MIN_ROWS = 64
+MIN_QUERY_ROWS = 64
 # Maximum size of the dense keys and values of a product, in bytes, unless one head is larger.
-_MAX_BYTES = 64 * 2**20
+_MAX_DENSE_BYTES = 64 * 2**20
 _HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported()
 
 
 def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> bool:
     """Return whether `attend` supports the call and is faster than the C++ kernel."""
-    rows = query.shape[2] * query.shape[1] // pages.heads
+    rows = query.shape[2] * query.shape[1] // pages.num_heads
     is_supported = (
         spec.sinks is None and spec.mask is None and spec.bias is None
         and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
         and not spec.deterministic and query.dtype in (torch.bfloat16, torch.float16)
     )  # fmt: skip
-    return bool(is_supported) and rows >= MIN_ROWS
+    return bool(is_supported) and rows >= MIN_QUERY_ROWS
 
 
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, spec: AttentionSpec, gather: _Gather
 ) -> Tensor:
     """Compute softmax attention, `[B, T, Hq, Dv]`. `gather` is the "cpu" backend's operation."""
-    batch, q_heads, tokens, _ = query.shape
-    heads, v_dim = pages.heads, pages.v.head_dim
-    dtype = query.dtype
+    batch, num_q_heads, num_tokens, _ = query.shape
+    num_heads, v_dim, dtype = pages.num_heads, pages.v.head_dim, query.dtype
     if dtype != torch.bfloat16 or not _HAS_BF16_PRODUCTS:
         dtype = torch.float32  # other CPUs multiply 16-bit values far more slowly
-    out = query.new_zeros((batch, tokens, q_heads, v_dim))
+    out = query.new_zeros((batch, num_tokens, num_q_heads, v_dim))
     for b in range(batch):
         length = int(lengths[b])
         # Queries before the start of their sequence attend to nothing.
-        count = min(tokens, length)
-        start = max(length - count - spec.window + 1, 0) if spec.window else 0
-        if not count:
+        num_queries = min(num_tokens, length)
+        start = max(length - num_queries - spec.window + 1, 0) if spec.window else 0
+        if not num_queries:
             continue
         head_bytes = (length - start) * (pages.k.head_dim + v_dim) * dtype.itemsize
-        num_heads = max(1, min(heads, _MAX_BYTES // head_bytes))
-        mask = _make_mask(count, length - start, spec.window)
-        groups = q_heads // heads
+        heads_at_once = max(1, min(num_heads, _MAX_DENSE_BYTES // head_bytes))
+        mask = _make_mask(num_queries, length - start, spec.window)
+        group_size = num_q_heads // num_heads
         # A center adds the same value to all logits of a query, which cancels in the softmax.
         # Without it K has smaller rounding errors.
         k = pages.k._replace(center=None)
         sequence_pages = pages._replace(k=k, table=pages.table[b : b + 1])
-        for head in range(0, heads, num_heads):
-            part = slice(head, min(head + num_heads, heads))
+        for first in range(0, num_heads, heads_at_once):
+            heads = slice(first, min(first + heads_at_once, num_heads))
             key, value = (
-                gather(sequence_pages, lengths[b : b + 1], side, start, length, dtype, False, part)
+                gather(sequence_pages, lengths[b : b + 1], side, start, length, dtype, False, heads)
                 for side in "kv"
             )
-            query_heads = slice(groups * part.start, groups * part.stop)
+            query_heads = slice(group_size * heads.start, group_size * heads.stop)
             output = scaled_dot_product_attention(
-                query[b : b + 1, query_heads, tokens - count :].to(dtype), key, value, mask,
-                is_causal=mask is None, scale=spec.scaling, enable_gqa=groups > 1,
+                query[b : b + 1, query_heads, -num_queries:].to(dtype), key, value, mask,
+                is_causal=mask is None, scale=spec.scaling, enable_gqa=group_size > 1,
             )  # fmt: skip
-            out[b, tokens - count :, query_heads] = output[0].transpose(0, 1).to(out.dtype)
+            out[b, -num_queries:, query_heads] = output[0].transpose(0, 1).to(out.dtype)
     return out
 
 
-def _make_mask(queries: int, keys: int, window: int) -> Tensor | None:
-    """Return the mask, `[queries, keys]`, of the last `queries` tokens, or None if it is causal."""
-    if queries == keys and (not window or window >= keys):
+def _make_mask(num_queries: int, num_keys: int, window: int) -> Tensor | None:
+    """Return the mask of the last queries, `[num_queries, num_keys]`, or None if it is causal."""
+    offset = num_keys - num_queries
+    if not offset and (not window or window >= num_keys):
         return None
-    mask = torch.ones((queries, keys), dtype=torch.bool, device="cpu").tril(keys - queries)
-    return mask.triu(keys - queries - window + 1) if window else mask
+    mask = torch.ones((num_queries, num_keys), dtype=torch.bool, device="cpu").tril(offset)
+    return mask.triu(offset - window + 1) if window else mask

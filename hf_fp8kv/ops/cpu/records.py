@@ -19,6 +19,8 @@ from ..pages import Pages
 
 CODES, BF16, F16, F32 = range(4)  # kinds of stored values
 KINDS = {torch.uint8: CODES, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+# Values of the 256 codes of each format, divided by a factor. Kernels read this memory.
+_code_values: dict[str, Tensor] = {}
 _TABLE, _STORED, _STRIDED, _DECODING, _ENCODING = "7q", "7q", "5q", "5qd", "8qd"
 WRITE = struct.Struct("3qd" + _TABLE + 2 * (_STORED + _STRIDED + _ENCODING))
 GATHER = struct.Struct("7q" + _TABLE + _STORED + _DECODING + "2q")
@@ -28,7 +30,7 @@ ATTEND = struct.Struct(
 )  # fmt: skip
 
 
-def table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
+def list_table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
     """Return the fields of the struct `Table`."""
     rows = pages.table
     return (
@@ -37,11 +39,11 @@ def table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
+def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `StoredSide` of side "k" or "v".
 
-    `codes` is the offset of the side's codes in a page, in bytes. `token_scales` is the offset of
-    its first dynamic scale, or 0 without dynamic scales. A dynamic scale follows every four bytes.
+    `codes_offset` is the offset of the side's codes in a page, in bytes. `scales_offset` is the
+    offset of its first dynamic scale, or 0. A dynamic scale follows every four bytes.
     `rotation` is the number of channels that are rotated together, or 0.
     """
     side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
@@ -50,30 +52,30 @@ def side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ..
         scale_offset = layout.offsets["token_scales"] + (2 if name == "v" else 0)
     return (
         layout.offsets[name], KINDS[dtype], side.head_dim, scale_offset,
-        address(side.static_scale), address(center),
+        get_address(side.static_scale), get_address(None if side.format == AUTO else center),
         rotation_block(side.head_dim) if side.rotated else 0,
     )  # fmt: skip
 
 
-def address(tensor: Tensor | None) -> int:
+def get_address(tensor: Tensor | None) -> int:
     """Return the address of a tensor, or 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def strided_fields(x: Tensor) -> tuple[int, ...]:
+def list_strided_fields(x: Tensor) -> tuple[int, ...]:
     """Return the fields of the struct `Strided` of a tensor `[b, h, t, any]`, strides in bytes."""
     size = x.element_size()
     b, h, t, _ = x.stride()
     return x.data_ptr(), KINDS[x.dtype], b * size, h * size, t * size
 
 
-def broadcast_fields(x: Tensor | None) -> tuple[int, ...]:
+def list_broadcast_fields(x: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `Strided` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
     if x is None:
         return 0, F32, 0, 0, 0
-    data, dtype, b, h, t = strided_fields(x)
-    batch, heads, tokens, _ = x.shape
-    return data, dtype, b if batch > 1 else 0, h if heads > 1 else 0, t if tokens > 1 else 0
+    data, dtype, b, h, t = list_strided_fields(x)
+    batch, num_heads, num_tokens, _ = x.shape
+    return data, dtype, b if batch > 1 else 0, h if num_heads > 1 else 0, t if num_tokens > 1 else 0
 
 
 def pack_rows(x: Tensor) -> Tensor:
@@ -82,15 +84,7 @@ def pack_rows(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _decode_all_codes(name: str) -> tuple[Tensor, float]:
-    """Return the values of the 256 codes divided by a factor, float32, and the factor."""
-    fmt = FORMATS[name]
-    factor = 2.0 ** (15 - fmt.bias)
-    return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt) / factor, factor
-
-
-@functools.cache
-def decoding_fields(name: str) -> tuple[float, ...]:
+def list_decoding_fields(name: str) -> tuple[float, ...]:
     """Return the fields that the struct `Side` adds to `StoredSide`.
 
     Shifting and masking the bits of a code gives a float16 (10 bits of mantissa, bias 15) that
@@ -100,7 +94,9 @@ def decoding_fields(name: str) -> tuple[float, ...]:
     if name == AUTO:
         return 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
-    values, factor = _decode_all_codes(name)
+    factor = 2.0 ** (15 - fmt.bias)
+    values = decode(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt) / factor
+    _code_values[name] = values
     shift = 10 - fmt.mantissa_bits
     if fmt.inf_code is not None:
         nan_mask = nan_code = fmt.inf_code
@@ -110,8 +106,8 @@ def decoding_fields(name: str) -> tuple[float, ...]:
 
 
 @functools.cache
-def encoding_fields(name: str) -> tuple[float, ...]:
-    """Return the fields of a format in `NewSide`. `unit` is the exponent of `error_unit`."""
+def list_encoding_fields(name: str) -> tuple[float, ...]:
+    """Return the fields of a format in `NewSide`. `error_exponent` belongs to `error_unit`."""
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]

@@ -12,7 +12,7 @@ from ...formats import AUTO
 from ...formats.rotation import rotate
 from ..pages import AttentionSpec, Pages
 from ..reference import gather, read_dense, write
-from ..visibility import first_visible, visible
+from ..visibility import find_first_visible, find_visible
 
 __all__ = ["attend", "gather", "write"]
 
@@ -26,11 +26,11 @@ def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
-    batch, q_heads, tokens, _ = query.shape
-    heads, k, v, window = pages.heads, pages.k, pages.v, spec.window
-    value_side, groups = k if spec.latent else v, q_heads // heads
-    rows = groups * tokens
-    scaled_query = (query.float() * spec.scaling).reshape(batch, heads, rows, -1)
+    batch, num_q_heads, num_tokens, _ = query.shape
+    num_heads, k, v, window = pages.num_heads, pages.k, pages.v, spec.window
+    value_side, group_size = k if spec.latent else v, num_q_heads // num_heads
+    num_rows = group_size * num_tokens
+    scaled_query = (query.float() * spec.scaling).reshape(batch, num_heads, num_rows, -1)
     # softmax(x + a) = softmax(x), so the center's part of the logits only matters if they are
     # compared with a term that lacks this part: a softcap or sinks.
     offset = None
@@ -47,16 +47,17 @@ def attend(
         # Only positions in [low, high) can be visible. Pages outside are not read.
         high = min(stop, int(lengths.max()))
         if window:
-            low = max(start, first_visible(int(lengths.min()) - tokens, window))
-    m_i = q.new_full((batch, heads, rows, 1), -torch.inf)
+            low = max(start, find_first_visible(int(lengths.min()) - num_tokens, window))
+    m_i = q.new_full((batch, num_heads, num_rows, 1), -torch.inf)
     l_i = torch.zeros_like(m_i)
     if spec.sinks is not None:
-        sinks = spec.sinks.float().view(1, heads, groups, 1)
-        m_i = sinks.expand(batch, -1, -1, tokens).reshape(m_i.shape)
+        sinks = spec.sinks.float().view(1, num_heads, group_size, 1)
+        m_i = sinks.expand(batch, -1, -1, num_tokens).reshape(m_i.shape)
         l_i = torch.ones_like(m_i)
-    out = q.new_zeros((batch, heads, rows, value_side.head_dim))
+    out = q.new_zeros((batch, num_heads, num_rows, value_side.head_dim))
 
-    chunk_tokens = LATENT_CHUNK_TOKENS if spec.latent and rows <= MAX_LATENT_ROWS else CHUNK_TOKENS
+    has_long_chunks = spec.latent and num_rows <= MAX_LATENT_ROWS
+    chunk_tokens = LATENT_CHUNK_TOKENS if has_long_chunks else CHUNK_TOKENS
     step = max(chunk_tokens // pages.page_size, 1) * pages.page_size
     for page_start in range(low // step * step, high, step):
         begin, end = max(page_start, low), min(page_start + step, high)
@@ -69,11 +70,12 @@ def attend(
             logits += offset
         if spec.softcap:
             logits = torch.tanh(logits / spec.softcap) * spec.softcap
-        grouped_logits = logits.view(batch, heads, groups, tokens, -1)
+        grouped_logits = logits.view(batch, num_heads, group_size, num_tokens, -1)
         if spec.bias is not None:
             bias = spec.bias[..., columns].float()
-            grouped_logits += bias.unflatten(1, (heads, groups) if bias.shape[1] > 1 else (1, 1))
-        is_visible = visible(lengths, tokens, begin, end, spec.causal, window)
+            head_axes = (num_heads, group_size) if bias.shape[1] > 1 else (1, 1)
+            grouped_logits += bias.unflatten(1, head_axes)
+        is_visible = find_visible(lengths, num_tokens, begin, end, spec.causal, window)
         if spec.mask is not None:
             is_visible = is_visible & spec.mask[:, 0, :, columns].bool()
         grouped_logits.masked_fill_(~is_visible[:, None, None], -torch.inf)
@@ -94,5 +96,5 @@ def attend(
     out /= l_i.masked_fill(l_i == 0, 1)
     if value_side.rotated:
         out = rotate(out)
-    out = out.view(batch, heads, groups, tokens, -1).permute(0, 3, 1, 2, 4).contiguous()
-    return out.view(batch, tokens, q_heads, -1).to(query.dtype)
+    out = out.view(batch, num_heads, group_size, num_tokens, -1).permute(0, 3, 1, 2, 4).contiguous()
+    return out.view(batch, num_tokens, num_q_heads, -1).to(query.dtype)

@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 import torch
 import triton.language as tl
+from torch import Tensor
 
 from ...formats import AUTO
 from ...formats.rotation import rotation_block, rotation_factor
 from ..pages import AttentionSpec, Pages, StoredSide
-from ..visibility import mask_bounds
-from .codec import SHIFTED, Codec, codec_for, make_decoded_codec
+from ..visibility import find_mask_bounds
+from .codec import SHIFTED, Codec, choose_codec, make_decoded_codec
 from .softmax import COMPACT, COMPLETE, NO_MASK
-from .target import Target, next_power_of_2, target_of
+from .target import Target, get_target, next_power_of_2
 from .tuning import LaunchConfig, Workload
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -28,13 +29,13 @@ class SidePointers(NamedTuple):
         static_scale, center: As in `StoredSide`.
     """
 
-    offsets: torch.Tensor
-    codes: torch.Tensor
-    static_scale: torch.Tensor | None
-    center: torch.Tensor | None
+    offsets: Tensor
+    codes: Tensor
+    static_scale: Tensor | None
+    center: Tensor | None
 
 
-def pointers_to(pages: Pages, name: str) -> SidePointers:
+def make_pointers(pages: Pages, name: str) -> SidePointers:
     """Return the tensors of side "k" or "v"."""
     side, codes = (pages.k, pages.k_codes) if name == "k" else (pages.v, pages.v_codes)
     return SidePointers(pages.offsets, codes, side.static_scale, side.center)
@@ -50,21 +51,21 @@ class AttentionTensors(NamedTuple):
         table: Page numbers of each sequence, `[B, M]`, int32.
         lengths: Number of stored tokens, `[B]`, int32.
         mask: Mask of the kind `Constants.mask`, contiguous in the last axis, or None.
-        bounds: Bounds of a compact mask (`mask_bounds`), `[B, 2]`, int32, or None.
+        bounds: Bounds of a compact mask (`find_mask_bounds`), `[B, 2]`, int32, or None.
         bias: Bias, `[1 | B, 1 | Hq, 1 | T, N]`, floating, contiguous in the last axis, or None.
         sinks: Attention sinks, `[Hq]`, floating, or None.
     """
 
-    query: torch.Tensor
+    query: Tensor
     k: SidePointers
     v: SidePointers
-    token_scales: torch.Tensor | None
-    table: torch.Tensor
-    lengths: torch.Tensor
-    mask: torch.Tensor | None
-    bounds: torch.Tensor | None
-    bias: torch.Tensor | None
-    sinks: torch.Tensor | None
+    token_scales: Tensor | None
+    table: Tensor
+    lengths: Tensor
+    mask: Tensor | None
+    bounds: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
 
 
 class Factors(NamedTuple):
@@ -89,18 +90,18 @@ class Factors(NamedTuple):
 # Compared by identity, because each launch looks up its kernel by its constants. The caches below
 # create a single object for each set of values.
 @dataclass(frozen=True, eq=False)
-class Side:
+class SideSizes:
     """Sizes of K or V that kernels are compiled for.
 
     Attributes:
         dim: The head size.
         width: The head size padded for `tl.dot`: a power of two, at least 16.
-        block: Number of channels that a rotation mixes, or 1 without rotation.
+        rotation_block: Number of channels that a rotation mixes, or 1 without rotation.
     """
 
     dim: int
     width: int
-    block: int
+    rotation_block: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +109,8 @@ class Constants:
     """The only constexpr parameter of an attention kernel, `CALL`.
 
     Attributes:
-        heads: Number of KV heads.
-        groups: Number of query heads per KV head.
+        num_heads: Number of KV heads.
+        group_size: Number of query heads per KV head.
         page_size: Slots (tokens) per page.
         k, v, out: Sizes of K, of V, and of the values. For latents the values are K.
         k_codec, v_codec: How codes become operands of a product.
@@ -122,12 +123,12 @@ class Constants:
         config: Launch parameters, or None for kernels that do not depend on them.
     """
 
-    heads: int
-    groups: int
+    num_heads: int
+    group_size: int
     page_size: int
-    k: Side
-    v: Side
-    out: Side
+    k: SideSizes
+    v: SideSizes
+    out: SideSizes
     k_codec: Codec
     v_codec: Codec
     causal: bool
@@ -142,8 +143,8 @@ class Constants:
     config: LaunchConfig | None = None
 
 
-_side_of = functools.cache(Side)
-_constants_of = functools.cache(Constants)
+_make_unique_sizes = functools.cache(SideSizes)
+_make_unique_constants = functools.cache(Constants)
 
 
 @functools.cache
@@ -181,21 +182,20 @@ class AttentionArgs(NamedTuple):
         return {"CALL": _with_config(self.constants, config), **config.options()}
 
 
-def side_for(stored: StoredSide) -> Side:
+def make_side_sizes(stored: StoredSide) -> SideSizes:
     """Return the sizes that kernels are compiled for. Equal sizes give the same object."""
-    dim = stored.head_dim
-    width = max(16, next_power_of_2(dim))
-    return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)
+    dim, width = stored.head_dim, max(16, next_power_of_2(stored.head_dim))
+    return _make_unique_sizes(dim, width, rotation_block(dim) if stored.rotated else 1)
 
 
-def _choose_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
+def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
     stored = _TRITON_DTYPES.get(dtype, tl.float16)
     exact = exact or dtype == torch.float32
-    codec = codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
+    codec = choose_codec(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
-def _prepare_broadcast(x: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
+def _prepare_broadcast(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
     """Return a mask or bias, contiguous in its last axis, and its strides, 0 for broadcast axes."""
     if x is None:
         return None, (0, 0, 0)
@@ -208,23 +208,18 @@ def _prepare_broadcast(x: torch.Tensor | None) -> tuple[torch.Tensor | None, tup
 
 
 def prepare(
-    query: torch.Tensor,
-    pages: Pages,
-    lengths: torch.Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> AttentionArgs:
     """Return the arguments of kernels for a call with the arguments of `reference.attend`."""
-    target = target_of(query.device)
+    target = get_target(query.device)
     if query.stride(3) != 1:
         query = query.contiguous()
     exact = query.dtype == torch.float32
-    k_codec = _choose_codec(pages.k, pages.k_dtype, target, exact)
-    v_codec = _choose_codec(pages.v, pages.v_dtype, target, exact)
+    k_codec = _choose_side_codec(pages.k, pages.k_dtype, target, exact)
+    v_codec = _choose_side_codec(pages.v, pages.v_dtype, target, exact)
     # The center's part of the logits only matters next to a term that lacks it: a softcap or sinks.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
-    k, v = pointers_to(pages, "k"), pointers_to(pages, "v")
+    k, v = make_pointers(pages, "k"), make_pointers(pages, "v")
     if not centered:
         k = k._replace(center=None)
     scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None
@@ -236,30 +231,30 @@ def prepare(
         if mask.shape[2] == 1:
             mask_kind, bounds = COMPACT.value, spec.bounds
             if bounds is None:
-                bounds = mask_bounds(mask[:, 0, 0] != 0, start)
+                bounds = find_mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _prepare_broadcast(spec.bias)
-    k_side, v_side = side_for(pages.k), side_for(pages.v)
-    value_side, value_codec = (k_side, k_codec) if spec.latent else (v_side, v_codec)
-    width, groups = max(k_side.width, v_side.width), query.shape[1] // pages.heads
+    k_sizes, v_sizes = make_side_sizes(pages.k), make_side_sizes(pages.v)
+    value_sizes, value_codec = (k_sizes, k_codec) if spec.latent else (v_sizes, v_codec)
+    width, group_size = max(k_sizes.width, v_sizes.width), query.shape[1] // pages.num_heads
     # For float32 operands, three products on tensor cores are as exact as float32. The operands of
     # large heads, split for these products, do not fit into shared memory.
     precision = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
-    constants = _constants_of(
-        pages.heads, groups, pages.page_size, k_side, v_side, value_side, k_codec, v_codec,
-        spec.causal, spec.window > 0, spec.softcap != 0, mask_kind, centered, pages.k.is_dynamic,
-        pages.v.is_dynamic, spec.latent, precision,
+    constants = _make_unique_constants(
+        pages.num_heads, group_size, pages.page_size, k_sizes, v_sizes, value_sizes, k_codec,
+        v_codec, spec.causal, spec.window > 0, spec.softcap != 0, mask_kind, centered,
+        pages.k.is_dynamic, pages.v.is_dynamic, spec.latent, precision,
     )  # fmt: skip
     # The RoPE part of a key is much smaller than its latent, so its dtype is ignored.
     stored_dtypes = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
     workload = Workload(
         width=width,
-        rows=groups * query.shape[2],
-        exact=tl.float32 in (k_codec.operand, v_codec.operand),
+        rows=group_size * query.shape[2],
+        exact=tl.float32 in (k_codec.operand_dtype, v_codec.operand_dtype),
         wide=any(dtype.itemsize > 1 for dtype in stored_dtypes),
         biased=bias is not None,
         complete=mask_kind == COMPLETE.value,
-        rotated=max(k_side.block, v_side.block) > 1,
+        rotated=max(k_sizes.rotation_block, v_sizes.rotation_block) > 1,
         latent=spec.latent,
         shifted=k_codec.method == SHIFTED.value,
     )
@@ -267,11 +262,11 @@ def prepare(
         query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
     )
     factors = Factors(
-        k_scaling=spec.scaling * k_codec.factor * rotation_factor(k_side.block),
+        k_scaling=spec.scaling * k_codec.factor * rotation_factor(k_sizes.rotation_block),
         scaling=spec.scaling,
         softcap=spec.softcap,
-        v_scaling=spec.scaling * v_codec.factor * rotation_factor(v_side.block),
-        out=value_codec.factor * rotation_factor(value_side.block),
+        v_scaling=spec.scaling * v_codec.factor * rotation_factor(v_sizes.rotation_block),
+        out=value_codec.factor * rotation_factor(value_sizes.rotation_block),
     )
     query_strides = (query.stride(0), query.stride(1), query.stride(2))
     strides = (pages.table.stride(0), *mask_strides, *bias_strides)

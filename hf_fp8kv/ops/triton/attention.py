@@ -1,13 +1,13 @@
 """Softmax attention over stored pages: the device code of the kernel in decode.py.
 
 A program computes the query rows of one KV head (query heads of that head times query tokens) over
-a range of positions. It reads the codes tile by tile and keeps an online softmax. It is fast
-because scales are never applied to codes:
+a range of positions. It reads the codes tile by tile, with an online softmax. It is fast because
+it never multiplies codes by scales. The scales multiply smaller tensors:
 
-    static K       to the query, once, after it is rotated like K   (per channel, head or tensor)
-    static V       to the output, once, before it is rotated back
-    dynamic K      to a column of logits
-    dynamic V      to a column of weights
+    static K       the query, once, after it is rotated like K   (per channel, head or tensor)
+    static V       the output, once, before it is rotated back
+    dynamic K      a column of logits
+    dynamic V      a column of weights
 
 A code is only converted to the value that it encodes. Each query row is scaled by a power of two to
 just below float16's largest number, so that it does not underflow where the result could show it.
@@ -29,10 +29,10 @@ from .softmax import (
     COMPLETE,
     HEADROOM,
     LOG2E,
-    MAX_LATE_ROWS,
-    change_logits,
+    MAX_LATE_SUM_ROWS,
+    apply_softcap_and_bias,
+    find_last_before_window,
     find_visible,
-    last_before_window,
     per_column,
     per_row,
     weigh,
@@ -102,20 +102,20 @@ class View(NamedTuple):
 
 
 @triton.jit
-def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
+def find_rows(b, h, block, num_tokens, length, CALL: tl.constexpr):
     """Return the `Rows` of block `block` of a sequence of `length` tokens."""
-    GROUPS: tl.constexpr = CALL.groups
+    GROUP_SIZE: tl.constexpr = CALL.group_size
     ROWS: tl.constexpr = CALL.config.rows
-    num_rows = GROUPS * tokens
+    num_rows = GROUP_SIZE * num_tokens
     first_row = block * ROWS
-    rows = first_row + tl.arange(0, ROWS)
-    row = tl.minimum(rows, num_rows - 1)
-    t = row // GROUPS
-    num_past = length - tokens
-    last_token = (tl.minimum(first_row + ROWS, num_rows) - 1) // GROUPS
+    index = first_row + tl.arange(0, ROWS)
+    row = tl.minimum(index, num_rows - 1)
+    t = row // GROUP_SIZE
+    num_past = length - num_tokens
+    last_token = (tl.minimum(first_row + ROWS, num_rows) - 1) // GROUP_SIZE
     return Rows(
-        b, h, row, h * GROUPS + row % GROUPS, t, num_past + t, rows < num_rows,
-        num_past + first_row // GROUPS, num_past + last_token,
+        b, h, row, h * GROUP_SIZE + row % GROUP_SIZE, t, num_past + t, index < num_rows,
+        num_past + first_row // GROUP_SIZE, num_past + last_token,
     )  # fmt: skip
 
 
@@ -140,38 +140,38 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         end = tl.minimum(end, rows.last_q + 1)
     begin = tl.maximum(span.low, span.start)
     if CALL.windowed:
-        begin = tl.maximum(begin, last_before_window(rows.first_q, span.window) + 1)
+        begin = tl.maximum(begin, find_last_before_window(rows.first_q, span.window) + 1)
     begin = tl.maximum(begin, 0)
 
-    # Positions `clear_start` to `clear_end - 1` are visible to every row.
-    clear_start = begin
-    clear_end = end
+    # Positions `full_start` to `full_end - 1` are visible to every row.
+    full_start = begin
+    full_end = end
     if CALL.causal:
-        clear_end = tl.minimum(clear_end, rows.first_q + 1)
+        full_end = tl.minimum(full_end, rows.first_q + 1)
     if CALL.windowed:
-        clear_start = tl.maximum(clear_start, last_before_window(rows.last_q, span.window) + 1)
+        full_start = tl.maximum(full_start, find_last_before_window(rows.last_q, span.window) + 1)
     mask_ptr = tensors.mask
     if CALL.mask == COMPACT:
         mask_ptr += b.to(tl.int64) * strides.mask[0]
         bounds_ptr = tensors.bounds + b.to(tl.int64) * strides.mask[1]
         begin = tl.maximum(begin, tl.load(bounds_ptr))
-        clear_start = tl.maximum(clear_start, tl.load(bounds_ptr + 1))
+        full_start = tl.maximum(full_start, tl.load(bounds_ptr + 1))
     elif CALL.mask == COMPLETE:
         mask_ptr += _row_offset(strides.mask, rows)
-        clear_end = 0
+        full_end = 0
     bias_ptr = tensors.bias
     if bias_ptr is not None:
         bias_ptr += _row_offset(strides.bias, rows)
 
-    # Tiles [main, main_end) need no mask. Positions before and after them are read in smaller
+    # Tiles [main_start, main_end) need no mask. Positions before and after them are read in smaller
     # masked tiles, which are not pipelined and need the most registers.
-    main = tl.cdiv(clear_start, TILE)
-    main_end = tl.maximum(clear_end // TILE, main)
+    main_start = tl.cdiv(full_start, TILE)
+    main_end = tl.maximum(full_end // TILE, main_start)
     # If nothing is visible, no masked tile is read, because the table may end before `begin`.
     first_tile = begin // MASKED_TILE
     last_tile = tl.where(begin < end, tl.cdiv(end, MASKED_TILE), first_tile)
     MASKED_PER_TILE: tl.constexpr = TILE // MASKED_TILE
-    num_before = tl.minimum(main * MASKED_PER_TILE, last_tile) - first_tile
+    num_before = tl.minimum(main_start * MASKED_PER_TILE, last_tile) - first_tile
     after_start = tl.minimum(main_end * MASKED_PER_TILE, last_tile)
     num_masked = num_before + last_tile - after_start
 
@@ -183,7 +183,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     # With few rows, weights are summed over tokens once, after the last tile.
-    if ROWS > MAX_LATE_ROWS:
+    if ROWS > MAX_LATE_SUM_ROWS:
         l_i = tl.zeros([ROWS], tl.float32)
     else:
         l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
@@ -192,11 +192,12 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
 
     # A tile's page number is loaded two tiles ahead, and the page's offset one tile ahead, so that
     # the loads of codes can be pipelined over all stages.
-    page = tl.load(table_ptr + main * TILE // CALL.page_size, mask=main < main_end, other=0)
+    has_main = main_start < main_end
+    page = tl.load(table_ptr + main_start * TILE // CALL.page_size, mask=has_main, other=0)
     next_offset = load_page_offset(tensors.k, tl.maximum(page, 0))
-    next_tile = tl.minimum(main + 1, main_end - 1)
-    page = tl.load(table_ptr + next_tile * TILE // CALL.page_size, mask=main < main_end, other=0)
-    for j in tl.range(main, main_end, num_stages=CALL.config.stages):
+    next_tile = tl.minimum(main_start + 1, main_end - 1)
+    page = tl.load(table_ptr + next_tile * TILE // CALL.page_size, mask=has_main, other=0)
+    for j in tl.range(main_start, main_end, num_stages=CALL.config.stages):
         page_offset = next_offset
         next_offset = load_page_offset(tensors.k, tl.maximum(page, 0))
         next_tile = tl.minimum(j + 2, main_end - 1)
@@ -205,7 +206,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
             acc, m_i, l_i, query, j, page_offset, tensors, factors.softcap, rows, view, CALL,
             MASKED=False,
         )  # fmt: skip
-    if ROWS <= MAX_LATE_ROWS:
+    if ROWS <= MAX_LATE_SUM_ROWS:
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
     for i in tl.range(0, num_masked, num_stages=1):
         j = tl.where(i < num_before, first_tile + i, after_start + i - num_before)
@@ -242,15 +243,15 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     V_SIDE: tl.constexpr = CALL.v
     CHUNKS: tl.constexpr = CALL.config.chunks
     ptrs = tensors.query + _row_offset(strides, rows)
-    q, factor, offset = _load_query(
-        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, CALL.heads, K_SIDE,
+    q, factor, center_logit = _load_query(
+        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, CALL.num_heads, K_SIDE,
         CALL.centered, K_CODEC,
     )  # fmt: skip
     factor *= LOG2E
     # (Triton does not accept an early return of a different type, so this needs an else.)
     if CALL.latent:
         rope_part, v_factor, _ = _load_query(
-            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.heads,
+            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.num_heads,
             V_SIDE, False, V_CODEC,
         )  # fmt: skip
         # Otherwise Triton would choose their layout for the sums of the rotation.
@@ -260,12 +261,12 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
             q = split_chunks(q, CHUNKS)
         return q, factor, rope_part, v_factor * LOG2E
     else:
-        return q, factor, offset * LOG2E
+        return q, factor, center_logit * LOG2E
 
 
 @triton.jit
 def _load_query(
-    ptrs, side, code_scaling, scaling, rows, HEADS: tl.constexpr, SIDE: tl.constexpr,
+    ptrs, side, code_scaling, scaling, rows, NUM_HEADS: tl.constexpr, SIDE: tl.constexpr,
     CENTERED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
     """Return query rows as an operand, a factor for the logits, and the products with the center.
@@ -279,12 +280,12 @@ def _load_query(
     d = tl.arange(0, SIDE.width)
     in_head = rows.exists[:, None] & (d < DIM)[None, :]
     q = tl.load(ptrs[:, None] + d[None, :], mask=in_head, other=0.0).to(tl.float32)
-    offset = tl.zeros([q.shape[0]], tl.float32)
+    center_logit = tl.zeros([q.shape[0]], tl.float32)
     if CENTERED:
-        center_ptr = side.center + (rows.b * HEADS + rows.h).to(tl.int64) * DIM
+        center_ptr = side.center + (rows.b * NUM_HEADS + rows.h).to(tl.int64) * DIM
         center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
-        offset = tl.sum(q * center[None, :], 1) * scaling
-    q = mix_channels(q, SIDE.block)
+        center_logit = tl.sum(q * center[None, :], 1) * scaling
+    q = mix_channels(q, SIDE.rotation_block)
     if side.static_scale is not None:
         scale_ptr = side.static_scale + rows.h * DIM
         q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
@@ -293,7 +294,7 @@ def _load_query(
     scale_bits = tl.minimum(tl.maximum(267 - exponent, 1), 253)
     scaled = q * (scale_bits << 23).to(tl.float32, bitcast=True)[:, None]
     factor = ((254 - scale_bits) << 23).to(tl.float32, bitcast=True) * code_scaling
-    return scaled.to(CODEC.operand), factor, offset
+    return scaled.to(CODEC.operand_dtype), factor, center_logit
 
 
 @triton.jit
@@ -332,19 +333,19 @@ def _attend_tile(
             rope_logits *= per_column(v_scale, SWAPPED)
         logits = logits * per_row(factor, SWAPPED) + rope_logits * per_row(v_factor, SWAPPED)
     else:
-        q, factor, offset = query
+        q, factor, center_logit = query
         logits = multiply_keys(q, decode_for_dot(k_codes, K_CODEC), CALL)
         if CALL.k_dynamic:
             logits *= per_column(k_scale, SWAPPED)
-        logits = logits * per_row(factor, SWAPPED) + per_row(offset, SWAPPED)
-    logits = change_logits(logits, softcap, view, position, CALL)
+        logits = logits * per_row(factor, SWAPPED) + per_row(center_logit, SWAPPED)
+    logits = apply_softcap_and_bias(logits, softcap, view, position, CALL)
     if MASKED and not CALL.latent:
         visible, seen = find_visible(position, rows, view, CALL)
     if MASKED:
         logits = tl.where(visible, logits, float("-inf"))
     if CALL.latent:
         weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, k_scale, seen, CALL.k_dynamic, SWAPPED)
-        acc = add_values(acc, alpha, weights.to(K_CODEC.operand), latents, CALL)
+        acc = add_values(acc, alpha, weights.to(K_CODEC.operand_dtype), latents, CALL)
     else:
         weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, v_scale, seen, CALL.v_dynamic, SWAPPED)
         if MASKED:
@@ -355,23 +356,23 @@ def _attend_tile(
 
 
 @triton.jit
-def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.constexpr):
+def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, num_tokens, CALL: tl.constexpr):
     """Finish rows and write them to the output, `[B, T, Hq, out_dim]`."""
     SWAPPED: tl.constexpr = CALL.config.swapped
     scale = tensors.k.static_scale if CALL.latent else tensors.v.static_scale
     d = tl.arange(0, CALL.out.width)
-    out = finish(
+    out = finish_rows(
         acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, d, factors.out, CALL, SWAPPED
     )
     in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
-    index = (rows.b * tokens + rows.t) * (CALL.heads * CALL.groups) + rows.head
-    offset = index.to(tl.int64) * CALL.out.dim
-    out_ptrs = out_ptr + per_row(offset, SWAPPED) + per_column(d, SWAPPED)
+    index = (rows.b * num_tokens + rows.t) * (CALL.num_heads * CALL.group_size) + rows.head
+    row_offset = index.to(tl.int64) * CALL.out.dim
+    out_ptrs = out_ptr + per_row(row_offset, SWAPPED) + per_column(d, SWAPPED)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
-def finish(
+def finish_rows(
     acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, d, out_factor, CALL: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -389,4 +390,4 @@ def finish(
         scale_ptr = static_scale_ptr + h * CALL.out.dim
         scale = tl.load(scale_ptr + d, mask=d < CALL.out.dim, other=0.0)
         out *= per_column(scale, SWAPPED)
-    return mix_channels(out, CALL.out.block, SWAPPED)
+    return mix_channels(out, CALL.out.rotation_block, SWAPPED)

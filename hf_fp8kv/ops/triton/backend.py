@@ -6,28 +6,24 @@ which would require a synchronization on a GPU.
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..pages import AttentionSpec, Pages
 from . import decode, extend
 from . import plan as planning
 from . import write as writing
 from .gather import gather
-from .plan import plan_rows
+from .plan import size_plan
 from .replay import SharedTensors, describe_tensors, recordings, run_or_replay
-from .tuning import DECODE_ROWS, MAX_DECODE_TOKENS
+from .tuning import MAX_DECODE_ROWS, MAX_DECODE_TOKENS
 
-__all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
+__all__ = ["attend", "gather", "make_plan", "size_plan", "write"]
 
 _NO_SHARED_TENSORS = SharedTensors({}, [])
 
 
 def write(
-    pages: Pages,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor,
-    limit: int | None = None,
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> None:
     """Store new tokens like `triton.write.write`, replaying a recorded launch if there is one."""
     limit = writing.UNLIMITED if limit is None else limit
@@ -44,36 +40,36 @@ def write(
 
 
 def make_plan(
-    plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
+    plan: Tensor, lengths: Tensor, num_tokens: int, window: int, start: int, num_heads: int
 ) -> None:
     """Overwrite a work plan like `triton.plan.make_plan`, replaying a launch if one is recorded."""
-    if tokens > MAX_DECODE_TOKENS:
-        planning.make_plan(plan, lengths, tokens, window, start, heads)
+    if num_tokens > MAX_DECODE_TOKENS:
+        planning.make_plan(plan, lengths, num_tokens, window, start, num_heads)
         return
     run_or_replay(
-        planning.make_plan, (plan, lengths, tokens, window, start, heads),
-        layout=(_shape_and_strides(plan), lengths.shape, tokens, window, heads),
+        planning.make_plan, (plan, lengths, num_tokens, window, start, num_heads),
+        layout=(_shape_and_strides(plan), lengths.shape, num_tokens, window, num_heads),
         tensors=(plan, lengths), shared=_NO_SHARED_TENSORS, start=start,
     )  # fmt: skip
 
 
 def attend(
-    query: torch.Tensor,
+    query: Tensor,
     pages: Pages,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     start: int,
     stop: int,
     spec: AttentionSpec,
-    plan: torch.Tensor | None = None,
-) -> torch.Tensor:
+    plan: Tensor | None = None,
+) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding.
 
     `plan` is the result of `make_plan` for these lengths, or None to make a plan here.
     """
-    _, q_heads, tokens, _ = query.shape
-    num_rows = q_heads // pages.heads * tokens
+    _, num_q_heads, num_tokens, _ = query.shape
+    num_rows = num_q_heads // pages.num_heads * num_tokens
     # Models with latents have many query heads per KV head, so the number of tokens decides.
-    is_long = tokens > MAX_DECODE_TOKENS if spec.latent else num_rows > DECODE_ROWS
+    is_long = num_tokens > MAX_DECODE_TOKENS if spec.latent else num_rows > MAX_DECODE_ROWS
     if is_long:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = query, pages, lengths, start, stop, spec, plan
@@ -82,7 +78,7 @@ def attend(
     # change with each step.
     if bias is not None or (mask is not None and not _is_compact(mask)):
         return decode.attend(*args)
-    output: torch.Tensor = run_or_replay(
+    output: Tensor = run_or_replay(
         decode.attend, args,
         layout=(
             _shape_and_strides(query), None if plan is None else plan.shape, scaling, causal,
@@ -97,11 +93,11 @@ def attend(
     return output
 
 
-def _shape_and_strides(x: torch.Tensor | None) -> Any:
+def _shape_and_strides(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.stride())
 
 
-def _is_compact(mask: torch.Tensor) -> bool:
+def _is_compact(mask: Tensor) -> bool:
     """Return whether a mask is `[B, 1, 1, N]` and contiguous in its last axis."""
     return mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
 
@@ -117,6 +113,6 @@ def _describe_pages(pages: Pages) -> SharedTensors:
         )  # fmt: skip
         properties, addresses = describe_tensors(tensors)
         # Format, head size and rotation of each side, without its tensors.
-        sizes = k[2:], v[2:], pages.heads, pages.page_size
+        sizes = k[2:], v[2:], pages.num_heads, pages.page_size
         shared = pages.launch_properties = SharedTensors(recordings[properties, sizes], addresses)
     return shared

@@ -29,7 +29,7 @@ _CAST_TYPES = {
 }
 
 
-# Compared by identity, because each launch looks up its kernel by its constants. `codec_for`
+# Compared by identity, because each launch looks up its kernel by its constants. `choose_codec`
 # creates a single object for each set of arguments.
 @dataclass(frozen=True, eq=False)
 class Codec:
@@ -37,28 +37,28 @@ class Codec:
 
     Attributes:
         method: How codes are decoded: AS_IS, CAST or SHIFTED.
-        operand: Dtype of the dot product's operand.
+        operand_dtype: Dtype of the dot product's operand.
         factor: Factor that decoded values lack.
-        cast: Dtype of the codes if `method` is CAST.
+        code_dtype: Dtype of the codes if `method` is CAST.
         shift: Number of bits by which the lower seven bits are shifted left if `method` is SHIFTED.
-        nan: Code of NaN that must be restored: 0x7F if all seven lower bits set mean NaN, or 0x80.
-            -1 means that none is restored.
+        nan_code: Code of NaN that must be restored: 0x7F if all seven lower bits set mean NaN, or
+            0x80. -1 means that NaN is not restored.
         assembly: PTX that shifts the four codes of a register if `method` is SHIFTED, or "".
         constraint: Constraints of inline assembly that keeps 32 bits in their register, or "".
     """
 
     method: int
-    operand: tl.dtype
+    operand_dtype: tl.dtype
     factor: float = 1.0
-    cast: tl.dtype | None = None
+    code_dtype: tl.dtype | None = None
     shift: int = 0
-    nan: int = -1
+    nan_code: int = -1
     assembly: str = ""
     constraint: str = ""
 
 
 @functools.cache
-def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
+def choose_codec(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
     """Return how kernels for `target` decode the format `name`.
 
     `stored` is the dtype of values in "auto". With `exact` the dot product has float32 operands.
@@ -71,55 +71,56 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     # The hardware converts to float16 on NVIDIA, and to bfloat16 on AMD.
     operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
     operand = tl.float32 if exact else operand
-    constraint = "=r,0" if target.is_nvidia and not (exact or target.interpreted) else ""
+    has_assembly = target.is_nvidia and not target.interpreted
+    constraint = "=r,0" if has_assembly and not exact else ""
     if is_cast:
         assert fmt.torch_dtype is not None
-        return Codec(CAST.value, operand, cast=_CAST_TYPES[fmt.torch_dtype], constraint=constraint)
+        return Codec(CAST.value, operand, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint)
     # float16 has a bias of 15 and 10 bits of mantissa.
     shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
     # Shifted codes of finite values must be finite in float16, and infinity (thus also NaN) must be
     # float16's.
     assert fmt.max_code << shift < 0x7C00, f"{name}: the largest shifted code overflows float16"
     assert fmt.inf_code is None or fmt.inf_code << shift == 0x7C00, f"{name}: unknown infinity"
-    nan = -1
+    nan_code = -1
     if keep_nan and fmt.inf_code is None:
-        nan = 0x80 if fmt.unsigned_zero else 0x7F
-    assembly = packed_shift(shift, nan) if target.is_nvidia and not target.interpreted else ""
-    return Codec(SHIFTED.value, operand, factor, None, shift, nan, assembly, constraint)
+        nan_code = 0x80 if fmt.unsigned_zero else 0x7F
+    assembly = make_shift_ptx(shift, nan_code) if has_assembly else ""
+    return Codec(SHIFTED.value, operand, factor, None, shift, nan_code, assembly, constraint)
 
 
 @functools.cache
 def make_decoded_codec(codec: Codec) -> Codec:
     """Return the codec of values that `decode_for_dot` has already converted."""
-    return Codec(AS_IS.value, codec.operand, codec.factor)
+    return Codec(AS_IS.value, codec.operand_dtype, codec.factor)
 
 
 @triton.jit
 def decode_for_dot(codes, CODEC: tl.constexpr):
-    """Convert codes of any shape to CODEC.operand. Shifted codes still lack CODEC.factor."""
+    """Convert codes of any shape to CODEC.operand_dtype. Shifted codes still lack CODEC.factor."""
     if CODEC.method == AS_IS:
-        return codes.to(CODEC.operand)
+        return codes.to(CODEC.operand_dtype)
     elif CODEC.method == CAST:
-        return codes.to(CODEC.cast, bitcast=True).to(CODEC.operand)
+        return codes.to(CODEC.code_dtype, bitcast=True).to(CODEC.operand_dtype)
     elif CODEC.assembly != "":
         return tl.inline_asm_elementwise(
             CODEC.assembly, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-        ).to(CODEC.operand)
+        ).to(CODEC.operand_dtype)
     else:
         tl.static_assert(CODEC.method == SHIFTED, "unknown way to read a format")
-        return _shift(codes, CODEC).to(CODEC.operand)
+        return _shift(codes, CODEC).to(CODEC.operand_dtype)
 
 
 @triton.jit
 def keep_layout(x, CODEC: tl.constexpr):
-    """Return `x`, of CODEC.operand, in the layout in which it was computed.
+    """Return `x`, of CODEC.operand_dtype, in the layout in which it was computed.
 
     Without this, Triton would convert the layout of the operation's inputs, and decode again for
     each product. It does not move code past inline assembly that may have side effects.
     """
     if CODEC.constraint != "":
         x = tl.inline_asm_elementwise(
-            "", CODEC.constraint, [x], dtype=CODEC.operand, is_pure=False, pack=2
+            "", CODEC.constraint, [x], dtype=CODEC.operand_dtype, is_pure=False, pack=2
         )
     return x
 
@@ -128,12 +129,12 @@ def keep_layout(x, CODEC: tl.constexpr):
 def _shift(codes, CODEC: tl.constexpr):
     code = codes.to(tl.int16)
     half_bits = ((code & 0x80) << 8) | ((code & 0x7F) << CODEC.shift)
-    if CODEC.nan == 0x7F:
+    if CODEC.nan_code == 0x7F:
         half_bits = tl.where((code & 0x7F) == 0x7F, 0x7E00, half_bits)
-    elif CODEC.nan == 0x80:
+    elif CODEC.nan_code == 0x80:
         half_bits = tl.where(code == 0x80, 0x7E00, half_bits)
     else:
-        tl.static_assert(CODEC.nan == -1, "unknown NaN of a format")
+        tl.static_assert(CODEC.nan_code == -1, "unknown NaN of a format")
     return half_bits.to(tl.float16, bitcast=True)
 
 
@@ -166,8 +167,8 @@ _CLEAR_WITH_NAN = """
 """
 
 
-def packed_shift(shift: int, nan: int) -> str:
+def make_shift_ptx(shift: int, nan_code: int) -> str:
     """Return PTX (`Codec.assembly`) that converts the four codes in $2 to float16 in $0 and $1."""
-    code = _SHIFT_HALVES + (_MARK_NAN[nan] + _CLEAR_WITH_NAN if nan >= 0 else _CLEAR)
+    code = _SHIFT_HALVES + (_MARK_NAN[nan_code] + _CLEAR_WITH_NAN if nan_code >= 0 else _CLEAR)
     mask = (0x8000 | 0x7F << shift) * 0x10001
     return "{ .reg .b32 low, high, a, b, m;" + code.format(shift=shift, mask=hex(mask)) + "}"

@@ -11,14 +11,14 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
-from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
-from .plan import make_plan, max_parts, plan_rows
+from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
+from .plan import get_max_parts, make_plan, size_plan
 from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
-from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
+from .tuning import FEW_ROWS, MAX_DECODE_ROWS, LaunchConfig, choose_decode_config, estimate_programs
 
-# Numbers of partial sums that a program of `_combine` loads at a time, and of its channels. This
-# pair was the fastest of five on an H100 in three of four decode cases. A program has one warp,
+# Numbers of values that a program of `_combine` loads at a time, and of its channels. This pair of
+# sizes was the fastest of five on an H100 in three of four decode cases. A program has one warp,
 # because with several warps ptxas may issue the loads one by one.
 LOAD_SIZE = tl.constexpr(4096)
 MAX_CHANNELS = tl.constexpr(128)
@@ -33,10 +33,10 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention as `backend.attend`, for at most DECODE_ROWS query rows or for latents."""
+    """Compute attention as `backend.attend`, for latents or up to MAX_DECODE_ROWS query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
-    assert args.workload.rows <= DECODE_ROWS or spec.latent
-    config = decode_config(args.target, args.workload)
+    assert args.workload.rows <= MAX_DECODE_ROWS or spec.latent
+    config = choose_decode_config(args.target, args.workload)
     if plan is not None and not _fits_plan(plan, args, config):
         plan = None
     return launch_attention(args, config, plan, split=not spec.deterministic)
@@ -49,8 +49,8 @@ def _fits_plan(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) ->
     """
     if args.workload.rows > config.rows:
         return False
-    batch, num_programs = len(args.tensors.lengths), estimate_num_programs(args, config)
-    return len(plan) <= plan_rows(plan.device, batch, args.constants.heads, programs=num_programs)
+    batch, programs = len(args.tensors.lengths), _estimate_call_programs(args, config)
+    return len(plan) <= size_plan(plan.device, batch, args.constants.num_heads, programs=programs)
 
 
 def launch_attention(
@@ -69,45 +69,45 @@ def launch_attention(
         The attention output, `[B, T, Hq, out_dim]`.
     """
     tensors, constants, query = args.tensors, args.constants, args.tensors.query
-    batch, q_heads, tokens, _ = query.shape
-    dim, device = constants.out.dim, query.device
-    heads, num_blocks = constants.heads, cdiv(args.workload.rows, config.rows)
-    partial_sums, num_parts = None, batch
-    grid: tuple[int, ...] = (heads * batch * num_blocks,)
+    batch, num_q_heads, num_tokens, _ = query.shape
+    out_sizes, device = constants.out, query.device
+    num_heads, num_blocks = constants.num_heads, cdiv(args.workload.rows, config.rows)
+    partial_sums, max_parts = None, batch
+    grid: tuple[int, ...] = (num_heads * batch * num_blocks,)
     if split and plan is None:
-        programs, plan_heads = estimate_num_programs(args, config), heads * num_blocks
-        num_rows = plan_rows(device, batch, plan_heads, programs=programs)
+        programs, plan_heads = _estimate_call_programs(args, config), num_heads * num_blocks
+        num_rows = size_plan(device, batch, plan_heads, programs=programs)
         plan = allocate((num_rows, 4), torch.int32, device)
-        make_plan(plan, tensors.lengths, tokens, args.window, args.start, plan_heads, programs)
-    out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
+        make_plan(plan, tensors.lengths, num_tokens, args.window, args.start, plan_heads, programs)
+    out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), query.dtype, device)
     if split and plan is not None:
-        num_parts = max_parts(plan, batch)
-        grid = (heads, num_parts, num_blocks)
+        max_parts = get_max_parts(plan, batch)
+        grid = (num_heads, max_parts, num_blocks)
         # The sums are followed by m_i and l_i of each part.
-        num_sums = num_parts * q_heads * tokens if num_parts > batch else 0
-        partial_sums = allocate((num_sums * (dim + 2),), torch.float32, device)
+        num_sums = max_parts * num_q_heads * num_tokens if max_parts > batch else 0
+        partial_sums = allocate((num_sums * (out_sizes.dim + 2),), torch.float32, device)
     launch(
-        _attend, grid, tensors, plan, out, partial_sums, batch, tokens, args.start, args.stop,
+        _attend, grid, tensors, plan, out, partial_sums, batch, num_tokens, args.start, args.stop,
         args.window, args.factors, args.query_strides, *args.strides, **args.options(config),
     )  # fmt: skip
-    if num_parts > batch:
+    if max_parts > batch:
         values = tensors.k if constants.latent else tensors.v
         # A program needs all channels that a rotation mixes.
-        num_channels = max(min(MAX_CHANNELS.value, constants.out.width), constants.out.block)
-        grid = (args.workload.rows, heads * (constants.out.width // num_channels), batch)
+        num_channels = max(min(MAX_CHANNELS.value, out_sizes.width), out_sizes.rotation_block)
+        grid = (args.workload.rows, num_heads * (out_sizes.width // num_channels), batch)
         launch(
-            _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, tokens,
-            num_parts, args.factors.out, SHAPE=constants, WIDTH=num_channels, num_warps=1,
+            _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, num_tokens,
+            max_parts, args.factors.out, SHAPE=constants, WIDTH=num_channels, num_warps=1,
         )  # fmt: skip
     return out
 
 
-def estimate_num_programs(args: AttentionArgs, config: LaunchConfig) -> int:
+def _estimate_call_programs(args: AttentionArgs, config: LaunchConfig) -> int:
     """Return the number of programs of `_attend` that plans assume to run on an SM at once."""
     workload = args.workload
     is_guessed = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
     guessed_config = config if is_guessed else None
-    return expected_programs(args.target, config.rows, guessed_config, latent=workload.latent)
+    return estimate_programs(args.target, config.rows, guessed_config, latent=workload.latent)
 
 
 @triton.jit(
@@ -117,10 +117,10 @@ def estimate_num_programs(args: AttentionArgs, config: LaunchConfig) -> int:
         "bias_batch_stride", "bias_head_stride", "bias_token_stride",
     ],
     # Prompts vary in length. A single token is a constant.
-    do_not_specialize_on_alignment=["tokens"],
+    do_not_specialize_on_alignment=["num_tokens"],
 )  # fmt: skip
 def _attend(
-    tensors, plan_ptr, out_ptr, partial_ptr, batch, tokens, start, stop, window, factors,
+    tensors, plan_ptr, out_ptr, partial_ptr, batch, num_tokens, start, stop, window, factors,
     query_strides, table_stride, mask_batch_stride, mask_head_stride, mask_token_stride,
     bias_batch_stride, bias_head_stride, bias_token_stride, CALL: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _attend(
         out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
         partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their m_i
             and l_i, `[max_parts, Hkv, rows, 2]`, float32.
-        batch, tokens: B and T.
+        batch, num_tokens: B and T.
         start, stop, window: As in `ops.attend`.
         factors: See `Factors`.
         query_strides, mask_batch_stride, ..., bias_token_stride: Strides of batch, head and token.
@@ -146,14 +146,14 @@ def _attend(
         CALL: See `Constants`.
     """
     SWAPPED: tl.constexpr = CALL.config.swapped
-    HEADS: tl.constexpr = CALL.heads
+    NUM_HEADS: tl.constexpr = CALL.num_heads
     h = tl.program_id(0)
     if plan_ptr is None:
-        b = h // HEADS % batch
+        b = h // NUM_HEADS % batch
         # The last rows attend to the most tokens, so they start first.
-        num_blocks = tl.cdiv(CALL.groups * tokens, CALL.config.rows)
-        block = num_blocks - 1 - h // HEADS // batch
-        h = h % HEADS
+        num_blocks = tl.cdiv(CALL.group_size * num_tokens, CALL.config.rows)
+        block = num_blocks - 1 - h // NUM_HEADS // batch
+        h = h % NUM_HEADS
         low = 0
         high = stop
     else:
@@ -166,7 +166,7 @@ def _attend(
         high = tl.minimum(tl.load(part_ptr + 2), stop)
         slot = tl.load(part_ptr + 3)
     length = tl.load(tensors.lengths + b)
-    rows = find_rows(b, h, block, tokens, length, CALL)
+    rows = find_rows(b, h, block, num_tokens, length, CALL)
     strides = Strides(
         query_strides, table_stride, (mask_batch_stride, mask_head_stride, mask_token_stride),
         (bias_batch_stride, bias_head_stride, bias_token_stride),
@@ -174,27 +174,28 @@ def _attend(
     span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
     if plan_ptr is None or slot < 0:
-        write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
+        write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, num_tokens, CALL)
     else:
         d = tl.arange(0, CALL.out.width)
         in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
-        num_rows = CALL.groups * tokens
-        row_index = ((slot * CALL.heads + h) * num_rows + rows.row).to(tl.int64)
+        num_rows = CALL.group_size * num_tokens
+        row_index = ((slot * CALL.num_heads + h) * num_rows + rows.row).to(tl.int64)
         sum_ptrs = partial_ptr + per_row(row_index * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=in_head)
-        stats_ptr = _find_stats(partial_ptr, tl.num_programs(1), tokens, CALL)
+        stats_ptr = _find_stats(partial_ptr, tl.num_programs(1), num_tokens, CALL)
         tl.store(stats_ptr + row_index * 2, m_i, mask=rows.exists)
         tl.store(stats_ptr + row_index * 2 + 1, l_i, mask=rows.exists)
 
 
 @triton.jit
-def _find_stats(partial_ptr, max_parts, tokens, CALL: tl.constexpr):
-    return partial_ptr + max_parts.to(tl.int64) * (CALL.heads * CALL.groups * CALL.out.dim * tokens)
+def _find_stats(partial_ptr, max_parts, num_tokens, CALL: tl.constexpr):
+    sums_per_part = CALL.num_heads * CALL.group_size * CALL.out.dim * num_tokens
+    return partial_ptr + max_parts.to(tl.int64) * sums_per_part
 
 
-@triton.jit(do_not_specialize=["tokens", "max_parts"])
+@triton.jit(do_not_specialize=["num_tokens", "max_parts"])
 def _combine(
-    plan_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, tokens, max_parts, out_factor,
+    plan_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, num_tokens, max_parts, out_factor,
     SHAPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial sums of sequences with several parts, and write the output.
@@ -202,29 +203,29 @@ def _combine(
     The grid is query rows, KV heads times groups of WIDTH channels, and sequences.
 
     Args:
-        plan_ptr, partial_ptr, out_ptr, tokens: As in `_attend`.
+        plan_ptr, partial_ptr, out_ptr, num_tokens: As in `_attend`.
         sinks_ptr: Attention sinks, `[Hq]`, floating, or None.
         static_scale_ptr: Static scale of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.
         SHAPE: `Constants` without `config`.
     """
-    b, h, row = tl.program_id(2), tl.program_id(1) % SHAPE.heads, tl.program_id(0)
+    b, h, row = tl.program_id(2), tl.program_id(1) % SHAPE.num_heads, tl.program_id(0)
     first_slot = tl.load(plan_ptr + (max_parts + b) * 4)
     num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
     if num_splits == 1:
         return
-    num_rows = SHAPE.groups * tokens
-    stats_ptr = _find_stats(partial_ptr, max_parts, tokens, SHAPE)
+    num_rows = SHAPE.group_size * num_tokens
+    stats_ptr = _find_stats(partial_ptr, max_parts, num_tokens, SHAPE)
     SPLITS_AT_ONCE: tl.constexpr = LOAD_SIZE // (WIDTH if WIDTH > MAX_CHANNELS else MAX_CHANNELS)
     i = tl.arange(0, SPLITS_AT_ONCE)
-    d = tl.program_id(1) // SHAPE.heads * WIDTH + tl.arange(0, WIDTH)
+    d = tl.program_id(1) // SHAPE.num_heads * WIDTH + tl.arange(0, WIDTH)
     in_head = d < SHAPE.out.dim
     acc = tl.zeros([1, WIDTH], tl.float32)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
     for begin in range(0, num_splits, SPLITS_AT_ONCE):
         in_range = begin + i < num_splits
-        row_index = (((first_slot + begin + i) * SHAPE.heads + h) * num_rows + row).to(tl.int64)
+        row_index = (((first_slot + begin + i) * SHAPE.num_heads + h) * num_rows + row).to(tl.int64)
         split_m = tl.load(stats_ptr + row_index * 2, mask=in_range, other=float("-inf"))
         split_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
         split_acc = tl.load(
@@ -238,12 +239,12 @@ def _combine(
         l_i = l_i * alpha + tl.sum(split_l * weight, 0)
         acc = acc * alpha + tl.sum(split_acc * weight[:, None], 0)[None, :]
         m_i = m_new
-    head = h * SHAPE.groups + row % SHAPE.groups
+    head = h * SHAPE.group_size + row % SHAPE.group_size
     heads = head + tl.zeros([1], tl.int32)
-    out = finish(
+    out = finish_rows(
         acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, d, out_factor, SHAPE, SWAPPED=False
     )
-    token = b * tokens + row // SHAPE.groups
-    offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out.dim
+    token = b * num_tokens + row // SHAPE.group_size
+    offset = (token * (SHAPE.num_heads * SHAPE.group_size) + head).to(tl.int64) * SHAPE.out.dim
     out_ptrs = out_ptr + offset + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_head[None, :])

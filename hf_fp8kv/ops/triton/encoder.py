@@ -23,11 +23,10 @@ def encode(x, FORMAT: tl.constexpr):
     """Encode float32 to uint8 codes as `formats.codec.encode`, except for the sign of NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Number of bits of a float32 mantissa that the format lacks.
-    DROP: tl.constexpr = 23 - FORMAT.mantissa_bits
-    is_odd = (magnitude >> DROP) & 1
-    below_half = (1 << (DROP - 1)) - 1
-    normal = (magnitude + below_half + is_odd) >> DROP
+    DROPPED_MANTISSA_BITS: tl.constexpr = 23 - FORMAT.mantissa_bits
+    is_odd = (magnitude >> DROPPED_MANTISSA_BITS) & 1
+    below_half = (1 << (DROPPED_MANTISSA_BITS - 1)) - 1
+    normal = (magnitude + below_half + is_odd) >> DROPPED_MANTISSA_BITS
     normal -= (127 - FORMAT.bias) << FORMAT.mantissa_bits
     # Adding 2^23 steps rounds a subnormal value to whole steps.
     rounded = tl.abs(x) + 2.0**23 * FORMAT.min_subnormal
@@ -75,7 +74,7 @@ def _find_smallest_scale(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def smallest_scale(x, FORMAT: tl.constexpr):
+def compute_dynamic_scale(x, FORMAT: tl.constexpr):
     """Return `formats.codec.dynamic_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
     scale, max_bits = _find_smallest_scale(x, FORMAT)
     return _mark_nan(scale, max_bits)
@@ -93,10 +92,10 @@ def search_scale(x, FORMAT: tl.constexpr):
     min_scale, max_bits = _find_smallest_scale(x, FORMAT)
     x = _zero_invalid_rows(x, max_bits)
     best_scale = min_scale
-    min_cost = _rounding_cost(x, min_scale, min_scale, FORMAT)
+    min_cost = _compute_rounding_cost(x, min_scale, min_scale, FORMAT)
     for j in range(1, SEARCH_STEPS):
-        scales = _candidate_scales(min_scale, tl.full([1], j, tl.int32))
-        cost = _rounding_cost(x, scales, min_scale, FORMAT)
+        scales = _make_candidate_scales(min_scale, tl.full([1], j, tl.int32))
+        cost = _compute_rounding_cost(x, scales, min_scale, FORMAT)
         best_scale = tl.where(cost < min_cost, scales, best_scale)
         min_cost = tl.minimum(cost, min_cost)
     return _mark_nan(best_scale, max_bits)
@@ -110,18 +109,18 @@ def search_scale_at_once(x, FORMAT: tl.constexpr):
     """
     min_scale, max_bits = _find_smallest_scale(x, FORMAT)
     x = _zero_invalid_rows(x, max_bits)
-    scales = _candidate_scales(min_scale, tl.arange(0, SEARCH_STEPS))
-    cost = _rounding_cost(x, scales, min_scale, FORMAT).to(tl.int32, bitcast=True)
+    scales = _make_candidate_scales(min_scale, tl.arange(0, SEARCH_STEPS))
+    cost = _compute_rounding_cost(x, scales, min_scale, FORMAT).to(tl.int32, bitcast=True)
     # One reduction finds the least cost and, among equal costs, the smallest scale.
-    code = scales.to(tl.int32, bitcast=True) >> 16
-    code = (cost.to(tl.int64) << 16) | code.to(tl.int64)
-    code = tl.where(max_bits < INFINITY, code, BFLOAT16_NAN >> 16)
-    best_code = tl.min(code, 0, keep_dims=True).to(tl.int32)
-    return (best_code << 16).to(tl.float32, bitcast=True)
+    scale_bits = scales.to(tl.int32, bitcast=True) >> 16
+    key = (cost.to(tl.int64) << 16) | scale_bits.to(tl.int64)
+    key = tl.where(max_bits < INFINITY, key, BFLOAT16_NAN >> 16)
+    best_bits = tl.min(key, 0, keep_dims=True).to(tl.int32)
+    return (best_bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _candidate_scales(min_scale, j):
+def _make_candidate_scales(min_scale, j):
     """Return `min_scale * 2^(j / SEARCH_STEPS)` rounded up to bfloat16.
 
     The hardware's power of two is accurate enough. Unless it is exact, no product is closer to a
@@ -131,15 +130,15 @@ def _candidate_scales(min_scale, j):
 
 
 @triton.jit
-def _rounding_cost(x, scales, min_scale, FORMAT: tl.constexpr):
+def _compute_rounding_cost(x, scales, min_scale, FORMAT: tl.constexpr):
     """Return the squared rounding errors of rows of `x` with `scales`, relative to `min_scale`."""
     scaled_x = x * tl.div_rn(1.0, scales)[:, None]
     # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
-    DROP: tl.constexpr = 23 - FORMAT.mantissa_bits
+    DROPPED_MANTISSA_BITS: tl.constexpr = 23 - FORMAT.mantissa_bits
     binade = scaled_x.to(tl.int32, bitcast=True) & 0x7F800000
     binade = tl.maximum(binade, (128 - FORMAT.bias) << 23)
-    rounding_term = (binade + (DROP << 23 | 0x400000)).to(tl.float32, bitcast=True)
+    rounding_term = (binade + (DROPPED_MANTISSA_BITS << 23 | 0x400000)).to(tl.float32, bitcast=True)
     error = ((scaled_x + rounding_term) - rounding_term) - scaled_x
     integer_error = tl.floor(error * FORMAT.error_unit + 0.5).to(tl.int32)
-    relative = scales * tl.div_rn(1.0, min_scale)
-    return tl.sum(integer_error * integer_error, 1).to(tl.float32) * (relative * relative)
+    ratio = scales * tl.div_rn(1.0, min_scale)
+    return tl.sum(integer_error * integer_error, 1).to(tl.float32) * (ratio * ratio)

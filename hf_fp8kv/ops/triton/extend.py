@@ -12,16 +12,17 @@ the time, and 0.74 with a third pipeline stage.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...formats import AUTO
-from ..page_layout import page_layout
+from ..page_layout import make_page_layout
 from ..pages import AttentionSpec, Pages
-from .arguments import AttentionArgs, pointers_to, prepare
+from .arguments import AttentionArgs, make_pointers, prepare
 from .codec import decode_for_dot
 from .decode import launch_attention
-from .page_access import head_pointer, load_page_offset
+from .page_access import load_page_offset, point_to_head
 from .target import cdiv, launch, next_power_of_2
-from .tuning import extend_config, family_of
+from .tuning import choose_extend_config, get_family
 
 # Sequences of at most this number of tokens are not split.
 MAX_UNSPLIT_TOKENS = 256
@@ -34,22 +35,17 @@ _TORCH_DTYPES = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
 
 def attend(
-    query: torch.Tensor,
-    pages: Pages,
-    lengths: torch.Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
-) -> torch.Tensor:
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
+) -> Tensor:
     """Compute attention as `backend.attend`, for any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
-    config = extend_config(args.target, args.workload)
+    config = choose_extend_config(args.target, args.workload)
     num_blocks = cdiv(args.workload.rows, config.rows)
     wide_pages = None if spec.deterministic else _widen_pages(args, pages, num_blocks)
     if wide_pages is not None:
         args = prepare(query, wide_pages, lengths, start, stop, spec)
-        config = extend_config(args.target, args.workload, widened=True)
-    has_idle_sms = pages.heads * len(lengths) * num_blocks < args.target.sm_count
+        config = choose_extend_config(args.target, args.workload._replace(widened=True))
+    has_idle_sms = pages.num_heads * len(lengths) * num_blocks < args.target.sm_count
     may_split = has_idle_sms and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
     return launch_attention(args, config, split=may_split)
 
@@ -68,32 +64,33 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
     """
     workload, stop = args.workload, args.stop
     is_large = num_blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
-    if not is_large or args.start or args.window or family_of(args.target).widened_stages is None:
+    if not is_large or args.start or args.window or get_family(args.target).widened_stages is None:
         return None
     may_spill = workload.exact or workload.latent or workload.complete
     if may_spill or pages.k.format == pages.v.format == AUTO:
         return None
     codecs = args.constants.k_codec, args.constants.v_codec
-    dtypes = [_TORCH_DTYPES[codec.operand] for codec in codecs]
-    heads, slots, dims = pages.heads, pages.page_size, (pages.k.head_dim, pages.v.head_dim)
-    layout = page_layout(heads, slots, *dims, dtypes[0], dtypes[1], pages.has_scales)
-    batch, num_columns = len(args.tensors.lengths), cdiv(stop, slots)
+    dtypes = [_TORCH_DTYPES[codec.operand_dtype] for codec in codecs]
+    num_heads, page_size = pages.num_heads, pages.page_size
+    dims = pages.k.head_dim, pages.v.head_dim
+    layout = make_page_layout(num_heads, page_size, *dims, dtypes[0], dtypes[1], pages.has_scales)
+    batch, num_columns = len(args.tensors.lengths), cdiv(stop, page_size)
     if batch * num_columns * layout.size > MAX_WIDENED_BYTES:
         return None
     block = pages.block.new_empty((batch * num_columns, layout.size))
     table = pages.table.new_empty((batch, num_columns))
     offsets = pages.offsets.new_empty(batch * num_columns)
     wide_pages = Pages(
-        pages.k, pages.v, block, table, offsets, heads, slots, dtypes[0], dtypes[1],
+        pages.k, pages.v, block, table, offsets, num_heads, page_size, dtypes[0], dtypes[1],
         pages.has_scales,
     )  # fmt: skip
     launch(
-        _widen_codes, (heads, num_columns, batch), pointers_to(pages, "k"),
-        pointers_to(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
-        pointers_to(wide_pages, "k"), pointers_to(wide_pages, "v"), wide_pages.token_scales, table,
-        layout.size, pages.table.stride(0), SLOTS=slots, K_SIZE=slots * dims[0],
-        V_SIZE=slots * dims[1], K_CODEC=codecs[0], V_CODEC=codecs[1],
-        SLOTS_WIDTH=next_power_of_2(slots), num_warps=4,
+        _widen_codes, (num_heads, num_columns, batch), make_pointers(pages, "k"),
+        make_pointers(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
+        make_pointers(wide_pages, "k"), make_pointers(wide_pages, "v"), wide_pages.token_scales,
+        table, layout.size, pages.table.stride(0), PAGE_SIZE=page_size, K_SIZE=page_size * dims[0],
+        V_SIZE=page_size * dims[1], K_CODEC=codecs[0], V_CODEC=codecs[1],
+        SLOTS_WIDTH=next_power_of_2(page_size), num_warps=4,
     )  # fmt: skip
     return wide_pages
 
@@ -101,7 +98,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
 @triton.jit(do_not_specialize=["page_bytes", "table_stride"])
 def _widen_codes(
     k, v, scales_ptr, table_ptr, lengths_ptr, wide_k, wide_v, wide_scales_ptr, wide_table_ptr,
-    page_bytes, table_stride, SLOTS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    page_bytes, table_stride, PAGE_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SLOTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Decode the codes of one head of one page, and write the new table and offsets.
@@ -121,7 +118,7 @@ def _widen_codes(
     if h == 0:
         tl.store(wide_table_ptr + wide_page, wide_page)
         tl.store(wide_k.offsets + wide_page, wide_offset)
-    if i * SLOTS >= tl.load(lengths_ptr + b):
+    if i * PAGE_SIZE >= tl.load(lengths_ptr + b):
         return
     page = tl.maximum(tl.load(table_ptr + b.to(tl.int64) * table_stride + i), 0)
     page_offset = load_page_offset(k, page)
@@ -131,15 +128,16 @@ def _widen_codes(
         n = tl.arange(0, SLOTS_WIDTH)
         words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        words = tl.load(head_pointer(words_ptr, page_offset, h, SLOTS) + n, mask=n < SLOTS)
-        tl.store(head_pointer(wide_words_ptr, wide_offset, h, SLOTS) + n, words, mask=n < SLOTS)
+        in_page = n < PAGE_SIZE
+        words = tl.load(point_to_head(words_ptr, page_offset, h, PAGE_SIZE) + n, mask=in_page)
+        tl.store(point_to_head(wide_words_ptr, wide_offset, h, PAGE_SIZE) + n, words, mask=in_page)
 
 
 @triton.jit
 def _widen_side(side, wide, page_offset, wide_offset, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
     CHUNK: tl.constexpr = 2048
-    codes_ptr = head_pointer(side.codes, page_offset, h, SIZE)
-    wide_ptr = head_pointer(wide.codes, wide_offset, h, SIZE)
+    codes_ptr = point_to_head(side.codes, page_offset, h, SIZE)
+    wide_ptr = point_to_head(wide.codes, wide_offset, h, SIZE)
     for first in tl.range(0, SIZE, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)

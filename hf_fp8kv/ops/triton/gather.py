@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 
 from ..pages import Pages
-from .arguments import pointers_to, side_for
-from .codec import AS_IS, codec_for, decode_for_dot
-from .page_access import head_pointer, load_page_offset
+from .arguments import make_pointers, make_side_sizes
+from .codec import AS_IS, choose_codec, decode_for_dot
+from .page_access import load_page_offset, point_to_head
 from .rotation import rotate
-from .target import launch, target_of
-from .write import launch_options, tile_size
+from .target import get_target, launch
+from .write import choose_launch_options, choose_tile_size
 
 
 def gather(
@@ -25,18 +25,18 @@ def gather(
     """Return dense keys or values, with the same bits as `reference.gather`."""
     is_key = side == "k"
     stored = pages.k if is_key else pages.v
-    heads, dim = pages.heads, stored.head_dim
-    batch = pages.table.shape[0]
-    out = pages.block.new_empty((batch, heads, stop - start, dim), dtype=dtype)
-    tile_tokens, sizes = tile_size(pages.page_size), side_for(stored)
-    codec = codec_for(stored.format, target_of(out.device), tl.float32, exact=True, keep_nan=True)
+    batch, num_heads, dim = len(pages.table), pages.num_heads, stored.head_dim
+    out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
+    tile_tokens = choose_tile_size(pages.page_size)
+    sizes, target = make_side_sizes(stored), get_target(out.device)
+    codec = choose_codec(stored.format, target, tl.float32, exact=True, keep_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(
-        _gather, (num_tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out,
+        _gather, (num_tiles, num_heads, batch), make_pointers(pages, side), pages.token_scales, out,
         lengths, pages.table, start, stop, pages.table.stride(0), SIDE=sizes, CODEC=codec,
-        HEADS=heads, PAGE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile_tokens,
-        **launch_options(out.device, sizes.width, rotated=stored.rotated),
+        NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged,
+        TILE=tile_tokens, **choose_launch_options(out.device, sizes.width, rotated=stored.rotated),
     )  # fmt: skip
     return out
 
@@ -44,7 +44,7 @@ def gather(
 @triton.jit(do_not_specialize=["start", "stop", "table_stride"])
 def _gather(
     side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_stride,
-    SIDE: tl.constexpr, CODEC: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    SIDE: tl.constexpr, CODEC: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write dense K, or V if TRANSPOSED. The grid is tiles of positions, KV heads and sequences.
@@ -56,11 +56,11 @@ def _gather(
         lengths_ptr: Number of stored tokens, `[B]`, int32, only read if RAGGED.
         table_ptr: Block table, `[B, M]`, int32.
         table_stride: Batch stride of the block table.
-        SIDE, CODEC: See `Side` and `Codec`.
+        SIDE, CODEC: See `SideSizes` and `Codec`.
     """
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
-    BLOCK: tl.constexpr = SIDE.block
+    ROTATION_BLOCK: tl.constexpr = SIDE.rotation_block
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile = start // TILE + tl.program_id(0)
@@ -76,19 +76,19 @@ def _gather(
 
     # A freed page is outside the window. Page 0 is read instead, and the caller masks it.
     table_ptr += b.to(tl.int64) * table_stride
-    if PAGE % TILE == 0:
+    if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so every slot of it exists.
-        page = tl.load(table_ptr + tile_start // PAGE)
-        slot = (tile % (PAGE // TILE)) * TILE + i
+        page = tl.load(table_ptr + tile_start // PAGE_SIZE)
+        slot = (tile % (PAGE_SIZE // TILE)) * TILE + i
         is_loaded = in_head
     else:
-        page = tl.load(table_ptr + position // PAGE, mask=in_range, other=0)
-        slot = position % PAGE
+        page = tl.load(table_ptr + position // PAGE_SIZE, mask=in_range, other=0)
+        slot = position % PAGE_SIZE
         is_loaded = exists[:, None] & in_head
     page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
+    codes_ptr = point_to_head(side.codes, page_offset, h, PAGE_SIZE * DIM)
     if TRANSPOSED:
-        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
+        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE_SIZE)[None, :]
     else:
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
     codes = tl.load(code_ptrs, mask=is_loaded, other=0)
@@ -100,15 +100,15 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = head_pointer(scales_ptr, page_offset, h, PAGE * 2)
+            scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
-        x = rotate(x, BLOCK)
+        x = rotate(x, ROTATION_BLOCK)
         if side.center is not None:
-            center_ptr = side.center + (b.to(tl.int64) * HEADS + h) * DIM
+            center_ptr = side.center + (b.to(tl.int64) * NUM_HEADS + h) * DIM
             x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]
     if RAGGED:
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
-    row = ((b.to(tl.int64) * HEADS + h) * (stop - start) + (tile_start - start)) * DIM
+    row = ((b.to(tl.int64) * NUM_HEADS + h) * (stop - start) + (tile_start - start)) * DIM
     out_ptrs = out_ptr + row + (i * DIM)[:, None] + d[None, :]
     tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=in_range[:, None] & in_head)

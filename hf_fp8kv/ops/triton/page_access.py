@@ -11,7 +11,7 @@ def load_page_offset(side, page):
 
 
 @triton.jit
-def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
+def point_to_head(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
     """Return a pointer to the SIZE elements of head `h` in a page, with the shape of `page_offset`.
 
     `pointer` points to the elements of head 0 in the first page. NUM_EQUAL is the number of
@@ -26,9 +26,7 @@ def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.cons
 
 
 @triton.jit
-def load_codes(
-    tensors, j, position, page_offset, h, view, CALL: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, TILE: tl.constexpr):
     """Load the codes of a tile.
 
     Args:
@@ -42,36 +40,36 @@ def load_codes(
         K `[TILE, k_width]`, V `[v_width, TILE]`, and pointers to the tokens' dynamic scales,
         `[TILE]`, if there are any.
     """
-    PAGE: tl.constexpr = CALL.page_size
+    PAGE_SIZE: tl.constexpr = CALL.page_size
     DK: tl.constexpr = CALL.k.dim
     DV: tl.constexpr = CALL.v.dim
     n = tl.arange(0, TILE)
     d = tl.arange(0, CALL.k.width)
     dv = tl.arange(0, CALL.v.width)
-    if PAGE % TILE == 0:
+    if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so its addresses are one base plus constants.
-        slot = (j % (PAGE // TILE)) * TILE
-        k_ptr = head_pointer(tensors.k.codes, page_offset, h, PAGE * DK) + slot * DK
-        v_ptr = head_pointer(tensors.v.codes, page_offset, h, DV * PAGE) + slot
+        slot = (j % (PAGE_SIZE // TILE)) * TILE
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, PAGE_SIZE * DK) + slot * DK
+        v_ptr = point_to_head(tensors.v.codes, page_offset, h, DV * PAGE_SIZE) + slot
         k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
-        v_ptrs = v_ptr + (dv[:, None] * PAGE + n[None, :])
+        v_ptrs = v_ptr + (dv[:, None] * PAGE_SIZE + n[None, :])
         slots = slot + n
     else:
         # Past the end the last page is read again, because masked loads would read single bytes.
-        last_column = tl.maximum(view.end - 1, 0) // PAGE
-        pages = tl.load(view.table_ptr + tl.minimum(position // PAGE, last_column))
+        last_column = tl.maximum(view.end - 1, 0) // PAGE_SIZE
+        pages = tl.load(view.table_ptr + tl.minimum(position // PAGE_SIZE, last_column))
         pages = tl.maximum(pages, 0)
-        if PAGE % 16 == 0:
+        if PAGE_SIZE % 16 == 0:
             # 16 consecutive tokens are in one page. Triton 3.6 does not derive this on AMD.
             pages = tl.max_constancy(pages, 16)
         page_offset = load_page_offset(tensors.k, pages)
-        slots = position % PAGE
-        k_ptr = head_pointer(tensors.k.codes, page_offset, h, PAGE * DK)
-        v_ptr = head_pointer(
-            tensors.v.codes, page_offset, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1
+        slots = position % PAGE_SIZE
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, PAGE_SIZE * DK)
+        v_ptr = point_to_head(
+            tensors.v.codes, page_offset, h, DV * PAGE_SIZE, 16 if PAGE_SIZE % 16 == 0 else 1
         )
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
-        v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
+        v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE_SIZE
     if CALL.k.width == DK:
         k_codes = tl.load(k_ptrs)
     else:
@@ -83,7 +81,7 @@ def load_codes(
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = head_pointer(words_ptr, page_offset, h, PAGE) + slots
+        word_ptrs = point_to_head(words_ptr, page_offset, h, PAGE_SIZE) + slots
     return k_codes, v_codes, word_ptrs
 
 

@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .softmax import last_before_window
-from .target import cdiv, launch, next_power_of_2, target_of
-from .tuning import PlanConfig, expected_programs, plan_config
+from .softmax import find_last_before_window
+from .target import cdiv, get_target, launch, next_power_of_2
+from .tuning import PlanConfig, choose_plan_config, estimate_programs
 
 NO_END = tl.constexpr(2**31 - 1)
 # Added to the sort key of a part, so that the part comes before all parts without the bonus.
@@ -35,12 +35,12 @@ MAX_PARTS = 65_535
 PARTS_PER_US = tl.constexpr(32)
 
 
-def plan_rows(
+def size_plan(
     device: torch.device,
     batch: int,
-    heads: int,
+    num_heads: int,
     length: int | None = None,
-    rows: int = 1,
+    num_query_rows: int = 1,
     programs: int = 0,
 ) -> int:
     """Return the number of rows of a plan.
@@ -48,76 +48,78 @@ def plan_rows(
     Args:
         device: Device of the plan.
         batch: Number of sequences, B.
-        heads: Number of KV heads, H, times the number of blocks of query rows.
+        num_heads: Number of KV heads, H, times the number of blocks of query rows.
         length: Number of tokens to read per sequence, if it is fixed and the same for all. The plan
             then has no room for parts that are not needed. None means that lengths differ or grow.
-        rows: Query rows per KV head.
+        num_query_rows: Query rows per KV head.
         programs: Number of programs that an SM runs at once. 0 means the number for the decode
-            kernel with `rows` rows.
+            kernel with `num_query_rows` rows.
     """
-    target = target_of(device)
-    capacity = target.sm_count * (programs or expected_programs(target, rows))
-    num_ranges = max(1, min(capacity // heads, MAX_PARTS + 1 - batch))
-    if length is not None and not pays_if_even(length, batch, heads, capacity, plan_config(target)):
+    target = get_target(device)
+    capacity = target.sm_count * (programs or estimate_programs(target, num_query_rows))
+    num_ranges = max(1, min(capacity // num_heads, MAX_PARTS + 1 - batch))
+    config, num_programs = choose_plan_config(target), batch * num_heads
+    if length is not None and not should_split(length, num_programs, capacity, config):
         num_ranges = 1
     return 2 * batch + num_ranges - 1
 
 
-def max_parts(plan: torch.Tensor, batch: int) -> int:
+def get_max_parts(plan: torch.Tensor, batch: int) -> int:
     """Return the number of parts that a plan has room for, `batch` if no sequence can be split."""
-    num_parts = plan.shape[0] - batch
+    max_parts = plan.shape[0] - batch
     assert plan.shape[1] == 4
-    assert num_parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} sequences"
-    return num_parts
+    assert max_parts >= batch, f"expected a plan for {batch} sequences, got {tuple(plan.shape)}"
+    return max_parts
 
 
 def make_plan(
     plan: torch.Tensor,
     lengths: torch.Tensor,
-    tokens: int,
+    num_tokens: int,
     window: int,
     start: int,
-    heads: int,
+    num_heads: int,
     programs: int = 0,
 ) -> None:
-    """Overwrite `plan`, `[plan_rows, 4]`, int32. For arguments see `ops.make_plan`, `plan_rows`."""
-    batch, target = lengths.shape[0], target_of(lengths.device)
-    config = plan_config(target)
+    """Overwrite `plan`, `[size_plan, 4]`, int32. For arguments see `ops.make_plan`, `size_plan`."""
+    batch, target = lengths.shape[0], get_target(lengths.device)
+    config = choose_plan_config(target)
     assert plan.is_contiguous()
-    num_parts = max_parts(plan, batch)
-    capacity = target.sm_count * (programs or expected_programs(target))
-    num_ranges, max_ranges = max(1, capacity // heads), num_parts - batch + 1
+    max_parts = get_max_parts(plan, batch)
+    capacity = target.sm_count * (programs or estimate_programs(target))
+    num_ranges, max_ranges = max(1, capacity // num_heads), max_parts - batch + 1
     if 1 < max_ranges < num_ranges:
         # The plan was sized for fewer programs.
-        capacity = max_ranges * heads
+        capacity = max_ranges * num_heads
     num_ranges = min(num_ranges, max_ranges)
     launch(
-        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, num_ranges, capacity,
-        num_parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(max_ranges),
-        UNIT=config.unit, BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
+        _plan, (batch,), plan, lengths, batch, num_tokens, window, start, num_heads, num_ranges,
+        capacity, max_parts, config.split_cost, config.merge_cost,
+        PARTS_WIDTH=next_power_of_2(max_ranges), UNIT=config.unit,
+        BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 
-def pays_if_even(length: int, batch: int, heads: int, capacity: int, config: PlanConfig) -> bool:
-    """Return the result of `_splitting_pays` for sequences of equal length."""
-    units, programs = cdiv(length, config.unit), batch * heads
-    late, half, cost = programs % capacity, capacity // 2, config.split_cost
-    if programs <= capacity:
-        unsplit_time = units * max(half, programs)
+def should_split(length: int, num_programs: int, capacity: int, config: PlanConfig) -> bool:
+    """Return the result of `_should_split` for sequences of equal length."""
+    units = cdiv(length, config.unit)
+    num_tail, half, cost = num_programs % capacity, capacity // 2, config.split_cost
+    if num_programs <= capacity:
+        unsplit_time = units * max(half, num_programs)
     else:
-        unsplit_time = units * (programs - late + (max(late, half) if late else 0))
+        unsplit_time = units * (num_programs - num_tail + (max(num_tail, half) if num_tail else 0))
         cost //= 2
-    return (unsplit_time - units * programs) * config.unit > cost * capacity
+    return (unsplit_time - units * num_programs) * config.unit > cost * capacity
 
 
 @triton.jit
-def _splitting_pays(units, total, longest, batch, heads, capacity, unit, cost):
+def _should_split(units, total, longest, batch, num_heads, capacity, unit, cost):
     """Return whether splitting into ranges saves more time than it costs.
 
     The unit of time is the time in which a program reads a unit of tokens while `capacity` programs
-    run, divided by `capacity`. If fewer than half of them run, each is up to twice as fast, even on
-    an SM that is full, as is often the case for the last programs. (Half of them reach 8 TB/s, 2 of
-    5 reach 4.8.)
+    run, divided by `capacity`. If fewer than half of them run, as often in the tail of a launch,
+    each is up to twice as fast, even on a full SM. (Half of the programs reach 8 TB/s, and two of
+    five reach 4.8 TB/s.)
 
     Args:
         units: Units of tokens of each sequence, `[>= B]`.
@@ -127,21 +129,22 @@ def _splitting_pays(units, total, longest, batch, heads, capacity, unit, cost):
             is halved if not all programs start at once, because other programs read during that
             time.
     """
-    programs = batch * heads
-    late = programs % capacity
+    num_programs = batch * num_heads
+    num_tail = num_programs % capacity
     half = (capacity // 2).to(tl.int64)
-    split_time = total.to(tl.int64) * heads
+    split_time = total.to(tl.int64) * num_heads
     longest = longest.to(tl.int64)
-    last_programs = tl.where(late > 0, tl.maximum(late, half), 0)
-    unsplit_time = longest * (programs - late + last_programs)
-    if programs <= capacity:
+    tail_time = tl.where(num_tail > 0, tl.maximum(num_tail, half), 0)
+    unsplit_time = longest * (num_programs - num_tail + tail_time)
+    if num_programs <= capacity:
         # All programs start at once and share the bandwidth while more than half of them run. The
         # maximum over several times finds the time from which fewer than half run.
         unsplit_time = tl.maximum(longest * half, split_time)
         for i in tl.static_range(1, 8):
             limit = longest * i // 8
             units_read = tl.sum(tl.minimum(units.to(tl.int64), limit), 0)
-            unsplit_time = tl.maximum(unsplit_time, units_read * heads + (longest - limit) * half)
+            time = units_read * num_heads + (longest - limit) * half
+            unsplit_time = tl.maximum(unsplit_time, time)
     else:
         cost = cost // 2
     return (unsplit_time - split_time) * unit > cost.to(tl.int64) * capacity
@@ -149,25 +152,25 @@ def _splitting_pays(units, total, longest, batch, heads, capacity, unit, cost):
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "tokens", "window", "start", "heads", "num_ranges", "capacity", "max_parts",
-        "cost", "merge_cost",
+        "batch", "num_tokens", "window", "start", "num_heads", "num_ranges", "capacity",
+        "max_parts", "cost", "merge_cost",
     ]
 )  # fmt: skip
 def _plan(
-    plan_ptr, lengths_ptr, batch, tokens, window, start, heads, num_ranges, capacity, max_parts,
-    cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    plan_ptr, lengths_ptr, batch, num_tokens, window, start, num_heads, num_ranges, capacity,
+    max_parts, cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    BATCH_WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Write a plan. Each sequence has a program, which computes all parts and writes its own.
 
     Args:
         plan_ptr: Work plan, `[max_parts + B, 4]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
-        batch, heads: B and H.
-        tokens, window, start: As in `ops.make_plan`.
+        batch, num_heads: B and H.
+        num_tokens, window, start: As in `ops.make_plan`.
         num_ranges: Maximum number of ranges. 1 means that no sequence is split.
         capacity: Number of programs that the GPU runs at once.
-        cost: As in `_splitting_pays`.
+        cost: As in `_should_split`.
         merge_cost: Number of tokens that a program reads in the time in which one part is merged.
     """
     own_b = tl.program_id(0)
@@ -176,7 +179,7 @@ def _plan(
     ends = tl.load(lengths_ptr + b, mask=exists, other=0)
     low = tl.zeros([BATCH_WIDTH], tl.int32) + start
     if WINDOWED:
-        low = tl.maximum(low, last_before_window(ends - tokens, window) + 1)
+        low = tl.maximum(low, find_last_before_window(ends - num_tokens, window) + 1)
     low = tl.maximum(low, 0) // UNIT
     # An empty sequence also has a part, because a program must write its output.
     units = tl.where(exists, tl.maximum(tl.cdiv(ends, UNIT) - low, 1), 0)
@@ -191,7 +194,7 @@ def _plan(
     range_units = tl.maximum(even_units, (min_tokens / UNIT).to(tl.int32))
     # With many parts to merge, half of the programs suffice for the bandwidth.
     range_units = tl.maximum(range_units, tl.minimum(even_units * 2, longest // PARTS_PER_US))
-    split = _splitting_pays(units, total, longest, batch, heads, capacity, UNIT, cost)
+    split = _should_split(units, total, longest, batch, num_heads, capacity, UNIT, cost)
     range_units = tl.where(split, range_units, total)
 
     first_range = begin // range_units
@@ -205,7 +208,7 @@ def _plan(
     # The sort key of a part is its length, and the longest part comes first. If most programs read
     # whole sequences, possibly of equal length, a bonus puts parts that begin a range first. Their
     # lengths differ, so that programs do not all end, and leave the memory idle, at the same time.
-    is_uniform = (longest <= range_units) | (batch * heads >= 2 * capacity)
+    is_uniform = (longest <= range_units) | (batch * num_heads >= 2 * capacity)
     bonus = tl.where(is_uniform, EARLY_BONUS, 0)
     first_key = tl.minimum(stop, (first_range + 1) * range_units) - begin
     first_key += tl.where(begin == first_range * range_units, bonus, 0)

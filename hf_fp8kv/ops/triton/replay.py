@@ -33,12 +33,12 @@ import torch
 import triton
 from triton import knobs
 
-from .target import LaunchRecord, Target, is_recording, recording, target_of
+from .target import LaunchRecord, Target, get_target, is_recording, recording
 
-# Triton launches kernels in the same way from the first version to the version before the last.
-_SUPPORTED = ((3, 6), (3, 10))
+# Triton launches kernels in the same way from the first version on, and before the second version.
+_FIRST_VERSION, _END_VERSION = (3, 6), (3, 10)
 _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_REPLAYS = _SUPPORTED[0] <= _version < _SUPPORTED[1] and not knobs.runtime.interpret
+_CAN_REPLAY = _FIRST_VERSION <= _version < _END_VERSION and not knobs.runtime.interpret
 
 # Maximum number of recordings for one kind of pages.
 _MAX_RECORDINGS = 256
@@ -98,12 +98,12 @@ def run_or_replay(
         integers: Integers that differ in each call. Kernels take them under these names, without
             specialization, or not at all.
     """
-    if not _REPLAYS or is_recording() or _has_unusual_settings():
+    if not _CAN_REPLAY or is_recording() or _has_unusual_settings():
         return operation(*args)
     first = tensors[0]
     assert first is not None
     device = first.device
-    target = target_of(device)
+    target = get_target(device)
     properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
     replays, shared_addresses = shared
     addresses += shared_addresses
@@ -158,7 +158,7 @@ def _compile_replay(
         "empty": torch.empty_strided, "driver": triton.runtime.driver, "kept": target,
     }  # fmt: skip
     pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocated)]
-    pointers += [(x, f"a[{i}]") for i, x in enumerate(addresses) if x is not None]
+    pointers += [(address, f"a[{i}]") for i, address in enumerate(addresses) if address is not None]
     counts = collections.Counter(address for address, _ in pointers)
     expressions = {address: source for address, source in pointers if counts[address] == 1}
     expressions[0] = "0"  # tensors without elements
@@ -170,8 +170,8 @@ def _compile_replay(
 
     def express_argument(x: Any) -> str:
         if isinstance(x, tuple):
-            parts = [express_argument(element) for element in x]
-            return f"({', '.join(parts)},)" if set(parts) - objects.keys() else bind(x)
+            sources = [express_argument(element) for element in x]
+            return f"({', '.join(sources)},)" if set(sources) - objects.keys() else bind(x)
         return expressions[x.data_ptr()] if isinstance(x, torch.Tensor) else bind(x)
 
     lines = [f"def replay({', '.join(['a', *integers])}):"]

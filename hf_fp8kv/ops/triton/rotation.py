@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def rotate(x, BLOCK: tl.constexpr):
-    """Rotate the rows of `x`, `[N, W]`, float32, in blocks of `Side.block` channels."""
+    """Rotate the rows of `x`, `[N, W]`, float32, in blocks of BLOCK channels."""
     if BLOCK > 1:
         x = mix_channels(x, BLOCK) * BLOCK**-0.5
     return x

@@ -20,7 +20,7 @@ HEADROOM = tl.constexpr(14.0)
 MIN_LOG_SCALE = tl.constexpr(2.0**-40)
 # Up to this number of rows, weights are summed over tokens once, after the last tile, because a sum
 # over warps costs three barriers.
-MAX_LATE_ROWS = tl.constexpr(16)
+MAX_LATE_SUM_ROWS = tl.constexpr(16)
 
 
 @triton.jit
@@ -36,13 +36,13 @@ def per_column(x, SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def last_before_window(q_position, window):
+def find_last_before_window(q_position, window):
     """Return the last position before the sliding window of a query."""
     return q_position - window
 
 
 @triton.jit
-def change_logits(x, softcap, view, position, CALL: tl.constexpr):
+def apply_softcap_and_bias(x, softcap, view, position, CALL: tl.constexpr):
     """Apply softcap and bias to logits. Arguments and result are exponents of two."""
     SWAPPED: tl.constexpr = CALL.config.swapped
     if CALL.softcapped:
@@ -76,7 +76,7 @@ def find_visible(position, rows, view, CALL: tl.constexpr):
     if CALL.causal:
         visible &= per_column(position, SWAPPED) <= per_row(rows.position, SWAPPED)
     if CALL.windowed:
-        last_hidden = last_before_window(rows.position, view.window)
+        last_hidden = find_last_before_window(rows.position, view.window)
         visible &= per_column(position, SWAPPED) > per_row(last_hidden, SWAPPED)
     if CALL.mask == COMPLETE:
         mask_ptrs = per_row(view.mask_ptr, SWAPPED) + per_column(position - view.start, SWAPPED)

@@ -20,13 +20,13 @@ class Resources:
     """Resources that the programs on one SM share.
 
     Attributes:
-        shared: Shared memory, in bytes.
-        threads: Maximum number of threads.
+        shared_bytes: Shared memory, in bytes.
+        max_threads: Maximum number of threads.
         registers: Number of 32-bit registers of all threads together. Not used for AMD.
     """
 
-    shared: int
-    threads: int
+    shared_bytes: int
+    max_threads: int
     registers: int = 65536
 
 
@@ -43,7 +43,7 @@ class Target:
         resources: Resources of one SM as reported by the device. None means the resources of
             a chip with this name.
         parameters: For experiments: attributes of `LaunchConfig` and `PlanConfig` by name, and
-            `programs`, the result of `expected_programs`.
+            `programs`, the result of `estimate_programs`.
     """
 
     vendor: str
@@ -86,23 +86,23 @@ class Target:
         """Resources of one SM, as reported by the device or of a chip with this name."""
         return self.resources or CHIPS.get(self.name, _UNKNOWN_CHIP)[1]
 
-    def fit(self, registers: int, warps: int, shared: int) -> int:
+    def count_programs(self, registers: int, num_warps: int, shared: int) -> int:
         """Return the number of programs that one SM runs at once.
 
         Args:
             registers: Registers per thread. On AMD, vector and accumulation registers together.
-            warps: Warps per program.
+            num_warps: Number of warps per program.
             shared: Shared memory per program, in bytes.
         """
-        available = self.sm_resources
+        sm = self.sm_resources
         if self.is_nvidia:
             # Registers are allocated to warps in steps of eight per thread.
-            by_registers = available.registers // (cdiv(registers, 8) * 8 * 32 * warps)
-            by_threads = available.threads // (32 * warps)
-            return min(by_registers, by_threads, available.shared // (shared + _RESERVED_BYTES))
+            by_registers = sm.registers // (cdiv(registers, 8) * 8 * 32 * num_warps)
+            by_threads = sm.max_threads // (32 * num_warps)
+            return min(by_registers, by_threads, sm.shared_bytes // (shared + _RESERVED_BYTES))
         # A compute unit has four SIMDs, each with 512 registers per lane and at most eight warps.
-        per_unit = min(8, 512 // (cdiv(max(registers, 1), 8) * 8))
-        return min(per_unit * 4 // warps, available.shared // max(shared, 1))
+        warps_per_simd = min(8, 512 // (cdiv(max(registers, 1), 8) * 8))
+        return min(warps_per_simd * 4 // num_warps, sm.shared_bytes // max(shared, 1))
 
     def converts(self, fmt: Format) -> bool:
         """Return whether an instruction, or a move of bytes, converts codes of a format.
@@ -154,7 +154,7 @@ _assumed_target: Target | None = None
 
 
 @functools.cache
-def _detect(device: torch.device) -> Target:
+def _detect_target(device: torch.device) -> Target:
     if device.type == "cpu" or is_interpreted():
         return Target("cuda", 90, 4, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
@@ -171,9 +171,9 @@ def _detect(device: torch.device) -> Target:
     return Target("cuda", arch, sm_count, resources=resources)
 
 
-def target_of(device: torch.device) -> Target:
+def get_target(device: torch.device) -> Target:
     """Return the GPU that kernels for tensors on `device` are compiled for."""
-    return _detect(device) if _assumed_target is None else _assumed_target
+    return _detect_target(device) if _assumed_target is None else _assumed_target
 
 
 @contextmanager
@@ -218,8 +218,8 @@ class _Recorder(threading.local):
 
 _recorder = _Recorder()
 
-# Default options of kernels. Triton 3.9 warns without this option, whose default 3.10 changes.
-_OPTIONS = {"enable_fp_fusion": True}
+# Triton 3.9 warns without this option, because Triton 3.10 changes its default.
+_DEFAULT_OPTIONS = {"enable_fp_fusion": True}
 
 
 @contextmanager
@@ -258,7 +258,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if 0 in grid:
         return
-    constants, recorded = _OPTIONS | constants, _recorder.recorded
+    constants, recorded = _DEFAULT_OPTIONS | constants, _recorder.recorded
     if recorded is not None and recorded.dry_run:
         recorded.launches.append(Launch(kernel, grid, args, constants, None))
         return

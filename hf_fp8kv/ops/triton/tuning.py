@@ -3,7 +3,7 @@
 Decoding has few query rows. Extending a sequence by a prompt or a chunk has many query rows.
 
 The parameters for decoding on sm_90 were tuned on an H100 (docs/performance.md). All others were
-chosen by compiling for each target (`make kernels`): no spills, and `expected_programs` programs of
+chosen by compiling for each target (`make kernels`): no spills, and `estimate_programs` programs of
 decoding fit on one SM.
 """
 
@@ -52,7 +52,7 @@ class LaunchConfig:
 # Maximum number of new tokens per sequence that separate programs write, as in decoding.
 MAX_DECODE_TOKENS = 8
 # Maximum number of query rows per KV head for decoding.
-DECODE_ROWS = 64
+MAX_DECODE_ROWS = 64
 # Maximum number of query rows of latents for which a program takes 16 rows. For 16 sequences of 16k
 # tokens and 32 heads, an H200 took 202 us with 16 rows per program and 265 us with 64. With 64
 # heads it took 466 and 269 us.
@@ -102,13 +102,13 @@ class Family:
             not read K and V from shared memory, so that codes are never widened.
         limits_registers: Whether extending with a complete mask has a limit of registers.
         latent_warps, latent_stages: Warps and stages for latents with 16 rows per program.
-        latent_many: (rows, tile, warps, stages) with swapped operands for latents with more than
-            FEW_LATENT_ROWS rows. None means 16 rows per program.
+        latent_many_rows: (rows, tile, warps, stages) with swapped operands for latents with more
+            than FEW_LATENT_ROWS rows. None means 16 rows per program.
         masked_latent_warps: Warps for latents with a complete mask or a bias.
         rotated_latent_warps: Warps for latents with a rotated query, which is then split into
             chunks. None means no special case.
-        chunks_shifted: Whether latents whose codes are decoded by shifting bits are split into
-            chunks.
+        splits_shifted_latents: Whether latents whose codes are decoded by shifting bits are split
+            into chunks.
     """
 
     resources: Mapping[int, tuple[int, int, int]]
@@ -122,10 +122,10 @@ class Family:
     limits_registers: bool = False
     latent_warps: int = 8
     latent_stages: int = 2
-    latent_many: tuple[int, int, int, int] | None = None
+    latent_many_rows: tuple[int, int, int, int] | None = None
     masked_latent_warps: int = 8
     rotated_latent_warps: int | None = None
-    chunks_shifted: bool = False
+    splits_shifted_latents: bool = False
 
 
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
@@ -156,7 +156,7 @@ _CUDA = Family(
 # Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
     _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, max_wide_dim=256, widened_stages=1,
-    limits_registers=False, latent_warps=4, latent_stages=3, latent_many=(64, 32, 8, 2),
+    limits_registers=False, latent_warps=4, latent_stages=3, latent_many_rows=(64, 32, 8, 2),
 )  # fmt: skip
 _FAMILIES = {
     "sm_80": replace(
@@ -167,7 +167,7 @@ _FAMILIES = {
     # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
         _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, max_wide_dim=128, widened_stages=0,
-        latent_warps=8, latent_stages=2, latent_many=None,
+        latent_warps=8, latent_stages=2, latent_many_rows=None,
     ),
     "sm_": _CUDA,
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
@@ -184,7 +184,7 @@ _FAMILIES = {
             64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1),
             1024: (16, 16, 8, 1),
         },
-        latent_warps=4, masked_latent_warps=4, chunks_shifted=True,
+        latent_warps=4, masked_latent_warps=4, splits_shifted_latents=True,
     ),
 }  # fmt: skip
 # For float32 operands, which need many registers.
@@ -193,17 +193,17 @@ _EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _EMPTY_TABLE: _Table = {}
 
 
-def plan_config(target: Target) -> PlanConfig:
+def choose_plan_config(target: Target) -> PlanConfig:
     """Return the parameters by which plans split sequences."""
     return _apply_parameters(PlanConfig(), target)
 
 
-def family_of(target: Target) -> Family:
+def get_family(target: Target) -> Family:
     """Return the launch parameters of a GPU's family."""
     return next(x for name, x in _FAMILIES.items() if target.name.startswith(name))
 
 
-def expected_programs(
+def estimate_programs(
     target: Target, rows: int = 1, config: LaunchConfig | None = None, *, latent: bool = False
 ) -> int:
     """Return the number of programs in decoding that should run on one SM.
@@ -215,16 +215,16 @@ def expected_programs(
         config: Launch parameters for more rows or other products, for which the result is a guess.
         latent: Whether the call reads latents.
     """
-    family = family_of(target)
+    family = get_family(target)
     if config is None and rows > FEW_ROWS:
-        config = decode_config(target, Workload(128, rows, False, False, False))
+        config = choose_decode_config(target, Workload(128, rows, False, False, False))
     if config is None:
         resources = family.resources[min(n for n in family.resources if rows <= n)]
     else:
         is_large = latent or config.rows > 32
         registers, shared = family.large_resources if is_large else family.other_resources
         resources = config.registers or registers, config.warps, shared
-    return int(target.parameters.get("programs") or max(1, target.fit(*resources)))
+    return int(target.parameters.get("programs") or max(1, target.count_programs(*resources)))
 
 
 def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
@@ -244,6 +244,7 @@ class Workload(NamedTuple):
         rotated: Whether the query or the output is rotated.
         latent: Whether the call reads latents.
         shifted: Whether K's codes are decoded by shifting bits.
+        widened: Whether codes were decoded before, so that their tiles are operands of products.
     """
 
     width: int
@@ -255,17 +256,18 @@ class Workload(NamedTuple):
     rotated: bool = False
     latent: bool = False
     shifted: bool = False
+    widened: bool = False
 
 
-def decode_config(target: Target, workload: Workload) -> LaunchConfig:
+def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters for decoding."""
-    family = family_of(target)
+    family = get_family(target)
     if workload.latent:
         return _latent_config(target, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
     max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
-    rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
+    rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
     swapped_table = family.decode.get(rows, _EMPTY_TABLE)
     is_swapped = not exact and width <= max(swapped_table, default=0)
     table = swapped_table if is_swapped else family.decode_rows_first
@@ -274,7 +276,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
         tile = max(16, tile // 2)  # the same number of bytes
     if biased:
         registers = None
-    elif registers is not None and expected_programs(target, rows) < 3:
+    elif registers is not None and estimate_programs(target, rows) < 3:
         registers = _MANY_REGISTERS
     # Half of the unmasked tile. A complete mask or a bias, with values for each query and token,
     # would spill in a tile of that size.
@@ -283,19 +285,16 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     return _apply_parameters(config, target)
 
 
-def extend_config(target: Target, workload: Workload, *, widened: bool = False) -> LaunchConfig:
-    """Return the launch parameters for extending.
-
-    `widened` means that codes were decoded before, so their tiles are operands of products.
-    """
-    family = family_of(target)
+def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
+    """Return the launch parameters for extending."""
+    family = get_family(target)
     if workload.latent:
         return _latent_config(target, workload)
     table = _EXTEND_FLOAT32 if workload.exact else family.extend
     rows, tile, warps, stages = _look_up(table, workload.width)
     if workload.wide and not workload.exact and workload.width > family.max_wide_dim:
         stages = max(1, stages - 1)
-    if widened:
+    if workload.widened:
         stages += family.widened_stages or 0
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
     if family.limits_registers and workload.complete and not workload.exact:
@@ -304,14 +303,14 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
 
 
 def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
-    family = family_of(target)
+    family = get_family(target)
     rows, tile, warps, stages = 16, 32, family.latent_warps, family.latent_stages
-    in_chunks = family.chunks_shifted and workload.shifted
+    in_chunks = family.splits_shifted_latents and workload.shifted
     is_masked, swapped = workload.complete or workload.biased, False
     if workload.exact or workload.width > 512:
         tile, warps, stages = 16, 8, 1
-    elif family.latent_many and workload.rows > FEW_LATENT_ROWS and not is_masked:
-        (rows, tile, warps, stages), swapped = family.latent_many, True
+    elif family.latent_many_rows and workload.rows > FEW_LATENT_ROWS and not is_masked:
+        (rows, tile, warps, stages), swapped = family.latent_many_rows, True
     else:
         if is_masked:
             warps = family.masked_latent_warps

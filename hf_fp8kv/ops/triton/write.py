@@ -5,27 +5,28 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...formats import FORMATS
 from ..pages import Pages
-from .arguments import pointers_to, side_for
+from .arguments import make_pointers, make_side_sizes
 from .encoder import (
     SEARCH_STEPS,
+    compute_dynamic_scale,
     encode,
     search_scale,
     search_scale_at_once,
-    smallest_scale,
     to_bfloat16,
 )
-from .page_access import head_pointer, load_page_offset
+from .page_access import load_page_offset, point_to_head
 from .rotation import lay_out_like, rotate
-from .target import launch, target_of
+from .target import get_target, launch
 from .tuning import MAX_DECODE_TOKENS
 
 # Number of positions that a program stores at once. A page holds a whole number of tiles, so that
 # V's transposed rows are stored in runs of bytes.
-TILE = 32
-MIN_TILE = 16
+TILE_TOKENS = 32
+MIN_TILE_TOKENS = 16
 # Number of warps: one for each 32 channels, within these bounds.
 CHANNELS_PER_WARP = 32
 MIN_WARPS, MAX_WARPS = 4, 16
@@ -34,36 +35,30 @@ UNLIMITED = 2**31 - 1
 
 
 def write(
-    pages: Pages,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor,
-    limit: int = UNLIMITED,
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int = UNLIMITED
 ) -> None:
     """Store the same bytes as `reference.write`.
 
     A token without a page, or at a position at or after `limit`, is skipped.
     """
-    batch, heads, tokens, _ = key.shape
-    k_side, v_side = side_for(pages.k), side_for(pages.v)
-    tile_tokens = 1 if tokens <= MAX_DECODE_TOKENS else tile_size(pages.page_size)
+    batch, num_heads, num_tokens, _ = key.shape
+    k_sizes, v_sizes = make_side_sizes(pages.k), make_side_sizes(pages.v)
+    tile_tokens = 1 if num_tokens <= MAX_DECODE_TOKENS else choose_tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
-    num_tiles = (tokens + tile_tokens - 2) // tile_tokens + 1 if tokens else 0
-    options = launch_options(
-        pages.table.device, max(k_side.width, v_side.width),
-        rotated=pages.k.rotated or pages.v.rotated,
-    )  # fmt: skip
+    num_tiles = (num_tokens + tile_tokens - 2) // tile_tokens + 1 if num_tokens else 0
+    width, rotated = max(k_sizes.width, v_sizes.width), pages.k.rotated or pages.v.rotated
+    options = choose_launch_options(pages.table.device, width, rotated=rotated)
     launch(
-        _write, (num_tiles, 2 * heads, batch), key, value, lengths, pages.table,
-        pointers_to(pages, "k"), pointers_to(pages, "v"), pages.token_scales, tokens,
+        _write, (num_tiles, 2 * num_heads, batch), key, value, lengths, pages.table,
+        make_pointers(pages, "k"), make_pointers(pages, "v"), pages.token_scales, num_tokens,
         limit, pages.table.shape[1], pages.table.stride(0), key.stride(), value.stride(),
-        K=k_side, V=v_side, K_FORMAT=FORMATS.get(pages.k.format),
-        V_FORMAT=FORMATS.get(pages.v.format), HEADS=heads, PAGE=pages.page_size, TILE=tile_tokens,
-        **options,
+        K=k_sizes, V=v_sizes, K_FORMAT=FORMATS.get(pages.k.format),
+        V_FORMAT=FORMATS.get(pages.v.format), NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size,
+        TILE=tile_tokens, **options,
     )  # fmt: skip
 
 
-def launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[str, Any]:
+def choose_launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[str, Any]:
     """Return the options of a launch that stores or gathers heads padded to `width`.
 
     Products are not fused with sums, see encoder.py. Rotations have a limit of registers, because
@@ -71,21 +66,21 @@ def launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[s
     """
     num_warps = min(max(width // CHANNELS_PER_WARP, MIN_WARPS), MAX_WARPS)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    return options | ({"maxnreg": 128} if rotated and target_of(device).is_nvidia else {})
+    return options | ({"maxnreg": 128} if rotated and get_target(device).is_nvidia else {})
 
 
-def tile_size(page_size: int) -> int:
-    """Return the tile size: a divisor of the page size if it has one of at least MIN_TILE."""
-    divisor = min(page_size & -page_size, TILE)
-    return divisor if divisor >= MIN_TILE else TILE
+def choose_tile_size(page_size: int) -> int:
+    """Return the tile size. It divides the page size if a divisor is at least MIN_TILE_TOKENS."""
+    divisor = min(page_size & -page_size, TILE_TOKENS)
+    return divisor if divisor >= MIN_TILE_TOKENS else TILE_TOKENS
 
 
-@triton.jit(do_not_specialize=["tokens", "limit", "num_columns", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "limit", "num_columns", "table_stride"])
 def _write(
-    key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, tokens, limit, num_columns,
+    key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, num_tokens, limit, num_columns,
     table_stride, key_strides, value_strides, K: tl.constexpr, V: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, NUM_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens. The grid is tiles of positions, KV heads (K's, then V's), and sequences.
 
@@ -96,99 +91,99 @@ def _write(
         table_stride: Batch stride of the block table.
         k, v: Pointers, see `SidePointers`.
         scales_ptr: See `Pages.token_scales`.
-        tokens: Number of new tokens, T.
+        num_tokens: Number of new tokens, T.
         limit: Maximum number of tokens in a sequence.
-        K, V: See `Side`.
+        K, V: See `SideSizes`.
         K_FORMAT, V_FORMAT: The formats, or None for "auto".
     """
-    h = tl.program_id(1) % HEADS
+    h = tl.program_id(1) % NUM_HEADS
     b = tl.program_id(2)
-    num_past = tl.load(lengths_ptr + b) - tokens
+    num_past = tl.load(lengths_ptr + b) - num_tokens
     tile = num_past // TILE + tl.program_id(0)
     table_ptr += b.to(tl.int64) * table_stride
     # The pointers need different names in the branches, because K and V may have different dtypes.
-    if tl.program_id(1) < HEADS:
+    if tl.program_id(1) < NUM_HEADS:
         k_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
         center_ptr = k.center
         if center_ptr is not None:
-            center_ptr += (b.to(tl.int64) * HEADS + h) * K.dim
+            center_ptr += (b.to(tl.int64) * NUM_HEADS + h) * K.dim
         write_side(
-            k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, num_past, tokens,
-            limit, num_columns, K, K_FORMAT, PAGE, TILE, TRANSPOSED=False,
+            k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, num_past, num_tokens,
+            limit, num_columns, K, K_FORMAT, PAGE_SIZE, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         v_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
-            v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, num_past, tokens, limit,
-            num_columns, V, V_FORMAT, PAGE, TILE, TRANSPOSED=True,
+            v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, num_past, num_tokens,
+            limit, num_columns, V, V_FORMAT, PAGE_SIZE, TILE, TRANSPOSED=True,
         )  # fmt: skip
 
 
 @triton.jit
 def write_side(
-    x_ptr, strides, side, scales_ptr, center_ptr, table_ptr, h, tile, num_past, tokens, limit,
-    num_columns, SIDE: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    x_ptr, strides, side, scales_ptr, center_ptr, table_ptr, h, tile, num_past, num_tokens, limit,
+    num_columns, SIDE: tl.constexpr, FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of K, or of V if TRANSPOSED, for one head, after `num_past` stored tokens."""
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
-    BLOCK: tl.constexpr = SIDE.block
+    ROTATION_BLOCK: tl.constexpr = SIDE.rotation_block
     start = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = start + i
     t = position - num_past
-    is_new = (t >= 0) & (t < tokens)
+    is_new = (t >= 0) & (t < num_tokens)
     in_head = (d < DIM)[None, :]
     x_ptrs = x_ptr + (t.to(tl.int64) * strides[2])[:, None]
     x_ptrs += (d.to(tl.int64) * strides[3])[None, :]
     is_input = is_new[:, None] & in_head
     is_new &= position < limit
 
-    if PAGE % TILE == 0:
-        column = start // PAGE
+    if PAGE_SIZE % TILE == 0:
+        column = start // PAGE_SIZE
         page = tl.load(table_ptr + column, mask=column < num_columns, other=-1)
-        slot = (tile % (PAGE // TILE)) * TILE + i
+        slot = (tile % (PAGE_SIZE // TILE)) * TILE + i
     else:
-        column = position // PAGE
+        column = position // PAGE_SIZE
         page = tl.load(table_ptr + column, mask=is_new & (column < num_columns), other=-1)
-        slot = position % PAGE
+        slot = position % PAGE_SIZE
     exists = is_new & (page >= 0)
     page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
+    codes_ptr = point_to_head(side.codes, page_offset, h, PAGE_SIZE * DIM)
 
     if FORMAT is None:
         codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
-        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_BLOCK)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], FORMAT)
     else:
-        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_BLOCK)
         if TRANSPOSED:
-            scale = smallest_scale(x, FORMAT)
+            scale = compute_dynamic_scale(x, FORMAT)
         elif TILE == 1:
             # Load a copy for each scale to try, so that every thread has values to work on.
             zeros = tl.zeros([SEARCH_STEPS, 1], tl.int32)
             copies = _load_centered(x_ptrs + zeros, is_input & (zeros == 0), center_ptr, d, DIM)
-            if BLOCK > 1:
+            if ROTATION_BLOCK > 1:
                 copies = lay_out_like(tl.broadcast_to(x, [SEARCH_STEPS, WIDTH]), copies)
             scale = search_scale_at_once(copies, FORMAT)
         else:
             scale = search_scale(x, FORMAT)
-        scale_ptrs = head_pointer(scales_ptr, page_offset, h, PAGE * 2)
+        scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
         scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
 
     if TRANSPOSED:
-        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
+        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE_SIZE)[None, :]
     else:
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-    if TRANSPOSED and TILE > 1 and PAGE % TILE == 0:
+    if TRANSPOSED and TILE > 1 and PAGE_SIZE % TILE == 0:
         end = start + TILE
-        if (page >= 0) & (start >= num_past) & (end <= num_past + tokens) & (end <= limit):
+        if (page >= 0) & (start >= num_past) & (end <= num_past + num_tokens) & (end <= limit):
             # No token is masked, so the bytes of a run are stored together.
             tl.store(code_ptrs, codes, mask=in_head)
         else:

@@ -7,9 +7,9 @@ compute. `new_pages` allocates empty pages.
 import torch
 
 from .formats import AUTO, FORMATS
-from .ops.page_layout import page_layout
+from .ops.page_layout import make_page_layout
 from .ops.pages import AttentionSpec, Pages, StoredSide
-from .ops.triton.backend import attend, gather, make_plan, plan_rows, write
+from .ops.triton.backend import attend, gather, make_plan, size_plan, write
 
 __all__ = [
     "AUTO",
@@ -21,7 +21,7 @@ __all__ = [
     "gather",
     "make_plan",
     "new_pages",
-    "plan_rows",
+    "size_plan",
     "write",
 ]
 
@@ -43,7 +43,7 @@ def new_pages(
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
     uint8, side = torch.uint8, StoredSide(None, None, format, head_dim, rotated)
-    page_bytes = page_layout(heads, page_size, head_dim, head_dim, uint8, uint8, True).size
+    page_bytes = make_page_layout(heads, page_size, head_dim, head_dim, uint8, uint8, True).size
     block = torch.zeros(pages, page_bytes, dtype=uint8, device=table.device)
     offsets = torch.arange(0, pages * page_bytes, page_bytes, device=table.device)
     return Pages(side, side, block, table, offsets, heads, page_size, uint8, uint8, True)

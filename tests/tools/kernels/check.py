@@ -127,7 +127,7 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     """
     assembly = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    programs = target.fit(assembly.registers, warps, shared)
+    programs = target.count_programs(assembly.registers, warps, shared)
     call = constants.get("CALL")
     tile = call.config.tile if call else constants.get("TILE", 0)
     reads_pages = kernel == "_attend" and variant.dtype != torch.float32

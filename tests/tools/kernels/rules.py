@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.ops.triton.target import CHIPS, Target
-from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, expected_programs, family_of
+from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, estimate_programs, get_family
 
 from .assembly import Assembly
 from .variants import Variant
 
 # Maximum bytes of shared memory of one program, by GPU. NVIDIA reserves one KiB.
 TARGETS = {
-    name: chip.shared - (1024 if name.startswith("sm_") else 0) for name, (_, chip) in CHIPS.items()
+    name: chip.shared_bytes - 1024 * name.startswith("sm_") for name, (_, chip) in CHIPS.items()
 }
 # Newer versions of ptxas keep a few values outside the main loop that are used after it.
 SPILLS_LIMIT = 8
@@ -25,7 +25,7 @@ def _max_spills_outside(target: Target, variant: Variant, assembly: Assembly) ->
     if not assembly.loop or not target.is_nvidia:
         return 0
     rows = variant.groups * variant.tokens
-    has_many_rows = family_of(target).latent_many and rows > FEW_LATENT_ROWS
+    has_many_rows = get_family(target).latent_many_rows and rows > FEW_LATENT_ROWS
     may_spill = "latent" in variant.extras and has_many_rows
     return LATENT_SPILLS_LIMIT if may_spill else SPILLS_LIMIT
 
@@ -72,7 +72,7 @@ def find_violations(
         yield f"{wide_bytes} of {needed_bytes:.0f} bytes in 16-byte loads"
     if assembly.byte_loads and not has_narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
-    programs = target.fit(assembly.registers, warps, shared)
-    expected = expected_programs(target, variant.groups * variant.tokens)
+    programs = target.count_programs(assembly.registers, warps, shared)
+    expected = estimate_programs(target, variant.groups * variant.tokens)
     if variant.is_main and variant.operation == "decode" and programs < expected:
         yield f"{programs} of {expected} programs fit on an SM"

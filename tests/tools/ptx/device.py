@@ -1,7 +1,7 @@
 """A Triton driver whose device executes PTX on the CPU.
 
-Triton compiles as for a GPU of the target that `target_of` returns, up to PTX, and launches through
-this driver with the tensors that the host passes.
+Triton compiles as for a GPU of the target that `get_target` returns, up to PTX, and launches
+through this driver with the tensors that the host passes.
 """
 
 import collections
@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from hf_fp8kv.ops.triton.target import target_of
+from hf_fp8kv.ops.triton.target import get_target
 
 from .instructions import compile_program
 from .machine import execute
@@ -70,7 +70,7 @@ def activate() -> None:
 
 
 def _get_arch() -> int:
-    return int(target_of(torch.device("cpu")).arch)
+    return int(get_target(torch.device("cpu")).arch)
 
 
 def _end_with_ptx(*arguments: Any) -> Any:

@@ -34,7 +34,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     from . import device
 
     # Recordings are off, because only direct launches pass tensors, whose bounds are checked.
-    replay._REPLAYS = False
+    replay._CAN_REPLAY = False
     device.activate()
     arch = int(session.config.getoption("--target").removeprefix("sm_"))
     with assuming(Target("cuda", arch, 4)):
