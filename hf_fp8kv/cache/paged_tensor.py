@@ -23,7 +23,7 @@ from ..utils.warn_once import warn_once
 logger = logging.getLogger(__name__)
 
 
-class StandIn(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor that is computed when an operation uses it.
 
     Until then it only has the attributes in `FIELDS`. They are tensors and constants, because
@@ -73,7 +73,7 @@ class StandIn(torch.Tensor):
     ) -> Any:
         if cls.WARNING:
             warn_once(logger, cls.WARNING)
-        if func._schema.is_mutable and args and isinstance(args[0], StandIn):
+        if func._schema.is_mutable and args and isinstance(args[0], LazyTensor):
             raise ConfigError(
                 f"expected to read {args[0]}, got {func}, which writes into it. Write into a dense "
                 "copy, which .clone() makes"
@@ -93,7 +93,7 @@ class StandIn(torch.Tensor):
         return self.dense().__reduce_ex__(protocol)
 
 
-class PagedKV(StandIn):
+class PagedKV(LazyTensor):
     """Handle on stored keys or values, which looks like a dense tensor `[B, Hkv, stop - start, D]`.
 
     `make_handles` creates handles, and documents the attributes. Attributes of the pages have the
@@ -136,8 +136,8 @@ def pages_of(handle: PagedKV) -> Pages:
 
 
 def densify(x: Any) -> Any:
-    """Return the dense tensor of a `StandIn`, and any other object unchanged."""
-    return x.dense() if isinstance(x, StandIn) else x
+    """Return the dense tensor of a `LazyTensor`, and any other object unchanged."""
+    return x.dense() if isinstance(x, LazyTensor) else x
 
 
 def make_handles(

@@ -213,7 +213,7 @@ MUTANTS = (
     # Deterministic models.
     Mutant(
         "deterministic: rows in one product", "attention/deterministic.py",
-        "in rows.split(ROWS, axis)", "in [rows.narrow(axis, 0, num_rows)]",
+        "in rows.split(BLOCK_ROWS, axis)", "in [rows.narrow(axis, 0, num_rows)]",
         "tests/attention/test_deterministic.py",
     ),
     Mutant(
