@@ -302,7 +302,7 @@ class FP8PagedCache(DynamicCache):
 
     def host_length(self) -> int:
         """Return the number of stored tokens. A preallocated cache synchronizes with the device."""
-        return max(self._paged.host_lengths(), default=0)
+        return max(self._paged.read_lengths(), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and free the pages that no other token needs.

@@ -20,7 +20,7 @@ def _make_states_property(name: str) -> Any:
     """Return the property `keys` or `values` of a layer."""
 
     def read(layer: "FP8PagedLayer") -> PagedKV | None:
-        handles = layer.store.stored_handles()
+        handles = layer.store.make_stored_handles()
         return None if handles is None else handles[name == "values"]
 
     def assign(layer: "FP8PagedLayer", states: torch.Tensor | None) -> None:
@@ -256,7 +256,7 @@ class FP8PagedLayer(CacheLayerMixin):
                 f"expected at most {num_stored} keys and values for a layer without a window, got "
                 f"{num_new} for {self}. Leave layers with a window as they are"
             )
-        handles = store.stored_handles()
+        handles = store.make_stored_handles()
         assert handles is not None
         states = [x.dense()[:, :, :num_new] for x in handles]
         if torch.equal(states[0], key) and torch.equal(states[1], value):
@@ -332,7 +332,8 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
     pool, got = layer.store.pool, (num_heads, k_dim, v_shape[3], key.dtype, value.dtype)
-    expected = is_initialized and (pool.heads, pool.k_dim, pool.v_dim, pool.dtype, pool.v_dtype)
+    sizes = is_initialized and (pool.num_heads, pool.k_dim, pool.v_dim)
+    expected = sizes and (*sizes, pool.k_dtype, pool.v_dtype)
     if is_initialized and got != expected:
         raise ConfigError(
             "expected keys and values like the first call's (heads, key size, value size, "

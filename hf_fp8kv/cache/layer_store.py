@@ -57,7 +57,7 @@ class LayerStore:
         if not self.pool.is_allocated:
             self.pool.allocate(key, value, num_pages, single_block=is_preallocated)
         if is_preallocated:
-            self.encoding.allocate_center(batch, self.pool.heads, self.pool.k_dim)
+            self.encoding.allocate_center(batch, self.pool.num_heads, self.pool.k_dim)
         self._is_prepared = True
         self.mark_addresses()
 
@@ -66,7 +66,7 @@ class LayerStore:
         if not isinstance(self.length, DeviceLength):
             return
         rows, backend = self._count_query_rows(1), self.encoding.backend
-        step = self.length.share_plan(self.pool.heads, rows, backend)
+        step = self.length.share_plan(self.pool.num_heads, rows, backend)
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
             for tensor in (pages.block, pages.offsets, *step, *self.encoding.tensors()):
@@ -84,7 +84,7 @@ class LayerStore:
         else:
             if long_write is not None:  # only the last pages of a long call are ever read
                 size, num_kept = pages.page_size, long_write.kept_pages.shape[1]
-                num_skipped = max(-(-call.tokens // size) - num_kept, 0) * size
+                num_skipped = max(-(-call.num_tokens // size) - num_kept, 0) * size
                 key, value = key[:, :, num_skipped:], value[:, :, num_skipped:]
             if isinstance(memory := self.pool.memory, OffloadBlocks):
                 memory.mark_written(self.group.table.pages_of(call.stop - key.shape[2], call.stop))
@@ -100,7 +100,7 @@ class LayerStore:
         Return the scratch pages, which hold the previous window, followed by the new tokens.
         """
         (batch, num_old), num_kept = write.old_pages.shape, write.kept_pages.shape[1]
-        num_pages = num_old + -(-call.tokens // pages.page_size)
+        num_pages = num_old + -(-call.num_tokens // pages.page_size)
         block = pages.block.new_zeros((batch, num_pages, pages.block.shape[1]))
         if num_old:
             rows = self.pool.blocks.take(write.old_pages.reshape(-1))
@@ -120,18 +120,18 @@ class LayerStore:
     def make_handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:
         """Return handles on the keys and values of a call."""
         encoding, is_preallocated = self.encoding, self.length.max_tokens is not None
-        rows, backend = self._count_query_rows(call.tokens), encoding.backend
-        plan = self.length.plan(call, self.pool.heads, rows, backend)
+        rows, backend = self._count_query_rows(call.num_tokens), encoding.backend
+        plan = self.length.plan(call, self.pool.num_heads, rows, backend)
         window = self.group.window or 0
         columns = (call.start, call.stop, window, is_preallocated, backend)
-        dtypes = self.pool.dtype, self.pool.v_dtype
+        dtypes = self.pool.k_dtype, self.pool.v_dtype
         return make_handles(pages, call.lengths, plan, dtypes, *columns)
 
     def _count_query_rows(self, num_tokens: int) -> int:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""
-        return max(1, self.num_query_heads // self.pool.heads) * num_tokens
+        return max(1, self.num_query_heads // self.pool.num_heads) * num_tokens
 
-    def stored_handles(self) -> tuple[PagedKV, PagedKV] | None:
+    def make_stored_handles(self) -> tuple[PagedKV, PagedKV] | None:
         """Return handles on all stored tokens that are visible to the next token, or None.
 
         For a preallocated layer, the handles cover all positions, stored or not, after the first
@@ -140,7 +140,7 @@ class LayerStore:
         if not self.is_initialized or (self.length.max_tokens is None and self.length.is_empty):
             return None
         self.fetch_pages()
-        call = self.length.stored_call(self.encoding.device)
+        call = self.length.make_stored_call(self.encoding.device)
         return self.make_handles(self.encoding.make_pages(self.pool, call.table), call)
 
     def crop_to(self, length: int) -> None:
@@ -192,7 +192,7 @@ class LayerStore:
             self.pool.memory.device = device
         # These tensors are later written in inference mode and outside it.
         with torch.inference_mode(False), torch.no_grad():
-            encoding.prepare(*self.pool.empty_tokens(1))
+            encoding.prepare(*self.pool.make_empty_tokens(1))
             if encoding.k_center is not None:
                 encoding.k_center = encoding.k_center.to(device)
             self.move_memory(device)
@@ -225,7 +225,7 @@ class LayerStore:
         if self.indexer is not None:
             self.indexer.set_tensors(indexer)
         if self.pool.is_allocated:
-            self.encoding.prepare(*self.pool.empty_tokens(self.group.table.batch))
+            self.encoding.prepare(*self.pool.make_empty_tokens(self.group.table.batch))
             self.encoding.k_center, self._is_prepared = center, True
 
     def copy_from(self, source: "LayerStore") -> None:
@@ -239,7 +239,7 @@ class LayerStore:
             self.indexer.set_tensors(get_tensors(source.indexer))
         if not source.is_initialized:
             return
-        tokens = pool.empty_tokens(table.batch)
+        tokens = pool.make_empty_tokens(table.batch)
         self.encoding.prepare(*tokens)
         self.allocate(*tokens)
         # A ring only holds the last pages.

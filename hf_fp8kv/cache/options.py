@@ -164,12 +164,12 @@ class CacheOptions:
         return self.max_cache_len is not None
 
     @property
-    def dynamic_scales(self) -> bool:
+    def has_dynamic_scales(self) -> bool:
         """Whether each token and head has a separate scale."""
         return self.scales is None or (isinstance(self.scales, KVScales) and self.scales.is_dynamic)
 
     @property
-    def first_call_centers(self) -> bool:
+    def has_first_call_centers(self) -> bool:
         """Whether centers are computed from the first call."""
         if isinstance(self.scales, KVScales) and self.scales.centered:
             return False
@@ -187,7 +187,7 @@ class CacheOptions:
                 "reads unrounded K and V, so pages depend on how a sequence is split into calls. "
                 "Make the cache with prefill='stored'"
             )
-        if self.first_call_centers:
+        if self.has_first_call_centers:
             raise ConfigError(
                 f"{argument}: expected a plan that carries the centers of K, got one without: the "
                 "center would be the mean of the first call, and so depend on how a sequence is "
@@ -253,7 +253,7 @@ class CacheOptions:
         `budget` is the budget of the cache, or None for scratch pages, which are never offloaded.
         """
         memory = OffloadBlocks(budget, index) if isinstance(budget, OffloadBudget) else None
-        return PagePool(self.page_size, plan, self.dynamic_scales, memory)
+        return PagePool(self.page_size, plan, self.has_dynamic_scales, memory)
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int

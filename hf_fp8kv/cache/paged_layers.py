@@ -175,7 +175,7 @@ class PagedLayers:
 
         If no layer has tokens, the fork gets new pages.
         """
-        lengths = self.host_lengths()
+        lengths = self.read_lengths()
         has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
         fork = self._make_copy(self.budget, groups)
@@ -214,7 +214,7 @@ class PagedLayers:
         """Number of sequences, 0 before the first token."""
         return max((group.table.batch for group in self.groups.values()), default=0)
 
-    def host_lengths(self) -> list[int]:
+    def read_lengths(self) -> list[int]:
         """Return the number of tokens in each layer. A preallocated cache synchronizes."""
         if not self.fixed_groups:
             return [store.length.count_stored() for store in self.stores]
@@ -225,7 +225,7 @@ class PagedLayers:
         """Return the request of this cache for a mask of these sizes."""
         options, observer = self.options, self.padding_observer
         is_empty = not self.stores or self.stores[0].length.is_empty
-        needs_padding = options.first_call_centers and observer.begin_call(num_tokens, is_empty)
+        needs_padding = options.has_first_call_centers and observer.begin_call(num_tokens, is_empty)
         used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
         # A preallocated layer of transformers with a window has fewer columns, which it shifts.
@@ -237,7 +237,7 @@ class PagedLayers:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
         if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
-            for store, length in zip(self.stores, self.host_lengths(), strict=True):
+            for store, length in zip(self.stores, self.read_lengths(), strict=True):
                 store.length.check_crop(num_tokens, length)
 
     def crop(self, num_tokens: int) -> None:
@@ -252,7 +252,7 @@ class PagedLayers:
                 group.crop(num_tokens)
             self._free_empty_pools()
         elif num_tokens:
-            new_lengths = [max(length - num_tokens, 0) for length in self.host_lengths()]
+            new_lengths = [max(length - num_tokens, 0) for length in self.read_lengths()]
             longest = max(new_lengths, default=0)
             counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
             self.budget.check(sum(counts))
@@ -335,7 +335,7 @@ class PagedLayers:
             raise ConfigError(
                 f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = max(self.host_lengths(), default=0) if self.fixed_groups else 0
+        length = max(self.read_lengths(), default=0) if self.fixed_groups else 0
         if self.fixed_groups:
             counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
             self.budget.check(max(sum(counts), 0))

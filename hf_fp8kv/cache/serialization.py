@@ -88,8 +88,8 @@ def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
 def describe_pool(pool: PagePool) -> Facts:
     """Return everything that a page's layout depends on, except the options, as JSON values."""
     return {
-        "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
-        "shape": [pool.heads, pool.k_dim, pool.v_dim],
+        "dtypes": [str(d).removeprefix("torch.") for d in (pool.k_dtype, pool.v_dtype)],
+        "shape": [pool.num_heads, pool.k_dim, pool.v_dim],
     }
 
 
@@ -184,7 +184,7 @@ def unpack(
             pool = make_pool(layer, options, i, tensors[name].device, budget)
             rows_of_layer = pop_tensor(name, torch.uint8, num_pages, pool.layout.size)
             if options.layer_plan(i).k.centered and (length or center_name in tensors):
-                shape = batch, pool.heads, pool.k_dim
+                shape = batch, pool.num_heads, pool.k_dim
                 contents["center"] = pop_tensor(center_name, torch.float32, *shape)
             if num_pages:  # without pages, the file does not bound the sizes
                 arguments["pool"] = pool

@@ -46,21 +46,21 @@ class Step:
         return lengths
 
     def plan(
-        self, first: int, heads: int, rows: int, device: torch.device, backend: str
+        self, first: int, num_heads: int, num_rows: int, device: torch.device, backend: str
     ) -> torch.Tensor | None:
         """Return the work plan for positions `first` to `stop - 1`, or None if `backend` has none.
 
-        `heads` is the number of KV heads, and `rows` the number of query rows per KV head. A plan
-        never changes. It is valid for any number of query tokens, and for any window in which no
-        position before `first` is visible.
+        `num_heads` counts KV heads, and `num_rows` the query rows per KV head. A plan never
+        changes. It is valid for any number of query tokens, and for any window in which no position
+        before `first` is visible.
         """
-        key = (first, heads, rows, device, backend)
+        key = (first, num_heads, num_rows, device, backend)
         if key not in self._plans:
-            num_rows = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
-            plan = None
-            if num_rows is not None:
-                plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths(device), 1, 0, first, heads, backend)
+            length, plan = self.stop - first, None
+            plan_size = ops.plan_rows(backend, device, self.batch, num_heads, length, num_rows)
+            if plan_size is not None:
+                plan = torch.empty((plan_size, 4), dtype=torch.int32, device=device)
+                ops.make_plan(plan, self.lengths(device), 1, 0, first, num_heads, backend)
             self._plans[key] = plan
         return self._plans[key]
 
@@ -126,7 +126,7 @@ class LayerGroup:
 
     def first_kept_token(self, length: int) -> int:
         """Return the first token in the pages of the last window of `length` tokens."""
-        # With a window of 1 the next token attends to no stored token, but a page is still kept.
+        # With a window of 1 the next token attends only to itself, but a page is still kept.
         return min(self.visible_from(length), length - 1) // self.page_size * self.page_size
 
     # -- a step ------------------------------------------------------------------------------
@@ -159,11 +159,11 @@ class LayerGroup:
                 )
         spans = [(group, *group._find_step_span(start, stop)) for group in groups]
         if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in spans):
-            num_freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in spans)
+            num_freed = sum(x.table.count_releasable(first_kept) for x, _, first_kept, _ in spans)
             self.budget.check(num_needed - num_freed)
-        for group, first, kept, is_long in spans:
+        for group, first, first_kept, is_long in spans:
             if not is_long:
-                group.table.release(kept)
+                group.table.release(first_kept)
                 group.shrink()
             # Set the step before pages are reserved, so that an interrupted long call is undone.
             step = group.step = Step(start, stop, batch)
@@ -172,7 +172,7 @@ class LayerGroup:
             step.version = group.table.version
 
     def _find_step_span(self, start: int, stop: int) -> tuple[int, int, bool]:
-        """Return the first token of a call's pages, the first to keep, and whether it is long."""
+        """Return the first tokens to reserve and to keep pages for, and whether a call is long."""
         if self.window is not None and not self.record_past:
             num_pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
             # If layers store separate calls, the slowest layer needs its pages, so all are kept.

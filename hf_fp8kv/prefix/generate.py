@@ -74,7 +74,7 @@ class Prefill(ModelMethod):
                 cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
                 cache.step_tokens = 0
             # A wrapper of the model may add tokens to the prompt, so lengths are compared.
-            elif batch is not None and {*cache._paged.host_lengths()} <= {0, batch.length}:
+            elif batch is not None and {*cache._paged.read_lengths()} <= {0, batch.length}:
                 cache.known_prefix, cache.tokens, cache.step_tokens = None, batch, 0
         except BaseException as error:
             _record_kept_tokens(cache, batch, error)
@@ -126,7 +126,7 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
     Raises:
         ConfigError: The cache never received token ids, and is not shorter than `batch`.
     """
-    lengths = {*cache._paged.host_lengths()} - {0}
+    lengths = {*cache._paged.read_lengths()} - {0}
     lengths |= {
         int(layer.get_seq_length())
         for layer in cache.stock_layers
@@ -178,7 +178,7 @@ def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseE
     """
     if cache.tokens is not UNKNOWN or batch is None:
         return  # nothing has changed, or the next prompt with token ids empties the cache
-    lengths = set(cache._paged.host_lengths())
+    lengths = set(cache._paged.read_lengths())
     if not isinstance(error, FP8KVError) or len(lengths) > 1 or cache.stock_layers:
         cache.reset()
     elif cache.has_assumed_prefix:

@@ -55,7 +55,7 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
     """Return a digest of the storage format. `layers` yields index, window and plan of a layer."""
     scales = options.scales
     return digest_of(
-        options.page_size, options.backend, options.dynamic_scales,
+        options.page_size, options.backend, options.has_dynamic_scales,
         scales.digest if isinstance(scales, KVScales) else scales,
         [(index, window, str(plan)) for index, window, plan in layers],
     )  # fmt: skip
@@ -139,7 +139,7 @@ class StoredPrompt:
         finally:
             for group in windowed_groups:
                 group.record_past = False
-        if {*cache._paged.host_lengths()} == {self._length}:
+        if {*cache._paged.read_lengths()} == {self._length}:
             first_page = max(group.table.first_page for group in cache.groups.values())
             for index, keys in enumerate(self._keys):
                 store.write(keys, partial(_copy_pages, cache.paged_layers, index), first_page)

@@ -43,7 +43,7 @@ class ServingConfig:
         Raises ConfigError, ScaleError or BackendError, like `enable`.
         """
         options = CacheOptions.parse(**{**_DEFAULTS, **keywords})
-        if options.first_call_centers:
+        if options.has_first_call_centers:
             raise ConfigError(
                 "plan: expected a plan or scales that carry the centers of K, got none. The engine "
                 "shares pages between requests, so requests cannot have separate centers. Make "

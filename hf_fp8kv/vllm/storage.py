@@ -128,7 +128,7 @@ def _load_storage(
     config = ServingConfig.parse(
         scales=loaded_scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
-    if config.options.dynamic_scales != dtype.dynamic:
+    if config.options.has_dynamic_scales != dtype.dynamic:
         matching_name = f"{name}_static" if dtype.dynamic else name.removesuffix("_static")
         kind = "a scale for each token and head" if dtype.dynamic else "static scales"
         raise ConfigError(

@@ -159,7 +159,8 @@ def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
     layer_names = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
     assert [name == "DummyLayer" for name in layer_names] == [False, False, False, True, False]
     assert [layer.index for layer in cache.paged_layers] == [0, 1, 4]
-    assert cache.layers[1].store.stored_handles()[1].shape[3] == 0  # this layer has no RoPE part
+    _, rope_handle = cache.layers[1].store.make_stored_handles()
+    assert rope_handle.shape[3] == 0  # this layer has no RoPE part
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([1, 2, 3]))
     cache.reorder_cache(torch.tensor([2, 1, 1]))

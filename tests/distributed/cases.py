@@ -127,7 +127,7 @@ def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Cas
         cache_scales = None if kind is None else make_scales(kind, model)
         cache = FP8PagedCache(model.config, scales=cache_scales, **{**STORED, **keywords}, **ranks)
         tokens = generate(model, cache)
-        return {"tokens": tokens, "heads": cache.layers[0].store.pool.heads}
+        return {"tokens": tokens, "heads": cache.layers[0].store.pool.num_heads}
 
     return run
 
@@ -166,7 +166,8 @@ def make_latents_case(**keywords: Any) -> Case:
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
-        return [generate(model, cache), cache.layers[0].store.pool.heads, check_model(model).path]
+        tokens, num_heads = generate(model, cache), cache.layers[0].store.pool.num_heads
+        return [tokens, num_heads, check_model(model).path]
 
     return run
 

@@ -733,4 +733,4 @@ def test_copies_for_a_device_are_created_once_per_change():
     assert third_call.lengths.tolist() == [9, 9]
     assert first_call.table.tolist() == [[0, 1], [2, 3]], "tables of earlier calls do not change"
     select_rows(group.table, [0, 1, 1])
-    assert length.stored_call(CPU).lengths.tolist() == [9, 9, 9]
+    assert length.make_stored_call(CPU).lengths.tolist() == [9, 9, 9]

@@ -108,8 +108,8 @@ def test_pages_have_the_expected_shapes_dtypes_and_bytes(case, dtype, device, si
     assert " ".join(pages) == names
     assert pages["k"].shape == (7, HEADS, SLOTS, K_DIM)
     assert pages["v"].shape == (7, HEADS, V_DIM, SLOTS), "V is stored transposed"
-    assert pages["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
-    assert pages["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
+    assert pages["k"].dtype == pool.stored_k_dtype == (dtype if key == "auto" else torch.uint8)
+    assert pages["v"].dtype == pool.stored_v_dtype == (dtype if value == "auto" else torch.uint8)
     if "token_scales" in pages:
         assert pages["token_scales"].shape == (7, HEADS, SLOTS, 2)
         assert pages["token_scales"].dtype == torch.bfloat16

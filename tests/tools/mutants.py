@@ -223,7 +223,7 @@ MUTANTS = (
     ),
     Mutant(
         "deterministic: a center of the first call", "cache/options.py",
-        "if self.first_call_centers:", "if False:",
+        "if self.has_first_call_centers:", "if False:",
         "tests/attention/test_deterministic.py",
     ),
     # Pages.
