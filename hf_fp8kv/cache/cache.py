@@ -164,7 +164,7 @@ class FP8PagedCache(DynamicCache):
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, tensor_parallel=tensor_parallel, offloading=offloading,
-            latent=caches_latents(decoder),
+            is_latent=caches_latents(decoder),
         )  # fmt: skip
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
@@ -429,7 +429,7 @@ class FP8PagedCache(DynamicCache):
         return cache
 
     def adopt(self, paged: PagedLayers) -> None:
-        """Take over growing layers with the options and config of this empty cache."""
+        """Replace the layers of this empty cache by growing layers with its options and config."""
         vars(self).update(vars(self._from_layers(paged)))  # in one call, after the layers exist
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":

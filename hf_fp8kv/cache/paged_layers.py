@@ -146,12 +146,12 @@ class PagedLayers:
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
-        get_rope = RopeRotation.from_config(config)
+        get_rotation = RopeRotation.from_config(config)
         skipped_layers = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             max_tokens, shares_kv = self.options.max_cache_len, shares_keys(config, index)
             if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
-                rope, has_indexer = get_rope(index), isinstance(layer, INDEXED_CLASSES)
+                rope, has_indexer = get_rotation(index), isinstance(layer, INDEXED_CLASSES)
                 layers[index] = self.add_layer(index, window, rope=rope, has_indexer=has_indexer)
             elif shares_kv and max_tokens is not None:
                 layers[index] = Indexer(max_tokens)
@@ -185,27 +185,27 @@ class PagedLayers:
 
     def to_preallocated(self) -> "PagedLayers":
         """Return preallocated layers with copies of these layers' pages, and a separate budget."""
-        layers = self._make_copy(self.options.make_budget(), {})
-        # Copy only after all layers exist, because a preallocated layer allocates pages in every
-        # group, and the layers of a group determine the number of its pages.
-        for store, source in zip(layers.stores, self.stores, strict=True):
+        copy = self._make_copy(self.options.make_budget(), {})
+        # Copy pages only after all layers exist, because a preallocated layer allocates pages in
+        # every group, and the layers of a group determine the number of its pages.
+        for store, source in zip(copy.stores, self.stores, strict=True):
             store.copy_from(source)
-        return layers
+        return copy
 
     def _make_copy(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
         """Return new layers like these layers, with the same pools if `groups` is not empty."""
-        layers = PagedLayers(self.options, self.config, budget)
-        layers.open_ended = self.open_ended
+        copy = PagedLayers(self.options, self.config, budget)
+        copy.open_ended = self.open_ended
         for group in groups.values():
-            layers.add_group(group)
+            copy.add_group(group)
         for window, group in self.groups.items():
-            layers._get_group(window).record_past = group.record_past
+            copy._get_group(window).record_past = group.record_past
         for store in self.stores:
             index, rope = store.encoding.index, store.encoding.rope
             pool = store.pool if groups and store.is_initialized else None
             has_indexer = store.indexer is not None
-            layers.add_layer(index, store.group.window, pool, rope, has_indexer=has_indexer)
-        return layers
+            copy.add_layer(index, store.group.window, pool, rope, has_indexer=has_indexer)
+        return copy
 
     # -- operations on all layers ------------------------------------------------------------
 
@@ -254,8 +254,8 @@ class PagedLayers:
         elif num_tokens:
             new_lengths = [max(length - num_tokens, 0) for length in self.read_lengths()]
             longest = max(new_lengths, default=0)
-            counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
-            self.budget.check(sum(counts))
+            page_counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
+            self.budget.check(sum(page_counts))
             for store, length in zip(self.stores, new_lengths, strict=True):
                 store.crop_to(length)
             self._unshare_pages(longest)
@@ -263,7 +263,7 @@ class PagedLayers:
     def end_layer(self, index: int, num_tokens: int) -> bool:
         """Record that layer `index` has stored its new tokens. Return `uses_flex_attention()`.
 
-        After the last layer, free the pages that were kept in case a layer rejects the step.
+        After the last layer, free the pages that were kept in case a layer raises an error.
         """
         if not self._step_layers or index <= self._step_layers[-1][0]:
             self._step_layers.clear()
@@ -337,8 +337,8 @@ class PagedLayers:
             )
         length = max(self.read_lengths(), default=0) if self.fixed_groups else 0
         if self.fixed_groups:
-            counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
-            self.budget.check(max(sum(counts), 0))
+            page_counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
+            self.budget.check(max(sum(page_counts), 0))
         for group in self.groups.values():
             group.settle_step()
             table = group.table
@@ -367,7 +367,7 @@ class PagedLayers:
         return sizes
 
     def _unshare_pages(self, length: int) -> None:
-        """Give each sequence of a preallocated cache separate pages from `length` on."""
+        """Give each sequence of a preallocated cache separate pages for tokens from `length` on."""
         if self.batch:
             for group in self.fixed_groups:
                 group.unshare(length)

@@ -1,6 +1,6 @@
-"""`PagedKV`: the result of `Cache.update`, which looks like dense K or V and carries the pages.
+"""`PagedKV`: the result of `Cache.update`, which looks like dense K or V and refers to the pages.
 
-The attention function does not receive the cache, so K and V must carry the pages. A `PagedKV` is a
+The attention function does not receive the cache, so K and V refer to the pages. A `PagedKV` is a
 wrapper subclass with the shape, dtype and device of the dense tensor. Its inner tensors are the
 pages, so `torch.compile` can trace it. `fp8_paged` reads the pages. Any other operation on a handle
 gets the dense tensor from `ops.gather`.
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor that is computed when an operation uses it.
+    """A tensor whose values are computed when an operation uses it.
 
     Until then it only has the attributes in `FIELDS`. They are tensors and constants, because
     `torch.compile` can only read such attributes of a subclass.

@@ -127,7 +127,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "half a token": ("dynamic", set_entry(12.5, *LAYER, "length"), "length: .* got 12.5"),
     "first page without a window": ("dynamic", shift_window(1), "first page: .* to 0, got 1"),
     "more pages before the window than memory can hold": (
-        "sliding.continued", shift_window(1 << 27), f"{TABLE}: places"
+        "sliding.continued", shift_window(1 << 27), f"{TABLE}: entries"
     ),
     "page that does not exist": (
         "dynamic", edit_tensor(TABLE, lambda x: x.clamp(max=0) - 1), f"{TABLE}: pages"
@@ -156,7 +156,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     ),
     "dtype that no model has": ("dynamic", set_entry(["uint8"] * 2, *LAYER, "dtypes"), "uint8"),
     "page_size of 0": ("dynamic", set_entry(0, "options", "page_size"), "page_size: "),
-    "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "places"),
+    "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "entries"),
     "turns": ("dynamic", set_entry(-1.0, *LAYER, "turns", "base"), "turns"),
     "window of a stock layer": ("stock-layers", set_entry(0, "stock", 0, "window"), "window"),
     "tokens of a stock layer": ("stock-layers", set_entry(5, "stock", 0, "seen"), "seen"),
