@@ -35,11 +35,9 @@ class Tokens:
 
     def crop(self, num_tokens: int) -> "Tokens":
         """Return the batch without its last `num_tokens` tokens."""
-        stop = max(self.length - num_tokens, 0)
-        mask, positions = (
-            None if x is None else x[..., :stop] for x in (self.mask, self.positions)
-        )
-        return Tokens(self.ids[:, :stop], mask, positions)
+        end = max(self.length - num_tokens, 0)
+        mask, positions = (None if x is None else x[..., :end] for x in (self.mask, self.positions))
+        return Tokens(self.ids[:, :end], mask, positions)
 
     def select(self, rows: Tensor) -> "Tokens":
         """Return rows `[B']` of the batch."""

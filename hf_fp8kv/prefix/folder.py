@@ -56,19 +56,19 @@ class PrefixFolder:
 
     def _stat_file(self, name: str) -> StoredFile | None:
         with suppress(OSError):  # another process has removed the file
-            info = (self.path / name).lstat()
-            if not stat.S_ISDIR(info.st_mode):
-                return StoredFile(info.st_mtime_ns, info.st_size, name)
+            status = (self.path / name).lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                return StoredFile(status.st_mtime_ns, status.st_size, name)
         return None
 
     def read(self, name: str) -> bytes:
         """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
         path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
         with open(path, "rb", opener=opener) as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_size > self._max_bytes:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self._max_bytes:
                 raise ValueError(f"expected a regular file of at most {self._max_bytes} bytes")
-            return file.read(info.st_size)
+            return file.read(status.st_size)
 
     def touch(self, name: str, last_use: int) -> None:
         """Set a file's last use, in ns since 1970, if the file exists and belongs to this user."""
@@ -82,7 +82,7 @@ class PrefixFolder:
                 total = self._evict(lock_fd, self._scan(lock_fd), self._max_bytes, ())
                 _write_total(lock_fd, total)
 
-    def put(self, lock_fd: int, name: str, data: bytes, kept_names: Collection[str]) -> bool:
+    def put(self, lock_fd: int, name: str, contents: bytes, kept_names: Collection[str]) -> bool:
         """Atomically write a new file, and return whether there was room.
 
         The least recently used files are evicted, except those named in `kept_names`.
@@ -90,13 +90,13 @@ class PrefixFolder:
         Raises:
             OSError: The disk is full or cannot be written.
         """
-        if (size := len(data)) > self._max_bytes:
+        if (num_bytes := len(contents)) > self._max_bytes:
             return False
         if (total := _read_total(lock_fd)) is None:
             total = self._scan(lock_fd)
-        total = self._evict(lock_fd, total, self._max_bytes - size, kept_names)
-        has_room = total + size <= self._max_bytes
-        _write_total(lock_fd, total + size if has_room else total)
+        total = self._evict(lock_fd, total, self._max_bytes - num_bytes, kept_names)
+        has_room = total + num_bytes <= self._max_bytes
+        _write_total(lock_fd, total + num_bytes if has_room else total)
         if not has_room:
             return False
         partial_path = self.path / f".{name}{_PARTIAL_SUFFIX}"
@@ -104,7 +104,7 @@ class PrefixFolder:
             partial_path.unlink()  # its process has ended, because this process holds the lock
         try:
             with partial_path.open("xb") as file:  # fails for a link
-                file.write(data)
+                file.write(contents)
             os.replace(partial_path, self.path / name)
         except FileExistsError:
             raise  # this process did not create the file
@@ -186,8 +186,8 @@ class PrefixFolder:
 
 def _read_total(lock_fd: int) -> int | None:
     """Return the total size in the lock file, or None if the file is not exactly 20 digits."""
-    data = os.pread(lock_fd, 21, 0)
-    return int(data) if len(data) == 20 and data.isdigit() else None
+    digits = os.pread(lock_fd, 21, 0)
+    return int(digits) if len(digits) == 20 and digits.isdigit() else None
 
 
 def _write_total(lock_fd: int, total: int) -> None:

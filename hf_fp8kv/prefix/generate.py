@@ -101,12 +101,12 @@ class Prefill(ModelMethod):
     def _identify(self, cache: FP8PagedCache) -> str:
         """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
         model, store = self.model, self.arguments[1]
-        # All modules are checked, because an adapter that is added in eval mode has dropout.
+        # All modules are checked, because an adapter added to a model in eval mode has dropout.
         if store is None or any(module.training for module in model.modules()):
             return ""
         try:
             stores = cache._paged.stores
-            layers = ((s.encoding.index, s.group.window, s.encoding.plan) for s in stores)
+            layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{store} is not used: {error}")

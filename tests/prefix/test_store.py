@@ -802,7 +802,7 @@ def test_a_copy_without_memory_is_not_stored(
 def test_pages_queued_for_writing_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 60.0)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 60.0)
     reader = Reader(tmp_path)
     with hold_lock(tmp_path):
         ids = make_ids(40)
@@ -851,7 +851,7 @@ def test_an_interrupted_flush_is_repeated_at_the_end(tmp_path: Path) -> None:
     script = f"""{IMPORTS}
 # A process that starts in the background ignores SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-store_module._LOCK_TIMEOUT = 60
+store_module._LOCK_SECONDS = 60
 store = PrefixStore(sys.argv[1])
 lock = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)
 def store_late():
@@ -992,8 +992,8 @@ def test_pages_are_written_and_read_if_no_thread_starts(
 
 
 def test_a_slow_writer_delays_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 0.05)
-    monkeypatch.setattr("hf_fp8kv.prefix.store._SHORT_LOCK_TIMEOUT", 0.0)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._SHORT_LOCK_SECONDS", 0.0)
     reader = Reader(tmp_path)
     with hold_lock(tmp_path):
         assert reader.check_answer(make_ids(40)) == 40
@@ -1015,7 +1015,7 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
                 handle_copies.append(os.dup(int(handle.name)))
         replace(*args)
 
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", copy_lock_handles)
         Reader(tmp_path).check_answer(make_ids(40))
