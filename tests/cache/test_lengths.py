@@ -22,7 +22,7 @@ from hf_fp8kv.cache.paged_tensor import densify
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import make_causal_config
 
-LAYERS, BATCH, WINDOW, MAX_LEN = 4, 3, 8, 60
+NUM_LAYERS, BATCH_SIZE, WINDOW, MAX_LEN = 4, 3, 8, 60
 pytestmark = [
     pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
@@ -41,14 +41,14 @@ ORDERS = {
 }
 for seed in range(3):
     rng = random.Random(seed)
-    ORDERS[f"random {seed}"] = [rng.choices(range(LAYERS), k=4) for _ in range(6)]
+    ORDERS[f"random {seed}"] = [rng.choices(range(NUM_LAYERS), k=4) for _ in range(6)]
 
 
 def make_config(name: str = "llama") -> Any:
     fields = {}
     if name == "gemma3_text":
-        fields["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    return make_causal_config(name, num_hidden_layers=LAYERS, **fields)
+        fields["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+    return make_causal_config(name, num_hidden_layers=NUM_LAYERS, **fields)
 
 
 def make_caches(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, DynamicCache]:
@@ -59,7 +59,7 @@ def make_caches(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, Dy
 
 def make_states(layer: int, num_tokens: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * seed + layer)
-    return torch.randn(BATCH, 2, num_tokens, 16, generator=generator)
+    return torch.randn(BATCH_SIZE, 2, num_tokens, 16, generator=generator)
 
 
 def run_step(cache: Any, layers: list[int], num_tokens: int, seed: int) -> list[torch.Tensor]:
@@ -184,7 +184,7 @@ def make_counting_backend(counts: list[Counter[str]]) -> Callable[..., Any]:
         for node in module.graph.nodes:
             value = node.meta.get("val")
             is_length = isinstance(value, torch.Tensor) and value.dtype == torch.int32
-            if node.op == "call_function" and is_length and value.shape == (BATCH,):
+            if node.op == "call_function" and is_length and value.shape == (BATCH_SIZE,):
                 operations[node.target.overloadpacket.__name__] += 1
         counts.append(operations)
         return module
@@ -202,8 +202,8 @@ def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
     )
     for seed in range(3):
         compiled(make_states(0, 1, seed), cache, 0)
-    assert counts == [Counter({"advance_by_host": LAYERS, "copy": LAYERS})]
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [12] * LAYERS
+    assert counts == [Counter({"advance_by_host": NUM_LAYERS, "copy": NUM_LAYERS})]
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [12] * NUM_LAYERS
 
 
 @pytest.mark.parametrize(
