@@ -95,8 +95,8 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
         assert loaded.options.scales.digest == scales.digest
         # The next token is stored with the same plan, scales and centers.
         for index in range(NUM_LAYERS):
-            for x in (cache, loaded):
-                x.update(*make_states(1, seed=index), index)
+            for each_cache in (cache, loaded):
+                each_cache.update(*make_states(1, seed=index), index)
             assert_same(loaded.layers[index].keys.dense(), cache.layers[index].keys.dense())
             assert_same(loaded.layers[index].values.dense(), cache.layers[index].values.dense())
     assert all(torch.equal(tokens, outputs[0]) for tokens in outputs[1:])
@@ -182,16 +182,16 @@ CENTERED = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
     ],
     ids=str,
 )  # fmt: skip
-def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_plans_of_a_cache_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(make_config(), **options)
 
 
-def test_invalid_plans_are_refused(tmp_path: Path) -> None:
-    invalid_plans: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
-    for plan in invalid_plans:
+def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
+    invalid_texts: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
+    for text in invalid_texts:
         with pytest.raises(ConfigError, match=r"Write it|expected one of|Choose an 8-bit"):
-            SidePlan.parse(plan)
+            SidePlan.parse(text)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")
     planned_scales().save_pretrained(tmp_path)
@@ -202,23 +202,22 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["fp8_paged", "sdpa"])
-def test_a_plan_gives_the_same_bytes_in_all_caches(attention: str) -> None:
-    """The batch size, preallocation and a reset do not change the stored bytes."""
+def test_a_plan_gives_the_same_keys_and_values_in_all_caches(attention: str) -> None:
+    """The batch size, preallocation and a reset do not change the stored keys and values."""
     model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, attn_implementation=attention)
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
-    plan, results = planned_scales(is_dynamic=True), []
+    plan, states_by_cache = planned_scales(is_dynamic=True), []
     for batch, max_len in ((1, None), (2, None), (1, 64)):
         cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=max_len)
         for _ in range(2):
             cache.reset()
             with torch.no_grad():
                 model(ids.expand(batch, -1), past_key_values=cache)
-        results.append(
-            [x.dense()[:1, :, :40] for layer in cache.layers for x in (layer.keys, layer.values)]
-        )
+        handles = [handle for layer in cache.layers for handle in (layer.keys, layer.values)]
+        states_by_cache.append([handle.dense()[:1, :, :40] for handle in handles])
         assert cache.plan == dict(enumerate(PLANS))
-    for values in results[1:]:
-        for expected, actual in zip(results[0], values, strict=True):
+    for states in states_by_cache[1:]:
+        for expected, actual in zip(states_by_cache[0], states, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
