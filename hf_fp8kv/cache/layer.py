@@ -179,7 +179,7 @@ class FP8PagedLayer(CacheLayerMixin):
         """Return the number of columns of the mask, and the position of the first column."""
         length = self.store.length
         if isinstance(length, HostLength):
-            start = length.group.visible_from(length.num_stored)
+            start = length.group.find_window_start(length.num_stored)
             return length.num_stored + query_length - start, start
         length.check_capacity(query_length)
         if length.is_empty and self.options.prefill == "exact" and self._uses_fp8_paged():

@@ -151,7 +151,7 @@ def unpack(
         max_length = max(lengths, default=0)
         # A preallocated cache may be saved within a step, when only some layers have new tokens.
         length = max_length if max_tokens else min(stored_lengths, default=0)
-        visible_page = LayerGroup(budget, window).visible_from(length) // options.page_size
+        visible_page = LayerGroup(budget, window).find_window_start(length) // options.page_size
         (batch, num_used), num_columns = tensors[name].shape, -(-max_length // options.page_size)
         first_page = _check_count(f"{name}: first page", num_columns - num_used, 0, visible_page)
         num_entries = batch * max(num_columns, max_tokens // options.page_size)

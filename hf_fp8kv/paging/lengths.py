@@ -87,15 +87,14 @@ class HostLength:
 
     def reserve(self, num_tokens: int, batch: int) -> None:
         """Reserve the pages of a call (see `LayerGroup.prepare`)."""
-        start = self.num_stored
-        self.group.prepare(start, start + num_tokens, batch)
+        self.group.prepare(self.num_stored, self.num_stored + num_tokens, batch)
 
     def begin_call(self, num_tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call, after `reserve`."""
         group, start = self.group, self.num_stored
         table, stop, step = group.table, start + num_tokens, group.step
         assert step is not None
-        first_visible, size, long_write = group.visible_from(start), group.page_size, None
+        first_visible, size, long_write = group.find_window_start(start), group.page_size, None
         if (kept := step.first_kept_page) is not None:
             first_page = first_visible // size
             old_pages = table.rows[:, first_page : -(-start // size)]
@@ -125,8 +124,8 @@ class HostLength:
     def make_stored_call(self, device: torch.device) -> Call:
         """Return the positions and pages of all tokens that are visible to the next token."""
         group, stop, table = self.group, self.num_stored, self.group.table
-        step, first_visible = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
-        return Call(1, table.on_device(device), step.lengths(device), first_visible, stop, step)
+        step, start = Step(stop, stop, table.batch, table.version), group.find_window_start(stop)
+        return Call(1, table.on_device(device), step.lengths(device), start, stop, step)
 
 
 class DeviceLength:
@@ -236,7 +235,7 @@ class DeviceLength:
 
         A ring begins with the window of the next token. Finding its start needs a synchronization.
         """
-        first = self.group.visible_from(self.count_stored()) if self.group.ring_size else 0
+        first = self.group.find_window_start(self.count_stored()) if self.group.ring_size else 0
         return Call(1, self.table, self.lengths, first, self.max_tokens)
 
     def check_capacity(self, num_tokens: int) -> None:
@@ -292,7 +291,7 @@ def _check_crop(group: LayerGroup, num_tokens: int, num_stored: int, first_intac
     `first_intact` is the first token that is still stored.
     """
     num_left = max(num_stored - num_tokens, 0)
-    if num_tokens and num_left and group.first_kept_token(num_left) < first_intact:
+    if num_tokens and num_left and group.find_first_kept(num_left) < first_intact:
         raise ConfigError(
             f"crop: expected to keep a window that is still stored (from token {first_intact} on), "
             f"got {num_tokens} of {num_stored} tokens to remove under a window of {group.window}. "

@@ -179,7 +179,7 @@ class StoredPrompt:
         tensors: dict[str, torch.Tensor] = {}
         groups: list[Facts] = []
         for group_index, (window, group) in enumerate(cache.groups.items()):
-            first = 0 if group.record_past else group.first_kept_token(length) // options.page_size
+            first = 0 if group.record_past else group.find_first_kept(length) // options.page_size
             used_keys, table = np.unique([x[first:num_pages] for x in keys], return_inverse=True)
             table = table.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{group_index}.table"] = torch.from_numpy(table)

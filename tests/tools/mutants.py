@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     Mutant(
         "window: a long call keeps one page too few", GROUP,
-        "return min(self.visible_from(length), length - 1) // self.page_size * self.page_size",
+        "return min(self.find_window_start(length), length - 1) // self.page_size * self.page_size",
         "return (length - 1) // self.page_size * self.page_size",
         "tests/paging/test_block_table.py",
     ),
