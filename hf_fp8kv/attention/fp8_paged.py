@@ -194,7 +194,7 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     if projections is None or not (spec.deterministic or is_cheaper):
         return attend_dense(call)
     if indices is not None:
-        window, lengths = spec.window or key.window, key.lengths if key.ragged else None
+        window, lengths = spec.window or key.window, key.lengths if key.is_ragged else None
         mask = masks.make_complete(spec.mask, query, key, window, spec.causal, key.start, lengths)
         spec = spec._replace(mask=masks.keep_selected_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
@@ -246,7 +246,7 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
     if mask is not None:
         # A mask includes the window. Unlike transformers' layers, a preallocated sliding layer also
         # keeps older tokens. Every mask hides them, so the window only avoids reading them.
-        window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
+        window = key.window + query.shape[2] - 1 if key.is_ragged and key.window else 0
     causal, bias = spec.causal and mask is None, spec.bias
     if isinstance(mask, CompactMask):
         causal, window, bounds = True, spec.window or mask.window or window, mask.bounds
@@ -313,7 +313,7 @@ def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:
         start = key.start
         if spec.mask is None:  # a mask includes the window
             window = window or key.window
-        lengths = key.lengths if key.ragged else None
+        lengths = key.lengths if key.is_ragged else None
     is_latent = isinstance(key, PagedKV) and latent.reads_stored_latents(module)
     key, value = densify(key), densify(value)
     if is_latent:

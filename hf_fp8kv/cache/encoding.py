@@ -129,7 +129,7 @@ class Encoding:
             blocks.cached_pages = plan, pages
         return pages
 
-    def tensors(self) -> list[torch.Tensor]:
+    def list_tensors(self) -> list[torch.Tensor]:
         """Return the static scales and the center."""
         tensors = (self.k_scale, self.v_scale, self.k_center)
         return [tensor for tensor in tensors if tensor is not None]

@@ -66,10 +66,10 @@ class LayerStore:
         if not isinstance(self.length, DeviceLength):
             return
         num_rows, backend = self._count_query_rows(1), self.encoding.backend
-        length_tensors = self.length.share_plan(self.pool.num_heads, num_rows, backend)
+        tensors = self.length.share_plan(self.pool.num_heads, num_rows, backend)
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
-            for tensor in (pages.block, pages.offsets, *length_tensors, *self.encoding.tensors()):
+            for tensor in (pages.block, pages.offsets, *tensors, *self.encoding.list_tensors()):
                 torch._dynamo.mark_static_address(tensor)
 
     # -- tokens ------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class LayerStore:
         if not self.is_initialized:
             return {"other": other}
         sizes = {"other": other, **self.pool.memory_footprint()}
-        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
+        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.list_tensors())
         num_used = len(np.unique(self.group.table.used_rows()))
         if isinstance(self.length, DeviceLength):
             num_used = len(self.pool.memory)  # every page belongs to a sequence

@@ -47,7 +47,7 @@ class PagedLayers:
         layers: The paged layers, in the order of the model.
         stores: The stores of the paged layers, in the same order.
         padding_observer: Observer of the padding of the cache's sequences.
-        open_ended: Whether layers are added as the model uses them.
+        is_open_ended: Whether layers are added as the model uses them.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.padding_observer = PaddingObserver()
-        self.open_ended = config is None
+        self.is_open_ended = config is None
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
@@ -195,7 +195,7 @@ class PagedLayers:
     def _make_copy(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
         """Return new layers like these layers, with the same pools if `groups` is not empty."""
         copy = PagedLayers(self.options, self.config, budget)
-        copy.open_ended = self.open_ended
+        copy.is_open_ended = self.is_open_ended
         for group in groups.values():
             copy.add_group(group)
         for window, group in self.groups.items():

@@ -101,7 +101,7 @@ class PagedKV(LazyTensor):
     """
 
     FIELDS = (
-        *PAGE_FIELDS, "lengths", "plan", "side", "start", "stop", "window", "ragged", "backend",
+        *PAGE_FIELDS, "lengths", "plan", "side", "start", "stop", "window", "is_ragged", "backend",
     )  # fmt: skip
     WARNING = (
         "the model or its attention uses dense keys and values, which are decoded from the pages "
@@ -116,7 +116,7 @@ class PagedKV(LazyTensor):
     start: int
     stop: int
     window: int
-    ragged: bool
+    is_ragged: bool
     backend: str
     pages: Pages | None = None  # set unless a compiler has flattened the handle
 
@@ -124,7 +124,7 @@ class PagedKV(LazyTensor):
         """Decode the stored bytes to a contiguous tensor."""
         return ops.gather(
             pages_of(self), self.lengths, self.side, self.start, self.stop, self.dtype,
-            self.ragged, self.backend,
+            self.is_ragged, self.backend,
         )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def make_handles(
     start: int,
     stop: int,
     window: int,
-    ragged: bool,
+    is_ragged: bool,
     backend: str,
 ) -> tuple[PagedKV, PagedKV]:
     """Return handles on stored K and V.
@@ -161,7 +161,7 @@ def make_handles(
         start: Position of the first column.
         stop: Position of the last column plus one.
         window: Size of the layer's sliding window, in tokens. 0 means no window.
-        ragged: Whether there are columns past the last stored token, which are zero, as with
+        is_ragged: Whether there are columns past the last stored token, which are zero, as with
             `max_cache_len`.
         backend: One of `ops.BACKENDS`.
     """
@@ -169,7 +169,7 @@ def make_handles(
         pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
     attributes = {
         **pages.attributes, "pages": pages, "lengths": lengths, "plan": plan, "side": "k",
-        "start": start, "stop": stop, "window": window, "ragged": ragged, "backend": backend,
+        "start": start, "stop": stop, "window": window, "is_ragged": is_ragged, "backend": backend,
     }  # fmt: skip
     batch, device = pages.table.shape[0], pages.table.device
     size = (batch, pages.heads, stop - start)

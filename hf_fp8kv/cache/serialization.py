@@ -80,7 +80,7 @@ def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
                     tensors[f"layers.{i}.k_center"] = store.encoding.k_center.clone()
         record_past = group.record_past
         groups.append({"window": group.window, "record_past": record_past, "layers": layers})
-    return {"groups": groups, "open_ended": paged.open_ended}, tensors
+    return {"groups": groups, "open_ended": paged.is_open_ended}, tensors
 
 
 def describe_pool(pool: PagePool) -> Facts:
@@ -136,7 +136,7 @@ def unpack(
     _check_same("open_ended", bool, type(facts["open_ended"]))
     batch_sizes = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
     paged = PagedLayers(options, config, budget)
-    paged.open_ended = facts["open_ended"]
+    paged.is_open_ended = facts["open_ended"]
     # Arguments of `PagedLayers.add_layer` and `LayerStore.restore`, by layer.
     layers: dict[int, tuple[Facts, Facts]] = {}
     pools: list[tuple[PagePool, torch.Tensor]] = []

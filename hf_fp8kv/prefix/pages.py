@@ -36,7 +36,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
         expected = f"a hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
     elif options.tensor_parallel.size > 1:
         expected = "a model in one process, got a split model. Leave prefix_store out"
-    elif cache is not None and cache.open_ended:
+    elif cache is not None and cache.is_open_ended:
         expected = "a cache with a config, got none. Pass the model's config"
     elif options.is_preallocated:
         expected = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
