@@ -69,7 +69,7 @@ class StepRunner:
         self.generator = torch.Generator().manual_seed(7)
 
     def run(self, cache: FP8PagedCache, batch: int, num_tokens: int) -> list[torch.Tensor]:
-        """Run one step of a model, and return the attention output of each layer."""
+        """Run a step of `num_tokens` tokens, and return the attention output of each layer."""
         outputs = []
         for layer, device in enumerate(self.devices):
             head_counts = (NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS)

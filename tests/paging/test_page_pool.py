@@ -24,12 +24,10 @@ PAGE_SIZE, NUM_HEADS, K_DIM, V_DIM = 16, 2, 5, 3
 
 
 def make_states(
-    num_heads: int = NUM_HEADS, k_dim: int = K_DIM, v_dim: int = V_DIM,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return keys and values of one token."""
-    key, value = (torch.ones(1, num_heads, 1, dim, dtype=dtype) for dim in (k_dim, v_dim))
-    return key, value
+    dtype: torch.dtype, num_heads: int = NUM_HEADS, dims: tuple[int, int] = (K_DIM, V_DIM)
+) -> list[torch.Tensor]:
+    """Return the key and the value of one token."""
+    return [torch.ones(1, num_heads, 1, dim, dtype=dtype) for dim in dims]
 
 
 def make_pool(
@@ -43,8 +41,8 @@ def make_pool(
     single_block: bool = False,
 ) -> PagePool:
     pool = PagePool(PAGE_SIZE, LayerPlan(SidePlan(key), SidePlan(value)), is_dynamic)
-    key_states, value_states = (x.to(device) for x in make_states(dtype=dtype))
-    pool.allocate(key_states, value_states, num_pages, single_block=single_block)
+    states = [x.to(device) for x in make_states(dtype)]
+    pool.allocate(*states, num_pages, single_block=single_block)
     return pool
 
 
@@ -54,8 +52,7 @@ def _limit_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
 
 
-BLOCK_IDS = ["one block", "blocks"]
-for_each_layout = pytest.mark.parametrize("single_block", [True, False], ids=BLOCK_IDS)
+for_each_layout = pytest.mark.parametrize("single_block", [True, False], ids=["single", "several"])
 
 
 def read_pages(pool: PagePool) -> dict[str, torch.Tensor]:
@@ -244,7 +241,7 @@ def test_a_freed_pool_may_be_allocated_again(single_block):
     pool.memory.free()
     assert (len(pool.memory), pool.is_allocated) == (0, False)
     # The new shapes may be different.
-    pool.allocate(*make_states(num_heads=3, k_dim=7, v_dim=9, dtype=torch.float16), 2)
+    pool.allocate(*make_states(torch.float16, num_heads=3, dims=(7, 9)), 2)
     assert read_pages(pool)["k"].shape == (2, 3, PAGE_SIZE, 7)
     assert not any(tensor.any() for tensor in read_pages(pool).values())
 
@@ -292,8 +289,7 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
     encoding.k_scale, encoding.v_scale, encoding.k_center = new_tensors
     pages = encoding.make_pages(pool, other_table := table.flip(1))
     tensors = pages.table, pages.k.static_scale, pages.v.static_scale, pages.k.center
-    expected = (other_table, *new_tensors)
-    assert all(tensor is x for tensor, x in zip(tensors, expected, strict=True))
+    assert all(x is y for x, y in zip(tensors, (other_table, *new_tensors), strict=True))
     pages = make_encoding(("fp8_e4m3", "int8"), *new_tensors).make_pages(pool, other_table)
     assert (pages.k.format, pages.v.format) == ("fp8_e4m3", "int8")
 
