@@ -79,8 +79,8 @@ class PrefixFolder:
         """Evict files until a possibly changed limit holds, unless another process is writing."""
         with self.lock(0.0) as lock_fd:
             if lock_fd is not None:
-                total = self._evict(lock_fd, self._scan(lock_fd), self._max_bytes, ())
-                _write_total(lock_fd, total)
+                total_bytes = self._evict(lock_fd, self._scan(lock_fd), self._max_bytes, ())
+                _write_total(lock_fd, total_bytes)
 
     def put(self, lock_fd: int, name: str, contents: bytes, kept_names: Collection[str]) -> bool:
         """Atomically write a new file, and return whether there was room.
@@ -92,11 +92,11 @@ class PrefixFolder:
         """
         if (num_bytes := len(contents)) > self._max_bytes:
             return False
-        if (total := _read_total(lock_fd)) is None:
-            total = self._scan(lock_fd)
-        total = self._evict(lock_fd, total, self._max_bytes - num_bytes, kept_names)
-        has_room = total + num_bytes <= self._max_bytes
-        _write_total(lock_fd, total + num_bytes if has_room else total)
+        if (total_bytes := _read_total(lock_fd)) is None:
+            total_bytes = self._scan(lock_fd)
+        total_bytes = self._evict(lock_fd, total_bytes, self._max_bytes - num_bytes, kept_names)
+        has_room = total_bytes + num_bytes <= self._max_bytes
+        _write_total(lock_fd, total_bytes + num_bytes if has_room else total_bytes)
         if not has_room:
             return False
         partial_path = self.path / f".{name}{_PARTIAL_SUFFIX}"
@@ -113,15 +113,17 @@ class PrefixFolder:
             raise
         return True
 
-    def _evict(self, lock_fd: int, total: int, max_bytes: int, kept_names: Collection[str]) -> int:
+    def _evict(
+        self, lock_fd: int, total_bytes: int, max_bytes: int, kept_names: Collection[str]
+    ) -> int:
         """Remove the least recently used files until the remaining files total at most `max_bytes`.
 
-        Files in `kept_names` stay. `total` is the size of all files in bytes. Return the new size.
+        Files in `kept_names` stay. `total_bytes` is the size of all files. Return the new size.
         """
         is_scanned = False
-        while total > max_bytes:
+        while total_bytes > max_bytes:
             if not is_scanned and (not self._heap or self._heap[0].last_use >= self._scan_time):
-                total, is_scanned = self._scan(lock_fd), True
+                total_bytes, is_scanned = self._scan(lock_fd), True
                 continue
             if not self._heap:
                 break
@@ -130,10 +132,10 @@ class PrefixFolder:
                 continue  # the file is in use, so treat it as used after the scan
             if (current := self._stat_file(file.name)) == file:
                 (self.path / file.name).unlink(missing_ok=True)
-                total -= file.num_bytes
+                total_bytes -= file.num_bytes
             elif current is not None:
                 heapq.heappush(self._heap, current)
-        return total
+        return total_bytes
 
     def _scan(self, lock_fd: int) -> int:
         """Scan all files, remove partial files of killed processes, and return the total size."""
@@ -190,5 +192,5 @@ def _read_total(lock_fd: int) -> int | None:
     return int(digits) if len(digits) == 20 and digits.isdigit() else None
 
 
-def _write_total(lock_fd: int, total: int) -> None:
-    os.pwrite(lock_fd, b"%020d" % total, 0)
+def _write_total(lock_fd: int, total_bytes: int) -> None:
+    os.pwrite(lock_fd, b"%020d" % total_bytes, 0)
