@@ -319,35 +319,35 @@ def test_a_refused_step_changes_nothing() -> None:
 def test_a_step_that_cannot_allocate_can_be_undone(name: str, offloading: dict[str, Any]) -> None:
     """Each allocation of a step fails once. The step can be undone, and forks do not change."""
     config, options = make_config(name), {"page_size": PAGE_SIZE, "dtype": "fp8"}
-    for number in itertools.count(1):
+    for failing_allocation in itertools.count(1):
         caches = [FP8PagedCache(config, **options, **x) for x in ({}, offloading)]
         for cache in caches:
             cache.activate_past_recording()
         add_tokens(caches, 21)
         forks = [cache.fork() for cache in caches]  # pages are shared, so a write copies them
         try:
-            with OutOfMemory(number, PAGE_BYTES):
+            with OutOfMemory(failing_allocation, PAGE_BYTES):
                 caches[1].update(*torch.randn(2, 2, NUM_HEADS, 5, HEAD_DIM), 0)
             break
         except MemoryError:
             caches[1].layers[0].crop(caches[0].get_seq_length() - caches[1].get_seq_length())
         assert_holds(forks)
         # All caches continue in the shared page, which two caches must still refer to.
-        add_tokens(caches, 3, number)
-        add_tokens(forks, 3, -number)
+        add_tokens(caches, 3, failing_allocation)
+        add_tokens(forks, 3, -failing_allocation)
         assert_holds(caches)
         assert_holds(forks)
-    assert number > 2
+    assert failing_allocation > 2
 
 
 @pytest.mark.parametrize("offloading", [{}, {"offloading": True}], ids=str)
 def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[str, Any]) -> None:
     """A crop that cannot move pages keeps all tokens or none, the same in every layer."""
-    for number in itertools.count(1):
+    for failing_allocation in itertools.count(1):
         cache, reference = (FP8PagedCache(make_config(), **EXACT, **offloading) for _ in "ab")
         add_tokens([cache, reference], 40 * PAGE_SIZE)
         try:
-            with OutOfMemory(number, PAGE_BYTES):
+            with OutOfMemory(failing_allocation, PAGE_BYTES):
                 cache.crop(-39 * PAGE_SIZE)
             break
         except MemoryError:
@@ -360,7 +360,7 @@ def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[s
         for num_tokens, seed in ((7 * PAGE_SIZE + 3, 1), (2, 2)):
             add_tokens([cache, reference], num_tokens, seed)
         assert_holds([cache, reference])
-    assert number > 1
+    assert failing_allocation > 1
 
 
 def test_layers_of_transformers_stay_on_the_device() -> None:

@@ -288,7 +288,7 @@ class PagesMachine(RuleBasedStateMachine):
                 new_model.apply_window(stop)
         return new_models, num_new
 
-    def tables(self) -> dict[PageAllocator, list[BlockTable]]:
+    def list_tables(self) -> dict[PageAllocator, list[BlockTable]]:
         """Return the tables of each allocator."""
         tables: dict[PageAllocator, list[BlockTable]] = {}
         for cache in self.caches:
@@ -479,7 +479,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_and_counts_agree(self) -> None:
-        for tables in self.tables().values():
+        for tables in self.list_tables().values():
             check_tables(*tables)
         for cache in self.caches:
             for group in cache.groups.values():
@@ -489,10 +489,10 @@ class PagesMachine(RuleBasedStateMachine):
     def held_pages_match_the_model(self) -> None:
         models = [model for cache in self.caches for model in cache.models.values()]
         assert self.budget.num_held == len({*list_page_ids(models)})
-        assert self.budget.num_held == sum(allocator.num_held for allocator in self.tables())
+        assert self.budget.num_held == sum(allocator.num_held for allocator in self.list_tables())
         if self.budget.max_pages is not None:
             assert self.budget.num_held <= self.budget.max_pages
-            assert all(x.capacity <= self.budget.max_pages for x in self.tables())
+            assert all(x.capacity <= self.budget.max_pages for x in self.list_tables())
 
     @invariant()
     def all_forks_hold_the_written_tokens(self) -> None:
@@ -518,7 +518,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.caches = [self.pick_cache(data)]
         self.clear(data)
         assert self.budget.num_held == 0
-        for allocator in self.tables():
+        for allocator in self.list_tables():
             assert allocator.num_held == 0
             assert not allocator.reference_counts.any()
             assert allocator.num_free == allocator.capacity
