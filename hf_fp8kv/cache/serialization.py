@@ -177,7 +177,7 @@ def unpack(
                 _check_same(f"layers.{i}.{name}", (3, batch, length), sizes)
             rope, has_indexer = _read_rope(layer_facts), "indexer" in layer_facts
             arguments: Facts = {"window": window, "rope": rope, "has_indexer": has_indexer}
-            contents = {"length": length, "center": None, "indexer_tensors": indexer_tensors}
+            contents: Facts = {"length": length, "center": None, "indexer_tensors": indexer_tensors}
             layers[i] = arguments, contents
             if "length" not in layer_facts:
                 continue

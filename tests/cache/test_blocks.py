@@ -76,7 +76,7 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
 
 def test_handles_keep_their_values_after_a_reset():
     cache, _ = make_caches(prefill="stored")
-    key, _ = cache.update(*torch.randn(2, BATCH_SIZE, NUM_HEADS, 30, HEAD_DIM), 0)
+    key = cache.update(*torch.randn(2, BATCH_SIZE, NUM_HEADS, 30, HEAD_DIM), 0)[0]
     expected = key.dense().clone()
     storage = weakref.ref(key.block.untyped_storage())
     cache.reset()
