@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import latent
-from .attention.check_model import probe_deterministic, stock_indices
+from .attention.check_model import find_stock_layers, probe_deterministic
 from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import get_implementations, set_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
@@ -101,7 +101,7 @@ def enable(
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if deterministic:
-        probe_deterministic(base, cache.options, stock_indices(cache))
+        probe_deterministic(base, cache.options, find_stock_layers(cache))
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:

@@ -24,7 +24,7 @@ from .deterministic import (
     install_deterministic,
     remove_deterministic,
 )
-from .latent import find_projections, reads_stored_latents, undoing_installs
+from .latent import find_projections, reads_stored_latents, temporary_installs
 from .switching import eval_mode, paged_attention, watched_attention
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str
     try:
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
         attention = watched_attention(model, record)
-        with torch.no_grad(), eval_mode(model), undoing_installs(model), attention:
+        with torch.no_grad(), eval_mode(model), temporary_installs(model), attention:
             model(input_ids=ids, **with_cache(model, cache))
             paths.clear()
             model(input_ids=ids[:, :1], **with_cache(model, cache))
@@ -199,24 +199,24 @@ def probe_deterministic(
     ids = torch.arange(3 * num_tokens, device=model.device) * 37 + 11
     ids = ids.view(3, num_tokens) % vocab_size
 
-    def compute_logits(num_rows: int, chunk_sizes: list[int]) -> torch.Tensor:
+    def compute_logits(num_sequences: int, chunk_sizes: list[int]) -> torch.Tensor:
         cache = FP8PagedCache(model.config, prefill="stored")
-        inputs = ids[:num_rows].split(chunk_sizes, 1)
-        return torch.cat([model(x, **with_cache(model, cache)).logits[0] for x in inputs])
+        chunks = ids[:num_sequences].split(chunk_sizes, 1)
+        return torch.cat([model(chunk, **with_cache(model, cache)).logits[0] for chunk in chunks])
 
-    name, training_modules = type(model).__name__, [x for x in model.modules() if x.training]
-    reason = ""
+    training_modules = [module for module in model.modules() if module.training]
+    name, reason = type(model).__name__, ""
     try:
-        with torch.no_grad(), paged_attention(model.eval()), latent.undoing_installs(model):
+        with torch.no_grad(), paged_attention(model.eval()), latent.temporary_installs(model):
             latent.install_all(model)
             stock_logits = compute_logits(1, [num_tokens])
             install_deterministic(model, __name__)
             with FunctionWatch(num_tokens) as watch:
                 logits = compute_logits(1, [num_tokens])
-            splits, difference = ((1, [7] * 9 + [1]), (3, [1, 63])), logits - stock_logits
-            if watch.name:
-                reason = f"calls {watch.name} on all tokens at once, outside modules"
-            elif not all(torch.equal(logits, compute_logits(*split)) for split in splits):
+            difference, other_calls = logits - stock_logits, ((1, [7] * 9 + [1]), (3, [1, 63]))
+            if watch.found_name:
+                reason = f"calls {watch.found_name} on all tokens at once, outside modules"
+            elif not all(torch.equal(logits, compute_logits(*call)) for call in other_calls):
                 reason = "has different logits in a larger batch or in chunks"
             elif difference.float().norm() > _LOGITS_TOLERANCE * stock_logits.float().norm():
                 reason = "has different results if modules compute tokens in blocks"
@@ -238,6 +238,6 @@ def probe_deterministic(
         )
 
 
-def stock_indices(cache: FP8PagedCache) -> list[int]:
+def find_stock_layers(cache: FP8PagedCache) -> list[int]:
     """Return the indices of a cache's layers that are not paged."""
     return [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]

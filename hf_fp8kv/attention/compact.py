@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..cache.paged_tensor import StandIn
+from ..cache.paged_tensor import LazyTensor
 from ..errors import ConfigError
 from ..ops.visibility import find_mask_bounds, find_visible
 
 Tensor = torch.Tensor
 
 
-class CompactMask(StandIn):
+class CompactMask(LazyTensor):
     """A causal mask that looks like `[B, 1, T, N]`, bool. The queries are the last stored tokens.
 
     Attributes:
@@ -38,25 +38,25 @@ class CompactMask(StandIn):
     window: int
     is_checked = False
 
-    def columns(self, start: int, stop: int) -> Tensor:
+    def get_columns(self, start: int, stop: int) -> Tensor:
         """Return the columns of `token_mask` for positions `start` to `stop - 1`.
 
         Raises:
             ConfigError: The mask does not cover these positions.
         """
-        first, last, width = start - self.start, stop - self.start, self.shape[3]
-        if first < 0 or last > width:
+        first, end, width = start - self.start, stop - self.start, self.shape[3]
+        if first < 0 or end > width:
             raise ConfigError(
                 f"expected a mask that covers the tokens {start} to {stop - 1}, got a mask of the "
                 f"tokens {self.start} to {self.start + width - 1}. Pass a mask over the cached and "
                 "the new tokens"
             )
-        return self.token_mask if last - first == width else self.token_mask[..., first:last]
+        return self.token_mask if end - first == width else self.token_mask[..., first:end]
 
     def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
-        mask, lengths = self.columns(start, stop).bool(), self.lengths + (self.start - start)
-        return find_visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & mask
+        lengths, is_token = self.lengths + self.start - start, self.get_columns(start, stop).bool()
+        return find_visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & is_token
 
     def dense(self) -> Tensor:
         """Return the complete mask."""
@@ -69,7 +69,7 @@ class CompactMask(StandIn):
         options = dict(kwargs or {})
         is_copy = func is torch.ops.aten._to_copy.default
         if is_copy and options.pop("dtype", None) in (None, torch.bool):
-            # A model on several devices moves its masks to the device of a layer.
+            # A model on several devices moves a mask to the device of each layer.
             (tensors, context), mask = args[0].__tensor_flatten__(), args[0]
             copies = {name: func(getattr(mask, name), **options, dtype=None) for name in tensors}
             return cls.__tensor_unflatten__(copies, context, mask.shape, mask.stride())
@@ -106,4 +106,4 @@ def make_compact(
     return mask
 
 
-torch._dynamo.allow_in_graph(make_compact)  # not traced into, like `make_handles`
+torch._dynamo.allow_in_graph(make_compact)  # Dynamo cannot trace it, as with `make_handles`

@@ -1,9 +1,9 @@
 """Deterministic models: the results of a token depend only on its sequence, not on the call.
 
 Matrix libraries use different code, with a different order of sums, for different numbers of rows.
-Linear modules therefore compute blocks of `ROWS` rows in every call, so that each product has the
-same shape. Attention over pages returns the same bits in any call (`AttentionSpec.deterministic`).
-Stored keys and values are never recomputed, so a difference in the last bit cannot change a code.
+Linear modules therefore compute blocks of `BLOCK_ROWS` rows, so that every product has one shape.
+Attention over pages returns the same bits in any call (`AttentionSpec.deterministic`). Stored keys
+and values are never recomputed, so a difference in the last bit cannot change a code.
 """
 
 import re
@@ -25,10 +25,10 @@ from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, EXPAND, fi
 # Minimum number of slots per page.
 MIN_PAGE_SIZE = 16
 # Number of rows in a block. More rows make a single token slower, and fewer make a prompt slower.
-ROWS = 16
+BLOCK_ROWS = 16
 # Number of values in a block of an activation, few enough that torch uses a single thread. A vector
-# register holds at most `_LINE_VALUES` values, and torch has separate code for an incomplete line.
-_BLOCK_VALUES, _LINE_VALUES = 1 << 14, 64
+# register holds at most `_VECTOR_VALUES` values. torch has separate code for an incomplete vector.
+_BLOCK_VALUES, _VECTOR_VALUES = 1 << 14, 64
 # Attribute of a model: the owners that called `install_deterministic`.
 _OWNERS_ATTRIBUTE = "_hf_fp8kv_deterministic_for"
 _LINEAR_FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
@@ -60,7 +60,7 @@ def check_deterministic(model: PreTrainedModel, stock_layers: Sequence[int] = ()
     elif rope_type := find_varying_rope(model.config):
         reason = f"has RoPE of the type {rope_type!r}, which depends on the longest sequence"
     for name, module in model.named_modules():
-        if not reason and _has_matrices(module) and _find_method(module) is None:
+        if not reason and _has_matrices(module) and _find_forward(module) is None:
             reason = f"has products outside linear modules ({name}: {type(module).__name__})"
     if reason:
         raise ConfigError(
@@ -100,7 +100,7 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
         absorbed_ids = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
         for module in model.modules():
             vars(module)[DETERMINISTIC] = True
-            if id(module) not in absorbed_ids and (method := _find_method(module)) is not None:
+            if id(module) not in absorbed_ids and (method := _find_forward(module)):
                 method(module).install()
         # PEFT calls `forward` and some trainers call the decoder, which skips hooks of the model.
         for target in {model, model.base_model}:
@@ -117,10 +117,10 @@ def remove_deterministic(model: Any, owner: str) -> None:
         return
     for module in model.modules():
         vars(module).pop(DETERMINISTIC, None)
-        for number, hook in list(module._forward_pre_hooks.items()):
+        for hook_id, hook in list(module._forward_pre_hooks.items()):
             if hook is _check_call:
-                del module._forward_pre_hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
+                del module._forward_pre_hooks[hook_id]
+                module._forward_pre_hooks_with_kwargs.pop(hook_id, None)
         if isinstance(vars(module).get("forward"), _ForwardMethod):
             remove_methods(module)
 
@@ -135,7 +135,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     if torch.compiler.is_compiling():
         _refuse_compilation()
     for module in model.modules():
-        if DETERMINISTIC not in vars(module) and (_has_matrices(module) or _find_method(module)):
+        if DETERMINISTIC not in vars(module) and (_has_matrices(module) or _find_forward(module)):
             raise ConfigError(
                 "deterministic: expected the modules that enable() prepared, got a new "
                 f"{type(module).__name__}. Call enable() after adapters are added"
@@ -163,10 +163,10 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     return None
 
 
-def _find_method(module: torch.nn.Module) -> "type[_ForwardMethod] | None":
-    """Return the class of the method that replaces a module's `forward`, or None."""
+def _find_forward(module: torch.nn.Module) -> "type[_ForwardMethod] | None":
+    """Return the class that replaces a module's `forward`, or None to keep it."""
     name, is_leaf = type(module).__name__, not any(True for _ in module.children())
-    # A router may multiply by the weight of one of its modules.
+    # A router may multiply by the weight of one of its submodules.
     modules = module.modules() if "Router" in name else [module]
     if _EXPERT_NAMES.search(name) and any(map(_has_matrices, modules)):
         return _TokenForward
@@ -191,25 +191,25 @@ class FunctionWatch(TorchDispatchMode):
     """Detects functions that get all tokens at once, and whose bits depend on a tensor's size.
 
     Attributes:
-        name: Name of the last such elementwise function or product, or "".
+        found_name: Name of the last such elementwise function or product, or "".
     """
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._num_tokens, self.name = num_tokens, ""
+        self._num_tokens, self.found_name = num_tokens, ""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__.rstrip("_")
         if name in _ELEMENTWISE_FUNCTIONS and args[0].shape[:-1].numel() >= self._num_tokens:
-            self.name = name
+            self.found_name = name
         if name in _MATMULS:
             a, b = args[-2:]
             # RoPE multiplies single factors, and latent attention multiplies blocks of columns.
-            is_exact = a.shape[-1] == 1 or b.shape[-1] == ROWS
+            is_exact = a.shape[-1] == 1 or b.shape[-1] == BLOCK_ROWS
             if a.shape[-2] >= self._num_tokens and not is_exact:
-                self.name = name
+                self.found_name = name
         return function(*args, **(kwargs or {}))
 
 
@@ -259,26 +259,26 @@ class _TokenForward(_ForwardMethod):
 
         if not num_tokens:
             return forward(states, *args, **kwargs)
-        return tree_map(lambda *parts: torch.cat(parts), *map(compute_token, range(num_tokens)))
+        return tree_map(lambda *states: torch.cat(states), *map(compute_token, range(num_tokens)))
 
 
 class _ElementwiseForward(_ForwardMethod):
-    """The `forward` of an elementwise activation, in blocks of complete lines."""
+    """The `forward` of an elementwise activation, in blocks of complete vectors."""
 
     def __call__(self, states: Tensor) -> Tensor:
         forward, values = self.stock, states.reshape(-1)
-        padded = torch.nn.functional.pad(values, (0, -len(values) % _LINE_VALUES))
+        padded = torch.nn.functional.pad(values, (0, -len(values) % _VECTOR_VALUES))
         output = torch.cat([forward(block) for block in padded.split(_BLOCK_VALUES)])
         return output[: len(values)].view(states.shape)
 
 
 def compute_in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: int = 0) -> Tensor:
-    """Apply `compute` to blocks of `ROWS` rows. The last block is padded with zeros.
+    """Apply `compute` to blocks of `BLOCK_ROWS` rows. The last block is padded with zeros.
 
     Rows are copied, because strides and the alignment of memory affect the order of sums.
     """
     num_rows, padding_shape = rows.shape[axis], [*rows.shape]
-    padding_shape[axis] = -num_rows % ROWS
+    padding_shape[axis] = -num_rows % BLOCK_ROWS
     rows = torch.cat([rows, rows.new_zeros(padding_shape)], axis)
-    results = torch.cat([compute(block) for block in rows.split(ROWS, axis)], axis)
-    return results.narrow(axis, 0, num_rows)
+    outputs = torch.cat([compute(block) for block in rows.split(BLOCK_ROWS, axis)], axis)
+    return outputs.narrow(axis, 0, num_rows)

@@ -17,10 +17,9 @@ from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATT
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
-from . import latent
+from . import latent, masks
 from .compact import CompactMask
 from .deterministic import check_padding, check_page_size
-from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_selected_keys
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ _CENTER_REASON = (
     "they have a center, but are also values, which have no center. Use a plan without centers"
 )
 _PRODUCT_REASON = (
-    "kv_b_proj does not only multiply by weights in their dtype. hf_fp8kv.check_model shows why, "
+    "kv_b_proj does more than multiply by weights in their dtype. hf_fp8kv.check_model shows why, "
     "except for training mode, autocast, and a separate adapter for each sequence"
 )
 _TRAINING_ERROR = (
@@ -60,7 +59,7 @@ _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
 
 
 class Call(NamedTuple):
-    """The arguments of `fp8_paged_attention`.
+    """The arguments of one call of `fp8_paged_attention`.
 
     Attributes:
         kwargs: Arguments that are not in `spec`.
@@ -85,7 +84,7 @@ def register() -> None:
     AttentionInterface.register(
         ATTENTION, wrap(fp8_paged_attention) if wrap else fp8_paged_attention
     )
-    AttentionMaskInterface.register(ATTENTION, fp8_paged_mask)
+    AttentionMaskInterface.register(ATTENTION, masks.fp8_paged_mask)
 
 
 def fp8_paged_attention(
@@ -163,7 +162,7 @@ def fp8_paged_attention(
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
         attended: tuple[Tensor, Tensor | None] = rounding.attend(call)
         return attended
-    return dense_attention(call)
+    return attend_dense(call)
 
 
 def requires_dense(kwargs: dict[str, Any]) -> bool:
@@ -178,7 +177,6 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     assert isinstance(key, PagedKV)
     indices = kwargs.get("indices")
     other_kwargs = {name: x for name, x in kwargs.items() if name != "indices"}
-    tokens, length = query.shape[2], key.shape[2]
     projections, reason = None, ""
     # Stored latents have no gradient, but expanding them has a gradient for the weights.
     if latent.needs_gradient(module, query):
@@ -192,12 +190,13 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     if projections is None:
         warning = _EXPANSION_WARNING if reason else _DENSE_WARNING
         warn_once(logger, warning.format(type(module).__name__, reason))
-    if projections is None or not (spec.deterministic or projections.is_cheaper(tokens, length)):
-        return dense_attention(call)
+    is_cheaper = projections and projections.is_cheaper(query.shape[2], key.shape[2])
+    if projections is None or not (spec.deterministic or is_cheaper):
+        return attend_dense(call)
     if indices is not None:
-        span = (query, key, spec.window or key.window, spec.causal, key.start)
-        mask = complete_mask(spec.mask, *span, key.lengths if key.ragged else None)
-        spec = spec._replace(mask=keep_selected_keys(mask, indices, query, key))
+        window, lengths = spec.window or key.window, key.lengths if key.is_ragged else None
+        mask = masks.make_complete(spec.mask, query, key, window, spec.causal, key.start, lengths)
+        spec = spec._replace(mask=masks.keep_selected_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
     attended = attend_stored(projections.absorb(query, spec.deterministic), key, spec)
     return projections.expand(attended, spec.deterministic), None
@@ -207,7 +206,7 @@ def drop_mask(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec
     """Return the spec of a deterministic model without the mask, which only hides later tokens.
 
     Raises:
-        ConfigError: The mask hides more tokens, or the pages are too small.
+        ConfigError: The mask also hides earlier tokens, or the pages are too small.
     """
     check_page_size(pages_of(key).page_size)
     mask = spec.mask
@@ -216,7 +215,7 @@ def drop_mask(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec
             check_padding(mask.token_mask[:, 0, 0])
             mask.is_checked = True
     elif mask is not None:
-        causal = causal_mask(query, key, spec.window or key.window)
+        causal = masks.make_causal(query, key, spec.window or key.window)
         is_comparable = mask.dtype == torch.bool and mask.shape[-2:] == causal.shape[-2:]
         if not is_comparable or not torch.equal(mask, causal.expand_as(mask)):
             raise ConfigError(
@@ -247,15 +246,15 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
     if mask is not None:
         # A mask includes the window. Unlike transformers' layers, a preallocated sliding layer also
         # keeps older tokens. Every mask hides them, so the window only avoids reading them.
-        window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
+        window = key.window + query.shape[2] - 1 if key.is_ragged and key.window else 0
     causal, bias = spec.causal and mask is None, spec.bias
     if isinstance(mask, CompactMask):
         causal, window, bounds = True, spec.window or mask.window or window, mask.bounds
-        mask = mask.columns(key.start, key.stop)
+        mask = mask.get_columns(key.start, key.stop)
     elif mask is not None:
         mask = _cut_to_keys(mask, key)
         if mask.dtype == torch.bool and mask.shape[1] > 1:
-            mask = additive_mask(mask, query.dtype)  # bool masks apply to all heads
+            mask = masks.make_additive(mask, query.dtype)  # bool masks apply to all heads
     if bias is not None:
         bias = without_grad(_cut_to_keys(bias, key))
     return spec._replace(
@@ -304,7 +303,7 @@ def _attend_in_engine(call: Call, cache: Any) -> Tensor:
     return attended
 
 
-def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
+def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:
     """Compute attention over dense K and V with transformers' code."""
     module, query, key, value, spec, dropout, kwargs = call
     if spec.deterministic:
@@ -314,15 +313,15 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
         start = key.start
         if spec.mask is None:  # a mask includes the window
             window = window or key.window
-        lengths = key.lengths if key.ragged else None
+        lengths = key.lengths if key.is_ragged else None
     is_latent = isinstance(key, PagedKV) and latent.reads_stored_latents(module)
     key, value = densify(key), densify(value)
     if is_latent:
         key, value = latent.expand(module, key, value)
-    mask = complete_mask(spec.mask, query, key, window, spec.causal, start, lengths)
+    mask = masks.make_complete(spec.mask, query, key, window, spec.causal, start, lengths)
     indices = kwargs.pop("indices", None)
     if indices is not None:
-        mask = keep_selected_keys(mask, indices, query, key)
+        mask = masks.keep_selected_keys(mask, indices, query, key)
     extra_kwargs = {name: kwargs.get(name) for name in _MODEL_ARGUMENTS}
     extra_kwargs |= {"softcap": spec.softcap or None, "s_aux": spec.sinks}
     extra_kwargs = {name: x for name, x in extra_kwargs.items() if x is not None}
@@ -331,10 +330,10 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
         if spec.bias is not None:
             extra_kwargs["position_bias"] = spec.bias
         if mask is None and spec.causal and query.shape[2] > 1:
-            mask = causal_mask(query, key)
+            mask = masks.make_causal(query, key)
         kwargs = {**kwargs, **extra_kwargs}
         return attend_eagerly(  # type: ignore[no-any-return]
-            module, query, key, value, additive_mask(mask, query.dtype), scaling=spec.scaling,
+            module, query, key, value, masks.make_additive(mask, query.dtype), scaling=spec.scaling,
             dropout=dropout, sliding_window=spec.window or None, **kwargs,
         )  # fmt: skip
     return sdpa_attention_forward(

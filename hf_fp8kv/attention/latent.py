@@ -22,7 +22,7 @@ from .deterministic import compute_in_blocks
 
 # Attribute of an attention module: whether it passes stored latents to "fp8_paged" unexpanded.
 _READS_STORED_ATTRIBUTE = "_hf_fp8kv_latent"
-# Attribute of an attention module that caches the weight of its projection if it was computed.
+# Attribute of an attention module: the `_CachedWeight` of its projection.
 _WEIGHT_ATTRIBUTE = "_hf_fp8kv_absorbed"
 # Attributes of a module that determine the sizes of W_K and W_V.
 _SIZE_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -53,34 +53,34 @@ class Projections:
     def absorb(self, query: Tensor, deterministic: bool = False) -> Tensor:
         """Project queries for keys `[B, H, T, N + P]` to queries for latents `[B, H, T, R + P]`."""
         dim = self.key.shape[1]
-        batch, heads, tokens, _ = query.shape
-        rows = query[..., :dim].transpose(0, 1).reshape(heads, batch * tokens, dim)
-        compute = compute_in_blocks if deterministic else _compute_at_once
-        absorbed = compute(lambda block: _matmul(block, self.key), rows, 1)
-        absorbed = absorbed.reshape(heads, batch, tokens, -1).transpose(0, 1)
+        batch, num_heads, num_tokens, _ = query.shape
+        rows = query[..., :dim].transpose(0, 1).reshape(num_heads, batch * num_tokens, dim)
+        apply = compute_in_blocks if deterministic else _compute_at_once
+        absorbed = apply(lambda block: _matmul(block, self.key), rows, 1)
+        absorbed = absorbed.reshape(num_heads, batch, num_tokens, -1).transpose(0, 1)
         return torch.cat([absorbed, query[..., dim:]], -1)
 
     def expand(self, attended: Tensor, deterministic: bool = False) -> Tensor:
         """Project sums of latents, `[B, T, H, R]`, to values, `[B, T, H, V]`."""
-        batch, tokens, heads, _ = attended.shape
+        batch, num_tokens, num_heads, _ = attended.shape
         columns = attended.permute(2, 3, 0, 1).flatten(2)
         # A CPU is many times slower for a transposed 16-bit matrix.
-        compute = compute_in_blocks if deterministic else _compute_at_once
-        expanded = compute(lambda block: _matmul(self.value, block.contiguous()), columns, 2)
-        return expanded.permute(2, 0, 1).reshape(batch, tokens, heads, -1)
+        apply = compute_in_blocks if deterministic else _compute_at_once
+        expanded = apply(lambda block: _matmul(self.value, block.contiguous()), columns, 2)
+        return expanded.permute(2, 0, 1).reshape(batch, num_tokens, num_heads, -1)
 
-    def is_cheaper(self, tokens: int, length: int) -> bool:
+    def is_cheaper(self, num_queries: int, num_keys: int) -> bool:
         """Return whether the absorbed form needs fewer multiplications than the expanded form.
 
-        For `tokens` queries over `length` tokens, the multiplications per head are
-        `length * R * (N + V) + tokens * length * (N + V)` in the expanded form, and
-        `tokens * R * (N + V) + tokens * length * 2 * R` in the absorbed form. RoPE parts cost the
-        same in both forms.
+        For `q` queries and `k` keys, the multiplications per head are
+        `k * R * (N + V) + q * k * (N + V)` in the expanded form, and
+        `q * R * (N + V) + q * k * 2 * R` in the absorbed form. RoPE parts cost the same in both
+        forms.
         """
         rank: int = self.key.shape[2]
-        dims: int = self.key.shape[1] + self.value.shape[1]
-        absorbed = tokens * rank * dims + tokens * length * 2 * rank
-        return absorbed < length * rank * dims + tokens * length * dims
+        expanded_dims: int = self.key.shape[1] + self.value.shape[1]
+        absorbed = num_queries * rank * expanded_dims + num_queries * num_keys * 2 * rank
+        return absorbed < num_keys * rank * expanded_dims + num_queries * num_keys * expanded_dims
 
 
 def _compute_at_once(compute: Callable[[Tensor], Tensor], rows: Tensor, _axis: int) -> Tensor:
@@ -92,12 +92,12 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_cpu or a.element_size() > 2 or torch.compiler.is_compiling():
         return torch.bmm(a, b)
     # In 16 bits torch copies an operand. The copy of a few heads fits in the cache of the CPU.
-    pairs = zip(a.split(_HEADS_PER_PRODUCT), b.split(_HEADS_PER_PRODUCT), strict=True)
-    return torch.cat([torch.bmm(*pair) for pair in pairs])
+    operands = zip(a.split(_HEADS_PER_PRODUCT), b.split(_HEADS_PER_PRODUCT), strict=True)
+    return torch.cat([torch.bmm(a_heads, b_heads) for a_heads, b_heads in operands])
 
 
 def install(module: Any, like: Tensor | None = None) -> None:
-    """Make a module pass stored latents to "fp8_paged" unexpanded, if it expands by the formulas.
+    """Make a module pass stored latents to "fp8_paged" unexpanded, if W_K and W_V expand them.
 
     `like` is a tensor with the dtype and device of the module's latents. It is used if the weight
     of the projection does not determine them. None means the weight of the module's norm.
@@ -114,11 +114,11 @@ def install(module: Any, like: Tensor | None = None) -> None:
         like = getattr(getattr(module, _NORM_NAME, None), "weight", None)
     if like is None or like.is_meta:
         return
-    is_absorbed = _has_known_algebra(module, like)
-    if is_absorbed is not None:
-        vars(module)[_READS_STORED_ATTRIBUTE] = is_absorbed
-    if is_absorbed:
-        _PassStored(module).install()
+    can_absorb = _expands_by_formulas(module, like)
+    if can_absorb is not None:
+        vars(module)[_READS_STORED_ATTRIBUTE] = can_absorb
+    if can_absorb:
+        _ExpandMethod(module).install()
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -128,13 +128,13 @@ def install_all(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def undoing_installs(model: torch.nn.Module) -> Iterator[None]:
-    """Undo every `install` on a model's modules within the `with` block."""
-    old_modules = {module for module in model.modules() if _READS_STORED_ATTRIBUTE in vars(module)}
+def temporary_installs(model: torch.nn.Module) -> Iterator[None]:
+    """Undo every `install` within the `with` block when the block ends."""
+    prepared = {module for module in model.modules() if _READS_STORED_ATTRIBUTE in vars(module)}
     try:
         yield
     finally:
-        remove_all(model, old_modules)
+        remove_all(model, excluded=prepared)
 
 
 def remove_all(model: torch.nn.Module, excluded: Collection[torch.nn.Module] = ()) -> None:
@@ -150,8 +150,8 @@ def reads_stored_latents(module: Any) -> bool:
     return bool(vars(module).get(_READS_STORED_ATTRIBUTE))
 
 
-class _PassStored(ModelMethod):
-    """A module's `expand_kv` that returns stored latents unexpanded."""
+class _ExpandMethod(ModelMethod):
+    """A module's method to expand latents, which returns stored latents unexpanded."""
 
     name = EXPAND
 
@@ -219,13 +219,13 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
             identity = torch.eye(rank, dtype=like.dtype, device=like.device)
             return projection(identity).T.contiguous()  # type: ignore[no-any-return]
     # Hooks with kwargs may depend on the call, like PEFT's hooks that select adapters by sequence.
-    if any(part._forward_pre_hooks_with_kwargs for part in projection.modules()):
+    if any(submodule._forward_pre_hooks_with_kwargs for submodule in projection.modules()):
         return None
     tensors = [*projection.parameters(), *projection.buffers()]
     # Packed weights may be neither parameters nor buffers, so the projection itself is included.
-    parts = [projection, *tensors]
+    sources = [projection, *tensors]
     state = _describe_state(projection, tensors, like)
-    if cached is None or not cached.is_current(state, parts):
+    if cached is None or not cached.is_current(state, sources):
         weight = None
         if not projection.training:
             with torch.no_grad():
@@ -235,28 +235,28 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
                 weight = projection(torch.eye(rank, device="cpu").to(like)).T.contiguous()
                 if not all(map(_is_close, projection(inputs), inputs @ weight.T)):
                     weight = None
-        cached = vars(module)[_WEIGHT_ATTRIBUTE] = _CachedWeight(state, parts, weight)
+        cached = vars(module)[_WEIGHT_ATTRIBUTE] = _CachedWeight(state, sources, weight)
     return cached.weight
 
 
 class _CachedWeight:
-    """Cached weight of a projection, and the state for which it was computed. Copies are empty.
+    """The weight of a projection, and the state for which it was computed. Copies are empty.
 
     Attributes:
         weight: The weight, `[H * (N + V), R]`, or None if the projection does more than multiply.
     """
 
     def __init__(
-        self, state: object = None, parts: Iterable[Any] = (), weight: Tensor | None = None
+        self, state: object = None, sources: Iterable[Any] = (), weight: Tensor | None = None
     ) -> None:
-        self._state, self._parts = state, [weakref.ref(part) for part in parts]
+        self._state, self._sources = state, [weakref.ref(source) for source in sources]
         self.weight = weight
 
-    def is_current(self, state: object, parts: list[Any]) -> bool:
-        """Return whether the weight was computed for these objects in this state."""
-        if state != self._state or len(parts) != len(self._parts):
+    def is_current(self, state: object, sources: list[Any]) -> bool:
+        """Return whether the weight was computed from these objects in this state."""
+        if state != self._state or len(sources) != len(self._sources):
             return False
-        return all(ref() is part for ref, part in zip(self._parts, parts, strict=True))
+        return all(ref() is source for ref, source in zip(self._sources, sources, strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _CachedWeight, ()
@@ -266,12 +266,12 @@ def _describe_state(projection: Any, tensors: list[Tensor], like: Tensor) -> tup
     """Return everything that the weight depends on: tensor versions, hooks and PEFT's adapters."""
     modules = list(projection.modules())
     versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
-    hooks = [key for x in modules for key in (*x._forward_hooks, *x._forward_pre_hooks)]
+    hook_ids = [i for x in modules for i in (*x._forward_hooks, *x._forward_pre_hooks)]
     adapters = [str(getattr(x, name, None)) for x in modules for name in _ADAPTER_FIELDS]
-    return like.dtype, like.device, projection.training, *versions, *hooks, *adapters
+    return like.dtype, like.device, projection.training, *versions, *hook_ids, *adapters
 
 
-def _has_known_algebra(module: Any, like: Tensor) -> bool | None:
+def _expands_by_formulas(module: Any, like: Tensor) -> bool | None:
     """Return whether the module's class expands latents by the formulas, tested on two tokens.
 
     None means that this cannot be determined yet, because the module is in training mode, or
@@ -286,9 +286,9 @@ def _has_known_algebra(module: Any, like: Tensor) -> bool | None:
         projections = find_projections(module, like)
         if projections is None:
             return None
-        # The values are not random, to leave the user's random generator unchanged.
-        values = torch.arange(2 * (rank + rope_dim), device=like.device).cos().to(like.dtype)
-        latent, rope_part = values.view(1, 1, 2, -1).split([rank, rope_dim], -1)
+        # The inputs are not random, to leave the user's random generator unchanged.
+        inputs = torch.arange(2 * (rank + rope_dim), device=like.device).cos().to(like.dtype)
+        latent, rope_part = inputs.view(1, 1, 2, -1).split([rank, rope_dim], -1)
         key, value = expand(module, latent, rope_part)
         nope_part = torch.einsum("abtr,hnr->ahtn", latent, projections.key)
         expected_key = torch.cat([nope_part, rope_part.expand(-1, nope_part.shape[1], -1, -1)], -1)
@@ -296,8 +296,8 @@ def _has_known_algebra(module: Any, like: Tensor) -> bool | None:
         return _is_close(key, expected_key) and _is_close(value, expected_value)
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape:
         return False
-    error, norm = (float(x.float().norm()) for x in (a - b, b))
+    error, norm = (float(x.float().norm()) for x in (actual - expected, expected))
     return error <= _TOLERANCE * norm

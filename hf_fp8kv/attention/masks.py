@@ -16,7 +16,7 @@ from ..modeling.step import step
 from ..ops.visibility import find_visible
 from .compact import CompactMask, make_compact
 from .model_quirks import adds_mask, needs_mask
-from .patterns import causal_window
+from .patterns import find_window
 
 Tensor = torch.Tensor
 
@@ -68,9 +68,9 @@ def fp8_paged_mask(
     # Without a cache, positions may be packed, so the pattern is not plain.
     is_chunked = getattr(config, "attention_chunk_size", None) is not None
     is_plain = is_preallocated and not is_chunked and not kwargs.get("use_vmap", False)
-    window = causal_window(mask_function, is_plain=is_plain, local_size=kwargs.get("local_size"))
+    window = find_window(mask_function, is_plain=is_plain, local_size=kwargs.get("local_size"))
     # A compact mask requires that the queries are the last stored tokens.
-    ends_together = is_preallocated or (
+    queries_are_last = is_preallocated or (
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     )
     # New keys, unlike stored keys, do not carry the window of their layer. If the window hides
@@ -78,7 +78,7 @@ def fp8_paged_mask(
     has_new_keys = q_length > 1 and q_length == kv_length and not request.is_stored
     hides_new_keys = has_new_keys and window is not None and 0 < window < kv_length
     model_adds_mask = adds_mask(config)
-    if model_adds_mask or not ends_together or window is None or hides_new_keys:
+    if model_adds_mask or not queries_are_last or window is None or hides_new_keys:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         make_mask = eager_mask if model_adds_mask else sdpa_mask
         return make_mask(
@@ -115,7 +115,7 @@ def fp8_paged_mask(
     return make_compact(is_token, kv_offset, length, window, q_length)
 
 
-def complete_mask(
+def make_complete(
     mask: Tensor | None,
     query: Tensor,
     key: Tensor,
@@ -145,13 +145,13 @@ def complete_mask(
     hides_tokens = bool(window) and num_keys > window
     if lengths is None and not (causal and (hides_tokens or 1 < num_queries != num_keys)):
         return None
-    return causal_mask(query, key, window, causal, lengths)
+    return make_causal(query, key, window, causal, lengths)
 
 
-def causal_mask(
+def make_causal(
     query: Tensor, key: Tensor, window: int = 0, causal: bool = True, lengths: Tensor | None = None
 ) -> Tensor:
-    """Return a causal mask, `[1 or B, 1, T, N]`, bool. The arguments are as in `complete_mask`."""
+    """Return a causal mask, `[1 or B, 1, T, N]`, bool, with arguments of `make_complete`."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     if lengths is None:
         lengths = torch.tensor([num_keys], device=query.device)
@@ -174,13 +174,13 @@ def keep_selected_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key:
     is_selected.scatter_(-1, columns.where(columns >= 0, key.shape[2]), True)
     is_selected = is_selected[:, None, :, :-1]
     if mask is None:
-        return is_selected & causal_mask(query, key)
+        return is_selected & make_causal(query, key)
     if mask.dtype == torch.bool:
         return mask & is_selected
     return mask.masked_fill(~is_selected, torch.finfo(mask.dtype).min)
 
 
-def additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def make_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return the values to add to the logits for a mask: 0, or the lowest value of `dtype`."""
     if mask is None or mask.is_floating_point():
         return mask

@@ -13,14 +13,14 @@ from transformers.masking_utils import and_masks, causal_mask_function, sliding_
 _AND_CODE, _WINDOW_CODE = and_masks().__code__, sliding_window_overlay(1).__code__
 
 
-def causal_window(
+def find_window(
     function: Callable[..., Any], *, is_plain: bool = False, local_size: int | None = None
 ) -> int | None:
     """Return the window of a causal pattern, 0 without a window, or None for any other pattern.
 
     torch.compile cannot read closures. In compiled code, the window is transformers' `local_size`
-    if the pattern `is_plain`: positions are not packed, the config has no chunks, and no function
-    of a caller (which needs vmap) is involved. Patterns with blocks use a different function.
+    if the pattern `is_plain`: positions are not packed, the config has no chunks, and the caller
+    passed no function (which needs vmap). Patterns with blocks use a different function.
     """
     if function is causal_mask_function:
         return 0

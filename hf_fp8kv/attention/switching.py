@@ -42,16 +42,16 @@ def watched_attention(
 
 
 def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the attention implementations of a model (under the key "") and of its parts."""
-    configs = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
-    names = {part: x._attn_implementation for part, x in configs.items() if x is not None}
-    return {"": model.config._attn_implementation, **names}
+    """Return the attention implementations of a model, under "", and of its sub-configs by name."""
+    configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    used = {name: x._attn_implementation for name, x in configs.items() if x is not None}
+    return {"": model.config._attn_implementation, **used}
 
 
-def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
+def set_implementations(model: PreTrainedModel, implementations: dict[str, Any]) -> None:
     """Set the attention implementations that `get_implementations` returned."""
-    model.set_attn_implementation({part: name for part, name in names.items() if name is not None})
-    model.config._attn_implementation = names  # includes None, which the method does not accept
+    model.set_attn_implementation({key: x for key, x in implementations.items() if x is not None})
+    model.config._attn_implementation = implementations  # the method does not accept None
 
 
 @contextmanager

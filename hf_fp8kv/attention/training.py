@@ -22,10 +22,10 @@ from ..formats import AUTO
 from ..modeling.exact_states import NOTE, rounding_note
 from ..modeling.model_support import with_cache
 from ..utils.tensors import without_grad
-from .check_model import stock_indices
+from .check_model import find_stock_layers
 from .compact import CompactMask
 from .deterministic import check_padding
-from .fp8_paged import ROUNDING, Call, attend_stored, dense_attention, drop_mask, requires_dense
+from .fp8_paged import ROUNDING, Call, attend_dense, attend_stored, drop_mask, requires_dense
 from .switching import eval_mode, watched_attention
 
 
@@ -47,7 +47,7 @@ class StoredRounding:
         options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
     def store(self, key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV]:
-        """Write whole sequences to new pages, and return handles on K and V, as a cache does.
+        """Write whole sequences to new pages, and return handles on stored K and V.
 
         Args:
             key: Keys, `[B, Hkv, T, Dk]`, any floating dtype.
@@ -57,19 +57,19 @@ class StoredRounding:
         if key.device != self._device:
             encoding.prepare(key, value)
             self._device = key.device
-        batch, _, tokens, _ = key.shape
-        num_pages = -(-tokens // self._options.page_size)
+        batch, _, num_tokens, _ = key.shape
+        num_pages = -(-num_tokens // self._options.page_size)
         with torch.no_grad():
             key, value = without_grad(key), without_grad(value)
             pool = self._options.make_pool(encoding.plan)
             pool.allocate(key, value, batch * num_pages)
             encoding.update_center(key, is_first=True)
             table = torch.arange(batch * num_pages, dtype=torch.int32, device=key.device)
-            lengths = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
+            lengths = torch.full((batch,), num_tokens, dtype=torch.int32, device=key.device)
             pages = encoding.make_pages(pool, table.view(batch, num_pages))
             ops.write(pages, key, value, lengths, encoding.backend)
-            dtypes = (key.dtype, value.dtype)
-            return make_handles(pages, lengths, None, dtypes, 0, tokens, 0, False, encoding.backend)
+            dtypes, backend = (key.dtype, value.dtype), encoding.backend
+            return make_handles(pages, lengths, None, dtypes, 0, num_tokens, 0, False, backend)
 
     def read(
         self, handles: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
@@ -99,7 +99,7 @@ class StoredRounding:
         handles = self.store(key, value)
         if dropout or requires_dense(kwargs):
             key, value = self.read(handles, key, value)
-            return dense_attention(call._replace(key=key, value=value))
+            return attend_dense(call._replace(key=key, value=value))
         stored_spec = drop_mask(query, handles[0], spec) if spec.deterministic else spec
         attended = attend_stored(query, handles[0], stored_spec)
         inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
@@ -109,24 +109,24 @@ class StoredRounding:
             return attended, None
         key, value = self.read(handles, key, value)
         gradient_spec = spec._replace(deterministic=False)
-        dense, _ = dense_attention(call._replace(key=key, value=value, spec=gradient_spec))
+        dense, _ = attend_dense(call._replace(key=key, value=value, spec=gradient_spec))
         return straight_through(dense, attended.to(dense.dtype)), None
 
     def _attend_padded(self, call: Call, mask: CompactMask) -> Tensor:
         """Move padded sequences to the first positions, as in a cache without padding, and attend.
 
-        The padding then follows a sequence, so it is not visible.
+        The padding then follows the tokens of its sequence, so causality hides it.
         """
-        tokens = call.key.shape[2]
-        columns = torch.arange(tokens, device=call.key.device)
-        index = (columns + mask.bounds[:, :1]) % tokens
-        check_padding(mask.token_mask[:, 0, 0].expand(len(index), -1).gather(1, index))
+        num_tokens = call.key.shape[2]
+        columns = torch.arange(num_tokens, device=call.key.device)
+        order = (columns + mask.bounds[:, :1]) % num_tokens
+        check_padding(mask.token_mask[:, 0, 0].expand(len(order), -1).gather(1, order))
         inputs = (call.query, call.key, call.value)
-        query, key, value = (x.gather(2, index[:, None, :, None].expand_as(x)) for x in inputs)
+        query, key, value = (x.gather(2, order[:, None, :, None].expand_as(x)) for x in inputs)
         call = call._replace(query=query, key=key, value=value, spec=call.spec._replace(mask=None))
         attended, _ = self.attend(call)
-        inverse = index.argsort(1)[:, :, None, None]
-        return attended.gather(1, inverse.expand_as(attended))
+        inverse_order = order.argsort(1)[:, :, None, None]
+        return attended.gather(1, inverse_order.expand_as(attended))
 
 
 def prepare_rounding(
@@ -164,7 +164,7 @@ def prepare_rounding(
             "training='stored': expected a decoder that uses transformers' attention registry, got "
             f"{type(model).__name__}, which {reason}. Leave training out"
         )
-    probed = _probe_layers(model, stock_indices(cache), cache_keywords)
+    probed = _probe_layers(model, find_stock_layers(cache), cache_keywords)
     if not always_paged and all(side.is_auto for plan in cache.plan.values() for side in plan):
         return {}
     return {
@@ -187,7 +187,7 @@ def _probe_layers(
     )  # fmt: skip
     layers: dict[torch.nn.Module, tuple[int, Any, Any]] = {}
 
-    def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _call: Any) -> None:
+    def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _kwargs: Any) -> None:
         if isinstance(key, PagedKV) and isinstance(value, PagedKV):
             initialized = [x for x in cache.paged_layers if x.is_initialized]
             owners = [x for x in initialized if x.store.pool.blocks.tensors[0] is key.block]
@@ -212,7 +212,7 @@ def _probe_layers(
         raise ConfigError(
             f"training='stored': expected attention to the keys and values that a cache stores, "
             f"got layers {unread} of {type(model).__name__}, which change them in between or do "
-            "not use transformers' attention registry (see check_model). Keep these in the "
+            "not use transformers' attention registry (see check_model). Keep these layers in the "
             f"model's dtype (skip_layers={unread})"
         )
     return layers

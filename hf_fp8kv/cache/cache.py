@@ -124,8 +124,8 @@ class FP8PagedCache(DynamicCache):
     config: PreTrainedConfig | None
     layers: list[Any]
     takes_exact_states = True
-    # The first tokens in the cache, or all tokens, including the current step. `UNKNOWN` while the
-    # cache changes, and None if the cache never received token ids.
+    # The cached tokens as far as their ids are known, including the current step. `UNKNOWN` while
+    # the cache changes, and None if the cache never received token ids.
     tokens: Tokens | None = None
     # The first tokens, if embeddings or images follow them. `tokens` is then None, or `UNKNOWN`
     # after the pages change.
@@ -134,7 +134,7 @@ class FP8PagedCache(DynamicCache):
     step_tokens = 0
     # Numbers of tokens that `generate` found in the cache, or in a store, over all sequences.
     reused_tokens = restored_tokens = 0
-    # Whether some of `tokens` were read from the start of a prompt, not from the model's calls.
+    # Whether some ids in `tokens` are assumed from a later prompt, not read from a call.
     has_assumed_prefix = False
     # Digest of the model and the options that computed the pages, or "".
     identity = ""
@@ -164,7 +164,7 @@ class FP8PagedCache(DynamicCache):
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, tensor_parallel=tensor_parallel, offloading=offloading,
-            latent=caches_latents(decoder),
+            is_latent=caches_latents(decoder),
         )  # fmt: skip
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
@@ -228,7 +228,7 @@ class FP8PagedCache(DynamicCache):
         self.layer_class_to_replicate = None
         self._paged, self.groups = paged, paged.groups
         self.options, self.config, self.budget = paged.options, paged.config, paged.budget
-        self.open_ended = paged.open_ended
+        self.is_open_ended = paged.is_open_ended
 
     @property
     def paged_layers(self) -> list[FP8PagedLayer]:
@@ -261,7 +261,7 @@ class FP8PagedCache(DynamicCache):
         `FP8PagedLayer.update`, but dense under flex attention. After an error, a growing cache is
         as it was before the step.
         """
-        if self.open_ended:
+        if self.is_open_ended:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._paged.add_layer(len(self.layers), None))
         try:
@@ -302,7 +302,7 @@ class FP8PagedCache(DynamicCache):
 
     def host_length(self) -> int:
         """Return the number of stored tokens. A preallocated cache synchronizes with the device."""
-        return max(self._paged.host_lengths(), default=0)
+        return max(self._paged.read_lengths(), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and free the pages that no other token needs.
@@ -429,7 +429,7 @@ class FP8PagedCache(DynamicCache):
         return cache
 
     def adopt(self, paged: PagedLayers) -> None:
-        """Take over growing layers with the options and config of this empty cache."""
+        """Replace the layers of this empty cache by growing layers with its options and config."""
         vars(self).update(vars(self._from_layers(paged)))  # in one call, after the layers exist
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":

@@ -122,14 +122,14 @@ class Encoding:
         pages = Pages(
             StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),
             StoredSide(self.v_scale, None, v_plan.format, pool.v_dim, v_plan.rotated),
-            blocks.tensors[0], table, blocks.offsets, pool.heads, pool.page_size, pool.key_dtype,
-            pool.value_dtype, pool.has_scales,
+            blocks.tensors[0], table, blocks.offsets, pool.num_heads, pool.page_size,
+            pool.stored_k_dtype, pool.stored_v_dtype, pool.has_scales,
         )  # fmt: skip
         if not is_compiling:
             blocks.cached_pages = plan, pages
         return pages
 
-    def tensors(self) -> list[torch.Tensor]:
+    def list_tensors(self) -> list[torch.Tensor]:
         """Return the static scales and the center."""
         tensors = (self.k_scale, self.v_scale, self.k_center)
         return [tensor for tensor in tensors if tensor is not None]

@@ -20,7 +20,7 @@ def _make_states_property(name: str) -> Any:
     """Return the property `keys` or `values` of a layer."""
 
     def read(layer: "FP8PagedLayer") -> PagedKV | None:
-        handles = layer.store.stored_handles()
+        handles = layer.store.make_stored_handles()
         return None if handles is None else handles[name == "values"]
 
     def assign(layer: "FP8PagedLayer", states: torch.Tensor | None) -> None:
@@ -31,7 +31,7 @@ def _make_states_property(name: str) -> Any:
             )
         layer.assigned[name] = states
         if len(layer.assigned) == 2:
-            key, value = (densify(layer.assigned.pop(name)) for name in ("keys", "values"))
+            key, value = (densify(layer.assigned.pop(x)) for x in ("keys", "values"))
             layer.replace(key, value)
 
     return property(read, assign)
@@ -179,7 +179,7 @@ class FP8PagedLayer(CacheLayerMixin):
         """Return the number of columns of the mask, and the position of the first column."""
         length = self.store.length
         if isinstance(length, HostLength):
-            start = length.group.visible_from(length.num_stored)
+            start = length.group.find_window_start(length.num_stored)
             return length.num_stored + query_length - start, start
         length.check_capacity(query_length)
         if length.is_empty and self.options.prefill == "exact" and self._uses_fp8_paged():
@@ -232,14 +232,14 @@ class FP8PagedLayer(CacheLayerMixin):
             self.store.move_memory(self.store.encoding.device)
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Encode new keys and values, and replace all stored tokens, which must not be fewer.
+        """Encode keys and values, and store them instead of all stored tokens.
 
-        If they equal the first stored tokens, later tokens are removed instead. The plan and the
+        If they equal the first stored tokens, only the later tokens are removed. The plan and the
         center of the first call remain.
 
         Raises:
-            ConfigError: There are more tokens, or their shapes or dtypes differ, or the layer has a
-                window or is preallocated. (Only the whole cache can change a preallocated length.)
+            ConfigError: There are more tokens than before, their shapes or dtypes differ, or the
+                layer has a window or is preallocated, whose length only the whole cache can change.
             OutOfPagesError: The budget has no room for copies of pages that forks share.
         """
         store = self.store
@@ -256,13 +256,13 @@ class FP8PagedLayer(CacheLayerMixin):
                 f"expected at most {num_stored} keys and values for a layer without a window, got "
                 f"{num_new} for {self}. Leave layers with a window as they are"
             )
-        handles = store.stored_handles()
+        handles = store.make_stored_handles()
         assert handles is not None
-        states = [x.dense()[:, :, :num_new] for x in handles]
-        if torch.equal(states[0], key) and torch.equal(states[1], value):
+        stored_key, stored_value = (handle.dense()[:, :, :num_new] for handle in handles)
+        if torch.equal(stored_key, key) and torch.equal(stored_value, value):
             store.crop_to(num_new)
             return
-        if store.indexer is not None and num_new < num_stored and not torch.equal(states[0], key):
+        if store.indexer is not None and num_new < num_stored and not torch.equal(stored_key, key):
             raise ConfigError(
                 f"expected all keys and values of {self}, or the first ones unchanged, got "
                 f"{num_new} different ones. Its indexer has keys of all tokens. Name the layer in "
@@ -332,11 +332,11 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
     pool, got = layer.store.pool, (num_heads, k_dim, v_shape[3], key.dtype, value.dtype)
-    expected = is_initialized and (pool.heads, pool.k_dim, pool.v_dim, pool.dtype, pool.v_dtype)
-    if is_initialized and got != expected:
+    stored = is_initialized and (pool.num_heads, pool.k_dim, pool.v_dim, pool.k_dtype, pool.v_dtype)
+    if is_initialized and got != stored:
         raise ConfigError(
             "expected keys and values like the first call's (heads, key size, value size, "
-            f"dtypes) = {expected}, got {got}. A cache belongs to one model. Create a new "
+            f"dtypes) = {stored}, got {got}. A cache belongs to one model. Create a new "
             "FP8PagedCache for a different model"
         )
     num_sequences = layer.store.group.table.batch

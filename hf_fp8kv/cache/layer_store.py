@@ -57,7 +57,7 @@ class LayerStore:
         if not self.pool.is_allocated:
             self.pool.allocate(key, value, num_pages, single_block=is_preallocated)
         if is_preallocated:
-            self.encoding.allocate_center(batch, self.pool.heads, self.pool.k_dim)
+            self.encoding.allocate_center(batch, self.pool.num_heads, self.pool.k_dim)
         self._is_prepared = True
         self.mark_addresses()
 
@@ -65,11 +65,11 @@ class LayerStore:
         """Use the group's work plan, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
             return
-        rows, backend = self._count_query_rows(1), self.encoding.backend
-        step = self.length.share_plan(self.pool.heads, rows, backend)
+        num_rows, backend = self._count_query_rows(1), self.encoding.backend
+        tensors = self.length.share_plan(self.pool.num_heads, num_rows, backend)
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
-            for tensor in (pages.block, pages.offsets, *step, *self.encoding.tensors()):
+            for tensor in (pages.block, pages.offsets, *tensors, *self.encoding.list_tensors()):
                 torch._dynamo.mark_static_address(tensor)
 
     # -- tokens ------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ class LayerStore:
             pages = self._write_long(key, value, call, long_write, pages)
         else:
             if long_write is not None:  # only the last pages of a long call are ever read
-                size, num_kept = pages.page_size, long_write.kept_pages.shape[1]
-                num_skipped = max(-(-call.tokens // size) - num_kept, 0) * size
+                page_size, num_kept = pages.page_size, long_write.kept_pages.shape[1]
+                num_skipped = max(-(-call.num_tokens // page_size) - num_kept, 0) * page_size
                 key, value = key[:, :, num_skipped:], value[:, :, num_skipped:]
             if isinstance(memory := self.pool.memory, OffloadBlocks):
                 memory.mark_written(self.group.table.pages_of(call.stop - key.shape[2], call.stop))
@@ -100,7 +100,7 @@ class LayerStore:
         Return the scratch pages, which hold the previous window, followed by the new tokens.
         """
         (batch, num_old), num_kept = write.old_pages.shape, write.kept_pages.shape[1]
-        num_pages = num_old + -(-call.tokens // pages.page_size)
+        num_pages = num_old + -(-call.num_tokens // pages.page_size)
         block = pages.block.new_zeros((batch, num_pages, pages.block.shape[1]))
         if num_old:
             rows = self.pool.blocks.take(write.old_pages.reshape(-1))
@@ -119,19 +119,19 @@ class LayerStore:
 
     def make_handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:
         """Return handles on the keys and values of a call."""
-        encoding, is_preallocated = self.encoding, self.length.max_tokens is not None
-        rows, backend = self._count_query_rows(call.tokens), encoding.backend
-        plan = self.length.plan(call, self.pool.heads, rows, backend)
-        window = self.group.window or 0
-        columns = (call.start, call.stop, window, is_preallocated, backend)
-        dtypes = self.pool.dtype, self.pool.v_dtype
-        return make_handles(pages, call.lengths, plan, dtypes, *columns)
+        is_preallocated, window = self.length.max_tokens is not None, self.group.window or 0
+        num_rows, backend = self._count_query_rows(call.num_tokens), self.encoding.backend
+        plan = self.length.plan(call, self.pool.num_heads, num_rows, backend)
+        return make_handles(
+            pages, call.lengths, plan, (self.pool.k_dtype, self.pool.v_dtype), call.start,
+            call.stop, window, is_preallocated, backend,
+        )  # fmt: skip
 
     def _count_query_rows(self, num_tokens: int) -> int:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""
-        return max(1, self.num_query_heads // self.pool.heads) * num_tokens
+        return max(1, self.num_query_heads // self.pool.num_heads) * num_tokens
 
-    def stored_handles(self) -> tuple[PagedKV, PagedKV] | None:
+    def make_stored_handles(self) -> tuple[PagedKV, PagedKV] | None:
         """Return handles on all stored tokens that are visible to the next token, or None.
 
         For a preallocated layer, the handles cover all positions, stored or not, after the first
@@ -140,7 +140,7 @@ class LayerStore:
         if not self.is_initialized or (self.length.max_tokens is None and self.length.is_empty):
             return None
         self.fetch_pages()
-        call = self.length.stored_call(self.encoding.device)
+        call = self.length.make_stored_call(self.encoding.device)
         return self.make_handles(self.encoding.make_pages(self.pool, call.table), call)
 
     def crop_to(self, length: int) -> None:
@@ -167,10 +167,11 @@ class LayerStore:
         """Move pages to the layer's device. With offloading, also fetch the next layer's pages."""
         memory = self.pool.memory
         if isinstance(memory, OffloadBlocks):
-            stores = self, self.next_store() or self
-            next_memory = stores[1].pool.memory
+            next_store = self.next_store() or self
+            next_memory = next_store.pool.memory
             assert isinstance(next_memory, OffloadBlocks)
-            pages, next_pages = (x.group.find_visible_pages(x.length.member) for x in stores)
+            pages = self.group.find_visible_pages(self.length.member)
+            next_pages = next_store.group.find_visible_pages(next_store.length.member)
             memory.budget.fetch_layers(memory, pages, next_memory, next_pages)
         elif memory.tensors[0].device != self.encoding.device:
             self.move_memory(self.encoding.device)
@@ -192,7 +193,7 @@ class LayerStore:
             self.pool.memory.device = device
         # These tensors are later written in inference mode and outside it.
         with torch.inference_mode(False), torch.no_grad():
-            encoding.prepare(*self.pool.empty_tokens(1))
+            encoding.prepare(*self.pool.make_empty_tokens(1))
             if encoding.k_center is not None:
                 encoding.k_center = encoding.k_center.to(device)
             self.move_memory(device)
@@ -206,26 +207,26 @@ class LayerStore:
 
     def fork_from(self, source: "LayerStore", length: int) -> None:
         """Share the first `length` tokens of `source`, which has the pool of this new layer."""
-        indexer = get_tensors(source.indexer) if source.indexer is not None and length else {}
-        if "indexer_keys" in indexer:
-            indexer["indexer_keys"] = indexer["indexer_keys"][:, :length]
-        self.restore(length, source.encoding.k_center, indexer)
+        tensors = get_tensors(source.indexer) if source.indexer is not None and length else {}
+        if "indexer_keys" in tensors:
+            tensors["indexer_keys"] = tensors["indexer_keys"][:, :length]
+        self.restore(length, source.encoding.k_center, tensors)
 
     def restore(
-        self, length: int, center: torch.Tensor | None, indexer: dict[str, torch.Tensor]
+        self, length: int, center: torch.Tensor | None, indexer_tensors: dict[str, torch.Tensor]
     ) -> None:
         """Set the contents of a new growing layer, except the block table and the pages.
 
         Args:
             length: Number of stored tokens.
             center: Center of K, `[B, Hkv, Dk]`, float32, or None.
-            indexer: Tensors of the layer's indexer by name, which are copied.
+            indexer_tensors: Tensors of the layer's indexer by name, which are copied.
         """
         self.group.lengths[self.length.member] = length
         if self.indexer is not None:
-            self.indexer.set_tensors(indexer)
+            self.indexer.set_tensors(indexer_tensors)
         if self.pool.is_allocated:
-            self.encoding.prepare(*self.pool.empty_tokens(self.group.table.batch))
+            self.encoding.prepare(*self.pool.make_empty_tokens(self.group.table.batch))
             self.encoding.k_center, self._is_prepared = center, True
 
     def copy_from(self, source: "LayerStore") -> None:
@@ -239,15 +240,15 @@ class LayerStore:
             self.indexer.set_tensors(get_tensors(source.indexer))
         if not source.is_initialized:
             return
-        tokens = pool.empty_tokens(table.batch)
-        self.encoding.prepare(*tokens)
-        self.allocate(*tokens)
+        key, value = pool.make_empty_tokens(table.batch)
+        self.encoding.prepare(key, value)
+        self.allocate(key, value)
         # A ring only holds the last pages.
-        group = length.group
-        first = max(table.first_page, table.num_columns - (group.ring_size or table.num_columns))
+        group, stop = length.group, table.num_columns
+        first = max(table.first_page, stop - (group.ring_size or stop))
         group.first_intact[length.member] = first * table.page_size
-        new_pages = length.table[:, first : table.num_columns].long().reshape(-1)
-        rows = pool.memory.take(table.rows[:, first : table.num_columns].reshape(-1))
+        new_pages = length.table[:, first:stop].long().reshape(-1)
+        rows = pool.memory.take(table.rows[:, first:stop].reshape(-1))
         self.pool.memory.put(new_pages, rows.to(new_pages.device))
         if source.encoding.k_center is not None:
             self.encoding.set_center(source.encoding.k_center)
@@ -256,12 +257,12 @@ class LayerStore:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`."""
-        indexer = {} if self.indexer is None else get_tensors(self.indexer)
-        other = sum(tensor.nbytes for tensor in indexer.values())
+        indexer_tensors = {} if self.indexer is None else get_tensors(self.indexer)
+        other = sum(tensor.nbytes for tensor in indexer_tensors.values())
         if not self.is_initialized:
             return {"other": other}
         sizes = {"other": other, **self.pool.memory_footprint()}
-        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
+        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.list_tensors())
         num_used = len(np.unique(self.group.table.used_rows()))
         if isinstance(self.length, DeviceLength):
             num_used = len(self.pool.memory)  # every page belongs to a sequence

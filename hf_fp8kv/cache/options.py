@@ -70,14 +70,14 @@ class CacheOptions:
         value_dtype: object,
         scales: KVScales | str | os.PathLike[str] | float | None,
         plan: object = None,
-        latent: bool = False,
+        is_latent: bool = False,
         **fields: Any,
     ) -> "CacheOptions":
         """Return checked options. `fields` are the remaining fields of the class.
 
-        `latent` is whether K holds latents and V the RoPE parts of the keys (MLA). RoPE parts are a
-        ninth of the values and distinguish keys, so they keep 16 bits unless a format is passed.
-        Latents have no center, because all heads read them as keys and as values.
+        `is_latent` is whether K holds latents and V the RoPE parts of the keys (MLA). RoPE parts
+        are a ninth of the values and distinguish keys, so they keep the model's dtype unless a
+        format is passed. Latents have no center, because all heads read them as keys and as values.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -112,15 +112,16 @@ class CacheOptions:
             # A center of each sequence halves the error of K in the default format. For other
             # formats, the effect is not measured. With prefill="stored", results must not depend on
             # how a sequence is split into calls.
-            centered = common_format is key_dtype is scales is None and fields["prefill"] == "exact"
+            is_default = common_format is None and key_dtype is None and scales is None
+            centered = is_default and fields["prefill"] == "exact" and not is_latent
             default = common_format or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
-            v = AUTO if latent else default
+            v = AUTO if is_latent else default
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
             # Rotation compensates for a narrow range. Static scales are for unrotated values.
-            rotated = NARROW_FORMATS if scales is None else ()
-            k_plan = SidePlan(k, k in rotated, centered and not latent)
-            new_plan = LayerPlan(k_plan, SidePlan(v, v in rotated))
+            rotated_formats = NARROW_FORMATS if scales is None else ()
+            k_plan = SidePlan(k, k in rotated_formats, centered)
+            new_plan = LayerPlan(k_plan, SidePlan(v, v in rotated_formats))
         options = cls(plan=new_plan, scales=scales, **fields)
         options.check()
         return options
@@ -132,12 +133,11 @@ class CacheOptions:
                 f"prefill: expected 'exact' or 'stored', got {self.prefill!r}. Leave it out, "
                 "unless a first call must also read stored keys and values"
             )
-        size = self.page_size
-        _check_positive(size, "page_size")
-        if size & (size - 1) or not 8 <= size <= 1024:
+        _check_positive(self.page_size, "page_size")
+        if self.page_size & (self.page_size - 1) or not 8 <= self.page_size <= 1024:
             raise ConfigError(
-                f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}. Leave it "
-                "out for 64"
+                f"page_size: expected a power of two from 8 to 1024 tokens, got {self.page_size}. "
+                "Leave it out for 64"
             )
         for name in ("max_cache_len", "max_pages"):
             if getattr(self, name) is not None:
@@ -164,12 +164,12 @@ class CacheOptions:
         return self.max_cache_len is not None
 
     @property
-    def dynamic_scales(self) -> bool:
+    def has_dynamic_scales(self) -> bool:
         """Whether each token and head has a separate scale."""
         return self.scales is None or (isinstance(self.scales, KVScales) and self.scales.is_dynamic)
 
     @property
-    def first_call_centers(self) -> bool:
+    def has_first_call_centers(self) -> bool:
         """Whether centers are computed from the first call."""
         if isinstance(self.scales, KVScales) and self.scales.centered:
             return False
@@ -187,7 +187,7 @@ class CacheOptions:
                 "reads unrounded K and V, so pages depend on how a sequence is split into calls. "
                 "Make the cache with prefill='stored'"
             )
-        if self.first_call_centers:
+        if self.has_first_call_centers:
             raise ConfigError(
                 f"{argument}: expected a plan that carries the centers of K, got one without: the "
                 "center would be the mean of the first call, and so depend on how a sequence is "
@@ -230,11 +230,10 @@ class CacheOptions:
             ConfigError: The plan belongs to a different model.
         """
         planned_layers = () if isinstance(self.plan, LayerPlan) else self.plan
-        extra = sorted(index for index in planned_layers if index >= num_layers)
         scaled_layers = self.scales.layers if isinstance(self.scales, KVScales) else paged_layers
         if missing := sorted(set(paged_layers).difference(scaled_layers)):
             raise self._mismatch(f"scales for every paged layer, got none for layers {missing}")
-        if extra:
+        if extra := sorted(index for index in planned_layers if index >= num_layers):
             expected = f"only layers of the model, 0 to {num_layers - 1}, but also got {extra}"
             raise self._mismatch(expected, "Leave them out")
 
@@ -253,7 +252,7 @@ class CacheOptions:
         `budget` is the budget of the cache, or None for scratch pages, which are never offloaded.
         """
         memory = OffloadBlocks(budget, index) if isinstance(budget, OffloadBudget) else None
-        return PagePool(self.page_size, plan, self.dynamic_scales, memory)
+        return PagePool(self.page_size, plan, self.has_dynamic_scales, memory)
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int

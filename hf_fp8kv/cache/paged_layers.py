@@ -47,7 +47,7 @@ class PagedLayers:
         layers: The paged layers, in the order of the model.
         stores: The stores of the paged layers, in the same order.
         padding_observer: Observer of the padding of the cache's sequences.
-        open_ended: Whether layers are added as the model uses them.
+        is_open_ended: Whether layers are added as the model uses them.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.padding_observer = PaddingObserver()
-        self.open_ended = config is None
+        self.is_open_ended = config is None
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
@@ -146,12 +146,12 @@ class PagedLayers:
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
-        get_rope = RopeRotation.from_config(config)
+        get_rotation = RopeRotation.from_config(config)
         skipped_layers = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             max_tokens, shares_kv = self.options.max_cache_len, shares_keys(config, index)
             if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
-                rope, has_indexer = get_rope(index), isinstance(layer, INDEXED_CLASSES)
+                rope, has_indexer = get_rotation(index), isinstance(layer, INDEXED_CLASSES)
                 layers[index] = self.add_layer(index, window, rope=rope, has_indexer=has_indexer)
             elif shares_kv and max_tokens is not None:
                 layers[index] = Indexer(max_tokens)
@@ -175,7 +175,7 @@ class PagedLayers:
 
         If no layer has tokens, the fork gets new pages.
         """
-        lengths = self.host_lengths()
+        lengths = self.read_lengths()
         has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
         fork = self._make_copy(self.budget, groups)
@@ -185,27 +185,27 @@ class PagedLayers:
 
     def to_preallocated(self) -> "PagedLayers":
         """Return preallocated layers with copies of these layers' pages, and a separate budget."""
-        layers = self._make_copy(self.options.make_budget(), {})
-        # Copy only after all layers exist, because a preallocated layer allocates pages in every
-        # group, and the layers of a group determine the number of its pages.
-        for store, source in zip(layers.stores, self.stores, strict=True):
+        copy = self._make_copy(self.options.make_budget(), {})
+        # Copy pages only after all layers exist, because a preallocated layer allocates pages in
+        # every group, and the layers of a group determine the number of its pages.
+        for store, source in zip(copy.stores, self.stores, strict=True):
             store.copy_from(source)
-        return layers
+        return copy
 
     def _make_copy(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
         """Return new layers like these layers, with the same pools if `groups` is not empty."""
-        layers = PagedLayers(self.options, self.config, budget)
-        layers.open_ended = self.open_ended
+        copy = PagedLayers(self.options, self.config, budget)
+        copy.is_open_ended = self.is_open_ended
         for group in groups.values():
-            layers.add_group(group)
+            copy.add_group(group)
         for window, group in self.groups.items():
-            layers._get_group(window).record_past = group.record_past
+            copy._get_group(window).record_past = group.record_past
         for store in self.stores:
             index, rope = store.encoding.index, store.encoding.rope
             pool = store.pool if groups and store.is_initialized else None
             has_indexer = store.indexer is not None
-            layers.add_layer(index, store.group.window, pool, rope, has_indexer=has_indexer)
-        return layers
+            copy.add_layer(index, store.group.window, pool, rope, has_indexer=has_indexer)
+        return copy
 
     # -- operations on all layers ------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class PagedLayers:
         """Number of sequences, 0 before the first token."""
         return max((group.table.batch for group in self.groups.values()), default=0)
 
-    def host_lengths(self) -> list[int]:
+    def read_lengths(self) -> list[int]:
         """Return the number of tokens in each layer. A preallocated cache synchronizes."""
         if not self.fixed_groups:
             return [store.length.count_stored() for store in self.stores]
@@ -225,7 +225,7 @@ class PagedLayers:
         """Return the request of this cache for a mask of these sizes."""
         options, observer = self.options, self.padding_observer
         is_empty = not self.stores or self.stores[0].length.is_empty
-        needs_padding = options.first_call_centers and observer.begin_call(num_tokens, is_empty)
+        needs_padding = options.has_first_call_centers and observer.begin_call(num_tokens, is_empty)
         used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
         # A preallocated layer of transformers with a window has fewer columns, which it shifts.
@@ -237,7 +237,7 @@ class PagedLayers:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
         if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
-            for store, length in zip(self.stores, self.host_lengths(), strict=True):
+            for store, length in zip(self.stores, self.read_lengths(), strict=True):
                 store.length.check_crop(num_tokens, length)
 
     def crop(self, num_tokens: int) -> None:
@@ -252,10 +252,10 @@ class PagedLayers:
                 group.crop(num_tokens)
             self._free_empty_pools()
         elif num_tokens:
-            new_lengths = [max(length - num_tokens, 0) for length in self.host_lengths()]
+            new_lengths = [max(length - num_tokens, 0) for length in self.read_lengths()]
             longest = max(new_lengths, default=0)
-            counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
-            self.budget.check(sum(counts))
+            page_counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
+            self.budget.check(sum(page_counts))
             for store, length in zip(self.stores, new_lengths, strict=True):
                 store.crop_to(length)
             self._unshare_pages(longest)
@@ -263,7 +263,7 @@ class PagedLayers:
     def end_layer(self, index: int, num_tokens: int) -> bool:
         """Record that layer `index` has stored its new tokens. Return `uses_flex_attention()`.
 
-        After the last layer, free the pages that were kept in case a layer rejects the step.
+        After the last layer, free the pages that were kept in case a layer raises an error.
         """
         if not self._step_layers or index <= self._step_layers[-1][0]:
             self._step_layers.clear()
@@ -335,10 +335,10 @@ class PagedLayers:
             raise ConfigError(
                 f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = max(self.host_lengths(), default=0) if self.fixed_groups else 0
+        length = max(self.read_lengths(), default=0) if self.fixed_groups else 0
         if self.fixed_groups:
-            counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
-            self.budget.check(max(sum(counts), 0))
+            page_counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
+            self.budget.check(max(sum(page_counts), 0))
         for group in self.groups.values():
             group.settle_step()
             table = group.table
@@ -367,7 +367,7 @@ class PagedLayers:
         return sizes
 
     def _unshare_pages(self, length: int) -> None:
-        """Give each sequence of a preallocated cache separate pages from `length` on."""
+        """Give each sequence of a preallocated cache separate pages for tokens from `length` on."""
         if self.batch:
             for group in self.fixed_groups:
                 group.unshare(length)

@@ -1,6 +1,6 @@
-"""`PagedKV`: the result of `Cache.update`, which looks like dense K or V and carries the pages.
+"""`PagedKV`: the result of `Cache.update`, which looks like dense K or V and refers to the pages.
 
-The attention function does not receive the cache, so K and V must carry the pages. A `PagedKV` is a
+The attention function does not receive the cache, so K and V refer to the pages. A `PagedKV` is a
 wrapper subclass with the shape, dtype and device of the dense tensor. Its inner tensors are the
 pages, so `torch.compile` can trace it. `fp8_paged` reads the pages. Any other operation on a handle
 gets the dense tensor from `ops.gather`.
@@ -23,8 +23,8 @@ from ..utils.warn_once import warn_once
 logger = logging.getLogger(__name__)
 
 
-class StandIn(torch.Tensor):
-    """A tensor that is computed when an operation uses it.
+class LazyTensor(torch.Tensor):
+    """A tensor whose values are computed when an operation uses it.
 
     Until then it only has the attributes in `FIELDS`. They are tensors and constants, because
     `torch.compile` can only read such attributes of a subclass.
@@ -73,7 +73,7 @@ class StandIn(torch.Tensor):
     ) -> Any:
         if cls.WARNING:
             warn_once(logger, cls.WARNING)
-        if func._schema.is_mutable and args and isinstance(args[0], StandIn):
+        if func._schema.is_mutable and args and isinstance(args[0], LazyTensor):
             raise ConfigError(
                 f"expected to read {args[0]}, got {func}, which writes into it. Write into a dense "
                 "copy, which .clone() makes"
@@ -93,7 +93,7 @@ class StandIn(torch.Tensor):
         return self.dense().__reduce_ex__(protocol)
 
 
-class PagedKV(StandIn):
+class PagedKV(LazyTensor):
     """Handle on stored keys or values, which looks like a dense tensor `[B, Hkv, stop - start, D]`.
 
     `make_handles` creates handles, and documents the attributes. Attributes of the pages have the
@@ -101,7 +101,7 @@ class PagedKV(StandIn):
     """
 
     FIELDS = (
-        *PAGE_FIELDS, "lengths", "plan", "side", "start", "stop", "window", "ragged", "backend",
+        *PAGE_FIELDS, "lengths", "plan", "side", "start", "stop", "window", "is_ragged", "backend",
     )  # fmt: skip
     WARNING = (
         "the model or its attention uses dense keys and values, which are decoded from the pages "
@@ -116,7 +116,7 @@ class PagedKV(StandIn):
     start: int
     stop: int
     window: int
-    ragged: bool
+    is_ragged: bool
     backend: str
     pages: Pages | None = None  # set unless a compiler has flattened the handle
 
@@ -124,7 +124,7 @@ class PagedKV(StandIn):
         """Decode the stored bytes to a contiguous tensor."""
         return ops.gather(
             pages_of(self), self.lengths, self.side, self.start, self.stop, self.dtype,
-            self.ragged, self.backend,
+            self.is_ragged, self.backend,
         )  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def pages_of(handle: PagedKV) -> Pages:
 
 
 def densify(x: Any) -> Any:
-    """Return the dense tensor of a `StandIn`, and any other object unchanged."""
-    return x.dense() if isinstance(x, StandIn) else x
+    """Return the dense tensor of a `LazyTensor`, and any other object unchanged."""
+    return x.dense() if isinstance(x, LazyTensor) else x
 
 
 def make_handles(
@@ -148,7 +148,7 @@ def make_handles(
     start: int,
     stop: int,
     window: int,
-    ragged: bool,
+    is_ragged: bool,
     backend: str,
 ) -> tuple[PagedKV, PagedKV]:
     """Return handles on stored K and V.
@@ -161,7 +161,7 @@ def make_handles(
         start: Position of the first column.
         stop: Position of the last column plus one.
         window: Size of the layer's sliding window, in tokens. 0 means no window.
-        ragged: Whether there are columns past the last stored token, which are zero, as with
+        is_ragged: Whether there are columns past the last stored token, which are zero, as with
             `max_cache_len`.
         backend: One of `ops.BACKENDS`.
     """
@@ -169,7 +169,7 @@ def make_handles(
         pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
     attributes = {
         **pages.attributes, "pages": pages, "lengths": lengths, "plan": plan, "side": "k",
-        "start": start, "stop": stop, "window": window, "ragged": ragged, "backend": backend,
+        "start": start, "stop": stop, "window": window, "is_ragged": is_ragged, "backend": backend,
     }  # fmt: skip
     batch, device = pages.table.shape[0], pages.table.device
     size = (batch, pages.num_heads, stop - start)

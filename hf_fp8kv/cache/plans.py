@@ -10,9 +10,6 @@ from ..formats import ALIASES, AUTO, FORMATS, LayerPlan, SidePlan
 from ..scales.kv_scales import KVScales, StoragePlan
 
 Plan = StoragePlan | LayerPlan | Mapping[int, LayerPlan]
-_EXAMPLES = (
-    "Pass, for example, plan='fp8_e3m4 centered' or plan=('int8 rotated', 'fp8_e2m5 rotated')"
-)
 
 
 def parse_plan(plan: object) -> Plan | None:
@@ -52,7 +49,8 @@ def parse_plan(plan: object) -> Plan | None:
     else:
         raise ConfigError(
             "plan: expected a StoragePlan, a LayerPlan, a LayerPlan for each layer, or text, got "
-            f"{plan!r}. {_EXAMPLES}"
+            f"{plan!r}. Pass, for example, plan='fp8_e3m4 centered' or plan=('int8 rotated', "
+            "'fp8_e2m5 rotated')"
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:

@@ -25,7 +25,7 @@ from ..scales.kv_scales import wrap_scales
 from ..scales.layer_scales import ScaleData, check_constant
 from ..utils.digests import digest_of
 from ..utils.files import CACHE_FORMAT, write_all
-from .indexers import get_tensors
+from .indexers import INDEXER_TENSORS, get_tensors
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .plans import parse_plan
@@ -37,8 +37,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat
 # Positions are int32. A block table may have `_MIN_ENTRY_LIMIT` entries, or one entry for each byte
 # of a file if that is more.
 _MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
-# Names of an indexer's tensors. The batch is axis 0 of the keys, and axis 1 of the positions.
-_INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")
+
 _ROPE_KEYS = ("base", "share", "moving", "mla", "neighbors", "positions")  # keys in files
 
 Tensors = dict[str, torch.Tensor]
@@ -55,24 +54,23 @@ def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
     """
     tensors: Tensors = {}
     groups, fork = [], paged.fork()
-    for g, group in enumerate(fork.groups.values()):
-        stores = [store for store in fork.stores if store.group is group]
+    for group_index, group in enumerate(fork.groups.values()):
         # A preallocated cache also lists empty pages.
-        stop = -(-group.length // group.page_size)
-        rows = group.table.rows[:, min(group.table.first_page, stop) : stop]
-        pages, indices = np.unique(rows, return_inverse=True)
-        tensors[f"groups.{g}.table"] = torch.from_numpy(indices.reshape(rows.shape)).int()
+        stop_page = -(-group.length // group.page_size)
+        rows = group.table.rows[:, min(group.table.first_page, stop_page) : stop_page]
+        pages, numbers = np.unique(rows, return_inverse=True)
+        tensors[f"groups.{group_index}.table"] = torch.from_numpy(numbers.reshape(rows.shape)).int()
         layers: list[Facts] = []
-        for store in stores:
+        for store in (x for x in fork.stores if x.group is group):
             i, rope, pool = store.encoding.index, store.encoding.rope, store.pool
             facts: Facts = {"index": i}
             layers.append(facts)
             if rope is not None:
                 facts["turns"] = dict(zip(_ROPE_KEYS, astuple(rope), strict=True))
             if store.indexer is not None:
-                indexer = get_tensors(store.indexer)
-                facts["indexer"] = list(indexer)
-                tensors |= {f"layers.{i}.{name}": tensor for name, tensor in indexer.items()}
+                indexer_tensors = get_tensors(store.indexer)
+                facts["indexer"] = list(indexer_tensors)
+                tensors |= {f"layers.{i}.{name}": x for name, x in indexer_tensors.items()}
             if store.is_initialized:
                 facts |= {"length": store.length.count_stored(), **describe_pool(pool)}
                 # The pool of a layer with fewer tokens may not have grown to all pages yet.
@@ -82,14 +80,14 @@ def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
                     tensors[f"layers.{i}.k_center"] = store.encoding.k_center.clone()
         record_past = group.record_past
         groups.append({"window": group.window, "record_past": record_past, "layers": layers})
-    return {"groups": groups, "open_ended": paged.open_ended}, tensors
+    return {"groups": groups, "open_ended": paged.is_open_ended}, tensors
 
 
 def describe_pool(pool: PagePool) -> Facts:
     """Return everything that a page's layout depends on, except the options, as JSON values."""
     return {
-        "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
-        "shape": [pool.heads, pool.k_dim, pool.v_dim],
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in (pool.k_dtype, pool.v_dtype)],
+        "shape": [pool.num_heads, pool.k_dim, pool.v_dim],
     }
 
 
@@ -102,10 +100,10 @@ def make_pool(
     Raises:
         ConfigError: The sizes are impossible. Facts of unexpected types may raise any error.
     """
-    minimums = zip(facts["shape"], (1, 1, 0), strict=True)
-    heads, *dims = (_check_count("shape", dim, minimum) for dim, minimum in minimums)
+    sizes = zip(facts["shape"], (1, 1, 0), strict=True)  # each with its minimum
+    num_heads, *dims = (_check_count("shape", size, minimum) for size, minimum in sizes)
     key, value = (
-        torch.empty((1, heads, 0, dim), dtype=_DTYPES[dtype], device=device)
+        torch.empty((1, num_heads, 0, dim), dtype=_DTYPES[dtype], device=device)
         for dim, dtype in zip(dims, facts["dtypes"], strict=True)
     )
     pool = options.make_pool(options.layer_plan(index), budget, index)
@@ -127,7 +125,7 @@ def unpack(
             unexpected types may raise any error.
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
-    budget, size, max_tokens = options.make_budget(), options.page_size, options.max_cache_len or 0
+    budget, max_tokens = options.make_budget(), options.max_cache_len or 0
     max_entries = max(_MIN_ENTRY_LIMIT, sum(tensor.nbytes for tensor in tensors.values()))
 
     def pop_tensor(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -138,64 +136,67 @@ def unpack(
     _check_same("open_ended", bool, type(facts["open_ended"]))
     batch_sizes = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
     paged = PagedLayers(options, config, budget)
-    paged.open_ended = facts["open_ended"]
+    paged.is_open_ended = facts["open_ended"]
     # Arguments of `PagedLayers.add_layer` and `LayerStore.restore`, by layer.
     layers: dict[int, tuple[Facts, Facts]] = {}
     pools: list[tuple[PagePool, torch.Tensor]] = []
-    for g, group_facts in enumerate(facts["groups"]):
-        name, window = f"groups.{g}.table", group_facts["window"]
-        _check_same(f"window {window} is another group's", False, window in paged.groups)
+    for group_index, group_facts in enumerate(facts["groups"]):
+        name, window = f"groups.{group_index}.table", group_facts["window"]
+        _check_same(f"another group has a window of {window}", False, window in paged.groups)
         _check_same("record_past", bool, type(group_facts["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
-        lengths = [x.get("length", 0) for x in group_facts["layers"]]
-        stored = [x for x in lengths if _check_count("length", x, 0, max_tokens or _MAX_TOKENS)]
+        group_layers, limit = group_facts["layers"], max_tokens or _MAX_TOKENS
+        lengths = [_check_count("length", x.get("length", 0), 0, limit) for x in group_layers]
+        stored_lengths = [length for length in lengths if length]
+        max_length = max(lengths, default=0)
         # A preallocated cache may be saved within a step, when only some layers have new tokens.
-        length = (max if max_tokens else min)(stored, default=0)
-        visible = LayerGroup(budget, window).visible_from(length)
-        (batch, num_used), num_columns = tensors[name].shape, -(-max(stored, default=0) // size)
-        first_page = _check_count(f"{name}: first page", num_columns - num_used, 0, visible // size)
-        num_entries = batch * max(num_columns, max_tokens // size)
-        max_entries -= _check_count(f"{name}: places", num_entries, 0, max_entries)
+        length = max_length if max_tokens else min(stored_lengths, default=0)
+        visible_page = LayerGroup(budget, window).find_window_start(length) // options.page_size
+        (batch, num_used), num_columns = tensors[name].shape, -(-max_length // options.page_size)
+        first_page = _check_count(f"{name}: first page", num_columns - num_used, 0, visible_page)
+        num_entries = batch * max(num_columns, max_tokens // options.page_size)
+        max_entries -= _check_count(f"{name}: entries", num_entries, 0, max_entries)
         rows = pop_tensor(name, torch.int32, batch, num_used).cpu().numpy()
-        actual = int(rows.min(initial=0)), len(np.unique(rows))
         num_pages = int(rows.max(initial=-1)) + 1
-        _check_same(f"{name}: pages", (0, num_pages), actual)
+        first_and_count = int(rows.min(initial=0)), len(np.unique(rows))
+        _check_same(f"{name}: pages", (0, num_pages), first_and_count)
         table = _make_table(budget, rows, first_page) if num_pages else None
         group = LayerGroup(budget, window, table)
         group.record_past = group_facts["record_past"]
         paged.add_group(group)
-        if stored:
+        if stored_lengths:
             batch_sizes.add(_check_count("sequences", batch, 1))
-        for layer, length in zip(group_facts["layers"], lengths, strict=True):
-            i = _check_count("index", layer["index"])
+        for layer_facts, length in zip(group_layers, lengths, strict=True):
+            i = _check_count("index", layer_facts["index"])
             _check_same(f"layer {i} is in another group", False, i in layers)
-            indexer = {x: tensors.pop(f"layers.{i}.{x}") for x in layer.get("indexer", ())}
-            for name, tensor in indexer.items():
-                axis = _INDEXER_TENSORS.index(name)
-                actual = (tensor.ndim, *tensor.shape[axis : axis + 2])
-                _check_same(f"layers.{i}.{name}", (3, batch, length), actual)
-            rope, has_indexer = _read_rope(layer), "indexer" in layer
+            names = layer_facts.get("indexer", ())
+            indexer_tensors = {name: tensors.pop(f"layers.{i}.{name}") for name in names}
+            for name, tensor in indexer_tensors.items():
+                axis = INDEXER_TENSORS.index(name)
+                sizes = (tensor.ndim, *tensor.shape[axis : axis + 2])
+                _check_same(f"layers.{i}.{name}", (3, batch, length), sizes)
+            rope, has_indexer = _read_rope(layer_facts), "indexer" in layer_facts
             arguments: Facts = {"window": window, "rope": rope, "has_indexer": has_indexer}
-            contents: Facts = {"length": length, "center": None, "indexer": indexer}
+            contents: Facts = {"length": length, "center": None, "indexer_tensors": indexer_tensors}
             layers[i] = arguments, contents
-            if "length" not in layer:
+            if "length" not in layer_facts:
                 continue
             name, center_name = f"layers.{i}.pages", f"layers.{i}.k_center"
-            pool = make_pool(layer, options, i, tensors[name].device, budget)
-            rows_of_layer = pop_tensor(name, torch.uint8, num_pages, pool.layout.size)
+            pool = make_pool(layer_facts, options, i, tensors[name].device, budget)
+            page_rows = pop_tensor(name, torch.uint8, num_pages, pool.layout.size)
             if options.layer_plan(i).k.centered and (length or center_name in tensors):
-                shape = batch, pool.heads, pool.k_dim
+                shape = batch, pool.num_heads, pool.k_dim
                 contents["center"] = pop_tensor(center_name, torch.float32, *shape)
             if num_pages:  # without pages, the file does not bound the sizes
                 arguments["pool"] = pool
-                pools.append((pool, rows_of_layer))
+                pools.append((pool, page_rows))
     _check_count("numbers of sequences", len(batch_sizes), 0, 1)
     extra_layers = [i for i in layers if i >= len(layers) + len(stock_layers)]
     _check_same("layers and tensors that are too many", [], [*extra_layers, *tensors])
     while pools:
-        pool, rows_of_layer = pools.pop()
-        pool.memory.grow(len(rows_of_layer))
-        pool.memory.put(np.arange(len(rows_of_layer)), rows_of_layer)
+        pool, page_rows = pools.pop()
+        pool.memory.grow(len(page_rows))
+        pool.memory.put(np.arange(len(page_rows)), page_rows)
     for i, (arguments, contents) in sorted(layers.items()):
         paged.add_layer(i, **arguments).store.restore(**contents)
     return paged
@@ -213,8 +214,8 @@ def _make_table(budget: PageBudget, rows: Ints, first_page: int) -> BlockTable:
     table.allocator.allocates_exactly = True
     table.reserve(0, (int(rows.max(initial=-1)) + 1) * table.page_size, 1)
     table.allocator.allocates_exactly = False
-    gap = np.full((len(rows), first_page), NO_PAGE, np.int32)
-    table.replace_rows(np.concatenate([gap, rows], axis=1), first_page)
+    missing = np.full((len(rows), first_page), NO_PAGE, np.int32)
+    table.replace_rows(np.concatenate([missing, rows], axis=1), first_page)
     return table
 
 
@@ -228,9 +229,10 @@ def _read_rope(layer: Facts) -> RopeRotation | None:
     rope = RopeRotation(*map(facts.pop, _ROPE_KEYS))
     types = [float, float, float, type(rope.mla_dims), bool, int]
     _check_same("turns", types, [*map(type, astuple(rope)), *facts])
-    fractions = 0 <= rope.rotary_fraction <= 1, 0 <= rope.rotating_fraction <= 1
-    checks = [rope.theta > 0, *fractions, rope.max_positions >= 0, len(rope.mla_dims or (0, 0))]
-    _check_same("turns: within limits", [True] * 4 + [2], checks)
+    are_fractions = 0 <= rope.rotary_fraction <= 1 and 0 <= rope.rotating_fraction <= 1
+    has_two_dims = len(rope.mla_dims or (0, 0)) == 2
+    is_valid = rope.theta > 0 and rope.max_positions >= 0 and are_fractions and has_two_dims
+    _check_same("turns: within limits", True, is_valid)
     return rope
 
 
@@ -259,7 +261,7 @@ def save(paged: PagedLayers, stock_layers: list[Any], path: str | os.PathLike[st
     """
     target = Path(path)
     meta, tensors = pack(paged)
-    meta["stock"] = [_pack_stock(x, f"stock.{n}", tensors) for n, x in enumerate(stock_layers)]
+    meta["stock"] = [_pack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(stock_layers)]
     meta["options"] = _pack_options(paged.options, tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(meta)}
@@ -290,8 +292,8 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
     facts = {**vars(options), "plan": plans or [*map(str, plan)]}
     if isinstance(scales, KVScales):
         for i, layer in scales.layers.items():
-            parts = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
-            tensors |= {f"scales.{i}.{name}": x for name, x in parts.items() if x is not None}
+            named = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
+            tensors |= {f"scales.{i}.{name}": x for name, x in named.items() if x is not None}
         facts["scales"] = {"format": scales.format, "layers": list(scales.layers)}
     return facts
 
@@ -313,31 +315,32 @@ def load(
     for name in tensors:
         if device is not None and name.startswith(("layers.", "stock.")):
             tensors[name] = tensors[name].to(device)
-    stock = [_unpack_stock(f, f"stock.{n}", tensors) for n, f in enumerate(meta["stock"])]
+    stock = [_unpack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(meta["stock"])]
     options = _unpack_options(meta["options"], tensors)
     return unpack(meta, tensors, options, stock), stock
 
 
 def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
     _check_same(f"{name}: kind is known", True, facts["kind"] in _STOCK_CLASSES)
-    window = [_check_count(f"{name}: window", facts["window"], 1)] if "window" in facts else []
-    layer, tokens = getattr(cache_utils, facts["kind"])(*window), 0
+    window = _check_count(f"{name}: window", facts["window"], 1) if "window" in facts else 0
+    layer_class = getattr(cache_utils, facts["kind"])
+    layer, num_tokens = layer_class(window) if window else layer_class(), 0
     if f"{name}.keys" in tensors:
         keys, values = (tensors.pop(f"{name}.{side}") for side in ("keys", "values"))
         actual = (keys.ndim, values.ndim, *values.shape[:3], keys.dtype.is_floating_point)
         _check_same(name, (4, 4, *keys.shape[:3], values.dtype.is_floating_point), actual)
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, tokens = keys, values, keys.shape[2]
+        layer.keys, layer.values, num_tokens = keys, values, keys.shape[2]
     if window:
-        max_seen = tokens if tokens < window[0] - 1 else _MAX_TOKENS
-        layer.cumulative_length = _check_count(f"{name}: seen", facts["seen"], tokens, max_seen)
+        max_seen = num_tokens if num_tokens < window - 1 else _MAX_TOKENS
+        layer.cumulative_length = _check_count(f"{name}: seen", facts["seen"], num_tokens, max_seen)
     return layer
 
 
 def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
     plan, scales = facts["plan"], facts["scales"]
-    plan_texts = plan.items() if isinstance(plan, dict) else ()
-    plans = {int(i): LayerPlan.parse(*sides) for i, sides in plan_texts}
+    plan_by_layer = plan if isinstance(plan, dict) else {}
+    plans = {int(i): LayerPlan.parse(*sides) for i, sides in plan_by_layer.items()}
     if isinstance(scales, dict):
         layers = {}
         for i in scales["layers"]:

@@ -35,11 +35,9 @@ class Tokens:
 
     def crop(self, num_tokens: int) -> "Tokens":
         """Return the batch without its last `num_tokens` tokens."""
-        length = max(self.length - num_tokens, 0)
-        mask, positions = (
-            None if part is None else part[..., :length] for part in (self.mask, self.positions)
-        )
-        return Tokens(self.ids[:, :length], mask, positions)
+        end = max(self.length - num_tokens, 0)
+        mask, positions = (None if x is None else x[..., :end] for x in (self.mask, self.positions))
+        return Tokens(self.ids[:, :end], mask, positions)
 
     def select(self, rows: Tensor) -> "Tokens":
         """Return rows `[B']` of the batch."""
@@ -53,7 +51,7 @@ class Tokens:
         return Tokens(self.ids[rows], mask, positions)
 
     def expand(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, mask, `[B, width]`, and positions, `[X, B, width]`. X is 0 without them."""
+        """Return ids and mask, `[B, width]`, and positions, `[X, B, width]`, X = 0 without them."""
         ids = self.ids[:, :width].to(device)
         mask = torch.ones_like(ids, dtype=torch.bool)
         if self.mask is not None:
@@ -61,36 +59,36 @@ class Tokens:
             mask[:, : given_mask.shape[1]] = given_mask != 0
         if self.positions is None:
             return ids, mask, ids.new_empty((0, *ids.shape))
-        given = self.positions[..., :width].to(device)
-        offsets = torch.arange(1, width - given.shape[-1] + 1, device=device)
-        positions = torch.cat([given, given[..., -1:] + offsets], -1)
+        positions = self.positions[..., :width].to(device)
+        offsets = torch.arange(1, width - positions.shape[-1] + 1, device=device)
+        positions = torch.cat([positions, positions[..., -1:] + offsets], -1)
         return ids, mask, positions.reshape(-1, *positions.shape[-2:]).expand(-1, len(ids), -1)
 
     def match(self, other: "Tokens") -> tuple[list[int], int]:
-        """Return the best row for each row of `other`, and the prefix length that all pairs share.
+        """Return the best row for each row of `other`, and the length of the shortest prefix found.
 
-        The best row has the longest shared prefix. Among several such rows, it is the row with
-        the same index, or else the first of them. Tokens are shared if they have the same id and
-        position, or are padding in both batches.
+        The best row has the longest prefix in common with the row of `other`. Among several such
+        rows, it is the row with the same index, or else the first of them. Tokens are equal if they
+        have the same id and position, or are padding in both batches.
         """
         device, width = self.ids.device, min(self.length, other.length)
         expanded = [batch.expand(width, device) for batch in (self, other) if width]
         if not width or len(expanded[0][2]) != len(expanded[1][2]):
             return list(range(len(other.ids))), 0
         (ids, mask, positions), other_expanded = expanded
-        shared_lengths = []
+        prefix_lengths = []
         for row in range(len(other.ids)):
-            new_ids, new_mask, new_positions = (part[..., row, :] for part in other_expanded)
-            is_same = (ids == new_ids) & (positions == new_positions[:, None]).all(0)
-            is_same = torch.where(mask & new_mask, is_same, mask == new_mask)
-            shared_lengths.append(is_same.long().cumprod(1).sum(1))
-        lengths = torch.stack(shared_lengths).tolist()  # [row of `other`][row]
-        best_lengths = [max(row) for row in lengths]
-        rows = [
-            index if index < len(row) and row[index] == best else row.index(best)
-            for index, (row, best) in enumerate(zip(lengths, best_lengths, strict=True))
+            other_ids, other_mask, other_positions = (x[..., row, :] for x in other_expanded)
+            is_same_token = (ids == other_ids) & (positions == other_positions[:, None]).all(0)
+            is_equal = torch.where(mask & other_mask, is_same_token, mask == other_mask)
+            prefix_lengths.append(is_equal.long().cumprod(1).sum(1))
+        lengths_by_row = torch.stack(prefix_lengths).tolist()  # [row of `other`][row]
+        best_lengths = [max(lengths) for lengths in lengths_by_row]
+        best_rows = [
+            row if row < len(lengths) and lengths[row] == best else lengths.index(best)
+            for row, (lengths, best) in enumerate(zip(lengths_by_row, best_lengths, strict=True))
         ]
-        return rows, min(best_lengths)
+        return best_rows, min(best_lengths)
 
 
 # The tokens of a cache while it changes, or after an exception interrupted a change.
@@ -104,6 +102,6 @@ def can_crop(layer: Any, num_tokens: int) -> bool:
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         length, window = layer.get_seq_length(), layer.sliding_window
         keys: Any = layer.keys
-        has_window = keys.shape[-2] - num_tokens >= min(length - num_tokens, window - 1)
-        return has_window and (length < window or layer.record_past)
+        keeps_window = keys.shape[-2] - num_tokens >= min(length - num_tokens, window - 1)
+        return keeps_window and (length < window or layer.record_past)
     return bool(getattr(layer, "is_croppable", False))

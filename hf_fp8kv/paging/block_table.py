@@ -177,8 +177,7 @@ class BlockTable:
 
         If another table also holds pages, return None and change nothing.
         """
-        allocator = self.allocator
-        used_rows = self.used_rows()
+        allocator, used_rows = self.allocator, self.used_rows()
         if int(allocator.reference_counts.sum()) != used_rows.size:
             return None
         pages, indices = np.unique(used_rows, return_inverse=True)

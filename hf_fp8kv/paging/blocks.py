@@ -63,8 +63,7 @@ class Blocks:
 
     def free(self) -> None:
         """Free the memory. `allocate` may be called again."""
-        self.tensors, self.cached_pages = [], None
-        self.offsets = _NO_OFFSETS
+        self.tensors, self.offsets, self.cached_pages = [], _NO_OFFSETS, None
 
     def _set_blocks(self, tensors: list[torch.Tensor]) -> None:
         offsets = locate_pages(tensors)
@@ -73,12 +72,12 @@ class Blocks:
 
     def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
         is_single = self.single_block or not num_pages
-        parts = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
-        shapes = [(part.stop - part.start, self.page_bytes) for part in parts]
+        ranges = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
+        shapes = [(pages.stop - pages.start, self.page_bytes) for pages in ranges]
         return [zeros(shape, torch.uint8, device, pinned=self.pinned) for shape in shapes]
 
     def _split_pages(self, num_pages: int) -> list[slice]:
-        """Split the pages 0 to `num_pages - 1` into parts of at most `BLOCK_BYTES` each."""
+        """Split the pages 0 to `num_pages - 1` into ranges of at most `BLOCK_BYTES` each."""
         step = max(1, BLOCK_BYTES // self.page_bytes)
         return [slice(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
 
@@ -106,8 +105,8 @@ class Blocks:
         self, sources: Ints, targets: Ints, target_blocks: list[torch.Tensor] | None = None
     ) -> None:
         """Copy pages to `target_blocks`, or to pages of this object that are not sources."""
-        for part in self._split_pages(len(sources)):
-            put_pages(target_blocks or self.tensors, targets[part], self.take(sources[part]))
+        for pages in self._split_pages(len(sources)):
+            put_pages(target_blocks or self.tensors, targets[pages], self.take(sources[pages]))
 
     def copy_from(self, source: "Blocks", pages: Ints, *, blocking: bool) -> None:
         """Copy the pages with the numbers `pages`, ascending, from `source`.

@@ -60,9 +60,9 @@ class FixedPages(LayerGroup):
         Raises:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
-        groups = [x for ref in self.siblings if isinstance(x := ref(), FixedPages)]
+        groups = [group for ref in self.siblings if isinstance(group := ref(), FixedPages)]
         group_slots = [(group, group.pages_per_sequence * group.page_size) for group in groups]
-        num_needed = sum(group.table.count_needed(0, n, batch) for group, n in group_slots)
+        num_needed = sum(group.table.count_needed(0, slots, batch) for group, slots in group_slots)
         self.budget.check(num_needed)
         for group, num_slots in group_slots:
             group.table.reserve(0, num_slots, batch, group.copy_pages)
@@ -86,20 +86,22 @@ class FixedPages(LayerGroup):
         return self.table.on_device(device, columns % (self.ring_size or len(columns)))
 
     def plan(
-        self, member: int, lengths: torch.Tensor, heads: int, rows: int, backend: str
+        self, member: int, num_heads: int, num_rows: int, backend: str
     ) -> tuple[torch.Tensor | None, int]:
-        """Return a work plan for `rows` query rows per KV head, and the member that fills it.
+        """Return a work plan for `num_rows` query rows per KV head, and the member that fills it.
 
         The plan has a constant address, and is None for a backend without plans. The first member
         that calls this method fills the plan in each step. A plan assigns all positions for any
         lengths, so an outdated plan is less balanced but still correct.
         """
-        key = device, batch, *_ = lengths.device, len(lengths), heads, rows
+        lengths, plan = self.device_lengths[member], None
+        batch, device = len(lengths), lengths.device
+        key = (batch, device, num_heads, num_rows)
         if key not in self._plans:
-            num_rows, plan = ops.size_plan(backend, device, batch, heads, None, rows), None
-            if num_rows is not None:
-                plan = zeros((num_rows, 4), torch.int32, device)
-                ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
+            plan_size = ops.size_plan(backend, device, batch, num_heads, None, num_rows)
+            if plan_size is not None:
+                plan = zeros((plan_size, 4), torch.int32, device)
+                ops.make_plan(plan, lengths, 1, self.window or 0, 0, num_heads, backend)
             self._plans[key] = plan, member
         return self._plans[key]
 
@@ -112,9 +114,9 @@ class FixedPages(LayerGroup):
 
     def count_new_pages(self, rows: Ints | slice, length: int) -> int:
         """Return the number of pages that are added if `rows` are selected and then unshared."""
-        first = 0 if self.ring_size else length // self.page_size
-        shared = self.table.rows[rows, :first]
-        num_pages = len(np.unique(shared)) + len(shared) * (self.pages_per_sequence - first)
+        num_kept = 0 if self.ring_size else length // self.page_size  # columns that stay shared
+        shared = self.table.rows[rows, :num_kept]
+        num_pages = len(np.unique(shared)) + len(shared) * (self.pages_per_sequence - num_kept)
         return num_pages - len(np.unique(self.table.used_rows()))
 
     def unroll_ring(self) -> None:
@@ -147,24 +149,23 @@ class FixedPages(LayerGroup):
     def read_lengths(self) -> dict[int, int]:
         """Return the number of tokens of each member that was called, by member. Synchronizes."""
         lengths = [x[:1] for x in self.device_lengths.values()]
-        values = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
-        return dict(zip(self.device_lengths, values, strict=True))
+        on_host = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
+        return dict(zip(self.device_lengths, on_host, strict=True))
 
     def update_first_intact(self, member: int, length: int) -> int:
         """Return the first token that the ring still holds when a member has `length` tokens."""
-        first = self.first_intact.get(member, 0)
-        if ring := self.ring_size:
-            size = self.page_size
-            first = max(first, (max(length - 1, 0) // size - ring + 1) * size)
-        self.first_intact[member] = first
-        return first
+        first_intact, size = self.first_intact.get(member, 0), self.page_size
+        if ring_size := self.ring_size:
+            first_intact = max(first_intact, (max(length - 1, 0) // size - ring_size + 1) * size)
+        self.first_intact[member] = first_intact
+        return first_intact
 
     def fork(self) -> LayerGroup:
         """Return a growing group whose table lists the logical pages in order, not as a ring."""
         fork, size, lengths = super().fork(), self.page_size, self.read_lengths()
-        first = max([0, *map(self.update_first_intact, lengths, lengths.values())])
+        first_intact = max([0, *map(self.update_first_intact, lengths, lengths.values())])
         length = max(lengths.values(), default=0)
-        table, first_page, stop_page = fork.table, first // size, -(-length // size)
+        table, first_page, stop_page = fork.table, first_intact // size, -(-length // size)
         rows = np.full((table.batch, stop_page), NO_PAGE, np.int32)
         columns = np.arange(first_page, stop_page) % max(table.num_columns, 1)
         rows[:, first_page:] = table.rows[:, columns]

@@ -46,21 +46,21 @@ class Step:
         return lengths
 
     def plan(
-        self, first: int, heads: int, rows: int, device: torch.device, backend: str
+        self, first: int, num_heads: int, num_rows: int, device: torch.device, backend: str
     ) -> torch.Tensor | None:
         """Return the work plan for positions `first` to `stop - 1`, or None if `backend` has none.
 
-        `heads` is the number of KV heads, and `rows` the number of query rows per KV head. A plan
-        never changes. It is valid for any number of query tokens, and for any window in which no
-        position before `first` is visible.
+        `num_heads` counts KV heads, and `num_rows` the query rows per KV head. A plan never
+        changes. It is valid for any number of query tokens, and for any window in which no position
+        before `first` is visible.
         """
-        key = (first, heads, rows, device, backend)
+        key = (first, num_heads, num_rows, device, backend)
         if key not in self._plans:
-            num_rows = ops.size_plan(backend, device, self.batch, heads, self.stop - first, rows)
-            plan = None
-            if num_rows is not None:
-                plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths(device), 1, 0, first, heads, backend)
+            length, plan = self.stop - first, None
+            plan_size = ops.size_plan(backend, device, self.batch, num_heads, length, num_rows)
+            if plan_size is not None:
+                plan = torch.empty((plan_size, 4), dtype=torch.int32, device=device)
+                ops.make_plan(plan, self.lengths(device), 1, 0, first, num_heads, backend)
             self._plans[key] = plan
         return self._plans[key]
 
@@ -120,14 +120,14 @@ class LayerGroup:
         """Number of tokens in the longest layer."""
         return max(self.lengths, default=0)
 
-    def visible_from(self, length: int) -> int:
+    def find_window_start(self, length: int) -> int:
         """Return the first position that is visible to a query at position `length`."""
         return 0 if self.window is None else max(find_first_visible(length, self.window), 0)
 
-    def first_kept_token(self, length: int) -> int:
+    def find_first_kept(self, length: int) -> int:
         """Return the first token in the pages of the last window of `length` tokens."""
-        # With a window of 1 the next token attends to no stored token, but a page is still kept.
-        return min(self.visible_from(length), length - 1) // self.page_size * self.page_size
+        # With a window of 1 the next token attends only to itself, but a page is still kept.
+        return min(self.find_window_start(length), length - 1) // self.page_size * self.page_size
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -148,10 +148,11 @@ class LayerGroup:
         groups = [self, *(group for group in other_groups if group.length == start)]
         for group in groups:
             group.settle_step()
+            first = group.table.first_page * group.page_size
             if not group.length:
                 # Free the pages of a first call that was interrupted before a layer stored tokens.
                 group.table.clear()
-            elif (first := group.table.first_page * group.page_size) > group.visible_from(start):
+            elif first > group.find_window_start(start):
                 raise ConfigError(
                     f"expected all layers with a window of {group.window} to store a call before "
                     f"the next call, got a layer at {start} tokens and a layer at {group.length} "
@@ -159,11 +160,11 @@ class LayerGroup:
                 )
         spans = [(group, *group._find_step_span(start, stop)) for group in groups]
         if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in spans):
-            num_freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in spans)
+            num_freed = sum(x.table.count_releasable(first_kept) for x, _, first_kept, _ in spans)
             self.budget.check(num_needed - num_freed)
-        for group, first, kept, is_long in spans:
+        for group, first, first_kept, is_long in spans:
             if not is_long:
-                group.table.release(kept)
+                group.table.release(first_kept)
                 group.shrink()
             # Set the step before pages are reserved, so that an interrupted long call is undone.
             step = group.step = Step(start, stop, batch)
@@ -172,12 +173,12 @@ class LayerGroup:
             step.version = group.table.version
 
     def _find_step_span(self, start: int, stop: int) -> tuple[int, int, bool]:
-        """Return the first token of a call's pages, the first to keep, and whether it is long."""
+        """Return the first tokens to reserve and to keep pages for, and whether a call is long."""
         if self.window is not None and not self.record_past:
-            num_pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
+            num_pages = -(-stop // self.page_size) - self.find_window_start(start) // self.page_size
             # If layers store separate calls, the slowest layer needs its pages, so all are kept.
             if num_pages > self.window_pages and all(n in (0, start) for n in self.lengths):
-                first_kept = self.first_kept_token(stop)
+                first_kept = self.find_first_kept(stop)
                 return max(start, first_kept), first_kept, True
         return start, self._find_first_needed(keep_recorded=True), False
 
@@ -190,7 +191,7 @@ class LayerGroup:
         """Free the previous pages if every layer has stored the long call."""
         step = self._find_long_step()
         if step and all(n in (0, step.stop) for n in self.lengths):
-            self.table.release(self.first_kept_token(step.stop))
+            self.table.release(self.find_first_kept(step.stop))
             step.first_kept_page = None
             self.shrink(eager=True)
 
@@ -224,7 +225,7 @@ class LayerGroup:
     def find_visible_pages(self, member: int) -> Ints:
         """Return the pages of `member` that the next call reads, ascending, without duplicates."""
         length = self.lengths[member]
-        return self.table.pages_of(self.first_kept_token(length), length)
+        return self.table.pages_of(self.find_first_kept(length), length)
 
     def shrink(self, *, eager: bool = False) -> None:
         """Renumber the pages if few of them are in use, unless forks also hold pages.
@@ -254,7 +255,7 @@ class LayerGroup:
         """Return the first token in the pages to keep. 0 means that all pages are kept."""
         keeps_all = self.window is None or (keep_recorded and self.record_past)
         length = min((n for n in self.lengths if n), default=0)
-        return self.first_kept_token(length) if length and not keeps_all else 0
+        return self.find_first_kept(length) if length and not keeps_all else 0
 
     # -- all tokens --------------------------------------------------------------------------
 

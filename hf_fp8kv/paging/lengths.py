@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """The positions and pages of the new tokens of a layer.
 
     Attributes:
-        tokens: Number of new tokens.
+        num_tokens: Number of new tokens.
         table: Page number of each logical page, `[B, M]`, int32.
         lengths: Number of stored tokens after the call, `[B]`, int32.
         start: First position to read, at or before the first visible token.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         long_write: The pages of a long call, or None.
     """
 
-    tokens: int
+    num_tokens: int
     table: torch.Tensor
     lengths: torch.Tensor
     start: int
@@ -85,48 +85,47 @@ class HostLength:
         """Return the number of pages that the layer's pool needs now."""
         return self.group.table.allocator.capacity
 
-    def reserve(self, tokens: int, batch: int) -> None:
+    def reserve(self, num_tokens: int, batch: int) -> None:
         """Reserve the pages of a call (see `LayerGroup.prepare`)."""
-        start = self.num_stored
-        self.group.prepare(start, start + tokens, batch)
+        self.group.prepare(self.num_stored, self.num_stored + num_tokens, batch)
 
-    def begin_call(self, tokens: int, device: torch.device, backend: str) -> Call:
+    def begin_call(self, num_tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call, after `reserve`."""
         group, start = self.group, self.num_stored
-        table, stop, step = group.table, start + tokens, group.step
+        table, stop, step = group.table, start + num_tokens, group.step
         assert step is not None
-        first, size = group.visible_from(start), group.page_size
-        long_write = None
+        first_visible, size, long_write = group.find_window_start(start), group.page_size, None
         if (kept := step.first_kept_page) is not None:
-            old_pages = table.rows[:, first // size : -(-start // size)]
-            long_write = LongWrite(first // size, old_pages, kept, table.rows[:, kept:])
-        lengths = step.lengths(device)
-        return Call(tokens, table.on_device(device), lengths, first, stop, step, long_write)
+            first_page = first_visible // size
+            old_pages = table.rows[:, first_page : -(-start // size)]
+            long_write = LongWrite(first_page, old_pages, kept, table.rows[:, kept:])
+        pages, lengths = table.on_device(device), step.lengths(device)
+        return Call(num_tokens, pages, lengths, first_visible, stop, step, long_write)
 
     def end_call(self, call: Call) -> None:
         """Record that the tokens of a call are stored."""
-        self.group.lengths[self.member] += call.tokens
+        self.group.lengths[self.member] += call.num_tokens
 
-    def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
-        """Return the work plan for `heads` KV heads with `rows` query rows each, or None."""
+    def plan(self, call: Call, num_heads: int, num_rows: int, backend: str) -> torch.Tensor | None:
+        """Return the work plan for a number of KV heads and of query rows per KV head, or None."""
         assert call.step is not None
-        return call.step.plan(call.start, heads, rows, call.table.device, backend)
+        return call.step.plan(call.start, num_heads, num_rows, call.table.device, backend)
 
-    def check_crop(self, tokens: int, num_stored: int) -> None:
-        """Raise ConfigError if the last `tokens` tokens cannot be removed."""
+    def check_crop(self, num_tokens: int, num_stored: int) -> None:
+        """Raise ConfigError if the last `num_tokens` tokens cannot be removed."""
         self.group.settle_step()
         first_token = self.group.table.first_page * self.group.page_size
-        _check_crop(self.group, tokens, num_stored, first_token)
+        _check_crop(self.group, num_tokens, num_stored, first_token)
 
     def set(self, length: int) -> None:
         """Keep the first `length` tokens, and free pages that have left the window."""
         self.group.crop(self.num_stored - length, [self.member])
 
-    def stored_call(self, device: torch.device) -> Call:
+    def make_stored_call(self, device: torch.device) -> Call:
         """Return the positions and pages of all tokens that are visible to the next token."""
         group, stop, table = self.group, self.num_stored, self.group.table
-        step, first_visible = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
-        return Call(1, table.on_device(device), step.lengths(device), first_visible, stop, step)
+        step, start = Step(stop, stop, table.batch, table.version), group.find_window_start(stop)
+        return Call(1, table.on_device(device), step.lengths(device), start, stop, step)
 
 
 class DeviceLength:
@@ -178,29 +177,28 @@ class DeviceLength:
         self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
         return num_pages
 
-    def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
+    def share_plan(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
         """Use the work plan of the group. Return the tensors with constant addresses."""
-        self._plan, member = self.group.plan(self.member, self.lengths, heads, rows, backend)
-        self._plan_arguments = (heads, backend) if member == self.member else None
+        self._plan, filler = self.group.plan(self.member, num_heads, num_rows, backend)
+        self._plan_arguments = (num_heads, backend) if filler == self.member else None
         return [x for x in (self.table, self.lengths, self._plan) if x is not None]
 
-    def reserve(self, tokens: int, batch: int) -> None:
+    def reserve(self, num_tokens: int, batch: int) -> None:
         """Raise OutOfPagesError if the first call of a layer has more than `max_tokens` tokens."""
-        if self.is_empty and tokens > self.max_tokens:
-            raise OutOfPagesError.of_tokens(self.max_tokens, 0, tokens)
+        if self.is_empty and num_tokens > self.max_tokens:
+            raise OutOfPagesError.of_tokens(self.max_tokens, 0, num_tokens)
 
-    def begin_call(self, tokens: int, device: torch.device, backend: str) -> Call:
+    def begin_call(self, num_tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call."""
-        new_lengths = ops.advance(self.lengths, tokens, self.max_tokens, backend)
-        ring, size = self.group.ring_size, self.group.page_size
-        long_write = None
+        new_lengths = ops.advance(self.lengths, num_tokens, self.max_tokens, backend)
+        ring_size, page_size, long_write = self.group.ring_size, self.group.page_size, None
         # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
-        max_new = (ring - 1) * size - (self.group.window or 0) + 2
-        if ring and tokens > max_new:
+        max_new_tokens = (ring_size - 1) * page_size - (self.group.window or 0) + 2
+        if ring_size and num_tokens > max_new_tokens:
             first, kept = map(self._find_first_ring_page, (self.lengths, new_lengths))
             old_pages, kept_pages = map(self._find_ring_pages, (first, kept))
             long_write = LongWrite(first, old_pages, kept, kept_pages)
-        return Call(tokens, self.table, new_lengths, 0, self.max_tokens, long_write=long_write)
+        return Call(num_tokens, self.table, new_lengths, 0, self.max_tokens, long_write=long_write)
 
     def _find_first_ring_page(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the first logical page in the ring after `lengths` tokens, `[B, 1]`, int64."""
@@ -209,38 +207,38 @@ class DeviceLength:
 
     def _find_ring_pages(self, first: torch.Tensor) -> torch.Tensor:
         """Return the pages of the ring from logical page `first` on, `[B, ring_size]`, int64."""
-        logical = first + torch.arange(self.group.ring_size, device=first.device)
+        column = first + torch.arange(self.group.ring_size, device=first.device)
         # Clamp, because tokens past the end are not stored, and a GPU cannot raise an error.
-        return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
+        return self.table.long().gather(1, column.clamp(max=self.table.shape[1] - 1))
 
     def end_call(self, call: Call) -> None:
         """Record that the tokens of a call are stored, and fill the group's work plan."""
         if self.is_empty:
             self.is_empty = False
             if not torch.compiler.is_compiling():
-                self._upper_bound = max(self._upper_bound, call.tokens)
+                self._upper_bound = max(self._upper_bound, call.num_tokens)
         self.lengths.copy_(call.lengths)
-        self.fill_plan(call.tokens)
+        self.fill_plan(call.num_tokens)
 
-    def fill_plan(self, tokens: int) -> None:
-        """Fill the group's work plan for a call of `tokens` tokens, if this layer must do it."""
+    def fill_plan(self, num_tokens: int) -> None:
+        """Fill the group's work plan for a call of `num_tokens` tokens, if this layer fills it."""
         if self._plan_arguments is not None and self._plan is not None:
             window = self.group.window or 0
-            ops.make_plan(self._plan, self.lengths, tokens, window, 0, *self._plan_arguments)
+            ops.make_plan(self._plan, self.lengths, num_tokens, window, 0, *self._plan_arguments)
 
-    def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
+    def plan(self, call: Call, num_heads: int, num_rows: int, backend: str) -> torch.Tensor | None:
         """Return the group's work plan, or None if the backend has no plans."""
         return self._plan
 
-    def stored_call(self, device: torch.device) -> Call:
+    def make_stored_call(self, device: torch.device) -> Call:
         """Return the pages of all positions, stored or not.
 
         A ring begins with the window of the next token. Finding its start needs a synchronization.
         """
-        first = self.group.visible_from(self.count_stored()) if self.group.ring_size else 0
+        first = self.group.find_window_start(self.count_stored()) if self.group.ring_size else 0
         return Call(1, self.table, self.lengths, first, self.max_tokens)
 
-    def check_capacity(self, tokens: int) -> None:
+    def check_capacity(self, num_tokens: int) -> None:
         """Raise OutOfPagesError before a step that exceeds `max_tokens`.
 
         On a CPU the write itself raises the error. On other devices it cannot, and reading the
@@ -250,21 +248,21 @@ class DeviceLength:
         if torch.compiler.is_compiling():
             return
         if self.is_empty:
-            self._upper_bound = tokens  # the first call may be compiled
+            self._upper_bound = num_tokens  # the first call may be compiled
             return
         if self.lengths.is_cpu:
             return
-        self._upper_bound += tokens
+        self._upper_bound += num_tokens
         if self._upper_bound > self.max_tokens:
             length = self.count_stored()
-            if length + tokens > self.max_tokens:
-                raise OutOfPagesError.of_tokens(self.max_tokens, length, tokens)
-            self._upper_bound = length + tokens
+            if length + num_tokens > self.max_tokens:
+                raise OutOfPagesError.of_tokens(self.max_tokens, length, num_tokens)
+            self._upper_bound = length + num_tokens
 
-    def check_crop(self, tokens: int, num_stored: int) -> None:
-        """Raise ConfigError if the last `tokens` of `num_stored` tokens cannot be removed."""
+    def check_crop(self, num_tokens: int, num_stored: int) -> None:
+        """Raise ConfigError if the last `num_tokens` of `num_stored` tokens cannot be removed."""
         first_intact = self.group.update_first_intact(self.member, num_stored)
-        _check_crop(self.group, tokens, num_stored, first_intact)
+        _check_crop(self.group, num_tokens, num_stored, first_intact)
 
     def set(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -293,7 +291,7 @@ def _check_crop(group: LayerGroup, num_tokens: int, num_stored: int, first_intac
     `first_intact` is the first token that is still stored.
     """
     num_left = max(num_stored - num_tokens, 0)
-    if num_tokens and num_left and group.first_kept_token(num_left) < first_intact:
+    if num_tokens and num_left and group.find_first_kept(num_left) < first_intact:
         raise ConfigError(
             f"crop: expected to keep a window that is still stored (from token {first_intact} on), "
             f"got {num_tokens} of {num_stored} tokens to remove under a window of {group.window}. "

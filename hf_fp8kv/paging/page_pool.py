@@ -16,10 +16,11 @@ class PagePool:
 
     Attributes:
         has_scales: Whether pages have dynamic scales, which 8-bit values need unless scales are
-            static. Set by `allocate`.
-        key_dtype, value_dtype: Dtypes of stored K and V: uint8, or the model's. Set by `allocate`.
-        layout: Layout of a page. Set by `allocate`.
-        device: Device on which the layer computes. Set by `allocate`.
+            static. This and the next attributes, up to `device`, are set by `allocate`.
+        k_dtype, v_dtype: Dtypes of K and V in the model.
+        stored_k_dtype, stored_v_dtype: Dtypes of K and V in pages: uint8, or as in the model.
+        layout: Layout of a page.
+        device: Device on which the layer computes.
         memory: The pages.
         blocks: The pages that operations read: all pages, or with offloading those on the device.
     """
@@ -27,10 +28,10 @@ class PagePool:
     layout: PageLayout
 
     def __init__(
-        self, page_size: int, plan: LayerPlan, dynamic_scales: bool,
+        self, page_size: int, plan: LayerPlan, has_dynamic_scales: bool,
         memory: OffloadBlocks | None = None,
     ) -> None:  # fmt: skip
-        self.page_size, self._dynamic_scales = page_size, dynamic_scales
+        self.page_size, self._has_dynamic_scales = page_size, has_dynamic_scales
         self._is_auto = plan.k.is_auto, plan.v.is_auto
         self.blocks = Blocks() if memory is None else memory.device_blocks
         self.memory: Blocks | OffloadBlocks = self.blocks if memory is None else memory
@@ -47,23 +48,24 @@ class PagePool:
 
         Only shapes, dtypes and the device are read. `single_block` is as in `Blocks.allocate`.
         """
-        self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
-        self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
+        self.k_dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
+        self.num_heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
         k_is_auto, v_is_auto = self._is_auto
         v_is_auto |= not self.v_dim
-        self.key_dtype = self.dtype if k_is_auto else torch.uint8
-        self.value_dtype = self.v_dtype if v_is_auto else torch.uint8
-        self.has_scales = self._dynamic_scales and not (k_is_auto and v_is_auto)
+        self.stored_k_dtype = self.k_dtype if k_is_auto else torch.uint8
+        self.stored_v_dtype = self.v_dtype if v_is_auto else torch.uint8
+        self.has_scales = self._has_dynamic_scales and not (k_is_auto and v_is_auto)
         self.layout = make_page_layout(
-            self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
-            self.has_scales,
+            self.num_heads, self.page_size, self.k_dim, self.v_dim, self.stored_k_dtype,
+            self.stored_v_dtype, self.has_scales,
         )  # fmt: skip
         self.memory.allocate(self.layout.size, num_pages, self.device, single_block=single_block)
 
-    def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return empty keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as for `allocate`."""
-        key = torch.empty(batch, self.heads, 0, self.k_dim, dtype=self.dtype, device=self.device)
-        return key, key.new_empty((batch, self.heads, 0, self.v_dim), dtype=self.v_dtype)
+        size = (batch, self.num_heads, 0)
+        key = torch.empty(*size, self.k_dim, dtype=self.k_dtype, device=self.device)
+        return key, key.new_empty((*size, self.v_dim), dtype=self.v_dtype)
 
     def memory_footprint(self) -> dict[str, int]:
         """Return the bytes of `pages`, `scales`, offset `tables` and `host` pages, used or not."""

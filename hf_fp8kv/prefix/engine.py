@@ -26,9 +26,9 @@ class BlockExchange:
         self._block_size, self._block_rows = int(allocator.tokens_per_page), allocator._copy_view
         self._pool, self._group_index = allocator.pool, allocator.index
         self._identity = f"{identity}.blocks.{self._block_rows.shape[1]}"
-        # The engine's hash and the store's key of each block that has been full. An entry is valid
+        # The engine's hash and the store's key of each block that has been full. The key is valid
         # while the engine has the same hash for the block.
-        self._hashes_and_keys: dict[int, tuple[int, str]] = {}
+        self._known_hashes, self._known_keys = dict[int, int](), dict[int, str]()
         self._missed_requests: set[str] = set()  # ids of requests whose miss has been counted
 
     def load(self, request_id: str, tokens: list[int]) -> None:
@@ -40,7 +40,7 @@ class BlockExchange:
         num_cached = len(allocator.match_prefix_blocks(tokens))
         max_blocks = (len(tokens) - 1) // size
         blocks: list[int] = []
-        missing: list[tuple[int, str]] = []  # hash and key of each missing block
+        missing_blocks: list[tuple[int, str]] = []  # hash and key
 
         def find_missing_keys() -> Iterator[str]:
             key, block_hash = "", None
@@ -49,7 +49,7 @@ class BlockExchange:
                 (key,) = chain_keys(self._identity, block_tokens, size, key)
                 block_hash = cache_allocator.compute_block_hash(block_hash, block_tokens)
                 if block_hash not in allocator.ledger.hash_to_block:
-                    missing.append((block_hash, key))
+                    missing_blocks.append((block_hash, key))
                     yield key
                 # Otherwise the block is still cached, although an earlier block was evicted.
 
@@ -57,13 +57,14 @@ class BlockExchange:
             for page in self._store.read(find_missing_keys(), self._check_page):
                 if not blocks:  # a running step may still write to free blocks
                     synchronize(self._block_rows.device)
-                block_hash, key = missing[len(blocks)]
+                block_hash, key = missing_blocks[len(blocks)]
                 blocks.append(self._load_block(page))
                 allocator.ledger.register_new_hash(blocks[-1], block_hash)
-                self._hashes_and_keys[blocks[-1]] = block_hash, key
+                self._known_hashes[blocks[-1]], self._known_keys[blocks[-1]] = block_hash, key
                 if not self._has_free_block():
                     break
-        if missing and not num_cached and not blocks and request_id not in self._missed_requests:
+        is_new_miss = missing_blocks and not num_cached and request_id not in self._missed_requests
+        if is_new_miss and not blocks:
             self._missed_requests.add(request_id)
             self._store.count(misses=1)
         if blocks:
@@ -91,19 +92,19 @@ class BlockExchange:
     def save(self, request_id: str, tokens: list[int], *, is_last: bool = False) -> None:
         """Write the blocks of a request that were filled since the previous call to the store.
 
-        `is_last` means that the engine frees the blocks after this call. Then all blocks are also
-        marked as used, and blocks that the store has dropped are written again.
+        `is_last` means that the engine frees the blocks after this call. All blocks are then marked
+        as used, and blocks that the store has evicted are written again.
         """
         size, hashes = self._block_size, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
         blocks = list(takewhile(hashes.__contains__, table))
-        known = takewhile(lambda b: self._hashes_and_keys.get(b, (None,))[0] == hashes[b], blocks)
-        keys = [self._hashes_and_keys[block][1] for block in known]
+        known = takewhile(lambda block: self._known_hashes.get(block) == hashes[block], blocks)
+        keys = [self._known_keys[block] for block in known]
         first_new = len(keys)
         if new_tokens := tokens[first_new * size : len(blocks) * size]:
             keys += chain_keys(self._identity, new_tokens, size, keys[-1] if keys else "")
             for block, key in zip(blocks[first_new:], keys[first_new:], strict=False):
-                self._hashes_and_keys[block] = hashes[block], key
+                self._known_hashes[block], self._known_keys[block] = hashes[block], key
         if is_last:
             self._missed_requests.discard(request_id)
             first_new = 0

@@ -18,8 +18,8 @@ class Page(NamedTuple):
     """The bytes of one page of tokens.
 
     Attributes:
-        rows: The bytes of the page in the pool of each layer, or the only row of an engine's block.
-            Each row is `[bytes]`, uint8, on the CPU.
+        rows: Contents of the page in the pool of each layer, or in one block of an engine. Each row
+            is `[bytes]`, uint8, on the CPU.
         facts: Everything else that a reader needs, as JSON values.
     """
 
@@ -36,10 +36,10 @@ def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") 
         page_size: Tokens per page.
         previous_key: Key of the page before `ids`, or "" if the sequence begins with `ids`.
     """
-    data = np.asarray(ids, "<i8")
+    tokens = np.asarray(ids, "<i8")
     keys, previous = [], bytes.fromhex(previous_key) or f"{_FORMAT}.{identity}".encode()
-    for start in range(0, len(data) - page_size + 1, page_size):
-        digest = hashlib.sha256(previous + b"\0" + data[start : start + page_size].tobytes())
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        digest = hashlib.sha256(previous + b"\0" + tokens[start : start + page_size].tobytes())
         previous = digest.digest()
         keys.append(digest.hexdigest())
     return keys
@@ -53,14 +53,14 @@ def pack(key: str, page: Page) -> bytes:
     return safetensors.save(rows, metadata=header)
 
 
-def unpack(key: str, data: bytes) -> Page:
-    """Return the page that a file contains. Invalid contents may raise any type of error."""
-    rows = safetensors.load(data)
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+def unpack(key: str, contents: bytes) -> Page:
+    """Return the page in the contents of a file. Invalid contents may raise any type of error."""
+    rows, header_bytes = safetensors.load(contents), int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8 : 8 + header_bytes])["__metadata__"]
     if header.pop("digest") != digest_of(header, rows):
         raise ValueError("its bytes have changed since they were written")
     if header["format"] != _FORMAT or header["key"] != key:
         raise ValueError("its format is different, or its name belongs to a different page")
     if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
-        raise ValueError("its tensors are not rows of bytes")
+        raise ValueError("its tensors are not vectors of uint8")
     return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["facts"]))

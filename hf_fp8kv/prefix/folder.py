@@ -56,19 +56,19 @@ class PrefixFolder:
 
     def _stat_file(self, name: str) -> StoredFile | None:
         with suppress(OSError):  # another process has removed the file
-            info = (self.path / name).lstat()
-            if not stat.S_ISDIR(info.st_mode):
-                return StoredFile(info.st_mtime_ns, info.st_size, name)
+            status = (self.path / name).lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                return StoredFile(status.st_mtime_ns, status.st_size, name)
         return None
 
     def read(self, name: str) -> bytes:
         """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
         path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
         with open(path, "rb", opener=opener) as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_size > self._max_bytes:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self._max_bytes:
                 raise ValueError(f"expected a regular file of at most {self._max_bytes} bytes")
-            return file.read(info.st_size)
+            return file.read(status.st_size)
 
     def touch(self, name: str, last_use: int) -> None:
         """Set a file's last use, in ns since 1970, if the file exists and belongs to this user."""
@@ -79,10 +79,10 @@ class PrefixFolder:
         """Evict files until a possibly changed limit holds, unless another process is writing."""
         with self.lock(0.0) as lock_fd:
             if lock_fd is not None:
-                total = self._evict(lock_fd, self._scan(lock_fd), self._max_bytes, ())
-                _write_total(lock_fd, total)
+                total_bytes = self._evict(lock_fd, self._scan(lock_fd), self._max_bytes, ())
+                _write_total(lock_fd, total_bytes)
 
-    def put(self, lock_fd: int, name: str, data: bytes, kept_names: Collection[str]) -> bool:
+    def put(self, lock_fd: int, name: str, contents: bytes, kept_names: Collection[str]) -> bool:
         """Atomically write a new file, and return whether there was room.
 
         The least recently used files are evicted, except those named in `kept_names`.
@@ -90,13 +90,13 @@ class PrefixFolder:
         Raises:
             OSError: The disk is full or cannot be written.
         """
-        if (size := len(data)) > self._max_bytes:
+        if (num_bytes := len(contents)) > self._max_bytes:
             return False
-        if (total := _read_total(lock_fd)) is None:
-            total = self._scan(lock_fd)
-        total = self._evict(lock_fd, total, self._max_bytes - size, kept_names)
-        has_room = total + size <= self._max_bytes
-        _write_total(lock_fd, total + size if has_room else total)
+        if (total_bytes := _read_total(lock_fd)) is None:
+            total_bytes = self._scan(lock_fd)
+        total_bytes = self._evict(lock_fd, total_bytes, self._max_bytes - num_bytes, kept_names)
+        has_room = total_bytes + num_bytes <= self._max_bytes
+        _write_total(lock_fd, total_bytes + num_bytes if has_room else total_bytes)
         if not has_room:
             return False
         partial_path = self.path / f".{name}{_PARTIAL_SUFFIX}"
@@ -104,7 +104,7 @@ class PrefixFolder:
             partial_path.unlink()  # its process has ended, because this process holds the lock
         try:
             with partial_path.open("xb") as file:  # fails for a link
-                file.write(data)
+                file.write(contents)
             os.replace(partial_path, self.path / name)
         except FileExistsError:
             raise  # this process did not create the file
@@ -113,15 +113,17 @@ class PrefixFolder:
             raise
         return True
 
-    def _evict(self, lock_fd: int, total: int, max_bytes: int, kept_names: Collection[str]) -> int:
+    def _evict(
+        self, lock_fd: int, total_bytes: int, max_bytes: int, kept_names: Collection[str]
+    ) -> int:
         """Remove the least recently used files until the remaining files total at most `max_bytes`.
 
-        Files in `kept_names` stay. `total` is the size of all files in bytes. Return the new size.
+        Files in `kept_names` stay. `total_bytes` is the size of all files. Return the new size.
         """
         is_scanned = False
-        while total > max_bytes:
+        while total_bytes > max_bytes:
             if not is_scanned and (not self._heap or self._heap[0].last_use >= self._scan_time):
-                total, is_scanned = self._scan(lock_fd), True
+                total_bytes, is_scanned = self._scan(lock_fd), True
                 continue
             if not self._heap:
                 break
@@ -130,10 +132,10 @@ class PrefixFolder:
                 continue  # the file is in use, so treat it as used after the scan
             if (current := self._stat_file(file.name)) == file:
                 (self.path / file.name).unlink(missing_ok=True)
-                total -= file.num_bytes
+                total_bytes -= file.num_bytes
             elif current is not None:
                 heapq.heappush(self._heap, current)
-        return total
+        return total_bytes
 
     def _scan(self, lock_fd: int) -> int:
         """Scan all files, remove partial files of killed processes, and return the total size."""
@@ -186,9 +188,9 @@ class PrefixFolder:
 
 def _read_total(lock_fd: int) -> int | None:
     """Return the total size in the lock file, or None if the file is not exactly 20 digits."""
-    data = os.pread(lock_fd, 21, 0)
-    return int(data) if len(data) == 20 and data.isdigit() else None
+    digits = os.pread(lock_fd, 21, 0)
+    return int(digits) if len(digits) == 20 and digits.isdigit() else None
 
 
-def _write_total(lock_fd: int, total: int) -> None:
-    os.pwrite(lock_fd, b"%020d" % total, 0)
+def _write_total(lock_fd: int, total_bytes: int) -> None:
+    os.pwrite(lock_fd, b"%020d" % total_bytes, 0)

@@ -74,7 +74,7 @@ class Prefill(ModelMethod):
                 cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
                 cache.step_tokens = 0
             # A wrapper of the model may add tokens to the prompt, so lengths are compared.
-            elif batch is not None and {*cache._paged.host_lengths()} <= {0, batch.length}:
+            elif batch is not None and {*cache._paged.read_lengths()} <= {0, batch.length}:
                 cache.known_prefix, cache.tokens, cache.step_tokens = None, batch, 0
         except BaseException as error:
             _record_kept_tokens(cache, batch, error)
@@ -101,12 +101,12 @@ class Prefill(ModelMethod):
     def _identify(self, cache: FP8PagedCache) -> str:
         """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
         model, store = self.model, self.arguments[1]
-        # All modules are checked, because an adapter that is added in eval mode has dropout.
+        # All modules are checked, because an adapter added to a model in eval mode has dropout.
         if store is None or any(module.training for module in model.modules()):
             return ""
         try:
             stores = cache._paged.stores
-            layers = ((s.encoding.index, s.group.window, s.encoding.plan) for s in stores)
+            layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{store} is not used: {error}")
@@ -126,7 +126,7 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
     Raises:
         ConfigError: The cache never received token ids, and is not shorter than `batch`.
     """
-    lengths = {*cache._paged.host_lengths()} - {0}
+    lengths = {*cache._paged.read_lengths()} - {0}
     lengths |= {
         int(layer.get_seq_length())
         for layer in cache.stock_layers
@@ -178,7 +178,7 @@ def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseE
     """
     if cache.tokens is not UNKNOWN or batch is None:
         return  # nothing has changed, or the next prompt with token ids empties the cache
-    lengths = set(cache._paged.host_lengths())
+    lengths = set(cache._paged.read_lengths())
     if not isinstance(error, FP8KVError) or len(lengths) > 1 or cache.stock_layers:
         cache.reset()
     elif cache.has_assumed_prefix:

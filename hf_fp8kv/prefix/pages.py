@@ -1,6 +1,6 @@
 """Exchange pages between a cache and a `PrefixStore`, and compute the keys of pages."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
         expected = f"a hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
     elif options.tensor_parallel.size > 1:
         expected = "a model in one process, got a split model. Leave prefix_store out"
-    elif cache is not None and cache.open_ended:
+    elif cache is not None and cache.is_open_ended:
         expected = "a cache with a config, got none. Pass the model's config"
     elif options.is_preallocated:
         expected = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
@@ -55,7 +55,7 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
     """Return a digest of the storage format. `layers` yields index, window and plan of a layer."""
     scales = options.scales
     return digest_of(
-        options.page_size, options.backend, options.dynamic_scales,
+        options.page_size, options.backend, options.has_dynamic_scales,
         scales.digest if isinstance(scales, KVScales) else scales,
         [(index, window, str(plan)) for index, window, plan in layers],
     )  # fmt: skip
@@ -78,10 +78,10 @@ class StoredPrompt:
         `batch`, because it determines the page and slot of each token.
         """
         ids, mask, positions = batch.expand(batch.length, torch.device("cpu"))
-        expected, size = (mask.cumsum(1) - 1).clamp(min=0), self._cache.options.page_size
-        if not bool(((positions != expected) & mask).any()):
-            prompts = ids.masked_fill(~mask, -1)
-            self._keys = [chain_keys(identity, prompt, size) for prompt in prompts]
+        default_positions = (mask.cumsum(1) - 1).clamp(min=0)
+        if not bool(((positions != default_positions) & mask).any()):
+            prompts, page_size = ids.masked_fill(~mask, -1), self._cache.options.page_size
+            self._keys = [chain_keys(identity, prompt, page_size) for prompt in prompts]
         self._length = batch.length
 
     def restore(self) -> None:
@@ -90,24 +90,24 @@ class StoredPrompt:
         At least the last token is left to compute. Sizes and dtypes are read from the files,
         because they are not known before the first layer has run.
         """
-        store, cache, keys = self._store, self._cache, self._keys
-        size = cache.options.page_size
-        max_pages = (self._length - 1) // size
-        if not keys or not max_pages or cache.host_length():
+        store, cache, page_size = self._store, self._cache, self._cache.options.page_size
+        num_prompts, max_pages = len(self._keys), (self._length - 1) // page_size
+        if not num_prompts or not max_pages or cache.host_length():
             return
-        pages = self._read_pages(max_pages)
-        num_pages = sum(all(x[index] in pages for x in keys) for index in range(max_pages))
+        keys_by_page = [*zip(*self._keys, strict=True)][:max_pages]
+        pages = self._read_pages(dict.fromkeys(key for keys in keys_by_page for key in keys))
+        num_pages = sum(all(key in pages for key in keys) for keys in keys_by_page)
         if not num_pages:
-            store.count(misses=len(keys))
+            store.count(misses=num_prompts)
             return
         try:
             cache.adopt(self._unpack_pages(num_pages, pages))
         except OutOfPagesError:
             return  # computing the tokens raises this error with a better message
-        self.num_restored, num_tokens = num_pages, len(keys) * num_pages * size
+        self.num_restored, num_tokens = num_pages, num_prompts * num_pages * page_size
         cache.restored_tokens += num_tokens
-        store.count(hits=len(keys), tokens_found=num_tokens)
-        for prompt_keys in keys:
+        store.count(hits=num_prompts, tokens_found=num_tokens)
+        for prompt_keys in self._keys:
             store.touch(prompt_keys[:num_pages])
 
     def undo_restore(self, error: Exception) -> None:
@@ -139,7 +139,7 @@ class StoredPrompt:
         finally:
             for group in windowed_groups:
                 group.record_past = False
-        if {*cache._paged.host_lengths()} == {self._length}:
+        if {*cache._paged.read_lengths()} == {self._length}:
             first_page = max(group.table.first_page for group in cache.groups.values())
             for index, keys in enumerate(self._keys):
                 store.write(keys, partial(_copy_pages, cache.paged_layers, index), first_page)
@@ -147,20 +147,19 @@ class StoredPrompt:
         for group in windowed_groups:
             group.crop(0)
 
-    def _read_pages(self, max_pages: int) -> dict[str, Page]:
-        """Return the first `max_pages` pages of each prompt by key, up to a missing page.
+    def _read_pages(self, keys: Collection[str]) -> dict[str, Page]:
+        """Return the pages with these keys, by key, up to the first page that is missing.
 
         Each page must have the facts and sizes that this cache would write, with the head sizes of
         the first page.
         """
-        pages: dict[str, Page] = {}
         facts: list[Facts] = []
         sizes: list[int] = []
-        paged, options, cpu = self._cache.paged_layers, self._cache.options, torch.device("cpu")
+        layers, options, cpu = self._cache.paged_layers, self._cache.options, torch.device("cpu")
 
         def check(page: Page) -> None:
             if not facts:
-                for layer, layer_facts in zip(paged, page.facts, strict=True):
+                for layer, layer_facts in zip(layers, page.facts, strict=True):
                     pool = serialization.make_pool(layer_facts, options, layer.index, cpu)
                     facts.append(serialization.describe_pool(pool))
                     sizes.append(pool.layout.size)
@@ -168,9 +167,7 @@ class StoredPrompt:
             if page.facts != facts or [*map(len, page.rows)] != sizes:
                 raise ValueError("a page that this model's cache would not write")
 
-        keys_to_read = dict.fromkeys(x[index] for index in range(max_pages) for x in self._keys)
-        pages.update(zip(keys_to_read, self._store.read(keys_to_read, check), strict=False))
-        return pages
+        return dict(zip(keys, self._store.read(keys, check), strict=False))
 
     def _unpack_pages(self, num_pages: int, pages: dict[str, Page]) -> PagedLayers:
         """Return layers with the first `num_pages` pages of each prompt."""
@@ -181,11 +178,11 @@ class StoredPrompt:
         pages.clear()
         tensors: dict[str, torch.Tensor] = {}
         groups: list[Facts] = []
-        for g, (window, group) in enumerate(cache.groups.items()):
-            first = 0 if group.record_past else group.first_kept_token(length) // options.page_size
+        for group_index, (window, group) in enumerate(cache.groups.items()):
+            first = 0 if group.record_past else group.find_first_kept(length) // options.page_size
             used_keys, table = np.unique([x[first:num_pages] for x in keys], return_inverse=True)
             table = table.reshape(len(keys), -1).astype(np.int32)
-            tensors[f"groups.{g}.table"] = torch.from_numpy(table)
+            tensors[f"groups.{group_index}.table"] = torch.from_numpy(table)
             layers = []
             for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
                 layers.append({"index": i, "length": length, **facts[i]})

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
 _NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_MAX_BYTES = 16 << 30
-# Seconds to wait for other processes that write: at first, and after a wait has timed out.
-_LOCK_TIMEOUT, _SHORT_LOCK_TIMEOUT = 2.0, 0.1
+# Time to wait for other processes that write: at first, and after a wait has timed out.
+_LOCK_SECONDS, _SHORT_LOCK_SECONDS = 2.0, 0.1
 # Number of files to read at a time, and bytes in the queue above which a prompt waits to be added.
 NUM_READERS, _MAX_QUEUED_BYTES = min(os.cpu_count() or 1, 8), 1 << 30
 
@@ -110,7 +110,7 @@ class PrefixStore:
         self._refused_keys: set[str] = set()
         self._reset_writer()
         _STORES.add(self)
-        self._can_write, self._limit_applied, self._lock_timeout = True, False, _LOCK_TIMEOUT
+        self._can_write, self._has_applied_limit, self._lock_timeout = True, False, _LOCK_SECONDS
 
     def _reset_writer(self) -> None:
         """Initialize the state without a thread and without queued pages."""
@@ -155,16 +155,16 @@ class PrefixStore:
         Threads read at most `NUM_READERS` pages in advance. Errors of files are not raised. `check`
         must raise an error, such as ValueError, for a page that cannot be used.
         """
-        if not self._limit_applied:
-            self._limit_applied = True
+        if not self._has_applied_limit:
+            self._has_applied_limit = True
             with suppress(OSError, ImportError):
                 self._folder.apply_limit()
         keys = iter(keys)
         with ThreadPoolExecutor(NUM_READERS) as pool:
 
-            def submit_reads(count: int) -> list[tuple[str, Future[Page]]]:
+            def submit_reads(num_reads: int) -> list[tuple[str, Future[Page]]]:
                 load = self._load_page
-                return [(key, _submit(pool, partial(load, key))) for key in islice(keys, count)]
+                return [(key, _submit(pool, partial(load, key))) for key in islice(keys, num_reads)]
 
             pending = deque(submit_reads(1))  # only one page, because often no page is stored
             while pending:
@@ -185,9 +185,9 @@ class PrefixStore:
             raise FileNotFoundError(key)
         if (page := self._queue.get(key)) is not None:
             return page
-        data = self._folder.read(self._file_path(key).name)
-        self.count(bytes_read=len(data))
-        return unpack(key, data)
+        contents = self._folder.read(self._file_path(key).name)
+        self.count(bytes_read=len(contents))
+        return unpack(key, contents)
 
     def _file_path(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"
@@ -267,17 +267,17 @@ class PrefixStore:
         try:
             with self._folder.lock(self._lock_timeout) as lock_fd:
                 # A process that holds the lock this long may be suspended, so wait less next time.
-                self._lock_timeout = _LOCK_TIMEOUT if lock_fd is not None else _SHORT_LOCK_TIMEOUT
+                self._lock_timeout = _LOCK_SECONDS if lock_fd is not None else _SHORT_LOCK_SECONDS
                 for key, page in pages.items():
                     if lock_fd is None or not self._can_write:
                         break
                     file = self._file_path(key)
                     if os.path.lexists(file):
                         continue  # a different process has written the page
-                    data = pack(key, page)
-                    if not self._folder.put(lock_fd, file.name, data, names):
+                    contents = pack(key, page)
+                    if not self._folder.put(lock_fd, file.name, contents, names):
                         break  # the prompt fills the store, but its beginning is stored
-                    self.count(bytes_written=len(data))
+                    self.count(bytes_written=len(contents))
         except MemoryError:
             warn_once(logger, _NO_MEMORY_MESSAGE.format(self))
         except (OSError, ImportError) as error:

@@ -38,9 +38,12 @@ class ServingConfig:
 
     @classmethod
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
-        """Parse keywords of `enable`, and `tensor_parallel`. Raise the same errors as `enable`."""
+        """Return the configuration for the keywords of `enable`, and `tensor_parallel`.
+
+        Raises ConfigError, ScaleError or BackendError, like `enable`.
+        """
         options = CacheOptions.parse(**{**_DEFAULT_OPTIONS, **keywords})
-        if options.first_call_centers:
+        if options.has_first_call_centers:
             raise ConfigError(
                 "plan: expected a plan or scales that carry the centers of K, got none. The engine "
                 "shares pages between requests, so requests cannot have separate centers. Make "

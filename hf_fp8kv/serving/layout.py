@@ -56,7 +56,7 @@ class EngineLayout:
                     f"engine's pages have one size, got {plans[0]} for layer 0 and {plan} for "
                     f"layer {index}. Store all layers in 8 bits"
                 )
-        return cls(num_heads, head_dim, page_size, plans[0], dtype, options.dynamic_scales)
+        return cls(num_heads, head_dim, page_size, plans[0], dtype, options.has_dynamic_scales)
 
     @property
     def bytes_per_page(self) -> int:

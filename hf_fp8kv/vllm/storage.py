@@ -131,7 +131,7 @@ def _load_storage(
     config = ServingConfig.parse(
         scales=loaded_scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
-    if config.options.dynamic_scales != dtype.is_dynamic:
+    if config.options.has_dynamic_scales != dtype.is_dynamic:
         matching_name = f"{name}_static" if dtype.is_dynamic else name.removesuffix("_static")
         expected = "a scale for each token and head" if dtype.is_dynamic else "static scales"
         raise ConfigError(

@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable, serving
-from hf_fp8kv.attention.deterministic import ROWS
+from hf_fp8kv.attention.deterministic import BLOCK_ROWS
 from hf_fp8kv.ops.cpu import backend as cpu_backend
 from tests.helpers.tiny_models import build_variant
 
@@ -152,7 +152,9 @@ def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(8, 5), Conv1D(5, 8), torch.nn.SiLU()])
-@pytest.mark.parametrize("shape", [(1, 1), (ROWS - 1,), (0,), (ROWS,), (3, ROWS + 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (BLOCK_ROWS - 1,), (0,), (BLOCK_ROWS,), (3, BLOCK_ROWS + 1)]
+)
 def test_modules_keep_their_results(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.extra = copy.deepcopy(module)
@@ -262,7 +264,7 @@ def test_routers_strided_rows_and_softmax_change_no_bit() -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.router, model.linear = Router(), torch.nn.Linear(64, 6)
     model.softmax = torch.nn.Softmax(-1)
-    states = torch.randn(2 * ROWS, 129, generator=torch.Generator().manual_seed(0))
+    states = torch.randn(2 * BLOCK_ROWS, 129, generator=torch.Generator().manual_seed(0))
     rows = states[:, 1:65]
     enable(model, deterministic=True)
     for module in (model.router, model.linear):

@@ -460,7 +460,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in read_warning()
     replace_projections(model, make_biased)
-    assert "does not only multiply by weights" in read_warning()
+    assert "does more than multiply by weights" in read_warning()
     model.requires_grad_()
     cache = make_cache(model)
     with torch.no_grad():

@@ -15,8 +15,8 @@ from transformers.cache_utils import StaticCache
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention.compact import CompactMask, make_compact
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
-from hf_fp8kv.attention.patterns import causal_window
+from hf_fp8kv.attention.masks import fp8_paged_mask, make_complete
+from hf_fp8kv.attention.patterns import find_window
 from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.ops import explain_backends
@@ -64,7 +64,7 @@ PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
 @pytest.mark.parametrize("name", PATTERNS)
 def test_causal_patterns_and_their_windows_are_recognized(name: str) -> None:
     make_pattern, window = PATTERNS[name]
-    assert causal_window(make_pattern()) == window
+    assert find_window(make_pattern()) == window
 
 
 # Each row masks 12 tokens, and 0 hides a token. The rows hide no token, tokens on the left, on the
@@ -124,7 +124,7 @@ def test_a_compact_mask_matches_the_complete_mask(
     query, key = (torch.zeros(len(MASK_ROWS), 1, n, 8) for n in (num_tokens, capacity))
     expected = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert expected is not None
-    assert_same(complete_mask(mask, query, key, window, True), expected)
+    assert_same(make_complete(mask, query, key, window, True), expected)
     assert_same(mask & True, expected, "as any tensor")
     visible = torch.nn.functional.pad(token_mask, (0, max(capacity - num_columns, 0)))[:, :capacity]
     visible[:, 12:] = True  # not stored yet
@@ -190,7 +190,7 @@ def test_a_mask_of_all_tokens_serves_a_window() -> None:
         full_mask = make_compact(token_mask, 0, length, 0, 1)
         window_mask = make_compact(token_mask[:, start:], start, length - start, 0, 1)
         for mask, first in ((full_mask, 0), (window_mask, start)):
-            visible = mask.columns(start, length)
+            visible = mask.get_columns(start, length)
             assert_same(visible[:, 0, 0].bool(), token_mask[:, start:], (length, start))
             assert_same(mask.bounds, find_mask_bounds(token_mask[:, first:], first))
             assert_same(mask.make_complete(start, length, 0)[:, 0, 0], token_mask[:, start:])
@@ -201,10 +201,10 @@ def test_a_mask_of_different_tokens_is_refused(num_columns: int, first: int) -> 
     mask = make_compact(torch.ones(2, num_columns, dtype=torch.bool), first, num_columns, 0, 1)
     for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
         if first <= start and stop <= first + num_columns:
-            assert mask.columns(start, stop).shape == (2, 1, 1, stop - start)
+            assert mask.get_columns(start, stop).shape == (2, 1, 1, stop - start)
         else:
             with pytest.raises(ConfigError, match=f"covers the tokens {start} to {stop - 1}"):
-                mask.columns(start, stop)
+                mask.get_columns(start, stop)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def read_centers(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
 
 def list_tensors(cache: FP8PagedCache) -> list[torch.Tensor]:
     """Return all tensors of the stored keys and values that compiled code reads or writes."""
-    handles = [handle for x in cache.paged_layers for handle in (x.keys, x.values)]
+    handles = [handle for layer in cache.paged_layers for handle in (layer.keys, layer.values)]
     return [getattr(x, name) for x in handles for name in x.__tensor_flatten__()[0]]
 
 
@@ -49,19 +49,19 @@ def share_variant(name: str, attention: str) -> tuple[Any, dict[str, torch.Tenso
 
 
 class OutOfMemory(TorchDispatchMode):
-    """Raises MemoryError at allocation `number` among allocations of at least `min_bytes` bytes."""
+    """Raises MemoryError at allocation `number`, counted from 1, of at least `min_bytes` bytes."""
 
     def __init__(self, number: int, min_bytes: int) -> None:
         super().__init__()
-        self.remaining, self.min_bytes = number, min_bytes
+        self.num_remaining, self.min_bytes = number, min_bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         is_new = all(x.alias_info is None for x in function._schema.returns)
-        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= self.min_bytes:
-            self.remaining -= 1
-            if self.remaining == 0:
+        if is_new and isinstance(output, torch.Tensor) and output.nbytes >= self.min_bytes:
+            self.num_remaining -= 1
+            if self.num_remaining == 0:
                 raise MemoryError
-        return result
+        return output

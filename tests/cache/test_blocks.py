@@ -16,10 +16,10 @@ from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.paging import blocks
 from tests.cache.public import attend
 from tests.cache.test_offloading import (
-    DIM,
-    HEADS,
-    LAYERS,
-    PAGE,
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PAGE_SIZE,
     add_tokens,
     assert_holds,
     make_config,
@@ -30,20 +30,20 @@ from tests.helpers.standin import replace_triton
 
 pytestmark = pytest.mark.text
 
-BATCH = 2
+BATCH_SIZE = 2
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_triton(monkeypatch)
     # A block has one or two pages.
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 * PAGE * HEADS * (2 * DIM + 4))
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 * PAGE_SIZE * NUM_HEADS * (2 * HEAD_DIM + 4))
 
 
 def make_caches(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
     """Return a cache for each backend."""
     return [
-        FP8PagedCache(make_config(name), page_size=PAGE, backend=backend, **options)
+        FP8PagedCache(make_config(name), page_size=PAGE_SIZE, backend=backend, **options)
         for backend in ("triton", "reference")
     ]
 
@@ -51,7 +51,7 @@ def make_caches(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
 def test_growth_and_forks_copy_no_full_page(tmp_path):
     """A pool grows by new blocks, and does not copy the old blocks."""
     caches = make_caches(dtype="fp8_e4m3", scales=0.02, prefill="stored")
-    add_tokens(caches, 50 * PAGE, 0)
+    add_tokens(caches, 50 * PAGE_SIZE, 0)
     actual, expected = (cache.memory_footprint() for cache in caches)
     for name in ("pages_bytes", "scales_bytes", "used_bytes", "tokens"):
         assert getattr(actual, name) == getattr(expected, name), name
@@ -59,24 +59,24 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
     for cache in caches:
         with BytesWritten() as counter:
             fork = cache.fork()
-            for step in range(6 * PAGE):
-                for index in range(LAYERS):
-                    k = torch.full((BATCH, HEADS, 1, DIM), step / 8)
+            for step in range(6 * PAGE_SIZE):
+                for index in range(NUM_LAYERS):
+                    k = torch.full((BATCH_SIZE, NUM_HEADS, 1, HEAD_DIM), step / 8)
                     fork.update(k, k, index)
         written_bytes.append(counter.total)
     used_bytes = caches[0].memory_footprint().used_bytes
     assert max(written_bytes) < used_bytes
     assert_holds(caches)
-    files = [cache.save(tmp_path / str(i)).read_bytes() for i, cache in enumerate(caches)]
-    assert abs(len(files[0]) - len(files[1])) < 32, "only the names of the backends differ"
+    sizes = [cache.save(tmp_path / str(i)).stat().st_size for i, cache in enumerate(caches)]
+    assert abs(sizes[0] - sizes[1]) < 32, "only the names of the backends differ"
     for cache in caches:
-        cache.crop(-47 * PAGE)
+        cache.crop(-47 * PAGE_SIZE)
     assert caches[0].memory_footprint().pages_bytes < used_bytes / 2, "memory is freed"
 
 
 def test_handles_keep_their_values_after_a_reset():
     cache, _ = make_caches(prefill="stored")
-    key = cache.update(*torch.randn(2, BATCH, HEADS, 30, DIM), 0)[0]
+    key = cache.update(*torch.randn(2, BATCH_SIZE, NUM_HEADS, 30, HEAD_DIM), 0)[0]
     expected = key.dense().clone()
     storage = weakref.ref(key.block.untyped_storage())
     cache.reset()
@@ -91,12 +91,12 @@ def test_handles_keep_their_values_after_a_reset():
 
 def test_a_copied_layer_has_separate_blocks():
     for backend in ("cpu", "torch"):
-        cache = FP8PagedCache(make_config(), page_size=PAGE, backend=backend, prefill="stored")
-        for _ in range(9 * PAGE):
-            cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
+        cache = FP8PagedCache(make_config(), page_size=PAGE_SIZE, backend=backend, prefill="stored")
+        for _ in range(9 * PAGE_SIZE):
+            cache.update(*torch.randn(2, BATCH_SIZE, NUM_HEADS, 1, HEAD_DIM), 0)
         layer = cache.layers[0]
         layer_copy, expected = copy.deepcopy(layer), [layer.keys.dense(), layer.values.dense()]
-        cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
+        cache.update(*torch.randn(2, BATCH_SIZE, NUM_HEADS, 1, HEAD_DIM), 0)
         cache.reset()
         for handle, values in zip((layer_copy.keys, layer_copy.values), expected, strict=True):
             assert_same(handle.dense(), values)
@@ -104,9 +104,9 @@ def test_a_copied_layer_has_separate_blocks():
 
 def test_a_reset_cache_accepts_wider_values():
     reset_cache, new_cache = (
-        FP8PagedCache(page_size=PAGE, backend="cpu", prefill="stored") for _ in range(2)
+        FP8PagedCache(page_size=PAGE_SIZE, backend="cpu", prefill="stored") for _ in range(2)
     )
-    key, value = torch.randn(2, BATCH, HEADS, 5, DIM)
+    key, value = torch.randn(2, BATCH_SIZE, NUM_HEADS, 5, HEAD_DIM)
     reset_cache.update(key, value[..., :0], 0)
     reset_cache.reset()
     actual, expected = (x.update(key, value, 0)[1].dense() for x in (reset_cache, new_cache))
@@ -119,14 +119,14 @@ def test_compiled_attention_reads_blocks():
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager")
     for _ in range(10):
-        k, v = torch.randn(2, BATCH, HEADS, 1, DIM)
-        query = torch.randn(BATCH, 2 * HEADS, 1, DIM)
+        k, v = torch.randn(2, BATCH_SIZE, NUM_HEADS, 1, HEAD_DIM)
+        query = torch.randn(BATCH_SIZE, 2 * NUM_HEADS, 1, HEAD_DIM)
         outputs = [
-            function(query, *cache.update(k, v, 0), 0.2)
-            for cache, function in zip(caches, (compiled, attend), strict=True)
+            attend_function(query, *cache.update(k, v, 0), 0.2)
+            for cache, attend_function in zip(caches, (compiled, attend), strict=True)
         ]
         assert_same(*outputs)
         for cache in caches:
-            for index in range(1, LAYERS):
+            for index in range(1, NUM_LAYERS):
                 cache.update(k, v, index)
     torch._dynamo.reset()

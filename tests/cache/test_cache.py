@@ -1,6 +1,7 @@
 """Tests of `FP8PagedCache`: contents after every operation, sizes, budgets, invalid arguments."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -29,30 +30,30 @@ from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = pytest.mark.text
 
-LAYERS, HEADS, DIM = 2, 2, 16
+NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 16
 
 
 def make_config(name: str = "llama", **fields: Any) -> Any:
     return make_causal_config(name, **fields)
 
 
-def make_tokens(num_tokens: int, batch: int = 2, seed: int = 0, dim: int = DIM) -> torch.Tensor:
-    """Return `[batch, HEADS, num_tokens, dim]`. 8-bit floats represent the values exactly."""
+def make_keys(num_tokens: int, batch: int = 2, seed: int = 0, dim: int = HEAD_DIM) -> torch.Tensor:
+    """Return `[batch, NUM_HEADS, num_tokens, dim]`. 8-bit floats represent the values exactly."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, (batch, HEADS, num_tokens, dim), generator=generator) / 2
+    return torch.randint(-8, 9, (batch, NUM_HEADS, num_tokens, dim), generator=generator) / 2
 
 
 def add_tokens(
     cache: FP8PagedCache, num_tokens: int, seed: int = 0, batch: int = 2
 ) -> torch.Tensor:
     """Store tokens in all layers, and return K of layer 0. Layer i adds i / 2 to K, and V is -K."""
-    k = make_tokens(num_tokens, batch, seed)
-    for layer in range(LAYERS):
+    k = make_keys(num_tokens, batch, seed)
+    for layer in range(NUM_LAYERS):
         cache.update(k + layer / 2, -k - layer / 2, layer)
     return k
 
 
-def read_content(cache: FP8PagedCache) -> torch.Tensor:
+def read_checked_keys(cache: FP8PagedCache) -> torch.Tensor:
     """Return K of layer 0, after checking that K of layer 1 and V of both layers match it."""
     span = slice(0, cache.host_length())
     keys = [layer.keys.dense()[:, :, span] for layer in cache.layers]
@@ -69,27 +70,27 @@ EXACT = {"scales": 1.0, "page_size": 8}
 # The format determines the codes, and the number of tokens determines where a page ends.
 @pytest.mark.parametrize(
     ("dtype", "num_tokens"),
-    [*((x, 9) for x in ("auto", *FORMATS)), *((None, x) for x in (1, 7, 8, 63))],
+    [*((dtype, 9) for dtype in ("auto", *FORMATS)), (None, 1), (None, 7), (None, 8), (None, 63)],
 )
 def test_written_tokens_are_read(dtype: str | None, num_tokens: int) -> None:
     cache = FP8PagedCache(make_config(), dtype=dtype, **EXACT)
-    calls = [add_tokens(cache, num_tokens), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
-    expected = torch.cat(calls, 2)
+    keys = [add_tokens(cache, num_tokens), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
+    expected = torch.cat(keys, 2)
     # All values are multiples of 1/2.
     rounded_k = {"fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round()}
     if dtype in rounded_k:
         assert_same(cache.layers[0].keys.dense(), rounded_k[dtype])
     else:
-        assert_same(read_content(cache), expected)
+        assert_same(read_checked_keys(cache), expected)
     assert cache.get_seq_length() == num_tokens + 10
 
 
 @pytest.mark.parametrize(("dtype", "max_len"), [("bfloat16", None), ("float16", 40)])
 def test_auto_stores_sixteen_bits_unchanged(dtype: str, max_len: int | None) -> None:
-    k = torch.randn(2, HEADS, 21, DIM).to(getattr(torch, dtype))
+    k = torch.randn(2, NUM_HEADS, 21, HEAD_DIM).to(getattr(torch, dtype))
     cache = FP8PagedCache(make_config(), dtype="auto", page_size=8, max_cache_len=max_len)
-    for part in k.split(7, 2):
-        cache.update(part, -part, 1)
+    for chunk in k.split(7, 2):
+        cache.update(chunk, -chunk, 1)
     for handle, expected in ((cache.layers[1].keys, k), (cache.layers[1].values, -k)):
         assert_same(handle.dense()[:, :, :21], expected)
 
@@ -97,7 +98,7 @@ def test_auto_stores_sixteen_bits_unchanged(dtype: str, max_len: int | None) -> 
 @pytest.mark.parametrize("max_len", [None, 40])
 def test_centers_follow_their_sequences(max_len: int | None) -> None:
     cache = FP8PagedCache(make_config(), max_cache_len=max_len)
-    k = torch.randn(2, HEADS, 21, DIM) + torch.tensor([40.0, -40.0])[:, None, None, None]
+    k = torch.randn(2, NUM_HEADS, 21, HEAD_DIM) + torch.tensor([40.0, -40.0])[:, None, None, None]
     cache.update(k, k, 0)
     stored_k = cache.layers[0].keys.dense()[:, :, :21].clone()
     assert (stored_k - k)[..., -1].abs().max() < 0.1  # a channel that RoPE rotates slowly
@@ -111,34 +112,34 @@ def test_operations_on_sequences_apply_to_k_and_v(is_preallocated: bool) -> None
     k = add_tokens(cache, 11)
 
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert_same(read_content(cache), k[[1, 1]])
+    assert_same(read_checked_keys(cache), k[[1, 1]])
     next_k = add_tokens(cache, 3, 1)
-    assert_same(read_content(cache), torch.cat([k[[1, 1]], next_k], 2), "equal rows diverge")
+    assert_same(read_checked_keys(cache), torch.cat([k[[1, 1]], next_k], 2), "equal rows diverge")
     cache.batch_repeat_interleave(2)
     expected = torch.cat([k[[1, 1]], next_k], 2).repeat_interleave(2, 0)
-    assert_same(read_content(cache), expected)
+    assert_same(read_checked_keys(cache), expected)
     beam_k = add_tokens(cache, 2, 2, batch=4)
     expected = torch.cat([expected, beam_k], 2)
-    assert_same(read_content(cache), expected)
+    assert_same(read_checked_keys(cache), expected)
     cache.batch_select_indices(torch.tensor([3, 0]))
-    assert_same(read_content(cache), expected[[3, 0]])
+    assert_same(read_checked_keys(cache), expected[[3, 0]])
     cache.crop(-5)
-    assert_same(read_content(cache), expected[[3, 0]][:, :, :-5])
+    assert_same(read_checked_keys(cache), expected[[3, 0]][:, :, :-5])
     final_k = add_tokens(cache, 6, 3)
-    assert_same(read_content(cache), torch.cat([expected[[3, 0]][:, :, :-5], final_k], 2))
+    assert_same(read_checked_keys(cache), torch.cat([expected[[3, 0]][:, :, :-5], final_k], 2))
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_same(add_tokens(cache, 4, 5), read_content(cache))
+    assert_same(add_tokens(cache, 4, 5), read_checked_keys(cache))
 
 
 def test_layers_may_have_different_lengths() -> None:
     cache = FP8PagedCache(make_config(), **EXACT)
     k = add_tokens(cache, 10)
     for _ in range(3):
-        cache.update(make_tokens(1), -make_tokens(1), 0)
+        cache.update(make_keys(1), -make_keys(1), 0)
     assert [layer.get_seq_length() for layer in cache.layers] == [13, 10]
     cache.layers[0].crop(-3)
-    assert_same(read_content(cache), k)
+    assert_same(read_checked_keys(cache), k)
 
 
 def test_forks_share_and_diverge() -> None:
@@ -148,20 +149,20 @@ def test_forks_share_and_diverge() -> None:
     forks = [cache.fork() for _ in range(6)]
     for i, fork in enumerate(forks[:5]):
         add_tokens(fork, 1, 10 + i)
-    for num_tokens, num_pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
+    for num_tokens, num_needed in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
         with pytest.raises(OutOfPagesError, match="max_pages") as error:
             add_tokens(forks[5], num_tokens)
-        assert (error.value.needed, error.value.available) == (num_pages, 0)
+        assert (error.value.needed, error.value.available) == (num_needed, 0)
     for i, fork in enumerate(forks[:5]):
-        assert_same(read_content(fork), torch.cat([k, make_tokens(1, seed=10 + i)], 2))
+        assert_same(read_checked_keys(fork), torch.cat([k, make_keys(1, seed=10 + i)], 2))
     for unchanged in (forks[5], cache):
-        assert_same(read_content(unchanged), k)
+        assert_same(read_checked_keys(unchanged), k)
     # Deleted forks free their pages at once, and the last cache that uses a page writes in place.
     del forks, fork, unchanged, error
     next_k = add_tokens(cache, 44, 1)
     fork = cache.fork()
     del cache
-    assert_same(read_content(fork), torch.cat([k, next_k], 2))
+    assert_same(read_checked_keys(fork), torch.cat([k, next_k], 2))
     fork.reset()
     assert fork.memory_footprint().total_bytes < 1000, "no page is in use"
 
@@ -199,8 +200,8 @@ def test_copies_have_the_attributes_of_a_subclass() -> None:
 
 def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
     cache, stock_cache = FP8PagedCache(make_config()), DynamicCache(config=make_config())
-    for layer in range(LAYERS):
-        x = torch.randn(4, HEADS, 16384, 64)
+    for layer in range(NUM_LAYERS):
+        x = torch.randn(4, NUM_HEADS, 16384, 64)
         cache.update(x, x, layer)
         stock_cache.update(x, x, layer)
     index = torch.tensor([2, 0, 0, 3])
@@ -223,13 +224,13 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_8k_tokens_need_half_the_memory(keywords: dict, max_ratio: float, dim: int) -> None:
     cache = FP8PagedCache(make_config(head_dim=dim), **keywords)
-    for layer in range(LAYERS):
-        x = torch.randn(1, HEADS, 8192, dim, dtype=torch.bfloat16)
+    for layer in range(NUM_LAYERS):
+        x = torch.randn(1, NUM_HEADS, 8192, dim, dtype=torch.bfloat16)
         cache.update(x, x, layer)
         for _ in range(3):
             cache.update(x[:, :, :1], x[:, :, :1], layer)
     footprint = cache.memory_footprint()
-    bf16_bytes = 8195 * LAYERS * HEADS * dim * 2 * 2
+    bf16_bytes = 8195 * NUM_LAYERS * NUM_HEADS * dim * 2 * 2
     assert footprint.total_bytes <= max_ratio * bf16_bytes, footprint
     assert footprint.used_bytes <= footprint.pages_bytes + footprint.scales_bytes
     assert footprint.tokens == 8195
@@ -240,7 +241,7 @@ def test_8k_tokens_need_half_the_memory(keywords: dict, max_ratio: float, dim: i
 
 K_SCALE, V_SCALE = torch.tensor([[0.01], [0.04]]), torch.tensor([[0.5], [0.002]])
 HEAD_SCALES = KVScales(
-    {i: LayerScales(K_SCALE * (i + 1), V_SCALE * (i + 1)) for i in range(LAYERS)}
+    {i: LayerScales(K_SCALE * (i + 1), V_SCALE * (i + 1)) for i in range(NUM_LAYERS)}
 )
 
 
@@ -249,8 +250,8 @@ def test_static_scales_are_converted_to_the_format(dtype: str) -> None:
     cache = FP8PagedCache(make_config(), dtype=dtype, scales=HEAD_SCALES, page_size=8)
     fmt = FORMATS[dtype]
     # Values are up to 448 times the scale of each head, the range that a scale for E4M3FN covers.
-    unit = make_tokens(9).sign() * torch.linspace(0.3, 1.0, 9)[:, None]
-    for i in range(LAYERS):
+    unit = make_keys(9).sign() * torch.linspace(0.3, 1.0, 9)[:, None]
+    for i in range(NUM_LAYERS):
         layer = HEAD_SCALES.layers[i]
         cache.update(unit * 447 * layer.k[:, None], unit * 447 * layer.v[:, None], i)
     # The smallest value is 0.3 of the largest.
@@ -263,20 +264,20 @@ def test_static_scales_are_converted_to_the_format(dtype: str) -> None:
 
 
 def test_centers_of_scales_remove_a_common_bias() -> None:
-    bias = 50 * torch.randn(1, HEADS, 1, DIM)
+    bias = 50 * torch.randn(1, NUM_HEADS, 1, HEAD_DIM)
     layer = LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0])
-    scales = KVScales(dict.fromkeys(range(LAYERS), layer))
+    scales = KVScales(dict.fromkeys(range(NUM_LAYERS), layer))
     # Static scales saturate far below the bias. A key equal to the center is stored as 0.
     cache = FP8PagedCache(make_config(), scales=scales)
-    cache.update(bias.repeat(2, 1, 3, 1), make_tokens(3), 0)
+    cache.update(bias.repeat(2, 1, 3, 1), make_keys(3), 0)
     assert_same(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
 
 
 def test_nan_stays_nan() -> None:
     dtypes = (None, "fp8_e3m4", "fp8_e2m5", "int8")
-    for keywords in ({"dtype": x, "scales": y} for x in dtypes for y in (None, 1.0)):
-        cache = FP8PagedCache(make_config(), **keywords)
-        k = make_tokens(3)
+    for dtype, scales in itertools.product(dtypes, (None, 1.0)):
+        cache = FP8PagedCache(make_config(), dtype=dtype, scales=scales)
+        k = make_keys(3)
         k[0, 0, 1, 3] = torch.nan
         cache.update(k, k, 0)
         for handle in (cache.layers[0].keys, cache.layers[0].values):
@@ -375,28 +376,28 @@ def test_scales_of_a_different_model_are_refused() -> None:
     three_heads = LayerScales(torch.full((3, 1), 0.1), torch.full((3, 1), 0.1))
     cache = FP8PagedCache(make_config(), scales=KVScales({0: three_heads, 1: three_heads}))
     with pytest.raises(ScaleError, match="heads"):
-        cache.update(make_tokens(3), make_tokens(3), 0)
+        cache.update(make_keys(3), make_keys(3), 0)
     assert cache.get_seq_length() == 0
     wide_heads = LayerScales(torch.full((2, 8), 0.1), torch.tensor(0.1))
     cache = FP8PagedCache(make_config(), scales=KVScales({0: wide_heads, 1: wide_heads}))
     with pytest.raises(ScaleError, match="head size"):
-        cache.update(make_tokens(3), make_tokens(3), 0)
+        cache.update(make_keys(3), make_keys(3), 0)
 
 
 @pytest.mark.parametrize("is_preallocated", [False, True])
 def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
     cache = FP8PagedCache(make_config(), max_cache_len=32 if is_preallocated else None, **EXACT)
     k = add_tokens(cache, 9)
-    k_token = make_tokens(1)
+    k_token = make_keys(1)
     invalid_calls: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {
-        "heads": (torch.zeros(2, 3, 1, DIM), torch.zeros(2, 3, 1, DIM), 0),
+        "heads": (torch.zeros(2, 3, 1, HEAD_DIM), torch.zeros(2, 3, 1, HEAD_DIM), 0),
         "head size": (torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0),
-        "batch": (make_tokens(1, 3), make_tokens(1, 3), 0),
+        "batch": (make_keys(1, 3), make_keys(1, 3), 0),
         "dtype": (k_token.bfloat16(), k_token.bfloat16(), 0),
         "two dtypes": (k_token, k_token.bfloat16(), 0),
         "integers": (k_token.int(), k_token.int(), 0),
-        "lengths": (make_tokens(2), k_token, 0),
-        "no token": (make_tokens(0), make_tokens(0), 0),
+        "lengths": (make_keys(2), k_token, 0),
+        "no token": (make_keys(0), make_keys(0), 0),
         "layer": (k_token, k_token, 2),
         "rank": (k_token[0], k_token[0], 0),
         "V on a different device": (k_token, k_token.to("meta"), 0),
@@ -405,7 +406,7 @@ def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
     for case, (key, value, layer) in invalid_calls.items():
         with pytest.raises(ConfigError, match="expected"):
             cache.update(key, value, layer)
-        assert_same(read_content(cache), k, case)
+        assert_same(read_checked_keys(cache), k, case)
 
 
 def test_a_failure_in_a_later_layer_changes_nothing() -> None:
@@ -417,12 +418,12 @@ def test_a_failure_in_a_later_layer_changes_nothing() -> None:
     assert cache.get_seq_length() == cache.memory_footprint().used_bytes == 0
     cache = FP8PagedCache(make_config(), **EXACT)
     k = add_tokens(cache, 9)
-    x = make_tokens(4)
-    for layer in range(LAYERS):
+    x = make_keys(4)
+    for layer in range(NUM_LAYERS):
         cache.update(x, x, layer)
     with pytest.raises(ConfigError, match="one model"):
-        cache.update(x, x, LAYERS)
-    assert_same(read_content(cache), k)
+        cache.update(x, x, NUM_LAYERS)
+    assert_same(read_checked_keys(cache), k)
 
 
 def test_copies_of_empty_caches_accept_tokens(tmp_path: Path) -> None:
@@ -430,7 +431,7 @@ def test_copies_of_empty_caches_accept_tokens(tmp_path: Path) -> None:
         cache = FP8PagedCache(make_config(), max_cache_len=length, **EXACT)
         for copied in (pickle.loads(pickle.dumps(cache)), cache.fork()):
             k = add_tokens(copied, 5)
-            assert_same(read_content(copied), k)
+            assert_same(read_checked_keys(copied), k)
             assert cache.get_seq_length() == 0, "the original is still empty"
         k = add_tokens(FP8PagedCache.load(cache.save(tmp_path / "empty.safetensors")), 3)
     sliding_cache = FP8PagedCache(make_config("mistral"), **EXACT)
@@ -448,24 +449,24 @@ def test_assigned_keys_and_values_are_stored(num_kept: int, is_shuffled: bool) -
     cache = FP8PagedCache(make_config(), page_size=8, scales=1.0)
     indices = torch.arange(21) if not is_shuffled else torch.randperm(21)
     indices = indices[:num_kept]
-    k = make_tokens(21)
-    for index in range(LAYERS):
+    k = make_keys(21)
+    for index in range(NUM_LAYERS):
         cache.update(k + index / 2, -k - index / 2, index)
         layer = cache.layers[index]
-        fork = cache.fork() if index == LAYERS - 1 else None
+        fork = cache.fork() if index == NUM_LAYERS - 1 else None
         layer.keys = layer.keys[:, :, indices]
         assert layer.get_seq_length() == 21, "assigning only keys changes nothing"
         layer.values = layer.values[:, :, indices]
-    assert_same(read_content(cache), k[:, :, indices])
+    assert_same(read_checked_keys(cache), k[:, :, indices])
     next_k = add_tokens(cache, 3, seed=1)
-    assert_same(read_content(cache), torch.cat([k[:, :, indices], next_k], 2))
+    assert_same(read_checked_keys(cache), torch.cat([k[:, :, indices], next_k], 2))
     assert fork is not None
     assert_same(fork.layers[1].keys.dense(), k + 0.5)
 
 
 def test_assigning_the_first_tokens_does_not_encode_again() -> None:
     cache = FP8PagedCache(make_config(), page_size=8)
-    k, v = torch.randn(2, 2, HEADS, 210, DIM)
+    k, v = torch.randn(2, 2, NUM_HEADS, 210, HEAD_DIM)
     cache.update(k, v, 0)
     layer = cache.layers[0]
     first_tokens = [x.dense()[:, :, :170].clone() for x in (layer.keys, layer.values)]
@@ -479,7 +480,7 @@ def test_invalid_assignments_are_refused() -> None:
     cache = FP8PagedCache(make_config(), page_size=8)
     add_tokens(cache, 9)
     layer = cache.layers[0]
-    x = torch.randn(2, HEADS, 10, DIM)
+    x = torch.randn(2, NUM_HEADS, 10, HEAD_DIM)
     for key, value, message in (
         (x, x, "at most 9"),
         (x[:, :, :5], x[:, :, :4], "expected keys"),
@@ -518,10 +519,10 @@ def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> 
         cache.get_mask_sizes(1, 0)
 
 
-def test_a_step_that_does_not_fit_in_all_layers_changes_nothing(tmp_path: Path) -> None:
+def test_a_step_that_does_not_fit_in_all_layers_changes_no_layer(tmp_path: Path) -> None:
     mixed_config = make_config("gemma3_text")
     cache = FP8PagedCache(mixed_config, max_pages=6, page_size=8)
-    key = make_tokens(17)
+    key = make_keys(17)
     for layer in range(len(cache)):
         with pytest.raises(OutOfPagesError):
             cache.update(key, key, layer)
@@ -568,7 +569,7 @@ def test_short_prompts_and_masks_are_refused() -> None:
         assert_same(logits, model(input_ids=ids[:, :5].expand(3, -1)).logits)
 
 
-def test_missing_tokens_and_sequences_are_refused() -> None:
+def test_invalid_crops_and_sequences_are_refused() -> None:
     cache = FP8PagedCache(make_config(), **EXACT)
     k = add_tokens(cache, 9)
     for length in (3, 1):
@@ -581,7 +582,7 @@ def test_missing_tokens_and_sequences_are_refused() -> None:
         cache.reorder_cache(torch.tensor([0, 5]))
     with pytest.raises(ConfigError, match="repeats"):
         cache.batch_repeat_interleave(0)
-    assert_same(read_content(cache), k)
+    assert_same(read_checked_keys(cache), k)
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -605,11 +606,11 @@ def test_a_saved_cache_continues(is_preallocated: bool, options: dict, tmp_path:
         assert_same(layer.values.dense(), loaded_layer.values.dense())
     used_bytes, expected_bytes = (x.memory_footprint().used_bytes for x in (loaded, cache))
     assert used_bytes == expected_bytes, "pages are still shared"
-    for x in (cache, loaded):
-        add_tokens(x, 4, 1)
+    for each_cache in (cache, loaded):
+        add_tokens(each_cache, 4, 1)
     assert_same(cache.layers[1].keys.dense(), loaded.layers[1].keys.dense())
     assert path.stat().st_size < 60_000
-    assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file remains"
+    assert [file.name for file in path.parent.iterdir()] == [path.name], "no partial file remains"
 
 
 @pytest.mark.parametrize("call", ["crop", "reset"])
@@ -617,7 +618,7 @@ def test_a_reset_needs_no_pages_for_copies(call: str) -> None:
     """Two sequences share pages of a preallocated cache, and the budget has no pages for copies."""
     options = {"dtype": "auto", "page_size": 16, "max_cache_len": 160, "max_pages": 18}
     cache = FP8PagedCache(make_config(num_hidden_layers=1), **options)
-    k = make_tokens(40, 1)
+    k = make_keys(40, 1)
     cache.update(k, -k, 0)
     cache.batch_repeat_interleave(2)
     if call == "crop":
@@ -626,7 +627,7 @@ def test_a_reset_needs_no_pages_for_copies(call: str) -> None:
         assert_same(cache.layers[0].keys.dense()[:, :, :40], k.repeat(2, 1, 1, 1))
         return
     cache.reset()
-    new_k = make_tokens(3, 1, 1)
+    new_k = make_keys(3, 1, 1)
     cache.update(new_k, -new_k, 0)
     assert_same(cache.layers[0].keys.dense()[:, :, :3], new_k)
 
@@ -675,14 +676,14 @@ def test_convolution_layers_are_cropped_with_paged_layers() -> None:
     """Convolution layers have no length, and can be cropped if they record the past."""
     fields = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
     cache = FP8PagedCache(make_config("lfm2", **fields), dtype="auto", page_size=8, max_pages=6)
-    state = make_tokens(20, dim=1).flatten(1, 1)[..., 0]
+    state = make_keys(20, dim=1).flatten(1, 1)[..., 0]
     cache.activate_past_recording()
     cache.layers[0].lazy_initialization(conv_states=state[..., :3])
     cache.layers[0].update_conv_state(state)
-    k = make_tokens(20)
+    k = make_keys(20)
     cache.update(k, -k, 1)
     with pytest.raises(OutOfPagesError):
-        cache.update(make_tokens(29), make_tokens(29), 1)
+        cache.update(make_keys(29), make_keys(29), 1)
     assert cache.host_length() == 20
     cache.crop(-2)
     assert cache.host_length() == 18
@@ -696,7 +697,7 @@ def test_a_refused_long_call_frees_its_pages() -> None:
     cache = FP8PagedCache(config, dtype="auto", page_size=8, max_pages=30)
     add_tokens(cache, 12, batch=1)
     num_pages, keys = cache.budget.num_held, list_dense_keys(cache)
-    k = make_tokens(90, 1)
+    k = make_keys(90, 1)
     cache.update(k, k, 0)
     assert torch.equal(list_dense_keys(cache)[1], keys[1])
     with pytest.raises(ConfigError, match="like the first call's"):

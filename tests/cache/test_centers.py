@@ -16,9 +16,9 @@ from tests.helpers.tiny_models import build_model, build_variant
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("no_gradients")]
 
-WIDTH = 45
+NUM_COLUMNS = 45
 CENTERED: dict[str, Any] = {"plan": "fp8_e3m4 centered"}
-# Start and end of each sequence in a padded batch.
+# Start and stop of each sequence in a padded batch of `NUM_COLUMNS` columns.
 SPANS = {
     "left": [(0, 45), (40, 45), (9, 45), (44, 45)],
     "right": [(0, 45), (0, 5), (0, 36), (0, 1)],
@@ -40,7 +40,8 @@ def make_cache(model: PreTrainedModel, max_len: int | None = None, **options: An
 
 def make_batch(spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     """Return a batch of sequences at `spans`. Padding has position 0, as in `generate`."""
-    ids = torch.randint(4, 90, (len(spans), WIDTH), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 90, (len(spans), NUM_COLUMNS), generator=generator)
     mask = torch.zeros_like(ids)
     for row, (start, stop) in zip(mask, spans, strict=True):
         row[start:stop] = 1
@@ -49,9 +50,9 @@ def make_batch(spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
 
 
 def cut_batch(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of a call with tokens `start` to `stop`. The mask begins at token 0."""
+    """Return the inputs of a call with tokens `start` to `stop - 1`. The mask begins at token 0."""
     starts = {"input_ids": start, "attention_mask": 0, "position_ids": start}
-    return {key: batch[key][:, starts[key] : stop].clone() for key in starts}
+    return {name: batch[name][:, starts[name] : stop].clone() for name in starts}
 
 
 def read_all_centers(cache: FP8PagedCache) -> torch.Tensor:
@@ -59,10 +60,10 @@ def read_all_centers(cache: FP8PagedCache) -> torch.Tensor:
     return torch.stack([read_centers(cache, layer) for layer in range(len(cache.layers))])
 
 
-def find_center(model: PreTrainedModel, row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def compute_centers(model: Any, ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return the centers of a sequence that is cached alone, `[layers, Hkv, D]`."""
     cache = make_cache(model)
-    model(row[None, start:stop], past_key_values=cache)
+    model(ids[None, start:stop], past_key_values=cache)
     return read_all_centers(cache)[:, 0]
 
 
@@ -71,7 +72,7 @@ def assert_centers(
 ) -> None:
     """Assert that centers `[layers, B, Hkv, D]` are the same as for sequences cached alone."""
     rows = zip(batch["input_ids"], SPANS[spans], strict=True)
-    expected = torch.stack([find_center(model, row, *span) for row, span in rows], 1)
+    expected = torch.stack([compute_centers(model, ids, *span) for ids, span in rows], 1)
     torch.testing.assert_close(actual, expected[: len(actual)], rtol=1e-4, atol=1e-4)
 
 
@@ -106,8 +107,8 @@ def test_centers_do_not_depend_on_the_prefill_mode(name: str, prefill: str) -> N
 def test_centers_without_a_config_are_not_averaged() -> None:
     model, batch = get_model(), make_batch(SPANS["left"])
     cache, configured_cache = FP8PagedCache(page_size=8, **CENTERED), make_cache(model)
-    for x in (cache, configured_cache):
-        model(**batch, past_key_values=x)
+    for each_cache in (cache, configured_cache):
+        model(**batch, past_key_values=each_cache)
     # Without a config, the RoPE rotation is unknown, so the center is not averaged.
     rope = RopeRotation.from_config(model.config)(0)
     assert_same(rope.average(read_all_centers(cache)), read_all_centers(configured_cache))
@@ -115,26 +116,26 @@ def test_centers_without_a_config_are_not_averaged() -> None:
 
 # Each model and each kind of cache occur twice.
 @pytest.mark.parametrize(
-    ("name", "chunks", "max_len"),
+    ("name", "chunk_sizes", "max_len"),
     [
         ("qwen2", (16, 16, 13), None), ("qwen2", (41, 1, 3), 64),
         ("sliding_and_full", (16, 16, 13), 64), ("sliding_and_full", (1, 43, 1), None),
     ],
 )  # fmt: skip
 def test_a_center_starts_at_the_first_token(
-    name: str, chunks: tuple[int, ...], max_len: int | None
+    name: str, chunk_sizes: tuple[int, ...], max_len: int | None
 ) -> None:
     """The first chunks of some sequences contain only padding."""
     model, spans = get_model(name), [(0, 45), (40, 45), (9, 45), (20, 45)]
     batch, cache = make_batch(spans), make_cache(model, max_len)
     expected: list[Any] = [None] * len(spans)
     stop = 0
-    for chunk in chunks:
-        start, stop = stop, stop + chunk
+    for chunk_size in chunk_sizes:
+        start, stop = stop, stop + chunk_size
         model(**cut_batch(batch, start, stop), past_key_values=cache)
-        for row, (begin, _) in enumerate(spans):
-            if expected[row] is None and begin < stop:
-                expected[row] = find_center(model, batch["input_ids"][row], begin, stop)
+        for row, (first_token, _) in enumerate(spans):
+            if expected[row] is None and first_token < stop:
+                expected[row] = compute_centers(model, batch["input_ids"][row], first_token, stop)
         begun_rows = [row for row, center in enumerate(expected) if center is not None]
         actual = read_all_centers(cache)[:, begun_rows]
         expected_centers = torch.stack([expected[row] for row in begun_rows], 1)
@@ -149,13 +150,13 @@ def test_compiled_first_calls_find_the_center() -> None:
     layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     model, _ = build_variant("qwen2", attn_implementation="fp8_paged", key_bias=10.0, **layers)
     batch = make_batch([(0, 45), (40, 45), (9, 45), (20, 44)])
-    results = []
+    centers = []
     for forward in (torch.compile(model, fullgraph=True, backend="eager"), model):
         cache = make_cache(model, 64)
         for start, stop in ((0, 22), (22, 45)):
             forward(**cut_batch(batch, start, stop), past_key_values=cache)
-            results.append(read_all_centers(cache))
-    torch.testing.assert_close(results[:2], results[2:], rtol=1e-5, atol=1e-5)
+            centers.append(read_all_centers(cache))
+    torch.testing.assert_close(centers[:2], centers[2:], rtol=1e-5, atol=1e-5)
 
 
 @for_each_size
@@ -191,31 +192,31 @@ def test_a_mask_that_hides_stored_tokens_changes_no_center(max_len: int | None) 
     assert_same(*centers)
 
 
-class ValuesRead(TorchDispatchMode):
-    """Counts the values that Python reads from tensors. On a GPU, each read would wait."""
+class ReadCounter(TorchDispatchMode):
+    """Counts the values that Python reads from tensors. Each read synchronizes with a GPU."""
 
-    total = 0
+    num_reads = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.total += function is torch.ops.aten._local_scalar_dense.default
+        self.num_reads += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
 
 
 def test_masks_are_not_read_after_all_sequences_have_begun() -> None:
     model, batch = get_model(), make_batch(SPANS["left"])
-    reads = []
+    read_counts = []
     for keywords in (CENTERED, {"dtype": "fp8"}):
         cache = FP8PagedCache(model.config, page_size=8, **keywords)
         model(**batch, past_key_values=cache)
         mask = batch["attention_mask"]
         for _ in range(3):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            with ValuesRead() as counter:
+            with ReadCounter() as counter:
                 model(torch.ones(4, 1).long(), attention_mask=mask, past_key_values=cache)
-            reads.append(counter.total)
-    assert reads[1:3] == reads[4:6]
+            read_counts.append(counter.num_reads)
+    assert read_counts[1:3] == read_counts[4:6], "centers add no reads after the first step"
 
 
 @for_each_size
@@ -225,9 +226,10 @@ def test_a_mask_applies_to_one_call(max_len: int | None) -> None:
     cache = make_cache(model, max_len)
     model(**batch, past_key_values=cache)
     rope = RopeRotation.from_config(model.config)(0)
-    num_rows, num_heads, _, dim = cache.layers[0].keys.shape
-    k = torch.randn(num_rows, num_heads, WIDTH, dim, generator=torch.Generator().manual_seed(2))
-    for clear in (cache.reset, lambda: cache.crop(-WIDTH)):
+    batch_size, num_heads, _, dim = cache.layers[0].keys.shape
+    generator = torch.Generator().manual_seed(2)
+    k = torch.randn(batch_size, num_heads, NUM_COLUMNS, dim, generator=generator)
+    for clear in (cache.reset, lambda: cache.crop(-NUM_COLUMNS)):
         clear()
         cache.update(k, k, 0)
         torch.testing.assert_close(read_centers(cache), rope.average(k[:, :, -32:].mean(2)))
@@ -242,7 +244,7 @@ def test_a_mask_applies_to_one_cache() -> None:
     centers = read_all_centers(sdpa_cache)
     model(**batch, past_key_values=cache)
     assert_centers(read_all_centers(cache), model, batch, "left")
-    next_batch = {**batch, "attention_mask": torch.ones(4, 2 * WIDTH)}
+    next_batch = {**batch, "attention_mask": torch.ones(4, 2 * NUM_COLUMNS)}
     sdpa_model(**next_batch, past_key_values=sdpa_cache)
     assert_same(read_all_centers(sdpa_cache), centers)
 
@@ -269,8 +271,8 @@ def test_padding_of_an_encoder_changes_no_center() -> None:
     mask[0], mask[1, :4] = 1, 1
     enable(model)
     caches = [
-        model.generate(input_ids=part_ids, attention_mask=part_mask, **options).past_key_values
-        for part_ids, part_mask in ((ids, mask), (ids[:1], mask[:1]), (ids[1:, :4], mask[1:, :4]))
+        model.generate(input_ids=row_ids, attention_mask=row_mask, **options).past_key_values
+        for row_ids, row_mask in ((ids, mask), (ids[:1], mask[:1]), (ids[1:, :4], mask[1:, :4]))
     ]
     batched, *rows = [read_all_centers(cache.cross_attention_cache) for cache in caches]
     torch.testing.assert_close(batched, torch.cat(rows, 1), rtol=1e-4, atol=1e-4)

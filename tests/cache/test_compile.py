@@ -90,15 +90,15 @@ def test_twenty_steps_in_the_mode_of_generate(backend: str) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("on_cuda", [True, False])
-def test_generate_compiles_only_on_cuda(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_generate_compiles_only_on_cuda(is_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """generate() treats the static cache of transformers in the same way."""
     model, _ = build_variant("gqa")
-    device = torch.device("cuda" if on_cuda else "cpu")
+    device = torch.device("cuda" if is_cuda else "cpu")
     monkeypatch.setattr(type(model), "device", property(lambda _: device))
     for cache, expected in (
-        (FP8PagedCache(model.config, max_cache_len=50), on_cuda),
-        (StaticCache(model.config, max_cache_len=50), on_cuda),
+        (FP8PagedCache(model.config, max_cache_len=50), is_cuda),
+        (StaticCache(model.config, max_cache_len=50), is_cuda),
         (FP8PagedCache(model.config), False),
     ):
         inputs = {CACHE: cache}
@@ -125,7 +125,7 @@ def test_addresses_do_not_change(keywords: dict[str, Any], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "mode", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 )
-def test_overrun_raises_and_changes_nothing(mode: str) -> None:
+def test_an_overrun_raises_and_stores_no_token(mode: str) -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=20)
     options = {"compile_config": make_config(mode), "disable_compile": mode == "eager"}
@@ -160,7 +160,8 @@ def test_compiled_code_has_no_copy_of_the_pool(
     assert "hf_fp8kv.attend" in code
     assert "hf_fp8kv.gather" not in code, "a dense copy of the history"
     shape = str(tuple(cache.layers[0].keys.block.shape))
-    copies = [x for x in code.splitlines() if "empty_strided" in x and shape in x and "= " in x]
+    allocations = [line for line in code.splitlines() if "empty_strided" in line and "= " in line]
+    copies = [line for line in allocations if shape in line]
     assert not copies, copies
 
 
@@ -200,32 +201,31 @@ def test_a_compiled_step_fits_a_cuda_graph(
     options = {"page_size": 16, "max_cache_len": 50, "backend": "triton"}
     cache = FP8PagedCache(model.config, **options, **keywords)
     graph: dict[str, Any] = {}
-    stored_keys: dict[int, Any] = {}
+    key_handles: dict[int, Any] = {}
 
     def update(key: torch.Tensor, value: torch.Tensor, layer: int, **kwargs: Any) -> Any:
-        states = FP8PagedCache.update(cache, key, value, layer, **kwargs)
-        stored_keys[layer] = states[0]
-        return states
+        handles = FP8PagedCache.update(cache, key, value, layer, **kwargs)
+        key_handles[layer], _ = handles
+        return handles
 
-    def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    def record_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         metadata = torch._guards.TracingContext.get().fw_metadata
         graph["mutated"] = list(metadata.mutated_inp_runtime_indices)
         graph["static"] = list(metadata.static_input_indices)
         graph["inputs"] = [(tuple(x.shape), x.dtype) for x in inputs]
         nodes = list(module.graph.nodes)
-        values = torch.utils._pytree.tree_leaves([node.meta.get("val") for node in nodes])
-        graph["devices"] = {x.device.type for x in values if isinstance(x, torch.Tensor)}
+        outputs = torch.utils._pytree.tree_leaves([node.meta.get("val") for node in nodes])
+        graph["devices"] = {x.device.type for x in outputs if isinstance(x, torch.Tensor)}
         # The node of an operation that writes to its arguments has the operation as an argument.
-        operations = {y for node in nodes for y in (node.target, *node.args)}
+        operations = {target for node in nodes for target in (node.target, *node.args)}
         unsafe_tag = torch.Tag.cudagraph_unsafe
         graph["unsafe"] = [x for x in operations if unsafe_tag in getattr(x, "tags", ())]
         graph["calls"] = {str(x) for x in operations if "hf_fp8kv" in str(x)}
         return module
 
     model(tokens, past_key_values=cache)
-    step = torch.compile(
-        model.forward, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=record)
-    )
+    backend = aot_autograd(fw_compiler=record_graph)
+    step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=backend)
     mask = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta")
     masks = mask if name == "gqa" else {"full_attention": mask, "sliding_attention": mask}
     positions = torch.full((2, 1), 13, device="meta")
@@ -238,16 +238,16 @@ def test_a_compiled_step_fits_a_cuda_graph(
     assert graph["devices"] == {"meta"}, "a tensor of the CPU in the graph"
     assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("plan", "write", "attend")}
     assert not graph["unsafe"]
-    function: Any = SimpleNamespace(
+    traced_step: Any = SimpleNamespace(
         mutated_input_idxs=graph["mutated"], static_input_idxs=graph["static"], placeholders=[]
     )
-    assert cudagraph_utils.check_for_mutation(function, [], lambda _: False) is None
+    assert cudagraph_utils.check_for_mutation(traced_step, [], lambda _: False) is None
     # The step writes the pages and the lengths of every layer, and a plan for each window.
     writes: Counter[Any] = Counter()
-    for layer, key in stored_keys.items():
+    for layer, key in key_handles.items():
         written = [key.block, key.lengths]
         window = cache.layers[layer].sliding_window
-        first_layer = next(i for i in stored_keys if cache.layers[i].sliding_window == window)
+        first_layer = next(i for i in key_handles if cache.layers[i].sliding_window == window)
         written += [key.plan] if layer == first_layer else []
         writes.update((tuple(tensor.shape), tensor.dtype) for tensor in written)
     assert Counter(graph["inputs"][i] for i in graph["mutated"]) == writes

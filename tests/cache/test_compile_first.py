@@ -27,7 +27,7 @@ def test_a_compiled_first_call_matches_eager_calls() -> None:
 
 
 @pytest.mark.full
-def test_compiled_first_calls_match_in_a_process() -> None:
+def test_compiled_first_calls_match_in_a_separate_process() -> None:
     process = subprocess.run(
         [sys.executable, "-m", "tests.tools.compile_first"], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
@@ -59,7 +59,7 @@ def test_unsupported_graphs_name_the_remedy(options: dict[str, int], message: st
         compiled(**inputs, past_key_values=FP8PagedCache(model.config, **options))
 
 
-class CachedModel(torch.nn.Module):
+class ModelWithCache(torch.nn.Module):
     """A model with its cache as an attribute, because a cache cannot be an argument of export."""
 
     def __init__(self, model: torch.nn.Module, cache: FP8PagedCache) -> None:
@@ -76,15 +76,15 @@ def test_export_requires_a_preallocated_cache(max_cache_len: int | None) -> None
     cache = FP8PagedCache(model.config, max_cache_len=max_cache_len)
     ids = inputs["input_ids"]
     with pytest.raises(ConfigError, match="strict=True"):
-        torch.export.export(CachedModel(model, cache), (ids,), strict=False)
+        torch.export.export(ModelWithCache(model, cache), (ids,), strict=False)
     assert cache.layers[0].keys is None
     with pytest.raises(Exception, match=r"FP8PagedCache.*not supported"):
         torch.export.export(model, (ids,), {"past_key_values": cache}, strict=True)
     if max_cache_len is None:
         with pytest.raises(Unsupported, match="max_cache_len"):
-            torch.export.export(CachedModel(model, cache), (ids,), strict=True)
+            torch.export.export(ModelWithCache(model, cache), (ids,), strict=True)
         return
-    exported = torch.export.export(CachedModel(model, cache), (ids,), strict=True)
+    exported = torch.export.export(ModelWithCache(model, cache), (ids,), strict=True)
     expected = model(ids, past_key_values=DynamicCache()).logits
     assert_close([exported.module()(ids)], [expected])
     assert cache.layers[0].keys is None

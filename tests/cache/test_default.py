@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import build_variant, make_causal_config
 pytestmark = pytest.mark.text
 
 E3M4, E4M3 = "fp8_e3m4", "fp8_e4m3"
-HEADS, DIM = 2, 16
+NUM_HEADS, HEAD_DIM = 2, 16
 
 
 def make_cache(**keywords: Any) -> FP8PagedCache:
@@ -29,10 +29,10 @@ def make_cache(**keywords: Any) -> FP8PagedCache:
 
 
 def make_states(num_tokens: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Return `[batch, HEADS, num_tokens, DIM]`: a bias per channel and small random values."""
+    """Return a bias per channel plus small values, `[batch, NUM_HEADS, num_tokens, HEAD_DIM]`."""
     generator = torch.Generator().manual_seed(seed)
-    bias = 20 * torch.randn(batch, HEADS, 1, DIM, generator=generator)
-    return bias + torch.randn(batch, HEADS, num_tokens, DIM, generator=generator)
+    bias = 20 * torch.randn(batch, NUM_HEADS, 1, HEAD_DIM, generator=generator)
+    return bias + torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
 
 
 def read_keys(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
@@ -106,6 +106,7 @@ def test_the_center_is_the_mean_of_the_last_tokens(num_tokens: int, max_len: int
 
 
 def round_values(v: torch.Tensor) -> torch.Tensor:
+    """Return V as a cache with `dtype="fp8_e3m4"` reads it back."""
     cache = make_cache(dtype=E3M4)
     cache.update(v, v, 0)
     return cache.layers[0].values.dense()
@@ -177,9 +178,9 @@ MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_s
 @torch.no_grad()
 def test_pages_and_dense_keys_give_the_same_logits(name: str, max_len: int | None) -> None:
     """Attention adds the center back if it changes the result: for softcap, sinks and dense K."""
-    dense_attention = "eager" if name in ("sinks", "softcap") else "sdpa"
+    stock_attention = "eager" if name in ("sinks", "softcap") else "sdpa"
     logits = []
-    for attention in ("fp8_paged", dense_attention):
+    for attention in ("fp8_paged", stock_attention):
         model, inputs = build_variant(name, attn_implementation=attention)
         shift_keys(model)
         cache = FP8PagedCache(model.config, page_size=8, max_cache_len=max_len)

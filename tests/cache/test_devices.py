@@ -22,7 +22,7 @@ from tests.helpers.tiny_models import build_variant, make_prompt
 pytestmark = pytest.mark.text
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-NUM_LAYERS, NUM_HEADS, DIM = 4, 2, 16
+NUM_LAYERS, NUM_HEADS, HEAD_DIM = 4, 2, 16
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 DEVICES = (CPU, META, META, CPU)
 
@@ -30,10 +30,11 @@ DEVICES = (CPU, META, META, CPU)
 def make_scales(num_layers: int = NUM_LAYERS) -> KVScales:
     generator = torch.Generator().manual_seed(5)
 
-    def draw(size: int) -> torch.Tensor:
-        return (0.5 + torch.rand(NUM_HEADS, size, generator=generator)) / 448
+    def draw(dim: int) -> torch.Tensor:
+        return (0.5 + torch.rand(NUM_HEADS, dim, generator=generator)) / 448
 
-    return KVScales({i: LayerScales(draw(1), draw(1), 448 * draw(DIM)) for i in range(num_layers)})
+    layers = [LayerScales(draw(1), draw(1), 448 * draw(HEAD_DIM)) for _ in range(num_layers)]
+    return KVScales(dict(enumerate(layers)))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -68,10 +69,11 @@ class StepRunner:
         self.generator = torch.Generator().manual_seed(7)
 
     def run(self, cache: FP8PagedCache, batch: int, num_tokens: int) -> list[torch.Tensor]:
-        """Run one step of a model, and return the attention output of each layer."""
+        """Run a step of `num_tokens` tokens, and return the attention output of each layer."""
         outputs = []
         for layer, device in enumerate(self.devices):
-            shapes = [(batch, n, num_tokens, DIM) for n in (NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS)]
+            head_counts = (NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS)
+            shapes = [(batch, num_heads, num_tokens, HEAD_DIM) for num_heads in head_counts]
             k, v, query = (torch.randn(x, generator=self.generator).to(device) for x in shapes)
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
@@ -82,10 +84,11 @@ class StepRunner:
 
 
 def assert_same_on_cpu(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for x, y, device in zip(actual, expected, DEVICES, strict=True):
-        assert x.shape == y.shape
+    """Assert the same shapes in all layers, and the same values in layers on the CPU."""
+    for output, expected_output, device in zip(actual, expected, DEVICES, strict=True):
+        assert output.shape == expected_output.shape
         if device == CPU:
-            assert_same(x, y)
+            assert_same(output, expected_output)
 
 
 def test_pages_are_on_the_device_of_their_layer(options):
@@ -94,9 +97,8 @@ def test_pages_are_on_the_device_of_their_layer(options):
     runners = [StepRunner(DEVICES), StepRunner((CPU,) * NUM_LAYERS)]
 
     def step_and_compare(batch: int, num_tokens: int) -> None:
-        assert_same_on_cpu(
-            *(runner.run(c, batch, num_tokens) for runner, c in zip(runners, caches, strict=True))
-        )
+        pairs = zip(runners, caches, strict=True)
+        assert_same_on_cpu(*(runner.run(cache, batch, num_tokens) for runner, cache in pairs))
 
     step_and_compare(2, 9)
     step_and_compare(2, 1)
@@ -124,8 +126,9 @@ def test_pages_are_on_the_device_of_their_layer(options):
 def test_preallocated_pages_are_on_the_device_of_their_layer(options):
     runner, cpu_runner = StepRunner(DEVICES), StepRunner((CPU,) * NUM_LAYERS)
     cache, cpu_cache = (make_cache(options, max_cache_len=24) for _ in range(2))
-    for n in (9, 1):
-        assert_same_on_cpu(runner.run(cache, 2, n), cpu_runner.run(cpu_cache, 2, n))
+    for num_tokens in (9, 1):
+        outputs = runner.run(cache, 2, num_tokens)
+        assert_same_on_cpu(outputs, cpu_runner.run(cpu_cache, 2, num_tokens))
 
 
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
@@ -136,14 +139,15 @@ def test_a_cache_from_a_file_follows_the_model(options, capacity, tmp_path):
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
     moved_runner = StepRunner(DEVICES)
     moved_runner.generator.set_state(cpu_runner.generator.get_state())
-    for n in (3, 1):
-        assert_same_on_cpu(moved_runner.run(loaded, 2, n), cpu_runner.run(cache, 2, n))
+    for num_tokens in (3, 1):
+        outputs = moved_runner.run(loaded, 2, num_tokens)
+        assert_same_on_cpu(outputs, cpu_runner.run(cache, 2, num_tokens))
 
 
 def test_the_cpu_backend_refuses_tokens_on_a_different_device():
     options = {"page_size": 8, "backend": "cpu", "prefill": "stored"}
     cache = FP8PagedCache(make_cache({}).config, **options)
-    tokens = torch.randn(1, NUM_HEADS, 3, DIM)
+    tokens = torch.randn(1, NUM_HEADS, 3, HEAD_DIM)
     for layer in range(NUM_LAYERS):
         cache.update(tokens, tokens, layer)
     with pytest.raises(BackendError, match="requires pages on the CPU, got meta"):
@@ -241,7 +245,7 @@ def test_no_argument_or_method_names_a_device():
     assert not any("device" in name for name in inspect.signature(FP8PagedCache).parameters)
 
 
-# Name of the model, options of the cache, and options of `generate`.
+# Each case has the name of a model, options of the cache, and options of `generate`.
 DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("gqa", {}, {}),
     "centered": ("gqa", {}, {}),
@@ -264,20 +268,20 @@ DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) -> None:
     """Tensors that must be on the CPU are created there. Half of the cases use `enable`."""
     uses_enable = list(DEVICE_CASES).index(case) % 2 == 0
-    name, cache_options, options = DEVICE_CASES[case]
-    generate_options = {"max_new_tokens": 6, "do_sample": False, **options}
+    name, cache_options, more_options = DEVICE_CASES[case]
+    generate_options = {"max_new_tokens": 6, "do_sample": False, **more_options}
     model, _ = build_variant(name)
     ids, mask = make_prompt(tokens=20).values()
     longer_ids = torch.cat([ids, ids[:, :5] + 1], 1)
 
     def run_calls() -> list[torch.Tensor]:
         cache = FP8PagedCache(model.config, **cache_options)
-        call = {"attention_mask": mask, "past_key_values": cache, **generate_options}
-        outputs = [model.generate(ids, **call)]
+        keywords = {"attention_mask": mask, "past_key_values": cache, **generate_options}
+        outputs = [model.generate(ids, **keywords)]
         if uses_enable:
-            call["attention_mask"] = mask.new_ones(mask.shape[0], longer_ids.shape[1])
-            call["attention_mask"][:, : mask.shape[1]] = mask
-            outputs.append(model.generate(longer_ids, **call))
+            keywords["attention_mask"] = mask.new_ones(mask.shape[0], longer_ids.shape[1])
+            keywords["attention_mask"][:, : mask.shape[1]] = mask
+            outputs.append(model.generate(longer_ids, **keywords))
         cache.memory_footprint()
         if case != "recurrent":
             cache.batch_select_indices([1])
@@ -291,5 +295,5 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
     expected = run_calls()
     with torch.device("meta"):
         actual = run_calls()
-    for x, y in zip(actual, expected, strict=True):
-        assert_same(x, y, case)
+    for tokens, expected_tokens in zip(actual, expected, strict=True):
+        assert_same(tokens, expected_tokens, case)

@@ -26,14 +26,14 @@ pytestmark = pytest.mark.text
 GREEDY = {"max_new_tokens": 11, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # Ten times the change in a logit when these models add float32 values in a different order.
 MIN_MARGIN = 1e-4
-# Prompts have 13 tokens and answers 11, so the oldest tokens leave each window of 8 tokens.
+# Prompts have 13 tokens, and 11 are generated, so the oldest tokens leave each window of 8 tokens.
 MODELS = (
     "gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent",
 )  # fmt: skip
 
 
 def get_stock_attention(name: str) -> str:
-    """Return the stock attention function of a model. gpt-oss does not support sdpa."""
+    """Return the name of a model's stock attention. "sinks" and "softcap" do not support sdpa."""
     return "eager" if name in ("sinks", "softcap") else "sdpa"
 
 
@@ -48,7 +48,7 @@ def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
 def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) -> torch.Tensor:
     """Return tokens. The logit of each greedy token must lead by more than rounding errors.
 
-    Beams are not checked. Neither are drafts, whose model would use the same logits processors.
+    Beams and drafts are not checked. A draft model would use the same logits processors.
     """
     if keywords.keys().isdisjoint({"num_beams", "prompt_lookup_num_tokens", "assistant_model"}):
         keywords.setdefault("logits_processor", wide_margins(MIN_MARGIN))
@@ -61,11 +61,11 @@ def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def generate_stock(name: str, unpadded: bool = False, **keywords: Any) -> torch.Tensor:
+def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
     """Return the tokens of a model with its stock attention and a `DynamicCache`."""
     stock_model, inputs = share_variant(name, get_stock_attention(name))
     cache = DynamicCache(config=stock_model.config)
-    inputs = select_unpadded(inputs) if unpadded else inputs
+    inputs = select_unpadded(inputs) if is_unpadded else inputs
     return generate(stock_model, inputs, cache, **keywords)
 
 
@@ -75,7 +75,7 @@ def attention(request: pytest.FixtureRequest) -> str:
 
 
 def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
-    """Return a mark for a test of all models. The full tier has all combinations.
+    """Return a mark that parametrizes a test over all models. The full tier has all combinations.
 
     The fast tier has each model once with "fp8_paged", and two models with stock attention. The
     values of `axis` alternate over the models.
@@ -92,7 +92,9 @@ def for_each_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> p
 class TestUnquantized:
     """dtype="auto" stores exact values, so a difference means a lost or misplaced token."""
 
-    def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
+    def test_greedy_and_beams_give_the_same_tokens(
+        self, name: str, prefill: str, attention: str
+    ) -> None:
         model, inputs = get_model(name, attention)
         beams = {"num_beams": 3, "num_return_sequences": 2}
         for keywords in ({}, beams, {"prefill_chunk_size": 5}):
@@ -103,7 +105,7 @@ class TestUnquantized:
     def test_drafts_are_rolled_back(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
         prompt = select_unpadded(inputs)
-        expected = generate_stock(name, unpadded=True)
+        expected = generate_stock(name, is_unpadded=True)
         draft, _ = build_variant(name, attn_implementation=get_stock_attention(name))
         with torch.no_grad():
             for weight in draft.parameters():
@@ -117,7 +119,7 @@ class TestUnquantized:
             assert_same(tokens, expected, (list(keywords), max_len))
             assert cache.get_seq_length() >= expected.shape[1] - 1
 
-    def test_preallocated_caches(self, name: str, prefill: str, attention: str) -> None:
+    def test_preallocation_keeps_the_tokens(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
         cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
         for _ in range(2):
@@ -136,7 +138,7 @@ STORED_MODELS = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
 class TestStoredPrefill:
     """With prefill="stored", all calls read the same bytes, however prompts are split."""
 
-    def test_one_answer_per_prompt(self, name: str, dtype: str, attention: str) -> None:
+    def test_chunks_and_drafts_keep_tokens(self, name: str, dtype: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
 
         def make_stored_cache() -> FP8PagedCache:
@@ -153,7 +155,7 @@ class TestStoredPrefill:
         assert_same(generate(model, prompt, make_stored_cache(), assistant_model=draft), tokens)
 
 
-# Each kind of scales and each kind of layers occurs at least once.
+# Each type of scale and each type of layer occurs at least once.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
@@ -209,8 +211,8 @@ def test_encoder_decoders_give_the_same_tokens(name: str, has_cross_cache: bool)
         fp8_tokens = model.generate(**inputs, past_key_values=fp8_cache, **options)
         assert fp8_tokens.shape == expected.shape
         if name == "cross_attention":
-            pair = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in range(2)))
-            drafts = {"past_key_values": pair, "prompt_lookup_num_tokens": 3}
+            caches = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in range(2)))
+            drafts = {"past_key_values": caches, "prompt_lookup_num_tokens": 3}
             actual = model.generate(**select_unpadded(inputs), **drafts, **options)
             assert_same(actual, expected[1:], "after a rollback")
 

@@ -81,6 +81,7 @@ def test_every_golden_file_is_tested() -> None:
 
 # -- changed files ---------------------------------------------------------------------------------
 
+# Changes metadata and tensors in place.
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
@@ -127,7 +128,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "half a token": ("dynamic", set_entry(12.5, *LAYER, "length"), "length: .* got 12.5"),
     "first page without a window": ("dynamic", shift_window(1), "first page: .* to 0, got 1"),
     "more pages before the window than memory can hold": (
-        "sliding.continued", shift_window(1 << 27), f"{TABLE}: places"
+        "sliding.continued", shift_window(1 << 27), f"{TABLE}: entries"
     ),
     "page that does not exist": (
         "dynamic", edit_tensor(TABLE, lambda x: x.clamp(max=0) - 1), f"{TABLE}: pages"
@@ -156,7 +157,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     ),
     "dtype that no model has": ("dynamic", set_entry(["uint8"] * 2, *LAYER, "dtypes"), "uint8"),
     "page_size of 0": ("dynamic", set_entry(0, "options", "page_size"), "page_size: "),
-    "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "places"),
+    "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "entries"),
     "turns": ("dynamic", set_entry(-1.0, *LAYER, "turns", "base"), "turns"),
     "window of a stock layer": ("stock-layers", set_entry(0, "stock", 0, "window"), "window"),
     "tokens of a stock layer": ("stock-layers", set_entry(5, "stock", 0, "seen"), "seen"),
@@ -193,37 +194,40 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[A
     """Yield the index, first visible token, K and V of each stored layer, both `[B, H, N, D]`."""
     page_size, plans, scales = (meta["options"][name] for name in ("page_size", "plan", "scales"))
     is_static = isinstance(scales, int | float) or any(x.endswith((".k", ".v")) for x in tensors)
-    layers = [(g, group, x) for g, group in enumerate(meta["groups"]) for x in group["layers"]]
-    for g, group, layer in (x for x in layers if x[2].get("length")):
-        i, table = layer["index"], tensors[f"groups.{g}.table"]
+    groups = [(group, tensors.get(f"groups.{i}.table")) for i, group in enumerate(meta["groups"])]
+    layers = [(layer, *group) for group in groups for layer in group[0]["layers"]]
+    for layer, group, table in (x for x in layers if x[0].get("length")):
+        index = layer["index"]
         start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
         positions = torch.arange(start, layer["length"])
         max_length = max(x.get("length", 0) for x in group["layers"])
         first_page = -(-max_length // page_size) - table.shape[1]
-        pages = table[:, positions // page_size - first_page].long()
-        (heads, *dims), sides = layer["shape"], []
-        plan = [*map(SidePlan.parse, plans if isinstance(plans, list) else plans[str(i)])]
-        dtypes = [getattr(torch, dtype) for dtype in layer["dtypes"]]
-        codes = [dtype if x.is_auto else torch.uint8 for x, dtype in zip(plan, dtypes, strict=True)]
+        pages, slots = table[:, positions // page_size - first_page].long(), positions % page_size
+        plan = [*map(SidePlan.parse, plans if isinstance(plans, list) else plans[str(index)])]
         has_scales = not is_static and not all(side.is_auto for side in plan)
-        layout = make_page_layout(heads, page_size, *dims, *codes, has_scales)
-        parts = layout.split(tensors[f"layers.{i}.pages"])
-        for side_index, side in enumerate(plan):
-            x = (parts["v"].mT if side_index else parts["k"])[pages, :, positions % page_size]
+        dtypes = [getattr(torch, dtype) for dtype in layer["dtypes"]]
+        stored_dtypes = [
+            dtype if side.is_auto else torch.uint8 for side, dtype in zip(plan, dtypes, strict=True)
+        ]
+        (num_heads, *dims), states = layer["shape"], []
+        layout = make_page_layout(num_heads, page_size, *dims, *stored_dtypes, has_scales)
+        fields = layout.split(tensors[f"layers.{index}.pages"])
+        for name, side, dtype in zip("kv", plan, dtypes, strict=True):
+            x = (fields["k"] if name == "k" else fields["v"].mT)[pages, :, slots]
             if not side.is_auto:
-                x, name = decode(x, FORMATS[side.format]), f"scales.{i}.{'kv'[side_index]}"
+                x, scales_name = decode(x, FORMATS[side.format]), f"scales.{index}.{name}"
                 if has_scales:
-                    scale = parts["token_scales"][pages, :, positions % page_size, side_index, None]
-                elif name in tensors:
-                    scale = tensors[name] * FORMATS[side.format].scale_from_e4m3
+                    scale = fields["token_scales"][pages, :, slots, "kv".index(name), None]
+                elif scales_name in tensors:
+                    scale = tensors[scales_name] * FORMATS[side.format].scale_from_e4m3
                 else:
                     scale = torch.tensor(scales)
                 x = x * scale.float()
                 x = rotate(x) if side.rotated else x
-            if not side_index and f"layers.{i}.k_center" in tensors:
-                x = x + tensors[f"layers.{i}.k_center"][:, None]
-            sides.append(x.transpose(1, 2).to(dtypes[side_index]))
-        yield i, start, *sides
+            if name == "k" and f"layers.{index}.k_center" in tensors:
+                x = x + tensors[f"layers.{index}.k_center"][:, None]
+            states.append(x.transpose(1, 2).to(dtype))
+        yield index, start, *states
 
 
 def check_values(cache: FP8PagedCache, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -251,11 +255,11 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.device.type == "cpu":
             is_new = all(x.alias_info is None for x in function._schema.returns)
-            self.total_bytes += result.nbytes * is_new
-        return result
+            self.total_bytes += output.nbytes * is_new
+        return output
 
 
 VALUES: list[Any] = [
@@ -285,8 +289,8 @@ def list_paths(value: Any, parent: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
 
 def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
     """Apply a random change to the metadata or the tensors, in place."""
-    name, action = rng.choice([*tensors, "none"]), rng.randrange(8)
-    if action < 4 and name == "none":
+    name, action = rng.choice([*tensors, "new"]), rng.randrange(8)
+    if action < 4 and name == "new":
         tensors[name] = torch.zeros(1)
     elif action == 0:
         tensors.pop(name)
@@ -310,7 +314,7 @@ def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tenso
 @pytest.fixture(scope="module")
 def valid_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return valid files of all formats: golden files and files of new caches."""
-    folder = tmp_path_factory.mktemp("good")
+    folder = tmp_path_factory.mktemp("valid")
     golden = sorted(FOLDER.glob("*.safetensors"))
     caches = {path.name: FP8PagedCache.load(path) for path in golden}
     caches["offloaded"] = FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)
@@ -346,9 +350,9 @@ def test_changed_files_are_refused_or_load(
         else:
             source = rng.choice(valid_files[len(valid_files) // 2 :])
             meta, tensors = read_file(source)
-            data = bytearray(source.read_bytes())
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            path.write_bytes(data[: rng.choice((None, None, rng.randrange(len(data))))])
+            contents = bytearray(source.read_bytes())
+            contents[rng.randrange(len(contents))] ^= 1 << rng.randrange(8)
+            path.write_bytes(contents[: rng.choice((None, None, rng.randrange(len(contents))))])
         try:
             with Allocations() as allocations:
                 cache = FP8PagedCache.load(path)
@@ -372,7 +376,9 @@ def test_changed_files_are_refused_or_load(
         ("preallocated", set_entry(1 << 15, "options", "max_cache_len"), 1 << 15),
     ],
 )
-def test_a_load_allocates_little(source: str, change: Change, max_len: int, tmp_path: Path) -> None:
+def test_a_load_has_bounded_memory(
+    source: str, change: Change, max_len: int, tmp_path: Path
+) -> None:
     """A block table takes at most 16 MiB, and there are pages for `max_len` tokens."""
     meta, tensors = read_file(FOLDER / f"{source}.safetensors")
     change(meta, tensors)
@@ -392,25 +398,25 @@ def test_a_load_allocates_little(source: str, change: Change, max_len: int, tmp_
 
 def test_a_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is synced before it is renamed, and the folder afterwards."""
-    steps: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     fsync, replace = os.fsync, os.replace
 
-    def add_step(call: str, inode: int) -> None:
-        steps.append((call, inode))
+    def record(call: str, inode: int) -> None:
+        calls.append((call, inode))
 
-    monkeypatch.setattr(os, "fsync", lambda fd: (add_step("sync", os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "fsync", lambda fd: (record("sync", os.fstat(fd).st_ino), fsync(fd)))
     monkeypatch.setattr(
-        os, "replace", lambda a, b: (add_step("replace", os.stat(a).st_ino), replace(a, b))
+        os, "replace", lambda a, b: (record("replace", os.stat(a).st_ino), replace(a, b))
     )
     for save in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
-        steps.clear()
+        calls.clear()
         target = tmp_path / save.__name__
         save(target)
-        files = [path.stat().st_ino for path in ([target], [*target.glob("*")])[target.is_dir()]]
-        folder = target if target.is_dir() else tmp_path
-        assert sorted(steps[: len(files)]) == [("sync", inode) for inode in sorted(files)]
-        assert sorted(steps[len(files) : -1]) == [("replace", inode) for inode in sorted(files)]
-        assert steps[-1] == ("sync", folder.stat().st_ino)
+        files, folder = ([*target.glob("*")], target) if target.is_dir() else ([target], tmp_path)
+        inodes = sorted(file.stat().st_ino for file in files)
+        assert sorted(calls[: len(inodes)]) == [("sync", inode) for inode in inodes]
+        assert sorted(calls[len(inodes) : -1]) == [("replace", inode) for inode in inodes]
+        assert calls[-1] == ("sync", folder.stat().st_ino)
 
 
 def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-# Types of models with an indexer. Each query attends to 8 of the 21 tokens of a prompt.
+# Model types with an indexer. Each query attends to 8 of the 21 tokens of a prompt.
 MODEL_TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
 CACHE_OPTIONS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
 for_each_model = pytest.mark.parametrize("model", MODEL_TYPES, indirect=True)
 
 
 @functools.cache
-def make_model(name):
+def get_model(name):
     return build_model(name, attn_implementation="fp8_paged")[0]
 
 
@@ -34,7 +34,7 @@ def model(request):
     name = getattr(request, "param", MODEL_TYPES[0])
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
-    return make_model(name)
+    return get_model(name)
 
 
 @pytest.fixture(params=CACHE_OPTIONS)
@@ -113,21 +113,21 @@ def test_copies_contain_the_indexer(model, cache_options, ids, tmp_path):
     model(ids[:, :4], past_key_values=cache)
     for copy in copies:
         assert_same_continuation(model, copy, ids)
-    empty_fork = FP8PagedCache(model.config, dtype="auto", **cache_options).fork()
-    model(ids, past_key_values=empty_fork)
-    assert_same_continuation(model, empty_fork, ids)
+    fork = FP8PagedCache(model.config, dtype="auto", **cache_options).fork()  # of an empty cache
+    model(ids, past_key_values=fork)
+    assert_same_continuation(model, fork, ids)
 
 
 def test_a_step_that_does_not_fit_is_undone(model, ids):
     cache = fill_cache(model, ids, max_pages=8)
     update, must_fail = cache.paged_layers[1].update, True
 
-    def fail(*args, **kwargs):
+    def update_or_fail(*args, **kwargs):
         if must_fail:
             raise OutOfPagesError.of_tokens(0, 0, 2)
         return update(*args, **kwargs)
 
-    cache.paged_layers[1].update = fail
+    cache.paged_layers[1].update = update_or_fail
     with pytest.raises(OutOfPagesError):
         model(ids[:, :2], past_key_values=cache)
     must_fail = False
@@ -154,12 +154,13 @@ def test_skipped_indexed_layers_are_transformers_layers(model, ids):
 
 @pytest.mark.skipif("mistral_large4" not in type_names(), reason="transformers is too old")
 def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
-    model = make_model("mistral_large4")
+    model = get_model("mistral_large4")
     cache = fill_cache(model, ids, **cache_options)
     layer_names = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
     assert [name == "DummyLayer" for name in layer_names] == [False, False, False, True, False]
     assert [layer.index for layer in cache.paged_layers] == [0, 1, 4]
-    assert cache.layers[1].store.stored_handles()[1].shape[3] == 0  # this layer has no RoPE part
+    _, rope_handle = cache.layers[1].store.make_stored_handles()
+    assert rope_handle.shape[3] == 0  # this layer has no RoPE part
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([1, 2, 3]))
     cache.reorder_cache(torch.tensor([2, 1, 1]))

@@ -22,7 +22,7 @@ from hf_fp8kv.cache.paged_tensor import densify
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import make_causal_config
 
-LAYERS, BATCH, WINDOW, MAX_LEN = 4, 3, 8, 60
+NUM_LAYERS, BATCH_SIZE, WINDOW, MAX_LEN = 4, 3, 8, 60
 pytestmark = [
     pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
@@ -41,14 +41,14 @@ ORDERS = {
 }
 for seed in range(3):
     rng = random.Random(seed)
-    ORDERS[f"random {seed}"] = [rng.choices(range(LAYERS), k=4) for _ in range(6)]
+    ORDERS[f"random {seed}"] = [rng.choices(range(NUM_LAYERS), k=4) for _ in range(6)]
 
 
 def make_config(name: str = "llama") -> Any:
     fields = {}
     if name == "gemma3_text":
-        fields["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    return make_causal_config(name, num_hidden_layers=LAYERS, **fields)
+        fields["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+    return make_causal_config(name, num_hidden_layers=NUM_LAYERS, **fields)
 
 
 def make_caches(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, DynamicCache]:
@@ -58,15 +58,16 @@ def make_caches(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, Dy
 
 
 def make_states(layer: int, num_tokens: int, seed: int) -> torch.Tensor:
+    """Return random keys or values of a layer, `[BATCH_SIZE, 2, num_tokens, 16]`."""
     generator = torch.Generator().manual_seed(100 * seed + layer)
-    return torch.randn(BATCH, 2, num_tokens, 16, generator=generator)
+    return torch.randn(BATCH_SIZE, 2, num_tokens, 16, generator=generator)
 
 
 def run_step(cache: Any, layers: list[int], num_tokens: int, seed: int) -> list[torch.Tensor]:
     """Store random tokens in these layers, in this order, and return dense K after each call."""
     keys = []
-    for call, layer in enumerate(layers):
-        x = make_states(layer, num_tokens, 10 * seed + call)
+    for call_index, layer in enumerate(layers):
+        x = make_states(layer, num_tokens, 10 * seed + call_index)
         key, value = cache.update(x, -x, layer)
         assert_same(densify(key), -densify(value))
         keys.append(densify(key).clone())
@@ -93,26 +94,26 @@ def test_lengths_are_correct_in_any_order(name: str, tmp_path: Path) -> None:
     cache, stock_cache = make_caches()
     for seed, layers in enumerate(order):
         num_tokens = 1 if seed else prompt_length
-        actual, expected = (run_step(x, layers, num_tokens, seed) for x in (cache, stock_cache))
-        for actual_key, expected_key in zip(actual, expected, strict=True):
-            assert_same(actual_key[:, :, : expected_key.shape[2]], expected_key, f"step {seed}")
+        keys, stock_keys = (run_step(x, layers, num_tokens, seed) for x in (cache, stock_cache))
+        for key, stock_key in zip(keys, stock_keys, strict=True):
+            assert_same(key[:, :, : stock_key.shape[2]], stock_key, f"step {seed}")
         check_lengths(cache, stock_cache)
     copies = (
         cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)),
         FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
     )  # fmt: skip
     compared = [(copied, copy.deepcopy(stock_cache)) for copied in copies] + [(cache, stock_cache)]
-    for actual, expected in compared:
-        check_lengths(actual, expected)
-        for x in (actual, expected):
-            x.reorder_cache(torch.tensor([2, 0, 1]))
-            run_step(x, [0, 1, 2, 3], 3, 7)
-            x.crop(-2)
-            run_step(x, [1, 2, 3], 1, 8)
-        check_lengths(actual, expected)
-    for x in (cache, stock_cache):
-        x.batch_repeat_interleave(2)
-        x.batch_select_indices(torch.tensor([1, 0, 5]))
+    for paged_cache, dense_cache in compared:
+        check_lengths(paged_cache, dense_cache)
+        for each_cache in (paged_cache, dense_cache):
+            each_cache.reorder_cache(torch.tensor([2, 0, 1]))
+            run_step(each_cache, [0, 1, 2, 3], 3, 7)
+            each_cache.crop(-2)
+            run_step(each_cache, [1, 2, 3], 1, 8)
+        check_lengths(paged_cache, dense_cache)
+    for each_cache in (cache, stock_cache):
+        each_cache.batch_repeat_interleave(2)
+        each_cache.batch_select_indices(torch.tensor([1, 0, 5]))
     check_lengths(cache, stock_cache)
     cache.reset()
     stock_cache = DynamicCache(config=make_config())
@@ -122,14 +123,14 @@ def test_lengths_are_correct_in_any_order(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"),
+    ("name", "chunk_size"),
     [("backwards", 1), ("a new order in each step", 5), ("a new order in each step", 20)],
 )
-def test_windows_are_correct_with_prompts_in_chunks(name: str, chunk: int) -> None:
+def test_windows_are_correct_with_prompts_in_chunks(name: str, chunk_size: int) -> None:
     cache, stock_cache = make_caches("gemma3_text")
     assert cache.layers[0].sliding_window == WINDOW
     for seed, layers in enumerate([*ORDERS[name], [0, 1, 2, 3]]):
-        num_tokens = chunk if seed < 2 else 1
+        num_tokens = chunk_size if seed < 2 else 1
         run_step(cache, layers, num_tokens, seed), run_step(stock_cache, layers, num_tokens, seed)
         check_lengths(cache, stock_cache, WINDOW)
 
@@ -139,13 +140,13 @@ def test_a_refused_step_keeps_the_layers_before(refused_layer: int) -> None:
     """The layers before the refused layer have stored the token, as in transformers' caches."""
     cache, stock_cache = make_caches()
     run_step(cache, [0, 1, 2, 3], 5, 0), run_step(stock_cache, [0, 1, 2, 3], 5, 0)
-    for x in (cache, stock_cache):
-        run_step(x, list(range(refused_layer)), 1, 1)
+    for each_cache in (cache, stock_cache):
+        run_step(each_cache, list(range(refused_layer)), 1, 1)
     with pytest.raises(ConfigError):
         cache.update(*[make_states(refused_layer, 1, 1)[:, :1]] * 2, refused_layer)
     check_lengths(cache, stock_cache)
-    for x in (cache, stock_cache):
-        x.crop(-3)
+    for each_cache in (cache, stock_cache):
+        each_cache.crop(-3)
     check_lengths(cache, stock_cache)
     for seed in (2, 3):
         run_step(cache, [0, 1, 2, 3], 1, seed), run_step(stock_cache, [0, 1, 2, 3], 1, seed)
@@ -156,12 +157,12 @@ def test_layers_may_receive_different_numbers_of_tokens() -> None:
     cache, stock_cache = make_caches()
     for seed, lengths in enumerate([(5, 5, 5, 5), (1, 2, 1, 3), (2, 2, 2, 2), (3, 1, 3, 1)]):
         for layer, num_tokens in enumerate(lengths):
-            for x in (cache, stock_cache):
-                run_step(x, [layer], num_tokens, seed)
+            for each_cache in (cache, stock_cache):
+                run_step(each_cache, [layer], num_tokens, seed)
         check_lengths(cache, stock_cache)
 
 
-class Stack(torch.nn.Module):
+class LayerStack(torch.nn.Module):
     """Calls the layers of a cache in a fixed order, and adds their keys and values."""
 
     def __init__(self, order: list[int]) -> None:
@@ -169,24 +170,24 @@ class Stack(torch.nn.Module):
         self.order = order
 
     def forward(self, x: torch.Tensor, cache: Any, width: int) -> torch.Tensor:
-        for call, layer in enumerate(self.order):
-            key, value = cache.update(x + layer, call - x, layer)
+        for call_index, layer in enumerate(self.order):
+            key, value = cache.update(x + layer, call_index - x, layer)
             # Sum over the columns, because a preallocated cache has more columns than tokens.
             x = x + densify(key)[:, :, :width].sum(2, True) + densify(value)[:, :, :width].mean()
         return x
 
 
-def make_counting_backend(counts: list[Counter[str]]) -> Callable[..., Any]:
-    """Return a compiler backend that counts, in `counts`, the operations that write lengths."""
+def make_counting_backend(counts_by_graph: list[Counter[str]]) -> Callable[..., Any]:
+    """Return a compiler backend that appends a graph's counts of operations that write lengths."""
 
     def count(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        operations: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for node in module.graph.nodes:
-            value = node.meta.get("val")
-            is_length = isinstance(value, torch.Tensor) and value.dtype == torch.int32
-            if node.op == "call_function" and is_length and value.shape == (BATCH,):
-                operations[node.target.overloadpacket.__name__] += 1
-        counts.append(operations)
+            tensor = node.meta.get("val")
+            is_int = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32
+            if node.op == "call_function" and is_int and tensor.shape == (BATCH_SIZE,):
+                counts[node.target.overloadpacket.__name__] += 1
+        counts_by_graph.append(counts)
         return module
 
     return aot_autograd(fw_compiler=count)
@@ -196,14 +197,13 @@ def make_counting_backend(counts: list[Counter[str]]) -> Callable[..., Any]:
 def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
     cache, _ = make_caches(name)
     run_step(cache, [0, 1, 2, 3], 9, 0)
-    counts: list[Counter[str]] = []
-    compiled = torch.compile(
-        Stack([0, 1, 2, 3]), fullgraph=True, backend=make_counting_backend(counts)
-    )
+    counts_by_graph: list[Counter[str]] = []
+    backend = make_counting_backend(counts_by_graph)
+    compiled = torch.compile(LayerStack([0, 1, 2, 3]), fullgraph=True, backend=backend)
     for seed in range(3):
         compiled(make_states(0, 1, seed), cache, 0)
-    assert counts == [Counter({"advance_by_host": LAYERS, "copy": LAYERS})]
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [12] * LAYERS
+    assert counts_by_graph == [Counter({"advance_by_host": NUM_LAYERS, "copy": NUM_LAYERS})]
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [12] * NUM_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
 def test_lengths_are_correct_in_compiled_steps(name: str) -> None:
     """Each order is compiled to one graph."""
     order = ORDERS[name]
-    stacks = {tuple(layers): Stack(layers) for layers in order}
+    stacks = {tuple(layers): LayerStack(layers) for layers in order}
     caches = [make_caches()[0] for _ in range(2)]
     compiled = {
         layers: torch.compile(stack, fullgraph=True, dynamic=False, backend="eager")
@@ -232,8 +232,8 @@ def test_lengths_are_correct_in_compiled_steps(name: str) -> None:
         x = make_states(0, 1, seed)
         lengths = [int(layer.get_seq_length()) for layer in caches[0].layers]
         actual, expected = (
-            stack_functions[tuple(layers)](x, cache, MAX_LEN)
-            for cache, stack_functions in zip(caches, (stacks, compiled), strict=True)
+            functions[tuple(layers)](x, cache, MAX_LEN)
+            for cache, functions in zip(caches, (stacks, compiled), strict=True)
         )
         assert_same(actual, expected, f"step {seed}")
         for layer in layers:
@@ -249,7 +249,7 @@ def test_lengths_are_correct_in_compiled_steps(name: str) -> None:
 def test_compiled_first_calls_may_have_graph_breaks(has_breaks: bool) -> None:
     """After a graph break in a step, the next regions store tokens in the remaining layers."""
     cache, reference = make_caches()[0], make_caches()[0]
-    stack = Stack([0, 1])
+    stack = LayerStack([0, 1])
     inputs = [make_states(0, num_tokens, seed) for seed, num_tokens in enumerate((9, 1))]
     expected = [stack(x, reference, MAX_LEN) for x in inputs]
     if has_breaks:
@@ -257,9 +257,9 @@ def test_compiled_first_calls_may_have_graph_breaks(has_breaks: bool) -> None:
 
         def update_between_breaks(*arguments: Any, **keywords: Any) -> Any:
             torch._dynamo.graph_break()
-            result = update(*arguments, **keywords)
+            handles = update(*arguments, **keywords)
             torch._dynamo.graph_break()
-            return result
+            return handles
 
         cache.update = update_between_breaks
     compiled = torch.compile(stack, backend="eager", fullgraph=not has_breaks)

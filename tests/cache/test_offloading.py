@@ -1,6 +1,6 @@
 """Tests of offloading: idle layers keep pages in host memory, tokens are equal, copies are few.
 
-On a CPU, both tiers are ordinary memory, but the cache copies between them as it does on a GPU. New
+On a CPU, device and host memory are the same, but the cache copies pages as it does on a GPU. New
 memory contains NaN in these tests, so a page that was not copied back changes the tokens.
 """
 
@@ -26,11 +26,11 @@ from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
 
-LAYERS, HEADS, DIM, PAGE = 4, 2, 16, 8
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 16, 8
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-EXACT = {"scales": 1.0, "page_size": PAGE}
+EXACT = {"scales": 1.0, "page_size": PAGE_SIZE}
 # Bytes of a page with static scales.
-PAGE_BYTES = PAGE * HEADS * 2 * DIM
+PAGE_BYTES = PAGE_SIZE * NUM_HEADS * 2 * HEAD_DIM
 OPTIONS: list[dict[str, Any]] = [{"offloading": True}, {"offloading": 2}]
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -48,20 +48,20 @@ MIXED = {
 SHARED = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
-    "activation_sparsity_pattern": [0.0] * LAYERS,
+    "activation_sparsity_pattern": [0.0] * NUM_LAYERS,
 }
 
 
 def make_config(name: str = "llama", **fields: Any) -> Any:
     mixed = MIXED if name == "gemma3_text" else {}
-    return make_causal_config(name, **{"num_hidden_layers": LAYERS, **mixed, **fields})
+    return make_causal_config(name, **{"num_hidden_layers": NUM_LAYERS, **mixed, **fields})
 
 
 def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2) -> None:
     """Store the same tokens in all caches, and compare the returned keys and values."""
     for index in range(len(caches[0].layers)):
         generator = torch.Generator().manual_seed(100 * seed + index)
-        k, v = torch.randn(2, batch, HEADS, num_tokens, DIM, generator=generator)
+        k, v = torch.randn(2, batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
         outputs = [cache.update(k, 2 * v, index) for cache in caches]
         for cache, output in zip(caches, outputs, strict=True):
             assert [type(x) for x in output] == [type(x) for x in outputs[0]]
@@ -88,9 +88,9 @@ def check_layers_on_device(cache: FP8PagedCache) -> None:
 
 def make_caches(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
     """Return a cache with all pages on the device, and an offloaded cache with equal options."""
-    keywords = {"page_size": PAGE, **keywords}
+    keywords = {"page_size": PAGE_SIZE, **keywords}
     config = make_config(name)
-    return [FP8PagedCache(config, **keywords, **x) for x in ({}, {"offloading": True})]
+    return [FP8PagedCache(config, **keywords, **options) for options in ({}, {"offloading": True})]
 
 
 def call_method(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
@@ -99,6 +99,7 @@ def call_method(caches: list[FP8PagedCache], method: str, *arguments: Any) -> No
 
 
 def count_copied_bytes(cache: FP8PagedCache) -> tuple[int, int]:
+    """Return the number of bytes fetched to the device and returned to host memory."""
     sizes = cache.memory_footprint()
     return sizes.fetched_bytes, sizes.returned_bytes
 
@@ -119,14 +120,14 @@ def test_offloading_does_not_change_the_tokens(
     name: str, calls: str, storage: tuple[str | None, str], offloading: dict[str, Any]
 ) -> None:
     fields = {"sliding_and_full": MIXED, "kv_sharing": SHARED}.get(name, {})
-    model, inputs = build_variant(name, num_hidden_layers=LAYERS, **fields)
+    model, inputs = build_variant(name, num_hidden_layers=NUM_LAYERS, **fields)
     dtype, attention = storage
     if attention != "stock":
         model.set_attn_implementation(attention)
     keywords = {**GREEDY, **CALLS[calls]}
-    prompt = {n: x[1:] for n, x in inputs.items()} if calls == "drafts" else inputs
+    prompt = {key: x[1:] for key, x in inputs.items()} if calls == "drafts" else inputs
     resident_cache, cache = (
-        FP8PagedCache(model.config, page_size=PAGE, dtype=dtype, **options)
+        FP8PagedCache(model.config, page_size=PAGE_SIZE, dtype=dtype, **options)
         for options in ({}, offloading)
     )
     expected = model.generate(**prompt, past_key_values=resident_cache, **keywords)
@@ -136,18 +137,18 @@ def test_offloading_does_not_change_the_tokens(
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("position_bias", "auto"), ("speech", None)])
-def test_encoder_decoders(name: str, dtype: str | None) -> None:
+def test_encoder_decoders_give_the_same_tokens(name: str, dtype: str | None) -> None:
     """The keys of cross-attention are written once and read in each step."""
     layers_field = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
     model, inputs = build_variant(name, **{"num_decoder_layers": 4, layers_field: 4})
     model.set_attn_implementation("fp8_paged")
-    options = {"dtype": dtype, "page_size": PAGE}
+    options = {"dtype": dtype, "page_size": PAGE_SIZE}
     for keywords in ({}, {"num_beams": 2}):
         expected = None
         for offloading in ({}, {"offloading": True}, {"offloading": 1}):
             caches = [FP8PagedCache(model.config, **options, **offloading) for _ in range(2)]
-            pair = EncoderDecoderCache(*caches)
-            actual = model.generate(**inputs, past_key_values=pair, **GREEDY, **keywords)
+            both_caches = EncoderDecoderCache(*caches)
+            actual = model.generate(**inputs, past_key_values=both_caches, **GREEDY, **keywords)
             expected = actual if expected is None else expected
             assert_same(actual, expected, (keywords, offloading))
             for cache in caches:
@@ -157,11 +158,11 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
             assert sizes.returned_bytes <= sizes.host_bytes, "each page is written once"
 
 
-def test_generate_with_an_offloaded_cache_implementation() -> None:
+def test_the_cache_implementation_offloaded_selects_offloading() -> None:
     model, inputs = build_variant("gqa", num_hidden_layers=4)
     options = {**GREEDY, "return_dict_in_generate": True}
     requested = {"cache_implementation": "offloaded", **options}
-    enable(model, page_size=PAGE, dtype="auto")
+    enable(model, page_size=PAGE_SIZE, dtype="auto")
     expected = model.generate(**inputs, **options)
     out = model.generate(**inputs, **requested)
     assert_same(out.sequences, expected.sequences)
@@ -178,17 +179,18 @@ def test_generate_with_an_offloaded_cache_implementation() -> None:
 
 @pytest.mark.parametrize("offloading", OPTIONS, ids=str)
 def test_offloaded_caches_use_a_prefix_store(offloading: dict[str, Any], tmp_path: Path) -> None:
-    model, inputs = build_variant("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
+    model, inputs = build_variant("sliding_and_full", num_hidden_layers=NUM_LAYERS, **MIXED)
     ids = inputs["input_ids"][1:].repeat(1, 4)
     options = {**GREEDY, "return_dict_in_generate": True}
-    enable(model, page_size=PAGE, prefill="stored")
+    enable(model, page_size=PAGE_SIZE, prefill="stored")
     expected = model.generate(ids, **options).sequences
-    for hits in range(2):
+    for num_hits in range(2):
         prefix_store = PrefixStore(tmp_path, max_bytes=1 << 30)
-        enable(model, page_size=PAGE, prefix_store=prefix_store, **offloading)
+        enable(model, page_size=PAGE_SIZE, prefix_store=prefix_store, **offloading)
         out = model.generate(ids, **options)
         assert_same(out.sequences, expected)
-        assert out.past_key_values.restored_tokens == hits * (ids.shape[1] - 1) // PAGE * PAGE
+        num_full_pages = (ids.shape[1] - 1) // PAGE_SIZE
+        assert out.past_key_values.restored_tokens == num_hits * num_full_pages * PAGE_SIZE
         assert min(count_copied_bytes(out.past_key_values)) > 0
 
 
@@ -199,8 +201,8 @@ def test_draft_models_may_be_offloaded() -> None:
     model.set_attn_implementation("fp8_paged")
     expected = None
     for offloading in ({}, {"offloading": True}, {"offloading": 1}):
-        enable(draft, page_size=PAGE, dtype="auto", **offloading)
-        cache = FP8PagedCache(model.config, page_size=PAGE, prefill="stored", **offloading)
+        enable(draft, page_size=PAGE_SIZE, dtype="auto", **offloading)
+        cache = FP8PagedCache(model.config, page_size=PAGE_SIZE, prefill="stored", **offloading)
         actual = model.generate(**prompt, past_key_values=cache, assistant_model=draft, **GREEDY)
         expected = actual if expected is None else expected
         assert_same(actual, expected, offloading)
@@ -225,12 +227,15 @@ def test_all_operations_match_the_reference(
     name: str, storage: str, num_pages: int | None, backend: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The reference has one tensor and one tier (0 pages). "triton" has blocks and late writes."""
+    """The reference has one tensor, on the device. "triton" has blocks of pages and late writes.
+
+    `num_pages` pages per layer stay on the device. None means two layers, and 0 no offloading.
+    """
     if backend == "triton":
         replace_triton(monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
     offloading = {"offloading": True if num_pages is None else num_pages or False}
-    config, keywords = make_config(name), {"page_size": PAGE, **STORAGE[storage]}
+    config, keywords = make_config(name), {"page_size": PAGE_SIZE, **STORAGE[storage]}
     resident_backend = "reference" if backend == "triton" else backend
     resident_cache = FP8PagedCache(config, backend=resident_backend, **keywords)
     cache = FP8PagedCache(config, backend=backend, **keywords, **offloading)
@@ -300,9 +305,9 @@ def test_a_refused_step_changes_nothing() -> None:
     caches = make_caches(max_pages=6)
     add_tokens(caches, 21)
     for cache in caches:
-        for index in range(LAYERS):
+        for index in range(NUM_LAYERS):
             with pytest.raises(OutOfPagesError):
-                cache.update(*torch.randn(2, 2, HEADS, 9, DIM), index)
+                cache.update(*torch.randn(2, 2, NUM_HEADS, 9, HEAD_DIM), index)
     add_tokens(caches, 3, 1)
     assert_holds(caches)
 
@@ -313,66 +318,66 @@ def test_a_refused_step_changes_nothing() -> None:
 )
 def test_a_step_that_cannot_allocate_can_be_undone(name: str, offloading: dict[str, Any]) -> None:
     """Each allocation of a step fails once. The step can be undone, and forks do not change."""
-    config, options = make_config(name), {"page_size": PAGE, "dtype": "fp8"}
-    for number in itertools.count(1):
+    config, options = make_config(name), {"page_size": PAGE_SIZE, "dtype": "fp8"}
+    for failing_allocation in itertools.count(1):
         caches = [FP8PagedCache(config, **options, **x) for x in ({}, offloading)]
         for cache in caches:
             cache.activate_past_recording()
         add_tokens(caches, 21)
         forks = [cache.fork() for cache in caches]  # pages are shared, so a write copies them
         try:
-            with OutOfMemory(number, PAGE_BYTES):
-                caches[1].update(*torch.randn(2, 2, HEADS, 5, DIM), 0)
+            with OutOfMemory(failing_allocation, PAGE_BYTES):
+                caches[1].update(*torch.randn(2, 2, NUM_HEADS, 5, HEAD_DIM), 0)
             break
         except MemoryError:
             caches[1].layers[0].crop(caches[0].get_seq_length() - caches[1].get_seq_length())
         assert_holds(forks)
         # All caches continue in the shared page, which two caches must still refer to.
-        add_tokens(caches, 3, number)
-        add_tokens(forks, 3, -number)
+        add_tokens(caches, 3, failing_allocation)
+        add_tokens(forks, 3, -failing_allocation)
         assert_holds(caches)
         assert_holds(forks)
-    assert number > 2
+    assert failing_allocation > 2
 
 
 @pytest.mark.parametrize("offloading", [{}, {"offloading": True}], ids=str)
 def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[str, Any]) -> None:
     """A crop that cannot move pages keeps all tokens or none, the same in every layer."""
-    for number in itertools.count(1):
+    for failing_allocation in itertools.count(1):
         cache, reference = (FP8PagedCache(make_config(), **EXACT, **offloading) for _ in "ab")
-        add_tokens([cache, reference], 40 * PAGE)
+        add_tokens([cache, reference], 40 * PAGE_SIZE)
         try:
-            with OutOfMemory(number, PAGE_BYTES):
-                cache.crop(-39 * PAGE)
+            with OutOfMemory(failing_allocation, PAGE_BYTES):
+                cache.crop(-39 * PAGE_SIZE)
             break
         except MemoryError:
             lengths = {layer.get_seq_length() for layer in cache.layers}
         assert len(lengths) == 1
         if lengths == {0}:
             cache.reset(), reference.reset()
-        elif lengths == {PAGE}:
-            reference.crop(-39 * PAGE)
-        for num_tokens, seed in ((7 * PAGE + 3, 1), (2, 2)):
+        elif lengths == {PAGE_SIZE}:
+            reference.crop(-39 * PAGE_SIZE)
+        for num_tokens, seed in ((7 * PAGE_SIZE + 3, 1), (2, 2)):
             add_tokens([cache, reference], num_tokens, seed)
         assert_holds([cache, reference])
-    assert number > 1
+    assert failing_allocation > 1
 
 
 def test_layers_of_transformers_stay_on_the_device() -> None:
     config = make_config("gemma3_text")
-    skipped: dict[str, Any] = {"skip_layers": ["sliding_attention"], "page_size": PAGE}
+    skipped: dict[str, Any] = {"skip_layers": ["sliding_attention"], "page_size": PAGE_SIZE}
     caches = [FP8PagedCache(config, **skipped), FP8PagedCache(config, **skipped, offloading=True)]
     for step, num_tokens in enumerate((21, 1, 1)):
         add_tokens(caches, num_tokens, step)
     # A single layer never evicts pages.
-    skipped["skip_layers"] = range(1, LAYERS)
+    skipped["skip_layers"] = range(1, NUM_LAYERS)
     cache = FP8PagedCache(make_config(), **skipped, offloading=True)
     for step in range(3):
         add_tokens([cache], 9, step)
     assert count_copied_bytes(cache)[0] == 0
 
 
-# -- copies between the tiers --------------------------------------------------------------------
+# -- copies between the device and the host ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -386,7 +391,8 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, num_pages: int | No
     cache = FP8PagedCache(make_config(name, **window), **EXACT, **offloading)
     add_tokens([cache], 100)
     add_tokens([cache], 1, 1)
-    initial_bytes, fetched_bytes, returned_bytes = count_copied_bytes(cache), 0, 0
+    initial_fetched, initial_returned = count_copied_bytes(cache)
+    expected_fetched = expected_returned = 0
     for step in range(2, 20):
         length = cache.get_seq_length()
         add_tokens([cache], 1, step)
@@ -396,23 +402,24 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, num_pages: int | No
             first_token = (
                 0 if layer.sliding_window is None else num_tokens - layer.sliding_window + 1
             )
-            num_window_pages = -(-num_tokens // PAGE) - first_token // PAGE
-            fetched_bytes += num_window_pages * 2 * PAGE_BYTES
-            returned_bytes += 2 * PAGE_BYTES
-        actual = tuple(x - y for x, y in zip(count_copied_bytes(cache), initial_bytes, strict=True))
+            num_window_pages = -(-num_tokens // PAGE_SIZE) - first_token // PAGE_SIZE
+            expected_fetched += num_window_pages * 2 * PAGE_BYTES
+            expected_returned += 2 * PAGE_BYTES
+        fetched, returned = count_copied_bytes(cache)
+        fetched, returned = fetched - initial_fetched, returned - initial_returned
         if num_pages is None:
-            assert actual == (fetched_bytes, returned_bytes)
+            assert (fetched, returned) == (expected_fetched, expected_returned)
         else:
             # Some pages are fetched for the next step, or returned after the previous step.
-            assert 0 < actual[0] <= fetched_bytes * step / (step - 1)
-            assert 0 < actual[1] <= returned_bytes * step / (step - 1)
+            assert 0 < fetched <= expected_fetched * step / (step - 1)
+            assert 0 < returned <= expected_returned * step / (step - 1)
 
 
 @pytest.mark.parametrize(
-    ("num_resident", "num_fetched"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)]
+    ("num_resident", "num_fetches"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)]
 )
-def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetched: int) -> None:
-    """With memory for five of six layers, each layer's call fetches one layer instead of all."""
+def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetches: int) -> None:
+    """Four steps use 24 layers. With memory for five of the six layers, they only fetch six."""
     config, num_layers = make_config(num_hidden_layers=6), 6
     resident_cache = FP8PagedCache(config, **EXACT)
     add_tokens([resident_cache], 129)
@@ -426,9 +433,9 @@ def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetched: int)
     initial_bytes, _ = count_copied_bytes(cache)
     for step in range(4, 8):
         add_tokens([cache], 1, step)
-    layer_bytes = sizes.used_bytes // num_layers
-    assert count_copied_bytes(cache)[0] - initial_bytes == num_fetched * num_layers * layer_bytes
-    if not num_fetched:
+    fetched_bytes = count_copied_bytes(cache)[0] - initial_bytes
+    assert fetched_bytes == num_fetches * sizes.used_bytes
+    if not num_fetches:
         assert count_copied_bytes(cache) == (0, 0)
         assert cache.memory_footprint().host_bytes == 0
 
@@ -441,25 +448,25 @@ def test_the_next_layer_is_fetched_early(offloading: dict[str, Any], two_layers_
     add_tokens([cache], 124)
     add_tokens([cache], 1, 1)
     for layer in cache.layers:
-        cache.update(*torch.randn(2, 2, HEADS, 1, DIM), layer.index)
+        cache.update(*torch.randn(2, 2, NUM_HEADS, 1, HEAD_DIM), layer.index)
         sizes = [x.store.memory_footprint().get("pages") for x in cache.layers]
-        next_layer = (layer.index + 1) % LAYERS
+        next_layer = (layer.index + 1) % NUM_LAYERS
         assert [i for i, size in enumerate(sizes) if size] == sorted(
             {layer.index, next_layer} if two_layers_fit else {layer.index}
         )
 
 
-def test_sizes_of_both_tiers() -> None:
+def test_the_footprint_counts_pages_on_the_device_and_on_the_host() -> None:
     resident_cache, cache = make_caches(scales=1.0)
-    for x in (resident_cache, cache):
-        add_tokens([x], 61)
+    for each_cache in (resident_cache, cache):
+        add_tokens([each_cache], 61)
     sizes, expected = cache.memory_footprint(), resident_cache.memory_footprint()
-    assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * PAGE_BYTES
+    assert sizes.used_bytes == expected.used_bytes == NUM_LAYERS * 16 * PAGE_BYTES
     assert expected.host_bytes == expected.fetched_bytes == expected.returned_bytes == 0
     # The last two layers are on the device. Only the last layer is not in host memory.
     assert sizes.pages_bytes == 2 * 16 * PAGE_BYTES
-    assert sizes.host_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
-    assert sizes.returned_bytes == (LAYERS - 1) * 16 * PAGE_BYTES
+    assert sizes.host_bytes == (NUM_LAYERS - 1) * 16 * PAGE_BYTES
+    assert sizes.returned_bytes == (NUM_LAYERS - 1) * 16 * PAGE_BYTES
     kinds = ("pages", "scales", "tables", "host", "other")
     assert sizes.total_bytes == sum(getattr(sizes, f"{kind}_bytes") for kind in kinds)
 
@@ -471,20 +478,20 @@ def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.Monke
     add_tokens([cache], 21)
     storages: list[weakref.ref[Any]] = []
     for _ in range(3):
-        for index in range(LAYERS):
-            keys, values = cache.update(*torch.randn(2, 2, HEADS, 1, DIM), index)
-            attend(torch.randn(2, 2 * HEADS, 1, DIM), keys, values, 0.2)
+        for index in range(NUM_LAYERS):
+            keys, values = cache.update(*torch.randn(2, 2, NUM_HEADS, 1, HEAD_DIM), index)
+            attend(torch.randn(2, 2 * NUM_HEADS, 1, HEAD_DIM), keys, values, 0.2)
             assert not any(storage() for storage in storages[:-1])
             storages.append(weakref.ref(keys.block.untyped_storage()))
             del keys, values
 
 
 def test_memory_is_freed_without_the_garbage_collector() -> None:
-    cache = FP8PagedCache(make_config(), offloading=True, page_size=PAGE)
+    cache = FP8PagedCache(make_config(), offloading=True, page_size=PAGE_SIZE)
     add_tokens([cache], 21)
     fork = cache.fork()
     add_tokens([fork], 1, 1)
-    keys = fork.layers[LAYERS - 1].keys
+    keys = fork.layers[NUM_LAYERS - 1].keys
     storage = weakref.ref(keys.block.untyped_storage())
     gc.disable()
     try:

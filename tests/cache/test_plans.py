@@ -17,18 +17,18 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales
 from tests.helpers.tiny_models import build_variant, make_causal_config
 
-HEADS, DIM, LAYERS = 2, 16, 3
+NUM_HEADS, HEAD_DIM, NUM_LAYERS = 2, 16, 3
 
 
 def make_config() -> Any:
-    return make_causal_config("llama", num_hidden_layers=LAYERS)
+    return make_causal_config("llama", num_hidden_layers=NUM_LAYERS)
 
 
 def make_states(
     num_tokens: int, batch: int = 2, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(batch, HEADS, num_tokens, DIM, generator=generator) for _ in "kv")
+    k, v = (torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator) for _ in "kv")
     return 1.5 * k, v
 
 
@@ -58,7 +58,7 @@ def test_each_layer_is_stored_by_its_plan(
     cache = FP8PagedCache(make_config(), page_size=8, backend=backend, **options)
     assert cache.plan == dict(enumerate(PLANS))
     k, v = make_states(17)
-    for index in range(LAYERS):
+    for index in range(NUM_LAYERS):
         for start, stop in ((0, 9), (9, 16), (16, 17)):
             cache.update(k[:, :, start:stop] + index, v[:, :, start:stop] - index, index)
     for index, layer in enumerate(cache.layers):
@@ -81,7 +81,7 @@ def generate(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Te
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> None:
-    model, _ = build_variant("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
+    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, attn_implementation="fp8_paged")
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
@@ -94,9 +94,9 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
         assert loaded.plan == cache.plan
         assert loaded.options.scales.digest == scales.digest
         # The next token is stored with the same plan, scales and centers.
-        for index in range(LAYERS):
-            for x in (cache, loaded):
-                x.update(*make_states(1, seed=index), index)
+        for index in range(NUM_LAYERS):
+            for each_cache in (cache, loaded):
+                each_cache.update(*make_states(1, seed=index), index)
             assert_same(loaded.layers[index].keys.dense(), cache.layers[index].keys.dense())
             assert_same(loaded.layers[index].values.dense(), cache.layers[index].values.dense())
     assert all(torch.equal(tokens, outputs[0]) for tokens in outputs[1:])
@@ -116,7 +116,7 @@ def test_training_rounds_like_pages(is_dynamic: bool) -> None:
 
 
 def test_a_storage_plan_without_centers_matches_an_explicit_plan() -> None:
-    model, _ = build_variant("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
+    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, attn_implementation="fp8_paged")
     layer_plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
     layers = {i: LayerScales(None, None, plan=plan) for i, plan in layer_plans.items()}
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
@@ -182,16 +182,16 @@ CENTERED = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
     ],
     ids=str,
 )  # fmt: skip
-def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_plans_of_a_cache_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(make_config(), **options)
 
 
-def test_invalid_plans_are_refused(tmp_path: Path) -> None:
-    invalid_plans: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
-    for plan in invalid_plans:
+def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
+    invalid_texts: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
+    for text in invalid_texts:
         with pytest.raises(ConfigError, match=r"Write it|expected one of|Choose an 8-bit"):
-            SidePlan.parse(plan)
+            SidePlan.parse(text)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")
     planned_scales().save_pretrained(tmp_path)
@@ -202,29 +202,28 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["fp8_paged", "sdpa"])
-def test_a_plan_gives_the_same_bytes_in_all_caches(attention: str) -> None:
-    """The batch size, preallocation and a reset do not change the stored bytes."""
-    model, _ = build_variant("llama", num_hidden_layers=LAYERS, attn_implementation=attention)
+def test_a_plan_gives_the_same_keys_and_values_in_all_caches(attention: str) -> None:
+    """The batch size, preallocation and a reset do not change the stored keys and values."""
+    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, attn_implementation=attention)
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
-    plan, results = planned_scales(is_dynamic=True), []
+    plan, states_by_cache = planned_scales(is_dynamic=True), []
     for batch, max_len in ((1, None), (2, None), (1, 64)):
         cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=max_len)
         for _ in range(2):
             cache.reset()
             with torch.no_grad():
                 model(ids.expand(batch, -1), past_key_values=cache)
-        results.append(
-            [x.dense()[:1, :, :40] for layer in cache.layers for x in (layer.keys, layer.values)]
-        )
+        handles = [handle for layer in cache.layers for handle in (layer.keys, layer.values)]
+        states_by_cache.append([handle.dense()[:1, :, :40] for handle in handles])
         assert cache.plan == dict(enumerate(PLANS))
-    for values in results[1:]:
-        for expected, actual in zip(results[0], values, strict=True):
+    for states in states_by_cache[1:]:
+        for expected, actual in zip(states_by_cache[0], states, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:
     """Calls with any batch size store the same codes under the plan of `choose_plan`."""
-    model, _ = build_variant("llama", num_hidden_layers=LAYERS)
+    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS)
     ids = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"plan": choose_plan(model), "page_size": 16}
     enable(model, deterministic=True, **options)

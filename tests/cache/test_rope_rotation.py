@@ -17,8 +17,8 @@ from tests.helpers.tiny_models import build_model, make_causal_config
 pytestmark = pytest.mark.text
 
 DISTANCE = 37
-# Kinds of RoPE: halves, interleaved (or as complex numbers), a part of the head, one theta for
-# each type of layer, the latents of MLA, and layers without RoPE.
+# The models rotate halves of a head, neighboring channels (or complex numbers), or a part of a
+# head, have a theta for each type of layer, cache the latents of MLA, or have layers without RoPE.
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
     "deepseek_v3": {"kv_lora_rank": 24}, "cohere2": {}, "exaone4": {},
@@ -36,14 +36,14 @@ def rotate_keys(rope: RopeRotation, x: torch.Tensor, distance: int) -> torch.Ten
         return x  # latents
     num_pairs = num_rotated // 2
     pair_indices = torch.arange(num_pairs)
-    speeds = rope.theta ** -(pair_indices / max(num_pairs, 1))
-    speeds = speeds.where(pair_indices < int(num_pairs * rope.rotating_fraction), 0.0)
-    cos, sin = (speeds.double() * distance).float().cos(), (speeds * distance).sin()
-    part = x[..., start : start + 2 * num_pairs]
-    axis = -1 if rope.interleaved else -2
-    x0, x1 = part.unflatten(-1, (num_pairs, 2) if rope.interleaved else (2, num_pairs)).unbind(axis)
-    part = torch.stack([x0 * cos - x1 * sin, x0 * sin + x1 * cos], axis).flatten(-2)
-    return torch.cat([x[..., :start], part, x[..., start + 2 * num_pairs :]], -1)
+    frequencies = rope.theta ** -(pair_indices / max(num_pairs, 1))  # in radians per position
+    frequencies = frequencies.where(pair_indices < int(num_pairs * rope.rotating_fraction), 0.0)
+    cos, sin = (frequencies.double() * distance).float().cos(), (frequencies * distance).sin()
+    shape, axis = ((num_pairs, 2), -1) if rope.interleaved else ((2, num_pairs), -2)
+    stop = start + 2 * num_pairs
+    x0, x1 = x[..., start:stop].unflatten(-1, shape).unbind(axis)
+    rotated = torch.stack([x0 * cos - x1 * sin, x0 * sin + x1 * cos], axis).flatten(-2)
+    return torch.cat([x[..., :start], rotated, x[..., stop:]], -1)
 
 
 @pytest.mark.parametrize("name", MODEL_CONFIGS)
@@ -56,8 +56,8 @@ def test_keys_rotate_as_in_the_model(name: str) -> None:
         caches.append(FP8PagedCache(model.config, dtype="auto"))
         position_ids = torch.arange(start, start + ids.shape[1])[None]
         model(ids, position_ids=position_ids, past_key_values=caches[-1])
-    for layer, far_layer in zip(*(cache.paged_layers for cache in caches), strict=True):
-        keys, expected = (x.keys.dense()[:, :, :8].float() for x in (layer, far_layer))
+    for layer, shifted_layer in zip(*(cache.paged_layers for cache in caches), strict=True):
+        keys, expected = (x.keys.dense()[:, :, :8].float() for x in (layer, shifted_layer))
         rope = find_rotations(model.config)(layer.index)
         keys = rotate_keys(rope, keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
@@ -78,8 +78,8 @@ def test_layers_without_rope_do_not_rotate() -> None:
         assert (find_rotations(granite)(1) != NO_ROPE) == uses_rope
     cohere2 = make_causal_config("cohere2")
     rotations = map(find_rotations(cohere2), range(len(cohere2.layer_types)))
-    results = [rotation == NO_ROPE for rotation in rotations]
-    assert results == [layer_type == "full_attention" for layer_type in cohere2.layer_types]
+    lack_rope = [rotation == NO_ROPE for rotation in rotations]
+    assert lack_rope == [layer_type == "full_attention" for layer_type in cohere2.layer_types]
 
 
 @pytest.mark.parametrize(

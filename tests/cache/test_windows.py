@@ -20,13 +20,13 @@ from tests.cache.public import OutOfMemory, list_tensors
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 
-WINDOW, PAGE, BATCH, MAX_LEN = 20, 8, 2, 200
+WINDOW, PAGE_SIZE, BATCH_SIZE, MAX_LEN = 20, 8, 2, 200
 # Maximum number of pages of 8 tokens for a window of 20 tokens.
 MAX_PAGES = 4
-LAYERS = 3
-EXACT = {"dtype": "auto", "page_size": PAGE}
-# Bytes of a page of K and V in float32, for 2 heads of size 4.
-PAGE_BYTES = PAGE * 2 * 2 * 4 * 4
+NUM_LAYERS, NUM_HEADS, HEAD_DIM = 3, 2, 4
+EXACT = {"dtype": "auto", "page_size": PAGE_SIZE}
+# Bytes of a page of K and V in float32.
+PAGE_BYTES = PAGE_SIZE * 2 * NUM_HEADS * HEAD_DIM * 4
 # Numbers of tokens of each call. More than a few tokens do not fit in pages next to the window.
 CALL_LENGTHS = {
     "long-first": [100, 1, 1],
@@ -48,8 +48,8 @@ for_each_case = pytest.mark.parametrize(
 def make_config(window: int = WINDOW) -> Any:
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     return Gemma3TextConfig(
-        num_hidden_layers=LAYERS, layer_types=types, sliding_window=window, head_dim=4,
-        num_key_value_heads=2, num_attention_heads=2, hidden_size=8,
+        num_hidden_layers=NUM_LAYERS, layer_types=types, sliding_window=window, head_dim=HEAD_DIM,
+        num_key_value_heads=NUM_HEADS, num_attention_heads=2, hidden_size=8,
     )  # fmt: skip
 
 
@@ -57,13 +57,18 @@ def make_cache(**keywords: Any) -> FP8PagedCache:
     return FP8PagedCache(make_config(), **{**EXACT, **keywords})
 
 
+def make_states(num_tokens: int, batch: int = BATCH_SIZE, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
+
+
 def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> list[list[torch.Tensor]]:
     """Store the same tokens in all layers and caches, and return dense K and V of each cache."""
-    x = torch.randn(BATCH, 2, num_tokens, 4, generator=torch.Generator().manual_seed(seed))
+    x = make_states(num_tokens, seed=seed)
     outputs: list[list[torch.Tensor]] = []
     for cache in caches:
-        handles = [cache.update(x + layer, layer - x, layer) for layer in range(LAYERS)]
-        outputs.append([densify(handle) for pair in handles for handle in pair])
+        handles = [cache.update(x + layer, layer - x, layer) for layer in range(NUM_LAYERS)]
+        outputs.append([densify(handle) for key_and_value in handles for handle in key_and_value])
     return outputs
 
 
@@ -71,21 +76,21 @@ def check_num_pages(cache: FP8PagedCache) -> None:
     """Assert that layers with a window have at most the pages that a window needs."""
     for layer in cache.layers:
         if layer.is_sliding:
-            assert layer.store.memory_footprint()["pages"] <= MAX_PAGES * BATCH * PAGE_BYTES
+            assert layer.store.memory_footprint()["pages"] <= MAX_PAGES * BATCH_SIZE * PAGE_BYTES
 
 
 def assert_same_layers(
-    actual: FP8PagedCache, expected: FP8PagedCache, layers: Any = range(LAYERS)
+    actual: FP8PagedCache, expected: FP8PagedCache, layers: Any = range(NUM_LAYERS)
 ) -> None:
     """Assert that the next token attends to the same tokens in these layers."""
     length = expected.host_length()
     assert actual.host_length() == length
-    for layer, expected_layer in ((actual.layers[i], expected.layers[i]) for i in layers):
+    for index in layers:
+        first_token = max(length - WINDOW + 1, 0) if actual.layers[index].is_sliding else 0
         for side in ("keys", "values"):
-            first_token = max(length - WINDOW + 1, 0) if layer.is_sliding else 0
-            handles = [getattr(x, side) for x in (layer, expected_layer)]
+            handles = [getattr(cache.layers[index], side) for cache in (actual, expected)]
             windows = [x.dense()[:, :, first_token - x.start : length - x.start] for x in handles]
-            assert_same(*windows, side)
+            assert_same(*windows, f"layer {index}, {side}")
 
 
 @for_each_case
@@ -120,9 +125,9 @@ def test_windows_match_transformers(case: str, prefill: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("max_len", [None, MAX_LEN])
 def test_attention_uses_the_window_of_the_layer_by_default(max_len: int | None) -> None:
     """Some pages contain tokens that have left the window. Attention must not read them."""
-    cache, query = make_cache(max_cache_len=max_len), torch.randn(BATCH, 2, 1, 4)
+    cache, query = make_cache(max_cache_len=max_len), make_states(1)
     add_random_tokens([cache], 37, 0)
-    x = torch.randn(BATCH, 2, 1, 4)
+    x = make_states(1, seed=1)
     handles = cache.update(x, -x, 0)
     module = torch.nn.Module().eval()
     module.is_causal = True
@@ -136,7 +141,7 @@ def test_a_ring_may_be_saved_during_a_step(tmp_path: Path) -> None:
     """The ring is saved after only the first layer has stored the tokens of a call."""
     ring_cache = make_cache(max_cache_len=MAX_LEN)
     add_random_tokens([ring_cache], 60, 0)
-    x = torch.randn(BATCH, 2, 30, 4)
+    x = make_states(30, seed=1)
     ring_cache.update(x, -x, 0)
     copied = FP8PagedCache.load(ring_cache.save(tmp_path / "ring.safetensors"))
     for index in (1, 2):
@@ -161,7 +166,7 @@ def test_addresses_of_a_ring_do_not_change() -> None:
 @pytest.mark.parametrize("length", [30, 100, 101, 103])
 def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
     """A crop in one or more steps is refused if it needs a token that was overwritten."""
-    first_intact = max((length - 1) // PAGE - MAX_PAGES + 1, 0) * PAGE
+    first_intact = max((length - 1) // PAGE_SIZE - MAX_PAGES + 1, 0) * PAGE_SIZE
     max_crop = length - (first_intact + WINDOW - 1) if first_intact else length
     cache = make_cache(max_cache_len=MAX_LEN)
     add_random_tokens([cache], length, 0)
@@ -187,15 +192,15 @@ def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
 
 @pytest.mark.parametrize("recorded_from", [0, 10, 30, 77])
 def test_a_ring_that_records_the_past_keeps_all_tokens(recorded_from: int) -> None:
-    cache, growing_cache = make_cache(max_cache_len=MAX_LEN), make_cache()
-    for x in (cache, growing_cache):
-        if recorded_from:
-            add_random_tokens([x], recorded_from, 0)
-        x.activate_past_recording()
+    caches = cache, growing_cache = make_cache(max_cache_len=MAX_LEN), make_cache()
+    if recorded_from:
+        add_random_tokens(caches, recorded_from, 0)
+    for each_cache in caches:
+        each_cache.activate_past_recording()
     for seed in range(20):
-        add_random_tokens([cache, growing_cache], 2 if seed % 9 else 17, seed)
-    for x in (cache, growing_cache):
-        x.crop(-60)
+        add_random_tokens(caches, 2 if seed % 9 else 17, seed)
+    for each_cache in caches:
+        each_cache.crop(-60)
     assert_same_layers(cache, growing_cache)
     assert_same_layers(cache.fork(), growing_cache)
 
@@ -210,11 +215,11 @@ def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) 
     cache.activate_past_recording()
     add_random_tokens([cache, full_cache], 20, 1)
     cache.save(tmp_path / "one.safetensors")
-    for x in (cache, cache.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
+    for copied in (cache, cache.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
         with pytest.raises(ConfigError, match="token 48 on"):
-            x.crop(-60)
-        assert {int(layer.get_seq_length()) for layer in x.layers} == {97}
-        x.crop(-30)
+            copied.crop(-60)
+        assert {int(layer.get_seq_length()) for layer in copied.layers} == {97}
+        copied.crop(-30)
     full_cache.crop(-30)
     assert_same_layers(cache, full_cache)
 
@@ -240,7 +245,7 @@ def test_a_crop_frees_recorded_tokens() -> None:
     cache.activate_past_recording()
     add_random_tokens([cache], MAX_LEN, 0)
     used_bytes = cache.layers[0].store.memory_footprint()["used"]
-    assert used_bytes == MAX_LEN // PAGE * BATCH * PAGE_BYTES
+    assert used_bytes == MAX_LEN // PAGE_SIZE * BATCH_SIZE * PAGE_BYTES
     cache.crop(-1)
     check_num_pages(cache)
 
@@ -249,8 +254,8 @@ def test_a_long_call_that_a_later_layer_refuses_changes_nothing() -> None:
     cache, expected = make_cache(), make_cache()
     add_random_tokens([cache, expected], 33, 0)
     footprints = [cache.layers[i].store.memory_footprint() for i in (0, 2)]
-    x = torch.ones(BATCH, 2, 50, 4)
-    for refused_layer in range(1, LAYERS):
+    x = torch.ones_like(make_states(50))
+    for refused_layer in range(1, NUM_LAYERS):
         for layer in range(refused_layer):
             cache.update(x, x, layer)
         with pytest.raises(ConfigError):
@@ -265,7 +270,7 @@ def test_a_long_call_that_a_later_layer_refuses_changes_nothing() -> None:
 def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     cache = make_cache()
     add_random_tokens([cache], 33, 0)
-    x = torch.ones(BATCH, 2, 50, 4)
+    x = torch.ones_like(make_states(50))
     cache.update(x, x, 0)  # layer 2, which has the same window, is never called
     for call in (lambda: cache.update(x, x, 0), cache.fork, lambda: cache.crop(-1)):
         with pytest.raises(ConfigError, match=r"tokens 33 to 82.*Reset the cache"):
@@ -284,7 +289,7 @@ def test_a_reset_during_a_long_call_does_not_change_forks() -> None:
     cache, new_cache = make_cache(), make_cache()
     add_random_tokens([cache, new_cache], 33, 0)
     fork = cache.fork()
-    x = torch.ones(BATCH, 2, 50, 4)
+    x = torch.ones_like(make_states(50))
     cache.update(x, x, 0)
     cache.reset()
     for num_tokens in (1, 60):
@@ -294,11 +299,11 @@ def test_a_reset_during_a_long_call_does_not_change_forks() -> None:
 
 
 def test_a_first_call_without_memory_can_be_reset() -> None:
-    for number in itertools.count(1):
+    for failing_allocation in itertools.count(1):
         cache, new_cache = make_cache(), make_cache()
-        x = torch.ones(BATCH, 2, 100, 4)
+        x = torch.ones_like(make_states(100))
         try:
-            with OutOfMemory(number, PAGE_BYTES):
+            with OutOfMemory(failing_allocation, PAGE_BYTES):
                 cache.update(x, x, 0)
             break
         except MemoryError:
@@ -306,13 +311,13 @@ def test_a_first_call_without_memory_can_be_reset() -> None:
         add_random_tokens([cache, new_cache], 5, 0)
         assert_same_layers(cache, new_cache)
         check_num_pages(cache)
-    assert number > 1
+    assert failing_allocation > 1
 
 
 # All pairs of values occur at least once.
 @pytest.mark.parametrize(
     ("window", "max_len", "prefill"),
-    pairwise([1, 2, PAGE - 1, PAGE, PAGE + 1, PAGE + 2], [None, MAX_LEN], ["exact", "stored"]),
+    pairwise([1, 2, 7, PAGE_SIZE, 9, 10], [None, MAX_LEN], ["exact", "stored"]),
 )
 def test_windows_of_about_a_page(window: int, max_len: int | None, prefill: str) -> None:
     keywords: dict[str, Any] = {**EXACT, "prefill": prefill}
@@ -349,9 +354,9 @@ def test_no_token_outside_the_window_is_read(max_len: int | None) -> None:
     """Tokens before the window may be NaN, whether their page is freed or not."""
     caches = [make_cache(dtype="fp8_e4m3", max_cache_len=max_len) for _ in range(2)]
     for seed, num_tokens in enumerate([60, *[1] * 10, 9, 50, *[1] * 10]):
-        x = torch.randn(BATCH, 2, num_tokens, 4, generator=torch.Generator().manual_seed(seed))
+        x = make_states(num_tokens, seed=seed)
         for cache in caches:
-            for layer in range(LAYERS):
+            for layer in range(NUM_LAYERS):
                 cache.update(x, x, layer)
             if not seed:
                 x[:, :, : 60 - WINDOW] = torch.nan
@@ -364,14 +369,15 @@ def test_no_token_outside_the_window_is_read(max_len: int | None) -> None:
 def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
     cache, small_cache = FP8PagedCache(**EXACT), FP8PagedCache(**EXACT)  # without windows
     add_random_tokens([cache, small_cache], 320, 0)
-    full_bytes, sizes = cache.memory_footprint().pages_bytes, []
+    full_bytes, pages_bytes = cache.memory_footprint().pages_bytes, []
     for _ in range(16):
         cache.crop(-10)
-        sizes.append(cache.memory_footprint().pages_bytes)
-    assert sizes == [full_bytes] * 16, "half is in use"
+        pages_bytes.append(cache.memory_footprint().pages_bytes)
+    assert pages_bytes == [full_bytes] * 16, "half is in use"
     cache.crop(-100)
     small_cache.crop(-260)
-    assert cache.memory_footprint().pages_bytes == LAYERS * -(-60 // PAGE) * BATCH * PAGE_BYTES
+    num_pages = -(-60 // PAGE_SIZE) * BATCH_SIZE
+    assert cache.memory_footprint().pages_bytes == NUM_LAYERS * num_pages * PAGE_BYTES
     # Alternating growth and crops moves no pages.
     add_random_tokens([cache, small_cache], 10, 1)
     addresses = {cache.layers[1].keys.block.data_ptr()}
@@ -391,7 +397,7 @@ def test_memory_waits_for_forks_that_hold_pages() -> None:
     cache.crop(-160)
     add_random_tokens([cache], 9, 1)
     full_bytes = cache.layers[1].store.memory_footprint()["pages"]
-    assert full_bytes >= 160 // PAGE * BATCH * PAGE_BYTES
+    assert full_bytes >= 160 // PAGE_SIZE * BATCH_SIZE * PAGE_BYTES
     del fork
     # The next allocation of a page frees the pages of the fork.
     add_random_tokens([cache], 8, 2)
@@ -406,8 +412,8 @@ def test_selecting_a_sequence_frees_memory() -> None:
     cache = make_cache()
     add_random_tokens([cache], 100, 0)
     cache.batch_repeat_interleave(4)
-    x = torch.ones(4 * BATCH, 2, 80, 4)
-    for layer in range(LAYERS):
+    x = torch.ones_like(make_states(80, 4 * BATCH_SIZE))
+    for layer in range(NUM_LAYERS):
         cache.update(x, x, layer)
     full_bytes = cache.memory_footprint().pages_bytes
     cache.batch_select_indices(torch.tensor([3]))
@@ -417,11 +423,7 @@ def test_selecting_a_sequence_frees_memory() -> None:
 # -- lengths of layers, budgets and refused calls. Layers 0 and 2 have a window ------------------
 
 
-def make_states(num_tokens: int, batch: int = BATCH, seed: int = 0) -> torch.Tensor:
-    return torch.randn(batch, 2, num_tokens, 4, generator=torch.Generator().manual_seed(seed))
-
-
-def add_tokens(cache: FP8PagedCache, x: torch.Tensor, layers: Any = range(LAYERS)) -> None:
+def add_tokens(cache: FP8PagedCache, x: torch.Tensor, layers: Any = range(NUM_LAYERS)) -> None:
     for layer in layers:
         cache.update(x, -x, layer)
 
@@ -436,25 +438,25 @@ def assert_last_window(cache: FP8PagedCache, x: torch.Tensor, layer: int = 0) ->
 
 
 def test_long_calls_stay_within_the_budget() -> None:
-    types, x = ["sliding_attention"] * LAYERS, make_states(262)
+    types, x = ["sliding_attention"] * NUM_LAYERS, make_states(262)
     model_config = Gemma3TextConfig(**{**make_config().to_dict(), "layer_types": types})
-    cache = FP8PagedCache(model_config, **EXACT, max_pages=BATCH * MAX_PAGES)
+    cache = FP8PagedCache(model_config, **EXACT, max_pages=BATCH_SIZE * MAX_PAGES)
     for start, stop in itertools.pairwise((0, 20, 50, 110, 111, 262)):
         add_tokens(cache, x[:, :, start:stop])
         assert_last_window(cache, x[:, :, :stop])
-    assert cache.budget.num_held <= BATCH * MAX_PAGES
+    assert cache.budget.num_held <= BATCH_SIZE * MAX_PAGES
 
 
 @pytest.mark.parametrize("layer", [1, 0], ids=["full", "sliding"])
 def test_a_copy_during_a_step_has_the_pages_of_each_layer(layer: int, tmp_path: Path) -> None:
     cache = make_cache(max_cache_len=MAX_LEN, prefill="stored")
-    x, y = make_states(30), make_states(40, seed=1)
+    x, next_x = make_states(30), make_states(40, seed=1)
     add_tokens(cache, x)
-    add_tokens(cache, y, [layer])
+    add_tokens(cache, next_x, [layer])
     copies = [cache.fork(), pickle.loads(pickle.dumps(cache))]
     copies.append(FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")))
     for saved_cache in (*copies, cache):
-        assert_last_window(saved_cache, torch.cat([x, y], 2) if layer == 0 else x, 0)
+        assert_last_window(saved_cache, torch.cat([x, next_x], 2) if layer == 0 else x, 0)
         assert_last_window(saved_cache, x, 2)
     cache.layers[2].crop(-1)
     assert_last_window(cache, x[:, :, :-1], 2)
@@ -492,7 +494,7 @@ def test_a_ring_that_recorded_its_past_may_be_forked() -> None:
 
 @pytest.mark.parametrize("change", ["batch_repeat_interleave", "activate_past_recording"])
 def test_a_change_beyond_the_budget_changes_nothing(change: str) -> None:
-    cache = make_cache(max_cache_len=64, max_pages=BATCH * (MAX_PAGES + 8), prefill="stored")
+    cache = make_cache(max_cache_len=64, max_pages=BATCH_SIZE * (MAX_PAGES + 8), prefill="stored")
     x = make_states(41)
     add_tokens(cache, x[:, :, :40])
     with pytest.raises(OutOfPagesError):
@@ -537,7 +539,7 @@ def test_an_interrupted_allocation_can_be_reset(
     with pytest.raises(KeyboardInterrupt):
         add_tokens(cache, x)
     cache.reset()
-    for batch in (BATCH, 3):
+    for batch in (BATCH_SIZE, 3):
         x = make_states(100, batch)
         add_tokens(cache, x)
         add_tokens(cache, x[:, :, :50])

@@ -128,7 +128,7 @@ def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Cas
         scales = None if kind is None else make_scales(kind, model)
         cache = FP8PagedCache(model.config, scales=scales, **{**STORED, **keywords}, **ranks)
         tokens = generate(model, cache)
-        return {"tokens": tokens, "heads": cache.layers[0].store.pool.heads}
+        return {"tokens": tokens, "heads": cache.layers[0].store.pool.num_heads}
 
     return run
 
@@ -164,7 +164,8 @@ def make_latents_case(**keywords: Any) -> Case:
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
-        return [generate(model, cache), cache.layers[0].store.pool.heads, check_model(model).path]
+        tokens, num_heads = generate(model, cache), cache.layers[0].store.pool.num_heads
+        return [tokens, num_heads, check_model(model).path]
 
     return run
 

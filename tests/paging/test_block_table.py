@@ -29,17 +29,17 @@ from hf_fp8kv.paging.page_pool import PagePool
 from tests.paging.test_page_pool import read_pages
 
 CPU = torch.device("cpu")
-HEADS, K_DIM, V_DIM = 2, 3, 2
+NUM_HEADS, K_DIM, V_DIM = 2, 3, 2
 LAYER_FORMATS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
 PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
 
 def make_marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return unique values for each token in every tensor of a pool, `[B, T, ...]`."""
+    """Return marks, unique integers for each token, for every tensor of a pool, `[B, T, ...]`."""
     ids = torch.from_numpy(tokens)[..., None, None]
-    k = ids * 16 + torch.arange(HEADS * K_DIM).view(HEADS, K_DIM)
-    v = ids * 16 + 8 + torch.arange(HEADS * V_DIM).view(HEADS, V_DIM)
-    heads = torch.arange(HEADS) * 3
+    k = ids * 16 + torch.arange(NUM_HEADS * K_DIM).view(NUM_HEADS, K_DIM)
+    v = ids * 16 + 8 + torch.arange(NUM_HEADS * V_DIM).view(NUM_HEADS, V_DIM)
+    heads = torch.arange(NUM_HEADS) * 3
     return {"k": k, "v": v, "token_scales": ids + torch.stack([heads, heads + 1], -1)}
 
 
@@ -141,15 +141,15 @@ class ModelTable:
     def reserve(self, start: int, stop: int, batch: int, other_models: list["ModelTable"]) -> int:
         """Assign unshared pages to all written positions, and return the number of new pages."""
         self.pages = self.pages or [{} for _ in range(batch)]
-        holders = Counter(list_page_ids(other_models))
+        reference_counts = Counter(list_page_ids(other_models))
         num_new = 0
         for index in range(start // self.page_size, -(-stop // self.page_size)):
             for row in self.pages:
                 page = row.get(index)
                 if page is not None:
-                    if holders[id(page)] == 1:
+                    if reference_counts[id(page)] == 1:
                         continue
-                    holders[id(page)] -= 1
+                    reference_counts[id(page)] -= 1
                 row[index] = ModelPage()
                 num_new += 1
         return num_new
@@ -201,7 +201,7 @@ def check_crop(group: LayerGroup, num_tokens: int) -> None:
     HostLength(group, 0).check_crop(num_tokens, group.length)
 
 
-class Cache:
+class ModeledCache:
     """The groups of a cache, which share a budget, with their models.
 
     Layers write one after another, as in a cache.
@@ -217,8 +217,8 @@ class Cache:
     def length(self) -> int:
         return len(self.sequences[0]) if self.sequences else 0
 
-    def fork(self) -> "Cache":
-        other = Cache(
+    def fork(self) -> "ModeledCache":
+        other = ModeledCache(
             {name: fork_group(group) for name, group in self.groups.items()},
             {name: model.copy() for name, model in self.models.items()},
         )
@@ -227,20 +227,19 @@ class Cache:
 
     def get_state(self) -> object:
         """Return the state that a refused call must not change."""
-        return [
-            (g.table.first_page, g.table.num_columns, g.table.used_rows().tolist(), list(g.lengths))
-            for g in self.groups.values()
-        ]
+        tables = [group.table for group in self.groups.values()]
+        states = [(x.first_page, x.num_columns, x.used_rows().tolist()) for x in tables]
+        return states, [list(group.lengths) for group in self.groups.values()]
 
 
-def catch_refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str, dict] | None:
+def catch_error(call: Callable[[], None], error_class: type[Exception]) -> tuple[str, dict] | None:
     """Return the message and attributes of the error of `call`, or None without an error.
 
     Unlike pytest.raises, this keeps no frame, so it does not keep tables alive.
     """
     try:
         call()
-    except kind as error:
+    except error_class as error:
         return str(error), dict(vars(error))
     return None
 
@@ -257,18 +256,19 @@ class PagesMachine(RuleBasedStateMachine):
         self.budget = PageBudget(page_size, max_pages)
         self.page_size = page_size
         groups, models = {}, {}
-        for name, span in (("full", None), ("sliding", window)):
-            groups[name], models[name] = LayerGroup(self.budget, span), ModelTable(page_size, span)
+        for name, group_window in (("full", None), ("sliding", window)):
+            groups[name] = LayerGroup(self.budget, group_window)
+            models[name] = ModelTable(page_size, group_window)
             for fmt in LAYER_FORMATS[name]:
                 groups[name].add(PagePool(page_size, LayerPlan(SidePlan(fmt), SidePlan(fmt)), True))
-        self.caches = [Cache(groups, models)]
-        self.next_token = 1
+        self.caches = [ModeledCache(groups, models)]
+        self.next_id = 1
 
-    def pick_cache(self, data: st.DataObject) -> Cache:
+    def pick_cache(self, data: st.DataObject) -> ModeledCache:
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
 
     def predict_write(
-        self, cache: Cache, num_tokens: int, batch: int, *, is_undone: bool = False
+        self, cache: ModeledCache, num_tokens: int, batch: int, *, is_undone: bool = False
     ) -> tuple[dict[str, ModelTable], int]:
         """Return the tables after `num_tokens` more tokens, and the number of new pages.
 
@@ -282,13 +282,13 @@ class PagesMachine(RuleBasedStateMachine):
                 first = max(start, new_model.first_kept_page(stop) * self.page_size)
             elif not new_model.record_past:
                 new_model.apply_window(start)
-            other_models = [c.models[name] for c in self.caches if c is not cache]
+            other_models = [other.models[name] for other in self.caches if other is not cache]
             num_new += new_model.reserve(first, stop, batch, [*other_models, new_model])
             if is_long and not is_undone:
                 new_model.apply_window(stop)
         return new_models, num_new
 
-    def tables(self) -> dict[PageAllocator, list[BlockTable]]:
+    def list_tables(self) -> dict[PageAllocator, list[BlockTable]]:
         """Return the tables of each allocator."""
         tables: dict[PageAllocator, list[BlockTable]] = {}
         for cache in self.caches:
@@ -296,7 +296,7 @@ class PagesMachine(RuleBasedStateMachine):
                 tables.setdefault(group.table.allocator, []).append(group.table)
         return tables
 
-    def count_settled_pages(self, cache: Cache, num_tokens: int) -> int:
+    def count_settled_pages(self, cache: ModeledCache, num_tokens: int) -> int:
         """Return the number of pages in use after a step of `cache` has freed unneeded pages."""
         models = []
         for any_cache in self.caches:
@@ -313,16 +313,14 @@ class PagesMachine(RuleBasedStateMachine):
         cache = self.pick_cache(data)
         batch = len(cache.sequences) or batch
         start, stop = cache.length, cache.length + num_tokens
-        new_models, needed = self.predict_write(cache, num_tokens, batch)
-        available = None
+        new_models, num_needed = self.predict_write(cache, num_tokens, batch)
         if self.budget.max_pages is not None:
-            available = self.budget.max_pages - self.count_settled_pages(cache, num_tokens)
-        if available is not None and needed > available:
-            self.check_refused_write(cache, start, stop, batch, needed, available)
-            return
-        num_ids = num_tokens * batch
-        ids = np.arange(self.next_token, self.next_token + num_ids).reshape(batch, num_tokens)
-        self.next_token += num_ids
+            num_available = self.budget.max_pages - self.count_settled_pages(cache, num_tokens)
+            if num_needed > num_available:
+                self.check_refused_write(cache, start, stop, batch, num_needed - num_available)
+                return
+        first_id, self.next_id = self.next_id, self.next_id + num_tokens * batch
+        ids = np.arange(first_id, self.next_id).reshape(batch, num_tokens)
         for group in cache.groups.values():
             for member in range(len(group.pools)):
                 self.write_layer(cache, group, member, ids)
@@ -333,12 +331,14 @@ class PagesMachine(RuleBasedStateMachine):
         for sequence, new_tokens in zip(cache.sequences, ids.tolist(), strict=True):
             sequence += new_tokens
 
-    def write_layer(self, cache: Cache, group: LayerGroup, member: int, ids: np.ndarray) -> None:
+    def write_layer(
+        self, cache: ModeledCache, group: LayerGroup, member: int, ids: np.ndarray
+    ) -> None:
         """Store the tokens of one call in the way in which a layer stores them."""
         start, stop = cache.length, cache.length + ids.shape[1]
         group.prepare(start, stop, len(ids))
         pool, capacity = group.pools[member], group.table.allocator.capacity
-        states = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
+        states = [torch.zeros(1, NUM_HEADS, 1, dim) for dim in (K_DIM, V_DIM)]
         if not pool.is_allocated:
             # The first layer of each group has its pages in blocks.
             pool.allocate(*states, capacity, single_block=member > 0)
@@ -349,7 +349,7 @@ class PagesMachine(RuleBasedStateMachine):
             write_tokens(pool, call.table.numpy(), start, ids)
         else:
             # A layer does the same with scratch pages instead of a second pool.
-            old_pages, own_pages = call.long_write.old_pages, call.long_write.kept_pages
+            old_pages, kept_pages = call.long_write.old_pages, call.long_write.kept_pages
             num_pages = old_pages.shape[1] + -(-ids.shape[1] // self.page_size)
             scratch = copy.deepcopy(pool)
             scratch.allocate(*states, len(ids) * num_pages)
@@ -360,10 +360,10 @@ class PagesMachine(RuleBasedStateMachine):
             columns = table[:, call.long_write.first_page :]
             columns[:] = rows[:, : columns.shape[1]]
             write_tokens(scratch, table, start, ids)
-            past = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, call.start :]
-            assert_holds(scratch, table, call.start, np.concatenate([past, ids], axis=1))
-            kept_pages = table[:, call.long_write.first_kept_page :]
-            pool.memory.put(own_pages.ravel(), scratch.memory.take(kept_pages.ravel()))
+            old_ids = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, call.start :]
+            assert_holds(scratch, table, call.start, np.concatenate([old_ids, ids], axis=1))
+            kept_scratch = table[:, call.long_write.first_kept_page :]
+            pool.memory.put(kept_pages.ravel(), scratch.memory.take(kept_scratch.ravel()))
         group.lengths[member] = stop
 
     @rule(data=st.data(), num_tokens=st.integers(1, 20), batch=st.integers(1, 3))
@@ -373,7 +373,8 @@ class PagesMachine(RuleBasedStateMachine):
         batch = len(cache.sequences) or batch
         if self.budget.max_pages is not None:
             return
-        layers = [(g, member) for g in cache.groups.values() for member in range(len(g.pools))]
+        groups = cache.groups.values()
+        layers = [(group, member) for group in groups for member in range(len(group.pools))]
         written_layers = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
         cache.models, _ = self.predict_write(cache, num_tokens, batch, is_undone=True)
         for group, member in written_layers:
@@ -389,15 +390,15 @@ class PagesMachine(RuleBasedStateMachine):
                 model.clear()
 
     def check_refused_write(
-        self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
+        self, cache: ModeledCache, start: int, stop: int, batch: int, num_missing: int
     ) -> None:
         lengths = [list(group.lengths) for group in cache.groups.values()]
-        error = catch_refusal(
-            lambda: cache.groups["full"].prepare(start, stop, batch), OutOfPagesError
-        )
+        full_group = cache.groups["full"]
+        error = catch_error(lambda: full_group.prepare(start, stop, batch), OutOfPagesError)
         assert error is not None
+        _, counts = error
         # Pages before the window count as available, or reduce the needed pages.
-        assert error[1]["needed"] - error[1]["available"] == needed - available
+        assert counts["needed"] - counts["available"] == num_missing
         assert [list(group.lengths) for group in cache.groups.values()] == lengths
         # Pages before the window may be freed, but not pages that a query attends to.
         for name, model in cache.models.items():
@@ -413,33 +414,31 @@ class PagesMachine(RuleBasedStateMachine):
         is_lost = sliding.first_kept_page(length) < sliding.first_page
         is_refused = bool(num_tokens and length and is_lost)
         state = cache.get_state()
-        errors = [
-            catch_refusal(lambda group=group: check_crop(group, num_tokens), ConfigError)
+        full_error, sliding_error = (
+            catch_error(lambda group=group: check_crop(group, num_tokens), ConfigError)
             for group in cache.groups.values()
-        ]
-        assert errors[0] is None
-        assert (errors[1] is not None) == is_refused
-        assert not is_refused or f"token {first_token} on" in errors[1][0]
+        )
+        assert full_error is None
+        assert (sliding_error is not None) == is_refused
+        assert not is_refused or f"token {first_token} on" in sliding_error[0]
         assert cache.get_state() == state
         if is_refused:
             return
         for group in cache.groups.values():
             group.crop(num_tokens)
-        self.cut_cache_model(cache, length)
+        self.crop_models(cache, length)
 
-    def cut_cache_model(self, cache: Cache, length: int) -> None:
+    def crop_models(self, cache: ModeledCache, length: int) -> None:
+        """Keep the first `length` tokens in the models of a cache."""
         for sequence in cache.sequences:
             del sequence[length:]
         for model in cache.models.values():
-            self.cut_model(model, length)
+            model.truncate(length)
+            model.apply_window(length)
+            if not length:
+                model.clear()
         if not length:
             cache.sequences = []
-
-    def cut_model(self, model: ModelTable, length: int) -> None:
-        model.truncate(length)
-        model.apply_window(length)
-        if not length:
-            model.clear()
 
     @rule(data=st.data())
     def select_rows(self, data: st.DataObject) -> None:
@@ -471,7 +470,7 @@ class PagesMachine(RuleBasedStateMachine):
         cache = self.pick_cache(data)
         for group in cache.groups.values():
             group.clear()
-        self.cut_cache_model(cache, 0)
+        self.crop_models(cache, 0)
 
     @rule(data=st.data(), is_on=st.booleans())
     def record_past(self, data: st.DataObject, is_on: bool) -> None:
@@ -480,7 +479,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_and_counts_agree(self) -> None:
-        for tables in self.tables().values():
+        for tables in self.list_tables().values():
             check_tables(*tables)
         for cache in self.caches:
             for group in cache.groups.values():
@@ -490,10 +489,10 @@ class PagesMachine(RuleBasedStateMachine):
     def held_pages_match_the_model(self) -> None:
         models = [model for cache in self.caches for model in cache.models.values()]
         assert self.budget.num_held == len({*list_page_ids(models)})
-        assert self.budget.num_held == sum(allocator.num_held for allocator in self.tables())
+        assert self.budget.num_held == sum(allocator.num_held for allocator in self.list_tables())
         if self.budget.max_pages is not None:
             assert self.budget.num_held <= self.budget.max_pages
-            assert all(a.capacity <= self.budget.max_pages for a in self.tables())
+            assert all(x.capacity <= self.budget.max_pages for x in self.list_tables())
 
     @invariant()
     def all_forks_hold_the_written_tokens(self) -> None:
@@ -519,7 +518,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.caches = [self.pick_cache(data)]
         self.clear(data)
         assert self.budget.num_held == 0
-        for allocator in self.tables():
+        for allocator in self.list_tables():
             assert allocator.num_held == 0
             assert not allocator.reference_counts.any()
             assert allocator.num_free == allocator.capacity
@@ -591,10 +590,10 @@ def test_a_fork_may_be_freed_during_any_operation(operation):
     for line in itertools.count(1):
         table = make_written_table(6, batch=2)
         garbage = [table.fork()]
-        result = _interrupt_call(lambda table=table: operation(table), line, garbage.clear)
+        output = _interrupt_call(lambda table=table: operation(table), line, garbage.clear)
         if garbage:
             break
-        check_tables(table, *([result] if isinstance(result, BlockTable) else []))
+        check_tables(table, *([output] if isinstance(output, BlockTable) else []))
         assert table.allocator.budget.num_held == table.allocator.num_held, f"line {line}"
     assert line > 5
 
@@ -697,19 +696,19 @@ def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop
     for group in (full_group, sliding_group):
         group.siblings = [weakref.ref(sibling) for sibling in (full_group, sliding_group)]
         group.add(PagePool(4, PLAN, True))
-    for start, end in ((0, 7), (7, 8)):
+    for old_length, length in ((0, 7), (7, 8)):
         for group in (full_group, sliding_group):
-            group.prepare(start, end, 1)
-            group.lengths[0] = end
+            group.prepare(old_length, length, 1)
+            group.lengths[0] = length
     with pytest.raises(OutOfPagesError):
         sliding_group.prepare(8, stop, 1)
-    sliding, full = sliding_group.table, full_group.table
-    assert (sliding.first_page, sliding.num_columns, full.num_columns) == (0, 2, 2)
+    table, full_table = sliding_group.table, full_group.table
+    assert (table.first_page, table.num_columns, full_table.num_columns) == (0, 2, 2)
     check_crop(sliding_group, 1)
     # The page of the first four tokens, which the step frees, counts as available.
     budget.max_pages = 5
     sliding_group.prepare(8, 12, 1)
-    assert (sliding.first_page, sliding.num_columns, full.num_columns) == (1, 3, 3)
+    assert (table.first_page, table.num_columns, full_table.num_columns) == (1, 3, 3)
 
 
 def test_copies_for_a_device_are_created_once_per_change():
@@ -733,4 +732,4 @@ def test_copies_for_a_device_are_created_once_per_change():
     assert third_call.lengths.tolist() == [9, 9]
     assert first_call.table.tolist() == [[0, 1], [2, 3]], "tables of earlier calls do not change"
     select_rows(group.table, [0, 1, 1])
-    assert length.stored_call(CPU).lengths.tolist() == [9, 9, 9]
+    assert length.make_stored_call(CPU).lengths.tolist() == [9, 9, 9]

@@ -20,13 +20,14 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
 from tests.helpers.grids import pairwise
 
-SLOTS, HEADS, K_DIM, V_DIM = 16, 2, 5, 3
+PAGE_SIZE, NUM_HEADS, K_DIM, V_DIM = 16, 2, 5, 3
 
 
-def make_tokens(
-    heads: int = HEADS, k_dim: int = K_DIM, v_dim: int = V_DIM, dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(1, heads, 1, k_dim, dtype=dtype), torch.ones(1, heads, 1, v_dim, dtype=dtype)
+def make_states(
+    dtype: torch.dtype, num_heads: int = NUM_HEADS, dims: tuple[int, int] = (K_DIM, V_DIM)
+) -> list[torch.Tensor]:
+    """Return the key and the value of one token."""
+    return [torch.ones(1, num_heads, 1, dim, dtype=dtype) for dim in dims]
 
 
 def make_pool(
@@ -39,8 +40,8 @@ def make_pool(
     device: torch.device | None = None,
     single_block: bool = False,
 ) -> PagePool:
-    pool = PagePool(SLOTS, LayerPlan(SidePlan(key), SidePlan(value)), is_dynamic)
-    states = (x.to(device) for x in make_tokens(dtype=dtype))
+    pool = PagePool(PAGE_SIZE, LayerPlan(SidePlan(key), SidePlan(value)), is_dynamic)
+    states = [x.to(device) for x in make_states(dtype)]
     pool.allocate(*states, num_pages, single_block=single_block)
     return pool
 
@@ -51,7 +52,7 @@ def _limit_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
 
 
-each_layout = pytest.mark.parametrize("single_block", [True, False], ids=["one block", "blocks"])
+for_each_layout = pytest.mark.parametrize("single_block", [True, False], ids=["single", "several"])
 
 
 def read_pages(pool: PagePool) -> dict[str, torch.Tensor]:
@@ -82,8 +83,8 @@ def assert_holds(pool: PagePool, expected: dict[str, torch.Tensor]) -> None:
         assert not tensor[num_pages:].any(), name
 
 
-# Formats of K and V, whether scales are dynamic, and the names of tensors. A pool treats all
-# formats of 8 bits in the same way.
+# Each case has the formats of K and V, whether scales are dynamic, and the names of tensors. A pool
+# treats all formats of 8 bits in the same way.
 CASES = {
     "8 bits": ("fp8_e4m3", "fp8_e5m2", True, "k v token_scales"),
     "8 bits, static": ("int8", "fp8_e4m3", False, "k v"),
@@ -91,7 +92,7 @@ CASES = {
     "auto values, static": ("fp8_e4m3", "auto", False, "k v"),
     "auto": ("auto", "auto", True, "k v"),
 }
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+for_each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 # The dtype determines the size of "auto" values, and the layout determines all offsets.
 SHAPE_CASES = pairwise(
     list(CASES.values()), [torch.bfloat16, torch.float16, torch.float32], [False, True]
@@ -106,46 +107,48 @@ def test_pages_have_the_expected_shapes_dtypes_and_bytes(case, dtype, device, si
     )
     pages = read_pages(pool)
     assert " ".join(pages) == names
-    assert pages["k"].shape == (7, HEADS, SLOTS, K_DIM)
-    assert pages["v"].shape == (7, HEADS, V_DIM, SLOTS), "V is stored transposed"
-    assert pages["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
-    assert pages["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
+    assert pages["k"].shape == (7, NUM_HEADS, PAGE_SIZE, K_DIM)
+    assert pages["v"].shape == (7, NUM_HEADS, V_DIM, PAGE_SIZE), "V is stored transposed"
+    assert pages["k"].dtype == pool.stored_k_dtype == (dtype if key == "auto" else torch.uint8)
+    assert pages["v"].dtype == pool.stored_v_dtype == (dtype if value == "auto" else torch.uint8)
     if "token_scales" in pages:
-        assert pages["token_scales"].shape == (7, HEADS, SLOTS, 2)
+        assert pages["token_scales"].shape == (7, NUM_HEADS, PAGE_SIZE, 2)
         assert pages["token_scales"].dtype == torch.bfloat16
     assert all(tensor.device.type == device.type for tensor in pages.values())
     assert not any(tensor.any() for tensor in pages.values()), "new pages are zero"
     assert (len(pool.memory), pool.is_allocated) == (7, True)
-    num_bytes = sum(x[:1].nbytes for x in pages.values())
-    assert num_bytes <= pool.layout.size < num_bytes + 48
+    page_bytes = sum(tensor[:1].nbytes for tensor in pages.values())
+    assert page_bytes <= pool.layout.size < page_bytes + 48
     footprint = pool.memory_footprint()
     assert footprint["pages"] + footprint["scales"] == 7 * pool.layout.size
 
 
-@each_layout
-@each_case
+@for_each_layout
+@for_each_case
 def test_growing_keeps_all_pages_and_zeroes_new_pages(case, device, single_block):
-    pool = PagePool(SLOTS, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
+    pool = PagePool(PAGE_SIZE, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
     assert (len(pool.memory), pool.is_allocated) == (0, False)
-    options = {"is_dynamic": case[2], "device": device, "single_block": single_block}
-    pool = make_pool(*case[:2], 0, **options)
+    key, value, is_dynamic, _ = case
+    options = {"is_dynamic": is_dynamic, "device": device, "single_block": single_block}
+    pool = make_pool(key, value, 0, **options)
     pool.memory.grow(3)
-    old_pages, pointers = fill_pool(pool), list_addresses(pool)
+    old_pages, addresses = fill_pool(pool), list_addresses(pool)
     for num_pages in (0, 2, 3):  # a pool never shrinks, and stays in place
         pool.memory.grow(num_pages)
         assert len(pool.memory) == 3
-        assert list_addresses(pool) == pointers
+        assert list_addresses(pool) == addresses
     pool.memory.grow(8)
     assert len(pool.memory) == 8
-    assert single_block or list_addresses(pool)[: len(pointers)] == pointers, "a block was moved"
+    assert single_block or list_addresses(pool)[: len(addresses)] == addresses, "a block was moved"
     assert_holds(pool, old_pages)
 
 
-@each_layout
-@each_case
+@for_each_layout
+@for_each_case
 def test_copying_a_page_copies_all_of_its_tensors_and_no_other_page(case, device, single_block):
-    options = {"is_dynamic": case[2], "device": device, "single_block": single_block}
-    pool, source = (make_pool(*case[:2], num_pages, **options) for num_pages in (6, 9))
+    key, value, is_dynamic, _ = case
+    options = {"is_dynamic": is_dynamic, "device": device, "single_block": single_block}
+    pool, source = (make_pool(key, value, num_pages, **options) for num_pages in (6, 9))
     old_pages, source_pages = fill_pool(pool), fill_pool(source)
     pool.memory.copy(np.zeros(0, np.int32), np.zeros(0, np.int32))
     assert_holds(pool, old_pages)
@@ -168,23 +171,23 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and "zeros" in str(function):
-            size = result.untyped_storage().nbytes()
-            self.max_bytes = max(self.max_bytes, size)
-            self.current_bytes += size
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and "zeros" in str(function):
+            num_bytes = output.untyped_storage().nbytes()
+            self.max_bytes = max(self.max_bytes, num_bytes)
+            self.current_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-            weakref.finalize(result.untyped_storage(), self._count_freed, size)
-        return result
+            weakref.finalize(output.untyped_storage(), self._count_freed, num_bytes)
+        return output
 
-    def _count_freed(self, size: int) -> None:
-        self.current_bytes -= size
+    def _count_freed(self, num_bytes: int) -> None:
+        self.current_bytes -= num_bytes
 
 
 def test_growing_allocates_one_block_at_a_time(monkeypatch):
     page_bytes = make_pool().layout.size
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * page_bytes)
-    allocator = PageAllocator(PageBudget(SLOTS))
+    allocator = PageAllocator(PageBudget(PAGE_SIZE))
     with Allocations() as allocations, BytesWritten() as counter:
         pool = make_pool(num_pages=0)
         for _ in range(300):
@@ -205,19 +208,19 @@ def test_growing_allocates_one_block_at_a_time(monkeypatch):
     assert allocations.current_bytes == 60 * page_bytes
 
 
-@each_layout
+@for_each_layout
 def test_moving_to_the_cpu_and_back_keeps_the_bytes(device, single_block):
     pool = make_pool(device=device, single_block=single_block)
-    old_pages, pointers = fill_pool(pool), list_addresses(pool)
+    old_pages, addresses = fill_pool(pool), list_addresses(pool)
     pool.memory.move(device)
-    assert list_addresses(pool) == pointers, "a move to the same device moved pages"
+    assert list_addresses(pool) == addresses, "a move to the same device moved pages"
     for target in (torch.device("cpu"), pool.device):
         pool.memory.move(target)
         assert_holds(pool, old_pages)
 
 
 @pytest.mark.gpu
-def test_move_to_the_cpu_waits_for_the_copy():
+def test_a_move_to_the_cpu_waits_for_the_copy():
     pool = PagePool(64, LayerPlan(SidePlan("fp8"), SidePlan("fp8")), False)
     states = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     pool.allocate(states, states, 2048)
@@ -231,16 +234,16 @@ def test_move_to_the_cpu_waits_for_the_copy():
     assert int(pool.blocks.tensors[0].min()) == 7
 
 
-@each_layout
+@for_each_layout
 def test_a_freed_pool_may_be_allocated_again(single_block):
     pool = make_pool(single_block=single_block)
     fill_pool(pool)
     pool.memory.free()
     assert (len(pool.memory), pool.is_allocated) == (0, False)
     # The new shapes may be different.
-    pool.allocate(*make_tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16), 2)
-    assert read_pages(pool)["k"].shape == (2, 3, SLOTS, 7)
-    assert not any(t.any() for t in read_pages(pool).values())
+    pool.allocate(*make_states(torch.float16, num_heads=3, dims=(7, 9)), 2)
+    assert read_pages(pool)["k"].shape == (2, 3, PAGE_SIZE, 7)
+    assert not any(tensor.any() for tensor in read_pages(pool).values())
 
 
 # -- cached pages ----------------------------------------------------------------------------------
@@ -259,14 +262,14 @@ def make_encoding(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: A
     return encoding
 
 
-@each_layout
+@for_each_layout
 @pytest.mark.parametrize("change", CHANGES)
 def test_cached_pages_have_the_current_tensors(change, single_block):
     """Cached `Pages` contain the current addresses, and keep no freed block alive."""
     pool = make_pool("auto", "auto", single_block=single_block, dtype=torch.float32)
     table = torch.tensor([[1, 0]], dtype=torch.int32)
-    scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
-    encoding = make_encoding(("auto", "auto"), *scales, torch.zeros(1, HEADS, K_DIM))
+    scales = torch.ones(NUM_HEADS, K_DIM), torch.ones(NUM_HEADS, V_DIM)
+    encoding = make_encoding(("auto", "auto"), *scales, torch.zeros(1, NUM_HEADS, K_DIM))
     first_pages = encoding.make_pages(pool, table)
     old_pages, old_block = fill_pool(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
     del first_pages
@@ -276,10 +279,10 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
     if not pool.is_allocated:
         return
     listed_keys = old_pages["k"][[3, 1] if change == "keep" else [1, 0]]
-    lengths = torch.tensor([2 * SLOTS], dtype=torch.int32)
+    lengths = torch.tensor([2 * PAGE_SIZE], dtype=torch.int32)
     for _ in range(2):
         pages = encoding.make_pages(pool, table)
-        dense = ops.gather(pages, lengths, "k", 0, 2 * SLOTS, torch.float32, False, "reference")
+        dense = ops.gather(pages, lengths, "k", 0, 2 * PAGE_SIZE, torch.float32, False, "reference")
         assert_same(dense[0], listed_keys.transpose(0, 1).flatten(1, 2))
     # If tensors change, the `Pages` change.
     new_tensors = tuple(x + 1 for x in (*scales, encoding.k_center))
@@ -287,17 +290,17 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
     pages = encoding.make_pages(pool, other_table := table.flip(1))
     tensors = pages.table, pages.k.static_scale, pages.v.static_scale, pages.k.center
     assert all(x is y for x, y in zip(tensors, (other_table, *new_tensors), strict=True))
-    other_plan = make_encoding(("fp8_e4m3", "int8"), *new_tensors).make_pages(pool, other_table)
-    assert (other_plan.k.format, other_plan.v.format) == ("fp8_e4m3", "int8")
+    pages = make_encoding(("fp8_e4m3", "int8"), *new_tensors).make_pages(pool, other_table)
+    assert (pages.k.format, pages.v.format) == ("fp8_e4m3", "int8")
 
 
 # -- copies from another pool -------------------------------------------------------------------
 
 
-@each_layout
+@for_each_layout
 def test_pages_are_copied_from_a_second_pool(single_block):
     """The pools grow in different steps, so their blocks begin at different pages."""
-    pool, source = (make_pool(num_pages=n, single_block=single_block) for n in (2, 7))
+    pool, source = (make_pool(num_pages=count, single_block=single_block) for count in (2, 7))
     for num_pages in (3, 8, 11):
         pool.memory.grow(num_pages)
     source.memory.grow(11)

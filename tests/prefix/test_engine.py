@@ -14,9 +14,10 @@ import torch
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.prefix import engine as engine_module
 from hf_fp8kv.prefix.file import Page, pack
-from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE
+from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE_SIZE
 from tests.helpers.serve_process import generate_paged, hosting, save_chat_model, text_in
-from tests.helpers.serving_tools import PAGE, open_manager, request_answer
+from tests.helpers.serving_tools import PAGE as PAGE_SIZE
+from tests.helpers.serving_tools import open_manager, request_answer
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
@@ -27,7 +28,7 @@ def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(2, 98, (num_tokens,), generator=generator).tolist()
 
 
-class Run(NamedTuple):
+class EngineRun(NamedTuple):
     """The answers of an engine, and the usage of the engine and of the store at the end."""
 
     answers: list[list[int]]
@@ -38,7 +39,7 @@ class Run(NamedTuple):
 def run_prompts(
     folder: Path | None, prompts: list[list[int]], *, seed: int = 0, num_pages: int = 64,
     num_new: int = 9, **keywords: Any,
-) -> Run:  # fmt: skip
+) -> EngineRun:  # fmt: skip
     """Run a new engine, with a store in `folder` unless it is None."""
     model, _ = build_variant("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
@@ -48,40 +49,40 @@ def run_prompts(
         answers = [request_answer(manager, prompt, num_new) for prompt in prompts]
         usage = serving.read_usage(manager)
     serving.disable(model)
-    return Run(answers, usage, None if store is None else store.usage())
+    return EngineRun(answers, usage, None if store is None else store.usage())
 
 
 def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
-    prefix = make_prompt(5 * PAGE + 3)
-    prompts = [prefix + make_prompt(7, seed=1), make_prompt(2 * PAGE, seed=9)]
+    prefix = make_prompt(5 * PAGE_SIZE + 3)
+    prompts = [prefix + make_prompt(7, seed=1), make_prompt(2 * PAGE_SIZE, seed=9)]
     expected, _, _ = run_prompts(None, prompts)
     actual, usage, store_usage = run_prompts(tmp_path, prompts)
     assert actual == expected
     assert (usage.prefix_hits, store_usage.hits, store_usage.misses) == (0, 0, 2)
-    next_prompts = [prefix + make_prompt(11, seed=4), prompts[1], prefix[: 3 * PAGE]]
+    next_prompts = [prefix + make_prompt(11, seed=4), prompts[1], prefix[: 3 * PAGE_SIZE]]
     expected, _, _ = run_prompts(None, next_prompts)
     actual, usage, store_usage = run_prompts(tmp_path, next_prompts)
     assert actual == expected
     # The store has the second prompt except its last page, and memory has the pages of the third.
-    assert (store_usage.hits, store_usage.tokens_found) == (2, 5 * PAGE + PAGE)
-    assert (usage.prefix_hits, usage.prefix_tokens) == (3, 5 * PAGE + PAGE + 2 * PAGE)
+    assert (store_usage.hits, store_usage.tokens_found) == (2, (5 + 1) * PAGE_SIZE)
+    assert (usage.prefix_hits, usage.prefix_tokens) == (3, (5 + 1 + 2) * PAGE_SIZE)
     assert usage.store_tokens == store_usage.tokens_found
     assert usage.store_bytes_read == store_usage.bytes_read > 0
 
 
 def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:
-    prompt = make_prompt(2 * PAGE - 4)
+    prompt = make_prompt(2 * PAGE_SIZE - 4)
     actual, _, _ = run_prompts(tmp_path, [prompt])
-    next_prompt = prompt + actual[0] + make_prompt(PAGE, seed=3)
+    next_prompt = prompt + actual[0] + make_prompt(PAGE_SIZE, seed=3)
     expected, _, _ = run_prompts(None, [next_prompt])
     actual, _, store_usage = run_prompts(tmp_path, [next_prompt])
     assert actual == expected
-    assert store_usage.tokens_found == 2 * PAGE
+    assert store_usage.tokens_found == 2 * PAGE_SIZE
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"dtype": "fp8"}, {"scales": 0.05}], ids=str)
 def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Path) -> None:
-    prompt = make_prompt(4 * PAGE)
+    prompt = make_prompt(4 * PAGE_SIZE)
     run_prompts(tmp_path, [prompt])
     expected, _, _ = run_prompts(None, [prompt], **options)
     actual, _, store_usage = run_prompts(tmp_path, [prompt], **options)
@@ -91,19 +92,19 @@ def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Pat
 
 def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
     """The blocks fit one prompt at a time, both when prompts are stored and when they are found."""
-    prompts = [make_prompt(9 * PAGE, seed=number) for number in range(3)]
+    prompts = [make_prompt(9 * PAGE_SIZE, seed=number) for number in range(3)]
     expected, _, _ = run_prompts(None, prompts)
     for _ in range(3):
         actual, usage, _ = run_prompts(tmp_path, prompts, num_pages=12)
         assert actual == expected
         assert usage.pages_used <= 12
     for prompt in prompts:
-        assert run_prompts(tmp_path, [prompt]).store_usage.tokens_found == 8 * PAGE
+        assert run_prompts(tmp_path, [prompt]).store_usage.tokens_found == 8 * PAGE_SIZE
 
 
 @contextmanager
 def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
-    """Yield the cache, and before it a function that answers a prompt and waits for its blocks."""
+    """Yield a function that answers a prompt and waits until its blocks are free, and the cache."""
     model, _ = build_variant("gqa", max_position_embeddings=512)
     serving.enable(model, prefix_store=store)
     with open_manager(model) as manager:
@@ -123,28 +124,32 @@ def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any],
 def test_the_work_per_block_does_not_depend_on_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queried, touched, hashed_lengths = list[str](), list[str](), list[int]()  # two lists of keys
+    queried_keys, touched_keys, hashed_lengths = list[str](), list[str](), list[int]()
     has, touch, chain = PrefixStore.has, PrefixStore.touch, engine_module.chain_keys
-    monkeypatch.setattr(PrefixStore, "has", lambda self, key: queried.append(key) or has(self, key))
-    monkeypatch.setattr(PrefixStore, "touch", lambda self, x: touched.extend(x) or touch(self, x))
+    monkeypatch.setattr(
+        PrefixStore, "has", lambda self, key: queried_keys.append(key) or has(self, key)
+    )
+    monkeypatch.setattr(
+        PrefixStore, "touch", lambda self, keys: touched_keys.extend(keys) or touch(self, keys)
+    )
     monkeypatch.setattr(
         engine_module, "chain_keys",
         lambda name, ids, *args: hashed_lengths.append(len(ids)) or chain(name, ids, *args),
     )  # fmt: skip
-    run = run_prompts(tmp_path, [make_prompt(10 * PAGE + 3)], num_new=14 * PAGE)
-    num_blocks = 24
+    run = run_prompts(tmp_path, [make_prompt(10 * PAGE_SIZE + 3)], num_new=14 * PAGE_SIZE)
+    num_blocks = 10 + 14
     assert len(list(tmp_path.glob("*.safetensors"))) == num_blocks
-    assert len(run.answers[0]) == 14 * PAGE
+    assert len(run.answers[0]) == 14 * PAGE_SIZE
     # Each token is hashed once, and the first missing block is hashed in addition.
-    assert sum(hashed_lengths) <= (num_blocks + 1) * PAGE
-    assert len(touched) == num_blocks, "each page is touched once per request"
+    assert sum(hashed_lengths) <= (num_blocks + 1) * PAGE_SIZE
+    assert len(touched_keys) == num_blocks, "each page is touched once per request"
     # A block is looked up when it is new (twice if it is written), with the next block, and last.
-    assert len(queried) <= 4 * num_blocks
+    assert len(queried_keys) <= 4 * num_blocks
 
 
 def test_a_frequent_prefix_outlives_later_prompts(tmp_path: Path) -> None:
     """The engine finds the prefix in memory, so its files are not read, but they count as used."""
-    frequent, rare = make_prompt(4 * PAGE + 2), make_prompt(4 * PAGE + 2, seed=5)
+    frequent, rare = make_prompt(4 * PAGE_SIZE + 2), make_prompt(4 * PAGE_SIZE + 2, seed=5)
     store = PrefixStore(tmp_path)
     with run_engine(store) as (generate, _):
         generate(frequent)
@@ -159,8 +164,8 @@ def test_a_frequent_prefix_outlives_later_prompts(tmp_path: Path) -> None:
         assert removed_file.exists(), "the page was not stored again"
     # The first lookup of a store evicts the pages beyond its limit.
     assert not [*PrefixStore(tmp_path, max_bytes=5 * page_bytes).read(["x"], lambda _: None)]
-    assert run_prompts(tmp_path, [frequent]).store_usage.tokens_found == 4 * PAGE
-    assert run_prompts(tmp_path, [rare]).store_usage.tokens_found < 4 * PAGE
+    assert run_prompts(tmp_path, [frequent]).store_usage.tokens_found == 4 * PAGE_SIZE
+    assert run_prompts(tmp_path, [rare]).store_usage.tokens_found < 4 * PAGE_SIZE
 
 
 def test_a_request_looks_up_its_prefix_once(tmp_path: Path) -> None:
@@ -168,13 +173,13 @@ def test_a_request_looks_up_its_prefix_once(tmp_path: Path) -> None:
         request_ids: list[str] = []
         search = cache.search_prefix_match
         cache.search_prefix_match = lambda name, ids: request_ids.append(name) or search(name, ids)
-        generate(make_prompt(4 * PAGE))
+        generate(make_prompt(4 * PAGE_SIZE))
         assert len(request_ids) == 1
 
 
 def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
     """The engine looks up the prefix of a request in each step, even if no block is free."""
-    prompt = make_prompt(6 * PAGE + 3)
+    prompt = make_prompt(6 * PAGE_SIZE + 3)
     run_prompts(tmp_path, [prompt])
     store = PrefixStore(tmp_path)
     with run_engine(store) as (_, cache):
@@ -188,15 +193,15 @@ def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
             assert cache.search_prefix_match("waits", prompt) == 0
         assert store.counts() == counts
         pool.free_blocks(allocator.index, free_blocks[:2])
-        assert cache.search_prefix_match("waits", prompt) == 2 * PAGE
-        assert store.counts()["tokens_found"] == counts["tokens_found"] + 2 * PAGE
+        assert cache.search_prefix_match("waits", prompt) == 2 * PAGE_SIZE
+        assert store.counts()["tokens_found"] == counts["tokens_found"] + 2 * PAGE_SIZE
         pool.free_blocks(allocator.index, free_blocks[2:])
         cache.free_blocks("waits")
         # A prompt that is not stored counts as one miss, even if it is looked up often.
-        for misses in (1, 2):
+        for num_misses in (1, 2):
             for _ in range(3):
-                assert cache.search_prefix_match("other", make_prompt(6 * PAGE, seed=8)) == 0
-            assert store.counts()["misses"] == counts["misses"] + misses
+                assert cache.search_prefix_match("other", make_prompt(6 * PAGE_SIZE, seed=8)) == 0
+            assert store.counts()["misses"] == counts["misses"] + num_misses
             cache.free_blocks("other")  # a finished request is forgotten
 
 
@@ -204,7 +209,7 @@ def test_the_engine_waits_while_blocks_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, blocks are filled on a different stream than the engine's steps."""
-    prompt = make_prompt(3 * PAGE + 3)
+    prompt = make_prompt(3 * PAGE_SIZE + 3)
     run_prompts(tmp_path, [prompt])
     with run_engine(PrefixStore(tmp_path)) as (_, cache):
         (allocator,) = cache.cache_allocators.values()
@@ -214,14 +219,14 @@ def test_the_engine_waits_while_blocks_are_filled(
             num_filled.append(count_used_blocks(allocator) - num_used)
 
         monkeypatch.setattr(engine_module, "synchronize", record_blocks)
-        assert cache.search_prefix_match("new", prompt) == 3 * PAGE
+        assert cache.search_prefix_match("new", prompt) == 3 * PAGE_SIZE
         assert num_filled == [0, 3]
         cache.free_blocks("new")
 
 
 def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
     """A request finds an evicted block in the store, or recomputes it if it searches no prefix."""
-    prompt = make_prompt(6 * PAGE + 3)
+    prompt = make_prompt(6 * PAGE_SIZE + 3)
     expected, _, _ = run_prompts(tmp_path, [prompt])
     store = PrefixStore(tmp_path)
     with run_engine(store) as (generate, cache):
@@ -237,10 +242,10 @@ def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
             pool.free_blocks(allocator.index, [blocks[2]])
             if not searches_prefix:
                 cache.search_prefix_match = lambda *_: 0
-            counts = (store.usage().hits, count_used_blocks(allocator))
+            num_hits, num_used = store.usage().hits, count_used_blocks(allocator)
             assert generate(prompt) == expected[0]
-            assert store.usage().hits == counts[0] + searches_prefix
-            assert count_used_blocks(allocator) == counts[1] + 1 == len(ledger.cached_blocks)
+            assert store.usage().hits == num_hits + searches_prefix
+            assert count_used_blocks(allocator) == num_used + 1 == len(ledger.cached_blocks)
             assert list(ledger.cached_blocks)[-6:][::-1] == [
                 ledger.hash_to_block[x] for x in compute_hashes(prompt)
             ]
@@ -256,16 +261,16 @@ def compute_hashes(prompt: list[int]) -> list[int]:
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
     hashes: list[int] = []
-    for start in range(0, len(prompt) - PAGE + 1, PAGE):
-        last_hash = hashes[-1] if hashes else None
-        hashes.append(cache_allocator.compute_block_hash(last_hash, prompt[start : start + PAGE]))
+    for start in range(0, len(prompt) - PAGE_SIZE + 1, PAGE_SIZE):
+        previous_hash, block_tokens = hashes[-1] if hashes else None, prompt[start:][:PAGE_SIZE]
+        hashes.append(cache_allocator.compute_block_hash(previous_hash, block_tokens))
     return hashes
 
 
 def count_used_blocks(allocator: Any) -> int:
     pool, index = allocator.pool, allocator.index
-    sectors = pool.num_sectors - pool.num_free_sectors
-    return int(sectors * pool.blocks_per_sector[index] - pool.count_free_blocks(index))
+    num_sectors = pool.num_sectors - pool.num_free_sectors
+    return int(num_sectors * pool.blocks_per_sector[index] - pool.count_free_blocks(index))
 
 
 @pytest.mark.parametrize(
@@ -305,14 +310,14 @@ INVALID_PAGES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
 def test_invalid_files_are_recomputed(
     make_page: Callable[[torch.Tensor], Page | None], tmp_path: Path
 ) -> None:
-    prompt = make_prompt(4 * PAGE)
+    prompt = make_prompt(4 * PAGE_SIZE)
     expected, _, _ = run_prompts(tmp_path, [prompt])
     for path in tmp_path.glob("*.safetensors"):
         (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
         assert page is not None
         invalid_page = make_page(page.rows[0])
-        content = pack(path.stem, invalid_page) if invalid_page else path.read_bytes()[:-1]
-        path.write_bytes(content)
+        contents = pack(path.stem, invalid_page) if invalid_page else path.read_bytes()[:-1]
+        path.write_bytes(contents)
     actual, _, store_usage = run_prompts(tmp_path, [prompt])
     assert actual == expected
     assert store_usage.files_refused == 1
@@ -334,11 +339,11 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
             store_tokens.append(server.metrics()["store_tokens_total"])
     assert answers[0] == answers[1] == generate_paged(model, question, 8)
     # The prompt is "u:", the question and ";a:". Its last token is always computed.
-    assert store_tokens == [0, (len(question) + 5 - 1) // SERVED_PAGE * SERVED_PAGE]
+    assert store_tokens == [0, (len(question) + 5 - 1) // SERVED_PAGE_SIZE * SERVED_PAGE_SIZE]
 
 
 @pytest.mark.parametrize("function", [enable, serving.enable])
-def test_enable_loads_the_backend(
+def test_enable_loads_a_backend_only_for_a_store(
     function: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded_backends: list[str] = []

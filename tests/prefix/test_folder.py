@@ -20,23 +20,26 @@ NAME_PATTERN, MAX_BYTES = re.compile(r"page\d+"), 100
 LOCK_NAME = ".prefix_store.lock"
 
 
-def open_folder(path: Path) -> PrefixFolder:
+def make_folder(path: Path) -> PrefixFolder:
     return PrefixFolder(path, NAME_PATTERN, MAX_BYTES)
 
 
-def put_file(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, ...] = ()) -> bool:
-    with folder.lock(0.0) as lock:
-        assert lock is not None
-        is_stored = folder.put(lock, name, bytes(size), {*own_names, name})
+def put_file(
+    folder: PrefixFolder, name: str, num_bytes: int, other_names: tuple[str, ...] = ()
+) -> bool:
+    """Write a file of a prompt, whose other files have `other_names`, as a store does."""
+    with folder.lock(0.0) as lock_fd:
+        assert lock_fd is not None
+        is_stored = folder.put(lock_fd, name, bytes(num_bytes), {*other_names, name})
     # A store also touches all pages of a prompt after it stores them.
-    for used_name in (*own_names, name) if is_stored else own_names:
+    for used_name in (*other_names, name) if is_stored else other_names:
         touch_file(folder, used_name)
     return is_stored
 
 
 def make_full_folder(path: Path) -> PrefixFolder:
     """Return a folder with pages 0 to 99 of one byte, all older than a tick of the folder."""
-    folder = open_folder(path)
+    folder = make_folder(path)
     for number in range(MAX_BYTES):
         put_file(folder, f"page{number}", 1)
     time.sleep(2 * folder_module._TICK_NS / 1e9)
@@ -53,39 +56,40 @@ def sum_bytes(files: list[StoredFile]) -> int:
 
 
 @st.composite
-def draw_steps(draw: st.DrawFn) -> tuple[str, int, int, int]:
+def draw_step(draw: st.DrawFn) -> tuple[str, int, int, int]:
+    """Draw an action, the index of a folder object, a size in bytes, and the index of a file."""
     action = draw(st.sampled_from(["put"] * 6 + ["touch"] * 3 + ["remove", "begin"]))
     return action, draw(st.integers(0, 1)), draw(st.integers(1, 45)), draw(st.integers(0, 5))
 
 
-@given(steps=st.lists(draw_steps(), min_size=5, max_size=40))
+@given(steps=st.lists(draw_step(), min_size=5, max_size=40))
 def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         # `touch_file` is as exact as the clock, so ticks are not needed.
         patch.setattr(folder_module, "_TICK_NS", 0)
         path = Path(name)
-        folders, is_exact = [open_folder(path), open_folder(path)], True
-        for number, (action, folder_index, size, index) in enumerate(steps):
+        folders, is_exact = [make_folder(path), make_folder(path)], True
+        for number, (action, folder_index, num_bytes, index) in enumerate(steps):
             folder = folders[folder_index]
             files_before = sorted(folder.list_files())
             if action == "begin":
-                folders[folder_index] = open_folder(path)
+                folders[folder_index] = make_folder(path)
                 folders[folder_index].apply_limit()
                 is_exact = True
             elif action == "put":
-                own_names = tuple(file.name for file in files_before[index : index + 2])
-                other_files = [file for file in files_before if file.name not in own_names]
-                kept_bytes = sum_bytes(files_before) - sum_bytes(other_files)
-                is_stored = put_file(folder, f"page{number}", size, own_names)
+                prompt_names = tuple(file.name for file in files_before[index : index + 2])
+                other_files = [file for file in files_before if file.name not in prompt_names]
+                prompt_bytes = sum_bytes(files_before) - sum_bytes(other_files)
+                is_stored = put_file(folder, f"page{number}", num_bytes, prompt_names)
                 names_after = {file.name for file in folder.list_files()}
-                assert is_stored == (kept_bytes + size <= MAX_BYTES)
+                assert is_stored == (prompt_bytes + num_bytes <= MAX_BYTES)
                 kept_files = [file for file in other_files if file.name in names_after]
                 num_removed = len(other_files) - len(kept_files)
                 assert kept_files == other_files[num_removed:], "the oldest files are removed"
-                assert {*own_names} <= names_after
+                assert {*prompt_names} <= names_after
                 if is_exact and num_removed:
                     freed_bytes = sum_bytes(other_files[: num_removed - 1])
-                    total_bytes = sum_bytes(files_before) + size - freed_bytes
+                    total_bytes = sum_bytes(files_before) + num_bytes - freed_bytes
                     assert total_bytes > MAX_BYTES, "the last file was removed without need"
                 if is_exact:
                     counted_bytes = int((path / LOCK_NAME).read_text())
@@ -101,9 +105,9 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
 
 
 def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = open_folder(tmp_path)
+    folder = make_folder(tmp_path)
     assert put_file(folder, "page0", 1)
-    other_folder = open_folder(tmp_path)
+    other_folder = make_folder(tmp_path)
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, lambda _: pytest.fail("the folder was scanned"))
     for index in range(1, 100):
@@ -112,37 +116,36 @@ def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_full_folder(tmp_path)
-    scans, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: scans.append(path) or scandir(path))
+    scanned_paths, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scanned_paths.append(path) or scandir(path))
     for number in range(100, 180):
         assert put_file(folder, f"page{number}", 1)
-    assert len(scans) == 1
-    assert sorted(file.name for file in folder.list_files()) == sorted(
-        f"page{number}" for number in range(80, 180)
-    )
+    assert len(scanned_paths) == 1
+    names = {file.name for file in folder.list_files()}
+    assert names == {f"page{number}" for number in range(80, 180)}
 
 
 def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
     """Such files exist if the clock was set back."""
-    folder, future = open_folder(tmp_path), time.time_ns() + 10**15
+    folder, future = make_folder(tmp_path), time.time_ns() + 10**15
     for number in range(5):
         put_file(folder, f"page{number}", 20)
         folder.touch(f"page{number}", future + number)
     for number in range(5, 9):
-        with folder.lock(0.0) as lock:
-            assert lock is not None
-            assert folder.put(lock, f"page{number}", bytes(20), ())
+        with folder.lock(0.0) as lock_fd:
+            assert lock_fd is not None
+            assert folder.put(lock_fd, f"page{number}", bytes(20), ())
     names = {file.name for file in folder.list_files()}
     assert len(names) == 5
     assert names > {"page5", "page6", "page7", "page8"}
 
 
-@pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
-def test_a_damaged_total_is_recomputed(data: bytes, tmp_path: Path) -> None:
-    folder = open_folder(tmp_path)
+@pytest.mark.parametrize("digits", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
+def test_a_damaged_total_is_recomputed(digits: bytes, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
     for number in range(3):
         put_file(folder, f"page{number}", 30)
-    (tmp_path / LOCK_NAME).write_bytes(data)
+    (tmp_path / LOCK_NAME).write_bytes(digits)
     assert put_file(folder, "page3", 30)
     assert sorted(file.name for file in folder.list_files()) == ["page1", "page2", "page3"]
     assert (tmp_path / LOCK_NAME).read_bytes() == b"%020d" % 90
@@ -156,7 +159,7 @@ def test_a_total_that_includes_unwritten_bytes_is_corrected(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    folder = open_folder(tmp_path)
+    folder = make_folder(tmp_path)
     put_file(folder, "page0", 20)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
@@ -174,7 +177,7 @@ def test_a_smaller_limit_frees_space_on_a_full_disk(
 ) -> None:
     """The disk does not even have space for the total."""
     for number in range(3):
-        put_file(open_folder(tmp_path), f"page{number}", 30)
+        put_file(make_folder(tmp_path), f"page{number}", 30)
     (tmp_path / LOCK_NAME).unlink()
     folder, pwrite = PrefixFolder(tmp_path, NAME_PATTERN, 50), os.pwrite
 

@@ -1,6 +1,7 @@
 """Tests of a cache in several calls of `generate()`, which compute only tokens not yet stored."""
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.text
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 STORED = {"prefill": "stored", "page_size": 8}
 MIN_MARGIN = 1e-5
-# Windows of 8 tokens. The fast tier has one model of each kind of layers.
+# Windows have 8 tokens. The fast tier has one model for each type of layer.
 MODELS = [
     "gqa", "sliding_and_full", "kv_sharing", "latent", "hybrid",
     *(pytest.param(name, marks=pytest.mark.full) for name in ("mha", "sliding", "sparse")),
@@ -85,14 +86,14 @@ def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_different_text_continues_after_the_common_prefix(name: str) -> None:
+def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None:
     chat = Chat(name)
     answer, _ = chat.check_answer(chat.make_ids(37))
     # The end of the answer differs, as if a chat template rewrote it.
     edited = torch.cat([answer[:, :-4], chat.make_ids(6)], 1)
     answer, num_computed = chat.check_answer(edited)
     assert num_computed == (edited.shape[1] if name == "hybrid" else 6)
-    # A word in the middle differs.
+    # A token in the middle differs.
     answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
     repeated_answer, num_computed = chat.check_answer(answer)
     assert num_computed == answer.shape[1] - count_kept_tokens(name, 20)
@@ -170,12 +171,12 @@ def test_rows_may_be_reordered_and_repeated() -> None:
     _, num_computed = chat.check_answer(torch.cat([answer[1:2], chat.make_ids(2)], 1))
     assert num_computed == 3
     answer, _ = chat.check_answer(answer[:1], num_beams=3)
-    # One of the beams in the cache equals the text, or shares most of it.
+    # One of the beams in the cache equals the prompt, or shares most of it.
     _, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
     assert num_computed < 4 + GREEDY["max_new_tokens"]
 
 
-def test_the_cached_text_follows_cache_operations() -> None:
+def test_the_cached_tokens_follow_cache_operations() -> None:
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21, rows=2))
     chat.cache.crop(-5)  # 24 tokens remain
@@ -216,7 +217,7 @@ def test_tokens_of_direct_calls_are_computed_again() -> None:
     assert chat.cache.host_length() == 20
     _, num_computed = chat.check_answer(extended)
     assert num_computed == 17
-    # Layers have fewer tokens than the text if a library dropped tokens.
+    # Layers have fewer tokens than the prompt if a library dropped tokens.
     for layer in chat.cache.layers:
         layer.crop(-3)
     _, num_computed = chat.check_answer(extended[:, :30])
@@ -235,8 +236,8 @@ def test_replaced_tokens_are_not_trusted() -> None:
 
 
 @torch.no_grad()
-def test_text_before_embeddings_is_not_trusted_later() -> None:
-    """Embeddings continue a known text, and a later prompt does not contain them."""
+def test_tokens_before_embeddings_are_not_trusted_later() -> None:
+    """Embeddings follow known tokens, and a later prompt does not contain them."""
     chat = Chat("gqa")
     chat.check_answer(chat.make_ids(21))
     embeds = chat.model.get_input_embeddings()(chat.make_ids(40))
@@ -246,7 +247,7 @@ def test_text_before_embeddings_is_not_trusted_later() -> None:
 
 
 @torch.no_grad()
-def test_a_text_continues_after_embeddings() -> None:
+def test_a_prompt_continues_after_embeddings() -> None:
     """Placeholder ids represent the embeddings for any cache, as in a chat with images."""
     chat, answers = Chat("gqa", dtype="auto"), []
     prompt_ids, embedded_ids, final_ids = chat.make_ids(21), chat.make_ids(9), chat.make_ids(5)
@@ -261,7 +262,7 @@ def test_a_text_continues_after_embeddings() -> None:
     assert_same(*answers)
 
 
-def test_positions_and_embeddings_are_part_of_the_text() -> None:
+def test_tokens_with_different_positions_or_embeddings_are_not_reused() -> None:
     chat = Chat("gqa")
     ids = chat.make_ids(21)
     # Positions differ.
@@ -293,7 +294,7 @@ def test_reuse_prefix_can_be_disabled() -> None:
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "skipped"])
-def test_a_failed_prompt_keeps_the_text_before(name: str) -> None:
+def test_a_failed_prompt_keeps_the_tokens_before(name: str) -> None:
     """The failed prompt is not treated as the beginning of a later prompt."""
     skipped = {"skip_layers": ["sliding_attention"]} if name == "skipped" else {}
     chat = Chat("gqa" if name == "gqa" else "sliding_and_full", max_pages=10, **skipped)
@@ -309,17 +310,16 @@ def test_a_failed_prompt_keeps_the_text_before(name: str) -> None:
     assert num_computed == 38
 
 
-def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
+def interrupt_answer(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
     """Interrupt an answer before call number `call` of a layer. The cache is reset first."""
-    calls: list[int] = []
+    call_numbers = itertools.count(1)
 
-    def stop(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == call:
+    def interrupt(*_: Any) -> None:
+        if next(call_numbers) == call:
             raise KeyboardInterrupt
 
     chat.cache.reset()
-    handle = chat.model.model.layers[layer].register_forward_pre_hook(stop)
+    handle = chat.model.model.layers[layer].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
     handle.remove()
@@ -343,7 +343,7 @@ def test_an_interrupted_chat_continues_correctly(
     chat = Chat(name, **keywords)
     ids = chat.make_ids(21)
     answer, _ = chat.check_answer(ids)
-    interrupt(chat, ids, call, layer)
+    interrupt_answer(chat, ids, call, layer)
     edited = torch.cat([answer[:, :22], chat.make_ids(10)], 1)  # the cache has one more token
     _, num_computed = chat.check_answer(edited)
     assert num_computed == 32 - num_known
@@ -351,7 +351,7 @@ def test_an_interrupted_chat_continues_correctly(
     assert num_computed == 1 or name in UNCROPPABLE_MODELS
 
 
-def test_rejected_drafts_are_not_part_of_the_cached_text() -> None:
+def test_rejected_drafts_are_not_in_the_cached_tokens() -> None:
     chat = Chat("gqa")
     ids = chat.make_ids(6).repeat(1, 5)
     answer, _ = chat.check_answer(ids)
@@ -363,7 +363,7 @@ def test_rejected_drafts_are_not_part_of_the_cached_text() -> None:
     chat.check_answer(torch.cat([answer, chat.make_ids(5)], 1))
 
 
-def test_copies_of_an_enabled_model_reuse_text() -> None:
+def test_copies_of_an_enabled_model_reuse_tokens() -> None:
     model, inputs = build_variant("gqa")
     attributes = set(vars(model))
     enable(model, **STORED)
@@ -386,28 +386,30 @@ def test_a_chat_in_a_pipeline_reuses_tokens(tmp_path: Path) -> None:
     model = enable(AutoModelForCausalLM.from_pretrained(folder).eval(), **STORED)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text_pipeline: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    calls: list[int] = []
-    text_pipeline.model.register_forward_pre_hook(
-        lambda _model, _args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    call_lengths: list[int] = []
+
+    def record_call(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        call_lengths.append(kwargs["input_ids"].shape[1])
+
+    text_pipeline.model.register_forward_pre_hook(record_call, with_kwargs=True)
     cache = FP8PagedCache(text_pipeline.model.config, **STORED)
     options = {"max_new_tokens": 12, "max_length": None, "do_sample": False}
-    messages: list[list[dict[str, str]]] = [[], []]
+    histories: list[list[dict[str, str]]] = [[], []]
     computed_lengths = []
     for turn in range(4):
-        for history, keywords in zip(messages, ({"past_key_values": cache}, {}), strict=True):
+        for history, keywords in zip(histories, ({"past_key_values": cache}, {}), strict=True):
             history.append({"role": "user", "content": f"and {turn}?"})
-            calls.clear()
+            call_lengths.clear()
             history[:] = text_pipeline(history, **options, **keywords)[0]["generated_text"]
-            computed_lengths.append(sum(calls) - 11)
-        assert messages[0] == messages[1]
+            computed_lengths.append(sum(call_lengths) - 11)
+        assert histories[0] == histories[1]
     # Each turn computes all tokens, or the end of the last answer and the text of the template.
     assert computed_lengths[:2] == [11, 11]
     assert computed_lengths[-1] > 80
     assert max(computed_lengths[2::2]) <= 1 + len(";u:and 5?;a:")
 
 
-def test_texts_match_up_to_different_positions() -> None:
+def test_batches_match_up_to_different_positions() -> None:
     ids, positions = torch.arange(24).view(2, 12), torch.arange(12)[None]
     tokens = Tokens(ids, None, positions[:, :5])
     assert Tokens(ids).match(Tokens(ids, None, positions)) == ([0, 1], 0), "one has no positions"

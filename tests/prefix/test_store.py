@@ -46,23 +46,23 @@ from tests.tools.store_kills import run_concurrent_writers, run_killed_writers
 
 pytestmark = pytest.mark.text
 
-PAGE = 8
+PAGE_SIZE = 8
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 MIN_MARGIN = 1e-5
 SLOW_MODELS = (pytest.param(name, marks=pytest.mark.full) for name in ("mha", "softcap", "sinks"))
 MODELS = ("gqa", "sliding", "sliding_and_full", "latent", *SLOW_MODELS)
-# A function that damages the file at the first path. The second is a folder of a different model.
+# A function that damages the file at the first path. The second path is a different model's folder.
 Damage = Callable[[Path, Path], Any]
 
 
-class Reader:
+class StoreUser:
     """A new model with equal weights and a new store, as in a new process."""
 
     def __init__(self, folder: Path, name: str = "gqa", max_bytes: int = 1 << 30, **keywords: Any):
-        options = {key: keywords.pop(key) for key in list(keywords) if key in CONFIG_FIELDS}
-        self.model, _ = build_variant(name, max_position_embeddings=512, **options)
+        fields = {key: keywords.pop(key) for key in list(keywords) if key in CONFIG_FIELDS}
+        self.model, _ = build_variant(name, max_position_embeddings=512, **fields)
         self.store = PrefixStore(folder, max_bytes=max_bytes)
-        self.keywords = {"page_size": PAGE, **keywords}
+        self.keywords = {"page_size": PAGE_SIZE, **keywords}
         self.call_lengths: list[int] = []
         self._record_calls()
         self.enable()
@@ -113,9 +113,9 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def count_bytes(folder: Path) -> int:
-    return sum(
-        path.lstat().st_size for path in folder.iterdir() if path.name != ".prefix_store.lock"
-    )
+    """Return the total size of all files except the lock."""
+    paths = [path for path in folder.iterdir() if path.name != ".prefix_store.lock"]
+    return sum(path.lstat().st_size for path in paths)
 
 
 @contextmanager
@@ -132,74 +132,74 @@ def hold_lock(folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) -> None:
     prefix = make_ids(61)
-    assert Reader(tmp_path, name).check_answer(torch.cat([prefix, make_ids(9, seed=1)], 1)) == 70
+    assert StoreUser(tmp_path, name).check_answer(torch.cat([prefix, make_ids(9, seed=1)], 1)) == 70
     for seed, num_new in enumerate((3, 11, 24)):
-        reader = Reader(tmp_path, name)
+        user = StoreUser(tmp_path, name)
         ids = torch.cat([prefix, make_ids(num_new, seed=5 + seed)], 1)
         # 61 tokens fill seven pages and a part of the next page.
-        assert reader.check_answer(ids) == 61 + num_new - 56
-        usage = reader.store.usage()
+        assert user.check_answer(ids) == 61 + num_new - 56
+        usage = user.store.usage()
         assert (usage.hits, usage.misses, usage.tokens_found) == (1, 0, 56)
     # The store has all tokens, but a call must compute one, at the end of a page or after it.
-    reader = Reader(tmp_path, name)
-    assert reader.check_answer(prefix[:, :57]) == 1
-    assert reader.check_answer(prefix[:, :56]) == 8
-    assert reader.check_answer(prefix[:, :8]) == 8
+    user = StoreUser(tmp_path, name)
+    assert user.check_answer(prefix[:, :57]) == 1
+    assert user.check_answer(prefix[:, :56]) == 8
+    assert user.check_answer(prefix[:, :8]) == 8
     # A page depends on all tokens up to its end.
     for index in (31, 8, 7, 0):
         changed_ids = prefix.clone()
         changed_ids[0, index] = 2 + (changed_ids[0, index] + 1) % 90
-        assert reader.check_answer(changed_ids) == 61 - index // PAGE * PAGE
-        assert reader.check_answer(changed_ids) == 61 - 56, "later pages were not stored"
+        assert user.check_answer(changed_ids) == 61 - index // PAGE_SIZE * PAGE_SIZE
+        assert user.check_answer(changed_ids) == 61 - 56, "later pages were not stored"
 
 
 def test_rows_of_a_batch_share_a_folder(tmp_path: Path) -> None:
     name = "sliding_and_full"
     ids, mask = make_ids(45, rows=3), torch.ones(3, 45, dtype=torch.long)
     ids[1, :5] = mask[1, :5] = 0
-    assert Reader(tmp_path, name).check_answer(ids, attention_mask=mask) == 45
-    reader = Reader(tmp_path, name)
+    assert StoreUser(tmp_path, name).check_answer(ids, attention_mask=mask) == 45
+    user = StoreUser(tmp_path, name)
     extended = torch.cat([ids, make_ids(4, rows=3, seed=3)], 1)
     extended_mask = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
-    assert reader.check_answer(extended, attention_mask=extended_mask) == 49 - 40
+    assert user.check_answer(extended, attention_mask=extended_mask) == 49 - 40
     # Rows in a different order, a single row, and beams with the same prefix.
     order = torch.tensor([2, 1])
-    assert reader.check_answer(extended[order], attention_mask=extended_mask[order]) == 49 - 48
-    assert Reader(tmp_path, name).check_answer(extended[:1]) == 1
-    assert Reader(tmp_path, name).check_answer(extended[2:], num_beams=3) == 1
+    assert user.check_answer(extended[order], attention_mask=extended_mask[order]) == 49 - 48
+    assert StoreUser(tmp_path, name).check_answer(extended[:1]) == 1
+    assert StoreUser(tmp_path, name).check_answer(extended[2:], num_beams=3) == 1
     # A page is used only if all rows have it, and rows with different padding do not have it.
     mixed = torch.cat([extended[:1], make_ids(49, seed=8)])
-    assert reader.check_answer(mixed) == 49
+    assert user.check_answer(mixed) == 49
     different_mask = extended_mask.clone()
     different_mask[1, 5] = 0
-    assert reader.check_answer(extended[1:2], attention_mask=different_mask[1:2]) == 49
+    assert user.check_answer(extended[1:2], attention_mask=different_mask[1:2]) == 49
 
 
 def test_a_recording_cache_restores_tokens_before_the_window(tmp_path: Path) -> None:
     ids = make_ids(61)
-    Reader(tmp_path, "sliding").check_answer(ids)
-    reader = Reader(tmp_path, "sliding")
-    cache = reader.make_cache()
+    StoreUser(tmp_path, "sliding").check_answer(ids)
+    user = StoreUser(tmp_path, "sliding")
+    cache = user.make_cache()
     cache.activate_past_recording()
-    reader.model.generate(ids, past_key_values=cache, **GREEDY)
+    user.model.generate(ids, past_key_values=cache, **GREEDY)
     assert cache.restored_tokens == 56
     cache.crop(20 - cache.get_seq_length())
     assert cache.get_seq_length() == 20
 
 
 def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
-    reader = Reader(tmp_path, "gqa")
-    cache = reader.make_cache()
+    user = StoreUser(tmp_path, "gqa")
+    cache = user.make_cache()
     ids = make_ids(20)
     for turn in range(3):
-        answer = reader.model.generate(ids, past_key_values=cache, **GREEDY)
+        answer = user.model.generate(ids, past_key_values=cache, **GREEDY)
         ids = torch.cat([answer, make_ids(8, seed=turn)], 1)
     assert cache.memory_footprint().reused_tokens == 24 + 37
-    new_reader = Reader(tmp_path, "gqa")
+    new_user = StoreUser(tmp_path, "gqa")
     # The last prompt had 46 tokens, so the store has its five full pages.
-    assert new_reader.check_answer(ids) == ids.shape[1] - 40
-    cache = new_reader.make_cache()
-    new_reader.model.generate(ids, past_key_values=cache, **GREEDY)
+    assert new_user.check_answer(ids) == ids.shape[1] - 40
+    cache = new_user.make_cache()
+    new_user.model.generate(ids, past_key_values=cache, **GREEDY)
     assert cache.memory_footprint().restored_tokens == 56 - 8 * (ids.shape[1] < 57)
 
 
@@ -213,52 +213,54 @@ def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_all_storage_options_are_supported(keywords: dict[str, Any], tmp_path: Path) -> None:
-    Reader(tmp_path, **keywords).check_answer(make_ids(40))
-    size = keywords.get("page_size", PAGE)
-    assert Reader(tmp_path, **keywords).check_answer(make_ids(40)) == 40 - 39 // size * size
+    StoreUser(tmp_path, **keywords).check_answer(make_ids(40))
+    page_size = keywords.get("page_size", PAGE_SIZE)
+    num_restored = 39 // page_size * page_size
+    assert StoreUser(tmp_path, **keywords).check_answer(make_ids(40)) == 40 - num_restored
 
 
-def test_a_default_device_is_not_used(tmp_path: Path) -> None:
+def test_pages_are_not_on_the_default_device(tmp_path: Path) -> None:
     """A kernel that writes to a tensor of the default device would end the process."""
-    readers, ids = [Reader(tmp_path, "sliding") for _ in "ab"], make_ids(40)
+    users, ids = [StoreUser(tmp_path, "sliding") for _ in "ab"], make_ids(40)
     with torch.device("meta"):
-        assert [reader.check_answer(ids) for reader in readers] == [40, 8]
+        assert [user.check_answer(ids) for user in users] == [40, 8]
 
 
 # -- pages that are not found -----------------------------------------------------------------
 
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
-    values_by_layer = ((0.02 + 0.01 * i, 0.03 * factor, center) for i in range(2))
-    layers = [LayerScales(*(torch.full((2, 16), x) for x in values)) for values in values_by_layer]
+    """Return scales of two layers. `factor` multiplies the scales of V."""
+    constants = [(0.02 + 0.01 * i, 0.03 * factor, center) for i in range(2)]
+    layers = [LayerScales(*(torch.full((2, 16), x) for x in layer)) for layer in constants]
     return KVScales(dict(enumerate(layers)), "hf_fp8kv")
 
 
 def test_changed_weights_find_no_pages(tmp_path: Path) -> None:
     """No page is found if a single value of any weight changed, in place or in a new tensor."""
     ids = make_ids(30)
-    Reader(tmp_path).check_answer(ids)
-    reader = Reader(tmp_path)
-    assert reader.check_answer(ids) == 30 - 24
+    StoreUser(tmp_path).check_answer(ids)
+    user = StoreUser(tmp_path)
+    assert user.check_answer(ids) == 30 - 24
     # Every third parameter, which includes all kinds in both layers.
-    names = [name for name, _ in reader.model.named_parameters()][::3]
+    names = [name for name, _ in user.model.named_parameters()][::3]
     generator = torch.Generator().manual_seed(3)
     for name in names:
-        tensor = reader.model.get_parameter(name)
+        tensor = user.model.get_parameter(name)
         index = int(torch.randint(tensor.numel(), (), generator=generator))
         with torch.no_grad():
             old_value = tensor.view(-1)[index].clone()
             tensor.view(-1)[index] += 0.01
-        assert reader.check_answer(ids) == 30, name
+        assert user.check_answer(ids) == 30, name
         with torch.no_grad():
             tensor.view(-1)[index] = old_value
-        assert reader.check_answer(ids) == 6, name
-    module = reader.model.model.layers[1].mlp.up_proj
+        assert user.check_answer(ids) == 6, name
+    module = user.model.model.layers[1].mlp.up_proj
     module.weight = torch.nn.Parameter(module.weight * 1.0001)
-    assert reader.check_answer(ids) == 30
+    assert user.check_answer(ids) == 30
 
 
-# A stand-in for the hook of PEFT that selects an adapter for each prompt.
+# A replacement for the hook of PEFT that selects an adapter for each prompt.
 _adapter_hook = types.FunctionType(
     (lambda _module, _args, _kwargs, *, adapter_names: None).__code__, {"__name__": "peft.hooks"}
 )
@@ -267,22 +269,22 @@ _adapter_hook = types.FunctionType(
 def test_changes_without_a_version_count_are_detected(tmp_path: Path) -> None:
     """Merging an adapter writes through `.data`, and adapters per prompt are hook arguments."""
     ids = make_ids(30)
-    reader = Reader(tmp_path)
-    assert reader.check_answer(ids) == 30
+    user = StoreUser(tmp_path)
+    assert user.check_answer(ids) == 30
     for layer in (0, 1):
-        weight = reader.model.model.layers[layer].self_attn.q_proj.weight
+        weight = user.model.model.layers[layer].self_attn.q_proj.weight
         version = weight._version
         weight.data += 0.001 * torch.randn(weight.shape, generator=torch.manual_seed(layer))
         assert weight._version == version
-        assert reader.check_answer(ids) == 30, layer
-    module = reader.model.model.layers[0].mlp
+        assert user.check_answer(ids) == 30, layer
+    module = user.model.model.layers[0].mlp
     for name in ("first", "second"):
         hook = partial(_adapter_hook, adapter_names=[name])
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-        assert reader.check_answer(ids) == 30, name
-        assert reader.check_answer(ids) == 6, name
+        assert user.check_answer(ids) == 30, name
+        assert user.check_answer(ids) == 6, name
         handle.remove()
-    assert reader.check_answer(ids) == 6
+    assert user.check_answer(ids) == 6
 
 
 def test_different_options_find_no_pages(tmp_path: Path) -> None:
@@ -298,31 +300,31 @@ def test_different_options_find_no_pages(tmp_path: Path) -> None:
         {"name": "sliding", "sliding_window": 9}, {"backend": "torch"},
     ]  # fmt: skip
     for variant in variants:
-        assert Reader(tmp_path, **variant).check_answer(ids) == 30, variant
+        assert StoreUser(tmp_path, **variant).check_answer(ids) == 30, variant
     for variant in variants:
-        assert Reader(tmp_path, **variant).check_answer(ids) < 30, variant
+        assert StoreUser(tmp_path, **variant).check_answer(ids) < 30, variant
 
 
 def test_tokens_that_may_differ_from_the_prompt_are_not_stored(tmp_path: Path) -> None:
-    reader = Reader(tmp_path)
-    cache = reader.make_cache()
+    user = StoreUser(tmp_path)
+    cache = user.make_cache()
     ids = make_ids(40)
     with torch.no_grad():
         # A direct call stores tokens that are not in the prompt.
-        reader.model(input_ids=make_ids(16, seed=9), past_key_values=cache)
-    reader.model.generate(ids, past_key_values=cache, **GREEDY)
+        user.model(input_ids=make_ids(16, seed=9), past_key_values=cache)
+    user.model.generate(ids, past_key_values=cache, **GREEDY)
     assert not list_files(tmp_path)
     # Positions do not start at 0, or the model or a part of it is in training.
     positions = torch.arange(3, 43)[None]
-    reader.model.generate(ids, position_ids=positions, **GREEDY)
-    reader.model.train()
-    reader.model.generate(ids, **GREEDY)
-    reader.model.eval()
-    reader.model.model.layers[1].mlp.train()  # a new adapter may enable dropout in this way
-    reader.model.generate(ids, **GREEDY)
-    reader.model.eval()
+    user.model.generate(ids, position_ids=positions, **GREEDY)
+    user.model.train()
+    user.model.generate(ids, **GREEDY)
+    user.model.eval()
+    user.model.model.layers[1].mlp.train()  # a new adapter may enable dropout in this way
+    user.model.generate(ids, **GREEDY)
+    user.model.eval()
     assert not list_files(tmp_path)
-    assert reader.check_answer(ids) == 40
+    assert user.check_answer(ids) == 40
 
 
 def _scale_output(_module: Any, _args: Any, output: Any) -> Any:
@@ -387,75 +389,75 @@ def test_code_that_may_change_hidden_states_disables_the_store(
     change: Callable[[Any], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The model neither reads nor writes pages, and a warning gives the reason."""
-    assert Reader(tmp_path / "clean").check_answer(make_ids(40)) == 40
-    reader = Reader(tmp_path / "tuned", dtype="fp8")
-    handle = change(reader.model)
+    assert StoreUser(tmp_path / "clean").check_answer(make_ids(40)) == 40
+    user = StoreUser(tmp_path / "tuned", dtype="fp8")
+    handle = change(user.model)
     for folder in ("tuned", "clean"):
-        reader.store = PrefixStore(tmp_path / folder)
-        reader.enable()
+        user.store = PrefixStore(tmp_path / folder)
+        user.enable()
         files = list_files(tmp_path / folder)
         for _ in range(2):
-            reader.model.generate(make_ids(40), **GREEDY)
-        reader.store.flush()
-        usage = reader.store.usage()
+            user.model.generate(make_ids(40), **GREEDY)
+        user.store.flush()
+        usage = user.store.usage()
         assert (usage.hits, usage.misses, list_files(tmp_path / folder)) == (0, 0, files)
     if hasattr(handle, "remove"):
         handle.remove()
-    assert len([x for x in caplog.messages if "prefix_store: expected" in x]) >= 1
+    assert any("prefix_store: expected" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("weight", [torch.empty(0), torch.empty(2, device="meta")])
 def test_weights_outside_this_process_are_refused(weight: torch.Tensor, tmp_path: Path) -> None:
     """accelerate may offload weights, and DeepSpeed may store weights in other processes."""
-    reader = Reader(tmp_path)
-    reader.model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight)
+    user = StoreUser(tmp_path)
+    user.model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight)
     with pytest.raises(ConfigError, match="expected all weights in this process"):
-        reader.enable()
+        user.enable()
 
 
 def test_tokens_added_by_a_model_are_not_stored(tmp_path: Path) -> None:
-    reader = Reader(tmp_path)
-    _add_tokens_in_class(reader.model)
-    cache = reader.make_cache()
-    answer = reader.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
-    reader.store.flush()
+    user = StoreUser(tmp_path)
+    _add_tokens_in_class(user.model)
+    cache = user.make_cache()
+    answer = user.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
+    user.store.flush()
     assert not list_files(tmp_path)
-    repeated_answer = reader.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
+    repeated_answer = user.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
     assert_same(repeated_answer, answer, "the cache has more tokens than the prompt")
 
 
 def test_code_of_known_libraries_keeps_the_store_enabled(tmp_path: Path) -> None:
-    reader = Reader(tmp_path)
-    layers = reader.model.model.layers
+    user = StoreUser(tmp_path)
+    layers = user.model.model.layers
     # Compiling a whole layer would take ten times longer, because the cache grows.
     layers[0].mlp.forward = torch.compile(layers[0].mlp.forward, backend="eager")
     layers[1].mlp.forward = torch.no_grad()(layers[1].mlp.forward)
-    add_hook_to_module(reader.model.model.layers[0], AlignDevicesHook("cpu", io_same_device=True))
+    add_hook_to_module(user.model.model.layers[0], AlignDevicesHook("cpu", io_same_device=True))
     with torch.no_grad():
-        reader.model(input_ids=make_ids(4), output_hidden_states=True)  # transformers adds hooks
-    assert reader.check_answer(make_ids(40)) == 40
-    assert reader.check_answer(make_ids(40)) == 8
-    assert Reader(tmp_path).check_answer(make_ids(40)) == 8
+        user.model(input_ids=make_ids(4), output_hidden_states=True)  # transformers adds hooks
+    assert user.check_answer(make_ids(40)) == 40
+    assert user.check_answer(make_ids(40)) == 8
+    assert StoreUser(tmp_path).check_answer(make_ids(40)) == 8
 
 
 @pytest.mark.parametrize("is_training", [False, True], ids=["weights", "training"])
 def test_a_model_may_change_during_a_chat(is_training: bool, tmp_path: Path) -> None:
     """Pages that were computed with old weights or in training are neither stored nor used."""
-    reader = Reader(tmp_path)
-    cache = reader.make_cache()
-    reader.model.train(is_training)
-    answer = reader.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
-    reader.model.eval()
+    user = StoreUser(tmp_path)
+    cache = user.make_cache()
+    user.model.train(is_training)
+    answer = user.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
+    user.model.eval()
     if not is_training:
         with torch.no_grad():
-            reader.model.lm_head.weight.mul_(1.01)
-            reader.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+            user.model.lm_head.weight.mul_(1.01)
+            user.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
     extended = torch.cat([answer, make_ids(5)], 1)
     for num_reused in (0, extended.shape[1] - 1):
-        reader.call_lengths.clear()
-        reader.model.generate(extended, past_key_values=cache, **GREEDY)
-        assert reader.call_lengths[0] == extended.shape[1] - num_reused
-    assert reader.check_answer(extended) == extended.shape[1] - 48
+        user.call_lengths.clear()
+        user.model.generate(extended, past_key_values=cache, **GREEDY)
+        assert user.call_lengths[0] == extended.shape[1] - num_reused
+    assert user.check_answer(extended) == extended.shape[1] - 48
 
 
 # -- invalid files ----------------------------------------------------------------------------
@@ -479,24 +481,25 @@ def _accept_page(_page: Page) -> None:
 def _set_entry(name: str, *values: Any) -> Callable[[Any, Any], Any]:
     """Return a function that sets an entry of the last layer, or removes it without a value."""
 
-    def change(_: list[torch.Tensor], metadata: Any) -> Any:
-        metadata[1].pop(name, None)
-        metadata[1].update(dict.fromkeys([name][: len(values)], *values))
-        return metadata
+    def change(_: list[torch.Tensor], facts: Any) -> Any:
+        facts[1].pop(name, None)
+        facts[1].update(dict.fromkeys([name][: len(values)], *values))
+        return facts
 
     return change
 
 
 def _edit_tensor(change: Callable[[torch.Tensor], list[torch.Tensor]]) -> Callable[[Any, Any], Any]:
     """Return a function that replaces the tensor of the last layer with the result of `change`."""
-    return lambda rows, metadata: rows.extend(change(rows.pop())) or metadata
+    return lambda rows, facts: rows.extend(change(rows.pop())) or facts
 
 
-# Intact files with valid names and invalid metadata, as an attacker can write them.
+# Functions from the rows and facts of a page to invalid facts. The changed files are intact and
+# have valid names, as an attacker can write them.
 FORGERIES: list[Callable[[Any, Any], Any]] = [
-    *(lambda _, metadata, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
-    lambda _, metadata: metadata[:1],
-    lambda _, metadata: metadata * 2,
+    *(lambda _, facts, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
+    lambda _, facts: facts[:1],
+    lambda _, facts: facts * 2,
     *map(_set_entry, ("dtypes", "shape")),
     *(_set_entry("dtypes", x) for x in (["load", "save"], ["int64", 3], ["quint8"] * 2, [], None)),
     *(_set_entry("shape", x) for x in (
@@ -519,8 +522,8 @@ def forge(change: Callable[[Any, Any], Any]) -> Damage:
         (page,) = PrefixStore(path.parent).read([path.stem], _accept_page)
         assert page is not None
         rows = [*page.rows]
-        metadata = change(rows, copy.deepcopy(page.facts))
-        path.write_bytes(pack(path.stem, Page(rows, metadata)))
+        facts = change(rows, copy.deepcopy(page.facts))
+        path.write_bytes(pack(path.stem, Page(rows, facts)))
 
     return damage
 
@@ -532,9 +535,9 @@ def rewrite_file(change: Callable[[bytes], bytes]) -> Damage:
 def flip_bit(seed: int) -> Damage:
     """Return a function that flips one bit of a file, in the header or in the data."""
 
-    def change(data: bytes) -> bytes:
-        damaged = bytearray(data)
-        damaged[(len(data) * seed // 24 + seed) % len(data)] ^= 1 << seed % 8
+    def change(contents: bytes) -> bytes:
+        damaged = bytearray(contents)
+        damaged[(len(contents) * seed // 24 + seed) % len(contents)] ^= 1 << seed % 8
         return bytes(damaged)
 
     return rewrite_file(change)
@@ -545,7 +548,7 @@ def replace_by_link(target: str) -> Damage:
 
 
 DAMAGES: list[Damage] = [
-    *(rewrite_file(lambda data, n=n: data[: len(data) * n // 10]) for n in range(10)),
+    *(rewrite_file(lambda contents, n=n: contents[: len(contents) * n // 10]) for n in range(10)),
     *map(flip_bit, range(24)),
     *map(forge, FORGERIES),
     # A page of a different model, and a different page of this model.
@@ -554,16 +557,17 @@ DAMAGES: list[Damage] = [
     *map(replace_by_link, ("good", "none", "")),
     lambda path, _: (path.unlink(), os.mkfifo(path)),
     # A header length of 2**62, a different format, additional bytes, and a header of brackets.
-    rewrite_file(lambda data: (1 << 62).to_bytes(8, "little") + data[8:]),
-    rewrite_file(lambda data: pickle.dumps({"k": data})),
-    rewrite_file(lambda data: data + b"\0"),
+    rewrite_file(lambda contents: (1 << 62).to_bytes(8, "little") + contents[8:]),
+    rewrite_file(lambda contents: pickle.dumps({"k": contents})),
+    rewrite_file(lambda contents: contents + b"\0"),
     rewrite_file(lambda _: (20_000).to_bytes(8, "little") + b"[" * 20_000),
 ]
 
 
 def list_keys(folder: Path) -> list[str]:
     """Return the keys of the pages of the last prompt, from its first page on."""
-    return [path.stem for path in sorted(list_files(folder), key=lambda x: -x.stat().st_mtime_ns)]
+    paths = sorted(list_files(folder), key=lambda path: -path.stat().st_mtime_ns)
+    return [path.stem for path in paths]
 
 
 # The fast tier has all kinds of damage. The full tier has all cuts, bits and forgeries.
@@ -576,21 +580,21 @@ def test_invalid_files_are_recomputed(
     damages: list[Damage], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, other_folder, ids = tmp_path / "store", tmp_path / "other", make_ids(40)
-    Reader(folder, "sliding").check_answer(ids)
-    Reader(other_folder, "sliding", dtype="fp8").check_answer(ids)
+    StoreUser(folder, "sliding").check_answer(ids)
+    StoreUser(other_folder, "sliding", dtype="fp8").check_answer(ids)
     shutil.copy(folder / f"{list_keys(folder)[0]}.safetensors", other_folder / "good")
-    reader = Reader(folder, "sliding")
+    user = StoreUser(folder, "sliding")
     for case, damage in enumerate(damages):
         index = case % 4
         path = folder / f"{list_keys(folder)[index]}.safetensors"
         damage(path, other_folder)
         caplog.clear()
-        assert reader.check_answer(ids) == 40 - PAGE * index, case
-        assert len([x for x in caplog.records if "is not a page" in x.message]) == 1, case
-        assert reader.check_answer(ids) == 8, case
+        assert user.check_answer(ids) == 40 - PAGE_SIZE * index, case
+        assert sum("is not a page" in message for message in caplog.messages) == 1, case
+        assert user.check_answer(ids) == 8, case
         assert not path.is_symlink()
-        assert [*reader.store.read([path.stem], _accept_page)], "the page was not stored again"
-    assert reader.store.usage().files == 5
+        assert [*user.store.read([path.stem], _accept_page)], "the page was not stored again"
+    assert user.store.usage().files == 5
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
@@ -598,15 +602,15 @@ def test_a_folder_in_the_place_of_a_file_is_kept(
     is_empty: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = make_ids(40)
-    Reader(tmp_path).check_answer(ids)
+    StoreUser(tmp_path).check_answer(ids)
     path = tmp_path / f"{list_keys(tmp_path)[1]}.safetensors"
     path.unlink()
     path.mkdir()
     if not is_empty:
         (path / "file").write_text("")
-    reader = Reader(tmp_path)
+    user = StoreUser(tmp_path)
     for num_new in (0, 0, 9):
-        assert reader.check_answer(torch.cat([ids, make_ids(num_new)], 1)) == 40 + num_new - PAGE
+        assert user.check_answer(torch.cat([ids, make_ids(num_new)], 1)) == 40 + num_new - PAGE_SIZE
     assert path.is_dir()
     assert len(caplog.records) == 1, "expected one warning"
 
@@ -614,13 +618,13 @@ def test_a_folder_in_the_place_of_a_file_is_kept(
 def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
     """Return a function that gives a page the sizes of a different model with the same layers."""
 
-    def change(rows: list[torch.Tensor], metadata: Any) -> Any:
-        for i, layer in enumerate(metadata):
-            has_scales = len(rows[i]) > 2 * PAGE * 2 * 16
-            layer.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
-            size = num_heads * PAGE * (2 * dim + 4 * has_scales)
-            rows[i] = torch.ones(size, dtype=torch.uint8)
-        return metadata
+    def change(rows: list[torch.Tensor], facts: Any) -> Any:
+        for i, layer_facts in enumerate(facts):
+            has_scales = len(rows[i]) > 2 * PAGE_SIZE * 2 * 16
+            layer_facts.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
+            num_bytes = num_heads * PAGE_SIZE * (2 * dim + 4 * has_scales)
+            rows[i] = torch.ones(num_bytes, dtype=torch.uint8)
+        return facts
 
     return change
 
@@ -639,21 +643,21 @@ def test_pages_of_a_different_model_are_refused(
 ) -> None:
     """The sizes of a model are unknown until its first layer has computed."""
     ids = make_ids(40, rows=2)
-    Reader(tmp_path, **keywords).check_answer(ids)
+    StoreUser(tmp_path, **keywords).check_answer(ids)
     for path in list_files(tmp_path):
         forge(_set_sizes(*sizes))(path, tmp_path)
-    reader = Reader(tmp_path, **keywords)
-    cache = reader.make_cache()
-    reader.model.generate(ids, past_key_values=cache, **GREEDY)
+    user = StoreUser(tmp_path, **keywords)
+    cache = user.make_cache()
+    user.model.generate(ids, past_key_values=cache, **GREEDY)
     # With static scales, the number of heads is known, so the first page is refused at once.
     num_refused = 1 if "scales" in keywords else 8
-    assert (cache.restored_tokens, reader.store.usage().files_refused) == (0, num_refused)
+    assert (cache.restored_tokens, user.store.usage().files_refused) == (0, num_refused)
     for options in ({}, {"prefill_chunk_size": 7}):
-        reader.call_lengths.clear()
-        reader.check_answer(ids, **options)
-        assert sum(reader.call_lengths) >= 40
+        user.call_lengths.clear()
+        user.check_answer(ids, **options)
+        assert sum(user.call_lengths) >= 40
     # A call refuses one page before its use, and the next call refuses the next page.
-    assert [reader.check_answer(ids) for _ in range(9)][-1] == 8, "some pages were not stored again"
+    assert [user.check_answer(ids) for _ in range(9)][-1] == 8, "some pages were not stored again"
 
 
 def test_a_different_process_may_store_the_pages_first(tmp_path: Path) -> None:
@@ -676,8 +680,8 @@ def test_an_unreadable_file_is_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """The file may be intact, so it is ignored, and kept for processes that can read it."""
-    Reader(tmp_path).check_answer(make_ids(40))
-    reader, os_open = Reader(tmp_path), os.open
+    StoreUser(tmp_path).check_answer(make_ids(40))
+    user, os_open = StoreUser(tmp_path), os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
         if str(path).endswith(".safetensors"):
@@ -689,57 +693,57 @@ def test_an_unreadable_file_is_kept(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         for _ in range(2):
-            assert reader.check_answer(make_ids(40)) == 40
+            assert user.check_answer(make_ids(40)) == 40
     assert ("MemoryError" if error_number is None else os.strerror(error_number)) in caplog.text
     assert len(caplog.records) == 1
-    assert Reader(tmp_path).check_answer(make_ids(40)) == 8
+    assert StoreUser(tmp_path).check_answer(make_ids(40)) == 8
 
 
 # -- the disk ---------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
-    Reader(tmp_path).check_answer(make_ids(40))
+    StoreUser(tmp_path).check_answer(make_ids(40))
     page_bytes = list_files(tmp_path)[0].stat().st_size
     max_bytes = 13 * page_bytes
-    reader = Reader(tmp_path, max_bytes=max_bytes)
+    user = StoreUser(tmp_path, max_bytes=max_bytes)
     for seed in range(1, 7):
-        reader.check_answer(make_ids(40, seed=seed))
-        reader.check_answer(make_ids(40))  # used after each prompt
+        user.check_answer(make_ids(40, seed=seed))
+        user.check_answer(make_ids(40))  # used after each prompt
         assert count_bytes(tmp_path) <= max_bytes
-    new_reader = Reader(tmp_path, max_bytes=max_bytes)
-    assert new_reader.check_answer(make_ids(40)) == 8
-    assert new_reader.check_answer(make_ids(40, seed=6)) == 8
-    assert new_reader.check_answer(make_ids(40, seed=2)) == 40
+    new_user = StoreUser(tmp_path, max_bytes=max_bytes)
+    assert new_user.check_answer(make_ids(40)) == 8
+    assert new_user.check_answer(make_ids(40, seed=6)) == 8
+    assert new_user.check_answer(make_ids(40, seed=2)) == 40
     # The store keeps the first pages of a prompt that does not fit.
-    small_reader = Reader(tmp_path, max_bytes=3 * page_bytes)
-    small_reader.check_answer(make_ids(90, seed=20))
+    small_user = StoreUser(tmp_path, max_bytes=3 * page_bytes)
+    small_user.check_answer(make_ids(90, seed=20))
     assert count_bytes(tmp_path) <= 3 * page_bytes
-    assert small_reader.check_answer(make_ids(90, seed=20)) == 90 - 24
-    tiny_reader = Reader(tmp_path, max_bytes=page_bytes // 2)
-    tiny_reader.check_answer(make_ids(40, seed=30))
-    assert tiny_reader.store.usage().files == 0
+    assert small_user.check_answer(make_ids(90, seed=20)) == 90 - 24
+    tiny_user = StoreUser(tmp_path, max_bytes=page_bytes // 2)
+    tiny_user.check_answer(make_ids(40, seed=30))
+    assert tiny_user.store.usage().files == 0
 
 
 def test_a_smaller_limit_holds_from_the_first_lookup(tmp_path: Path) -> None:
-    Reader(tmp_path).check_answer(make_ids(40))
-    Reader(tmp_path).check_answer(make_ids(40, seed=1))
+    StoreUser(tmp_path).check_answer(make_ids(40))
+    StoreUser(tmp_path).check_answer(make_ids(40, seed=1))
     page_bytes = list_files(tmp_path)[0].stat().st_size
     store = PrefixStore(tmp_path, max_bytes=7 * page_bytes)
     assert store.usage().files == 10, "a page was looked up"
-    assert Reader(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40, seed=1)) == 8
+    assert StoreUser(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40, seed=1)) == 8
     assert count_bytes(tmp_path) <= 7 * page_bytes
-    assert Reader(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40)) == 40 - 16
+    assert StoreUser(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40)) == 40 - 16
     # A page that is larger than the limit replaces no page.
-    reader = Reader(tmp_path, max_bytes=7 * page_bytes, page_size=128)
-    reader.check_answer(make_ids(250, seed=3))
-    assert reader.store.usage().files == 7
+    user = StoreUser(tmp_path, max_bytes=7 * page_bytes, page_size=128)
+    user.check_answer(make_ids(250, seed=3))
+    assert user.store.usage().files == 7
 
 
 def test_a_smaller_limit_does_not_wait_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Reader(tmp_path).check_answer(make_ids(40))
+    StoreUser(tmp_path).check_answer(make_ids(40))
     with hold_lock(tmp_path):
         monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
         assert not [*PrefixStore(tmp_path, max_bytes=1).read(["x"], _accept_page)]
@@ -750,8 +754,8 @@ def test_a_smaller_limit_does_not_wait_for_the_lock(
 def test_a_full_disk_only_stops_storing(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Reader(tmp_path).check_answer(make_ids(40))
-    reader = Reader(tmp_path)
+    StoreUser(tmp_path).check_answer(make_ids(40))
+    user = StoreUser(tmp_path)
 
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -760,9 +764,9 @@ def test_a_full_disk_only_stops_storing(
         if not keywords.get("follow_symlinks", True):
             raise NotImplementedError("utime: follow_symlinks unavailable on this platform")
 
-    class FullFile(io.FileIO):
-        def write(self, data: Any) -> int:
-            super().write(data[:100])
+    class FileOnFullDisk(io.FileIO):
+        def write(self, contents: Any) -> int:
+            super().write(contents[:100])
             return fail() or 0
 
     with monkeypatch.context() as patch:
@@ -774,11 +778,11 @@ def test_a_full_disk_only_stops_storing(
         elif failure == "replace":
             patch.setattr(os, failure, fail)
         else:
-            patch.setattr(Path, "open", FullFile)
+            patch.setattr(Path, "open", FileOnFullDisk)
         for seed in (1, 2):
-            assert reader.check_answer(make_ids(40, seed=seed)) == 40
-        assert reader.check_answer(make_ids(40)) == 8, "stored pages were not read"
-    assert len([x for x in caplog.records if "stores nothing" in x.message]) == 1
+            assert user.check_answer(make_ids(40, seed=seed)) == 40
+        assert user.check_answer(make_ids(40)) == 8, "stored pages were not read"
+    assert sum("stores nothing" in message for message in caplog.messages) == 1
     assert not list(tmp_path.glob(".*.part"))
     assert len(list_files(tmp_path)) == 5
 
@@ -802,20 +806,20 @@ def test_a_copy_without_memory_is_not_stored(
 def test_pages_queued_for_writing_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 60.0)
-    reader = Reader(tmp_path)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 60.0)
+    user = StoreUser(tmp_path)
     with hold_lock(tmp_path):
         ids = make_ids(40)
-        answer = reader.model.generate(ids, **GREEDY)
+        answer = user.model.generate(ids, **GREEDY)
         assert not list_files(tmp_path)
-        repeated_answer = reader.model.generate(ids, **GREEDY)
-        assert reader.call_lengths[0] == 40
-        assert 8 in reader.call_lengths, "queued pages were not found"
+        repeated_answer = user.model.generate(ids, **GREEDY)
+        assert user.call_lengths[0] == 40
+        assert 8 in user.call_lengths, "queued pages were not found"
         assert_same(repeated_answer, answer)
-        assert reader.store.counts()["bytes_read"] == 0
-    reader.store.flush()
+        assert user.store.counts()["bytes_read"] == 0
+    user.store.flush()
     assert len(list_files(tmp_path)) == 5
-    assert Reader(tmp_path).check_answer(ids) == 8
+    assert StoreUser(tmp_path).check_answer(ids) == 8
 
 
 def store_pages(store: PrefixStore, num_pages: int, seed: int = 0) -> list[str]:
@@ -851,7 +855,7 @@ def test_an_interrupted_flush_is_repeated_at_the_end(tmp_path: Path) -> None:
     script = f"""{IMPORTS}
 # A process that starts in the background ignores SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-store_module._LOCK_TIMEOUT = 60
+store_module._LOCK_SECONDS = 60
 store = PrefixStore(sys.argv[1])
 lock = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)
 def store_late():
@@ -919,12 +923,12 @@ def test_an_error_with_one_prompt_does_not_affect_other_prompts(
 ) -> None:  # fmt: skip
     store, replace = PrefixStore(tmp_path), os.replace
 
-    def fail(source: Any, target: Path) -> None:
+    def replace_or_fail(source: Any, target: Path) -> None:
         if target.name.startswith(f"{0:032x}"):
             raise error
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "replace", replace_or_fail)
     for seed in range(3):
         store_pages(store, 3, seed)
     store.flush()
@@ -951,8 +955,8 @@ def test_pages_are_read_in_order(
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 50)
     store.flush()
-    for key in keys[missing_index : missing_index + 1]:
-        (tmp_path / f"{key}.safetensors").unlink()
+    if missing_index < len(keys):
+        (tmp_path / f"{keys[missing_index]}.safetensors").unlink()
     requested_keys: list[str] = []
     monkeypatch.setattr("hf_fp8kv.prefix.store.NUM_READERS", 3)
 
@@ -975,14 +979,14 @@ def test_pages_are_written_and_read_if_no_thread_starts(
 ) -> None:
     start, started_threads = threading.Thread.start, []
 
-    def fail(thread: threading.Thread) -> None:
+    def start_or_fail(thread: threading.Thread) -> None:
         if len(started_threads) == num_allowed:
             raise RuntimeError("can't start new thread")
         started_threads.append(thread)
         start(thread)
 
     monkeypatch.setattr("hf_fp8kv.prefix.store.NUM_READERS", 8)
-    monkeypatch.setattr(threading.Thread, "start", fail)
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 20)
     assert num_allowed or len(list_files(tmp_path)) == 20, "pages were not written at once"
@@ -992,38 +996,38 @@ def test_pages_are_written_and_read_if_no_thread_starts(
 
 
 def test_a_slow_writer_delays_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 0.05)
-    monkeypatch.setattr("hf_fp8kv.prefix.store._SHORT_LOCK_TIMEOUT", 0.0)
-    reader = Reader(tmp_path)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._SHORT_LOCK_SECONDS", 0.0)
+    user = StoreUser(tmp_path)
     with hold_lock(tmp_path):
-        assert reader.check_answer(make_ids(40)) == 40
+        assert user.check_answer(make_ids(40)) == 40
         assert not list_files(tmp_path)
         monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited again"))
-        assert reader.check_answer(make_ids(40)) == 40
-    assert reader.check_answer(make_ids(40)) == 40
+        assert user.check_answer(make_ids(40)) == 40
+    assert user.check_answer(make_ids(40)) == 40
     assert len(list_files(tmp_path)) == 5
 
 
 def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked while a thread writes has a copy of each open file."""
+    """A process that is forked while a thread writes has a copy of each open file descriptor."""
     replace = os.replace
-    handle_copies: list[int] = []
+    copied_fds: list[int] = []
 
-    def copy_lock_handles(*args: Any) -> None:
-        for handle in Path("/proc/self/fd").iterdir():
-            if handle.is_symlink() and handle.resolve().name == ".prefix_store.lock":
-                handle_copies.append(os.dup(int(handle.name)))
+    def copy_lock_fds(*args: Any) -> None:
+        for link in Path("/proc/self/fd").iterdir():
+            if link.is_symlink() and link.resolve().name == ".prefix_store.lock":
+                copied_fds.append(os.dup(int(link.name)))
         replace(*args)
 
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 0.05)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", copy_lock_handles)
-        Reader(tmp_path).check_answer(make_ids(40))
-    assert handle_copies
-    Reader(tmp_path).check_answer(make_ids(40, seed=1))
+        patch.setattr(os, "replace", copy_lock_fds)
+        StoreUser(tmp_path).check_answer(make_ids(40))
+    assert copied_fds
+    StoreUser(tmp_path).check_answer(make_ids(40, seed=1))
     assert len(list_files(tmp_path)) == 10
-    for handle in handle_copies:
-        os.close(handle)
+    for fd in copied_fds:
+        os.close(fd)
 
 
 @pytest.mark.full
@@ -1056,8 +1060,8 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
         (tmp_path / name).write_text("mine")
     (tmp_path / f".{64 * chr(97)}.safetensors.part").write_text("of a killed process")
     (tmp_path / f".{64 * chr(98)}.safetensors.part").symlink_to(tmp_path / "README")
-    reader = Reader(tmp_path, max_bytes=1000)
-    reader.check_answer(make_ids(40))
+    user = StoreUser(tmp_path, max_bytes=1000)
+    user.check_answer(make_ids(40))
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".safetensors"} == {
         "README", "folder", "folder.part", "film.part", ".lock", ".prefix_store.lock",
     }  # fmt: skip
@@ -1070,16 +1074,16 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(80, marks=pytest.mark.full)])
 def test_killed_writers_leave_valid_files(num_kills: int, tmp_path: Path) -> None:
-    result = run_killed_writers(tmp_path, num_kills)
-    assert (result["wrong_answers"], result["over_limit"]) == (0, 0), result
-    assert result["bytes_written"] > 0
+    counts = run_killed_writers(tmp_path, num_kills)
+    assert (counts["wrong_answers"], counts["over_limit"]) == (0, 0), counts
+    assert counts["bytes_written"] > 0
 
 
 @pytest.mark.full
 def test_two_processes_share_a_folder(tmp_path: Path) -> None:
-    result = run_concurrent_writers(tmp_path, num_processes=2)
-    assert (result["wrong_answers"], result["over_limit"]) == (0, 0), result
-    assert result["tokens_found"] > 0
+    counts = run_concurrent_writers(tmp_path, num_processes=2)
+    assert (counts["wrong_answers"], counts["over_limit"]) == (0, 0), counts
+    assert counts["tokens_found"] > 0
 
 
 # -- refusals and copies ---------------------------------------------------------------------
@@ -1107,17 +1111,17 @@ def test_caches_that_cannot_be_stored_are_refused(
         enable(model, **{"prefix_store": PrefixStore(tmp_path), **keywords})
 
 
-def test_passed_caches_use_the_store_or_are_refused(tmp_path: Path) -> None:
+def test_caches_of_the_caller_use_the_store_or_are_refused(tmp_path: Path) -> None:
     """A cache that is refused does not change."""
-    reader, ids = Reader(tmp_path), make_ids(40)
+    user, ids = StoreUser(tmp_path), make_ids(40)
     for keywords in ({}, {"prefill": "stored", "config": None}):
-        cache = FP8PagedCache(**{"config": reader.model.config, **keywords})
+        cache = FP8PagedCache(**{"config": user.model.config, **keywords})
         with pytest.raises(ConfigError, match=r"Make the cache with prefill|with a config"):
-            reader.model.generate(ids, past_key_values=cache, **GREEDY)
+            user.model.generate(ids, past_key_values=cache, **GREEDY)
         assert cache.host_length() == 0
-    answer = reader.model.generate(ids, **GREEDY)
-    loaded = FP8PagedCache.load(reader.make_cache().save(tmp_path / "cache"))
-    assert_same(reader.model.generate(ids, past_key_values=loaded, **GREEDY), answer)
+    answer = user.model.generate(ids, **GREEDY)
+    loaded = FP8PagedCache.load(user.make_cache().save(tmp_path / "cache"))
+    assert_same(user.model.generate(ids, past_key_values=loaded, **GREEDY), answer)
     assert loaded.restored_tokens == 32
 
 
@@ -1153,27 +1157,27 @@ def test_folder_paths_may_be_unusual(name: str, tmp_path: Path, monkeypatch: Any
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.chdir(tmp_path)
-    reader = Reader(Path(name))
+    user = StoreUser(Path(name))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert reader.check_answer(make_ids(40)) == 40
+    assert user.check_answer(make_ids(40)) == 40
     assert len(list_files(tmp_path / name)) == 5
-    assert pickle.loads(pickle.dumps(reader.store)).path == tmp_path / name
-    assert Reader(tmp_path / name).check_answer(make_ids(40)) == 8
+    assert pickle.loads(pickle.dumps(user.store)).path == tmp_path / name
+    assert StoreUser(tmp_path / name).check_answer(make_ids(40)) == 8
     # If the folder is removed, there are no hits, but the answers are the same.
     shutil.rmtree((tmp_path / name).resolve())
-    assert reader.check_answer(make_ids(40)) == 40
-    assert reader.check_answer(make_ids(40)) == 40
+    assert user.check_answer(make_ids(40)) == 40
+    assert user.check_answer(make_ids(40)) == 40
 
 
 def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
-    reader = Reader(tmp_path)
-    reader.check_answer(make_ids(40))
-    reader.model.__class__ = reader.model.__class__.__base__
-    for copied in (copy.deepcopy(reader.model), pickle.loads(pickle.dumps(reader.model))):
+    user = StoreUser(tmp_path)
+    user.check_answer(make_ids(40))
+    user.model.__class__ = user.model.__class__.__base__
+    for copied in (copy.deepcopy(user.model), pickle.loads(pickle.dumps(user.model))):
         out = copied.generate(make_ids(40), return_dict_in_generate=True, **GREEDY)
         assert out.past_key_values.restored_tokens == 32
-    disable(reader.model)
-    usage = reader.store.usage()
-    reader.model.generate(make_ids(40), **GREEDY)
-    assert reader.store.usage() == usage
+    disable(user.model)
+    usage = user.store.usage()
+    user.model.generate(make_ids(40), **GREEDY)
+    assert user.store.usage() == usage

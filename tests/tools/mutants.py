@@ -213,7 +213,7 @@ MUTANTS = (
     # Deterministic models.
     Mutant(
         "deterministic: rows in one product", "attention/deterministic.py",
-        "in rows.split(ROWS, axis)", "in [rows.narrow(axis, 0, num_rows)]",
+        "in rows.split(BLOCK_ROWS, axis)", "in [rows.narrow(axis, 0, num_rows)]",
         "tests/attention/test_deterministic.py",
     ),
     Mutant(
@@ -223,7 +223,7 @@ MUTANTS = (
     ),
     Mutant(
         "deterministic: a center of the first call", "cache/options.py",
-        "if self.first_call_centers:", "if False:",
+        "if self.has_first_call_centers:", "if False:",
         "tests/attention/test_deterministic.py",
     ),
     # Pages.
@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     Mutant(
         "window: a long call keeps one page too few", GROUP,
-        "return min(self.visible_from(length), length - 1) // self.page_size * self.page_size",
+        "return min(self.find_window_start(length), length - 1) // self.page_size * self.page_size",
         "return (length - 1) // self.page_size * self.page_size",
         "tests/paging/test_block_table.py",
     ),
