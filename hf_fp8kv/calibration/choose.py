@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, rounding_error
+from ..formats.codec import SEARCH_STEPS, compute_rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, make_batches, merge_tensors
@@ -76,7 +76,7 @@ class Candidate:
         """
         x, queries = self.transform(x, queries)
         format_scale = (scale * self.fmt.scale_from_e4m3).to(x.device)
-        error = rounding_error(x, format_scale, self.fmt)
+        error = compute_rounding_error(x, format_scale, self.fmt)
         costs = error.square() if queries is None else queries.cost(self.side, error, "head")
         return costs.sum(dtype=torch.float64).cpu()
 
@@ -218,12 +218,12 @@ def measure_costs(candidate: Candidate, x: Tensor, queries: Queries | None) -> T
         scale = candidate.min_scale.to(x.device) * 2.0 ** (step / SEARCH_STEPS)
         errors = []
         for octave in range(_HEADROOM_OCTAVES + 1):
-            error = rounding_error(sample, scale * 2.0**octave, fmt)
+            error = compute_rounding_error(sample, scale * 2.0**octave, fmt)
             squares = error.square().sum(0, dtype=torch.float64)
             errors.append(squares.sum(axes, keepdim=True) if axes else squares)
         cost = torch.zeros_like(errors[0])
         if queries is not None:
-            cost = queries.cost(candidate.side, rounding_error(x, scale, fmt), granularity)
+            cost = queries.cost(candidate.side, compute_rounding_error(x, scale, fmt), granularity)
             cost = (cost.sum(0, keepdim=True) if granularity == "tensor" else cost).double()
         costs.append(torch.stack([cost, *errors]))
     return torch.stack(costs, 1).cpu()

@@ -20,7 +20,7 @@ from ..attention.switching import eval_mode
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
-from ..formats.codec import dynamic_errors
+from ..formats.codec import compute_dynamic_errors
 from ..formats.rotation import rotate
 from ..modeling.model_support import accepts, caches_latents
 from ..scales.kv_scales import StoragePlan
@@ -169,11 +169,11 @@ def _plan_layer(
         keys = _transform_states(torch.stack(k).float(), center, k_plans)
         values = keys[:0] if latent else _transform_states(torch.stack(v).float(), None, v_plans)
         if keys.shape[1:] == values.shape[1:]:
-            errors = dynamic_errors(torch.cat([keys, values]), formats)
+            errors = compute_dynamic_errors(torch.cat([keys, values]), formats)
             k_errors, v_errors = errors[:num_k_plans], errors[num_k_plans:]
         else:
-            k_errors = dynamic_errors(keys, formats[:num_k_plans])
-            v_errors = dynamic_errors(values, formats[num_k_plans:])
+            k_errors = compute_dynamic_errors(keys, formats[:num_k_plans])
+            v_errors = compute_dynamic_errors(values, formats[num_k_plans:])
         q, weights = (torch.stack([getattr(x, n) for x in queries]) for n in ("q", "weights"))
         # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
         q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])

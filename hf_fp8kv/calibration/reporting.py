@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ConfigError
-from ..formats import DISTINCT, FORMATS, Format
-from ..formats.codec import dynamic_scale, round_to_format, rounding_error, search_scale
+from ..formats import DISTINCT, FORMATS, Format, codec
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, CalibrationReport, LayerStatistics, QualityRow, SideStatistics
@@ -89,7 +88,8 @@ def _count_kv(
     `fmt` is the format of a layer without a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
-    center, choose_scale = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
+    center = scales.k_center if side == "k" else None
+    choose_scale = codec.search_scale if side == "k" else codec.compute_dynamic_scale
     stored_values = center_and_rotate(x, center, rotated=plan is not None and plan.rotated)
     if plan is not None and not plan.is_auto:
         fmt = FORMATS[plan.format]
@@ -105,7 +105,7 @@ def _count_kv(
         # Up to this magnitude, values round to the largest code.
         (scaled_values.abs() > fmt.max + fmt.max_step / 2).sum(),
         (~is_zero).sum(),
-        ((round_to_format(scaled_values, fmt) == 0) & ~is_zero).sum(),
+        ((codec.round_to_format(scaled_values, fmt) == 0) & ~is_zero).sum(),
     ]
     x, stored_values = x[sample], stored_values[sample]
     counts.append(x.square().sum(dtype=torch.float64))
@@ -116,7 +116,7 @@ def _count_kv(
 
 
 def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
+    return codec.compute_rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:

@@ -10,7 +10,7 @@ from hf_fp8kv.calibration.observe import Batch, measure_range, merge_tensors
 from hf_fp8kv.calibration.reporting import head_amax, measure_statistics
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
+from hf_fp8kv.formats.codec import compute_dynamic_scale, decode, encode, search_scale
 from hf_fp8kv.scales.layer_scales import LayerScales
 from tests.helpers.tiny_models import VOCAB, build_variant
 
@@ -149,7 +149,7 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     for n in names:
         fmt = FORMATS[n]
         dynamic_k = search_scale(k, fmt).float()[..., None]
-        dynamic_v = dynamic_scale(v, fmt).float()[..., None]
+        dynamic_v = compute_dynamic_scale(v, fmt).float()[..., None]
         unit = fmt.scale_from_e4m3
         assert stats.k.error[n] == pytest.approx(compute_error(k, stored_x, k_scale * unit, fmt))
         assert stats.v.error[n] == pytest.approx(compute_error(v, v, v_scale * unit, fmt))

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from ...formats import AUTO
-from ...formats.rotation import rotation_block, rotation_factor
+from ...formats.rotation import compute_rotation_factor, find_rotation_block
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from .codec import SHIFTED, Codec, codec_for, make_decoded_codec
@@ -185,7 +185,7 @@ def side_for(stored: StoredSide) -> Side:
     """Return the sizes that kernels are compiled for. Equal sizes give the same object."""
     dim = stored.head_dim
     width = max(16, next_power_of_2(dim))
-    return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)
+    return _side_of(dim, width, find_rotation_block(dim) if stored.rotated else 1)
 
 
 def _choose_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
@@ -267,11 +267,11 @@ def prepare(
         query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
     )
     factors = Factors(
-        k_scaling=spec.scaling * k_codec.factor * rotation_factor(k_side.block),
+        k_scaling=spec.scaling * k_codec.factor * compute_rotation_factor(k_side.block),
         scaling=spec.scaling,
         softcap=spec.softcap,
-        v_scaling=spec.scaling * v_codec.factor * rotation_factor(v_side.block),
-        out=value_codec.factor * rotation_factor(value_side.block),
+        v_scaling=spec.scaling * v_codec.factor * compute_rotation_factor(v_side.block),
+        out=value_codec.factor * compute_rotation_factor(value_side.block),
     )
     query_strides = (query.stride(0), query.stride(1), query.stride(2))
     strides = (pages.table.stride(0), *mask_strides, *bias_strides)

@@ -83,7 +83,7 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     assert fmt.inf_code is None or fmt.inf_code << shift == 0x7C00, f"{name}: unknown infinity"
     nan = -1
     if keep_nan and fmt.inf_code is None:
-        nan = 0x80 if fmt.unsigned_zero else 0x7F
+        nan = 0x80 if fmt.has_unsigned_zero else 0x7F
     assembly = packed_shift(shift, nan) if target.is_nvidia and not target.interpreted else ""
     return Codec(SHIFTED.value, operand, factor, None, shift, nan, assembly, constraint)
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from ...errors import ScaleError
 from ...formats import FORMATS, LayerPlan
-from ...formats.rotation import rotation_block
+from ...formats.rotation import find_rotation_block
 from ...utils.files import PICKLE_SUFFIXES, convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData
@@ -170,7 +170,7 @@ def _add_rotation(
     if head_dim is None:
         size, heads = config.get("hidden_size"), config.get("num_attention_heads")
         head_dim = size // heads if type(size) is type(heads) is int and heads > 0 else 0
-    block = rotation_block(head_dim) if isinstance(head_dim, int) else 0
+    block = find_rotation_block(head_dim) if isinstance(head_dim, int) else 0
     for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
         path = re.sub(ATTENTION_PATTERN.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
