@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import accepts, with_cache
+from ..modeling.model_support import accepts_argument, with_cache
 from ..scales.report import QualityRow
 
 UNQUANTIZED = "unquantized"
@@ -159,4 +159,4 @@ def _compare_logits(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch
 
 def last_logit_kwargs(model: PreTrainedModel) -> dict[str, int]:
     """Return the argument that restricts logits to the last token, if the model accepts it."""
-    return {"logits_to_keep": 1} if accepts(type(model), "logits_to_keep") else {}
+    return {"logits_to_keep": 1} if accepts_argument(type(model), "logits_to_keep") else {}

@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
 from ..formats.codec import compute_dynamic_errors
 from ..formats.rotation import rotate
-from ..modeling.model_support import accepts, caches_latents
+from ..modeling.model_support import accepts_argument, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
@@ -129,7 +129,7 @@ def _read_states(
 ) -> tuple[list[dict[int, _LayerStates]], int]:
     """Return the states of layers for each window and position, and the number of positions."""
     positions: list[int | None] = [None]
-    if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
+    if accepts_argument(type(model), "position_ids") and not model.config.is_encoder_decoder:
         max_start = find_max_positions(model) - max(map(len, windows))
         positions += [position for position in _FIRST_POSITIONS[1:] if position <= max_start]
     states_by_call: list[dict[int, _LayerStates]] = []

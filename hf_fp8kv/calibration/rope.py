@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..modeling.model_support import accepts, config_field
+from ..modeling.model_support import accepts_argument, config_field
 from ..utils.text import format_value
 from .observe import Batch, observe
 
@@ -120,7 +120,7 @@ def measure_partners(
 ) -> dict[int, Partners]:
     """Measure the partners of every layer on the first `_PAIR_TOKENS` tokens of a window, `[T]`."""
     unknown_partners = dict.fromkeys(layers, Partners())
-    if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
+    if not accepts_argument(type(model), "position_ids") or model.config.is_encoder_decoder:
         return unknown_partners
     num_positions = min(find_max_positions(model), _MAX_POSITIONS)
     ids = window[: min(_PAIR_TOKENS, max(num_positions // 4, 2))]

@@ -363,7 +363,7 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
         observe_queries(model, batch, layers, on_layer)
 
     monkeypatch.setattr(plan_choice, "observe_queries", observe)
-    monkeypatch.setattr(plan_choice, "accepts", lambda *_: accepts_positions)
+    monkeypatch.setattr(plan_choice, "accepts_argument", lambda *_: accepts_positions)
     for texts in (None, make_texts()):
         plan = choose_plan(llama, texts)
         assert {str(layer.k) for layer in plan.plan.values()} == {FALLBACK}
