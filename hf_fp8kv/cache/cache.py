@@ -20,7 +20,7 @@ from ..modeling.layer_specs import read_config
 from ..modeling.model_support import caches_latents, check_config
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
-from ..scales import KVScales, declared_kv_scales
+from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
 from . import serialization
@@ -168,7 +168,7 @@ class FP8PagedCache(DynamicCache):
         )  # fmt: skip
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
-        if config and options.scales is None and (declared := declared_kv_scales(config)):
+        if config and options.scales is None and (declared := describe_kv_scales(config)):
             warn_once(
                 logger,
                 f"this checkpoint declares static KV scales ({declared}), but this cache uses "

@@ -17,7 +17,7 @@ from ..cache.plans import Plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, parse_dtype
 from ..modeling.model_support import caches_latents
-from ..scales.kv_scales import KVScales, resolve, warn_if_stale
+from ..scales.kv_scales import KVScales, resolve_scales, warn_if_stale
 from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
 from ..utils.digests import digest_decoder
@@ -121,9 +121,9 @@ def calibrate(
             for x in choose.choose_scales(job, windows, positions, scaled_candidates, source)
         )
         scales, note = scoring.select_scales(job, windows, fallback, best_scales, positions)
-        held_out = corpus.held_out_windows
+        unseen = corpus.held_out_windows
         counts = {"num_texts": corpus.num_texts, "num_tokens": corpus.num_tokens}
-        report = make_report(job, scales, ranges, note, held_out, held_out, positions, **counts)
+        report = make_report(job, scales, ranges, note, unseen, unseen, positions, **counts)
     return replace(scales, report=report)
 
 
@@ -156,7 +156,7 @@ def measure(
     layers = find_paged_layers(model)
     options = _make_options(model, "head", False, dtype, 1.0, None)
     max_position = get_last_position(model, max_length, max_position)
-    if not isinstance(loaded_scales := resolve(scales), KVScales):
+    if not isinstance(loaded_scales := resolve_scales(scales), KVScales):
         raise ConfigError(
             f"scales: expected KVScales, a path or a repository id, got {scales!r}. "
             "For a constant scale in each layer, pass KVScales.uniform(num_layers)"

@@ -290,8 +290,6 @@ ARCHITECTURES = {
     "relative-positions": ("seq2seq/t5", "head", {}, None),
     "encoder-decoder": ("seq2seq/bart", "head", {}, None),
 }
-
-
 FULL_TIER_ARCHITECTURES = ("dynamic-rope", "encoder-decoder")
 
 

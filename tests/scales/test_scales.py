@@ -12,8 +12,8 @@ from hypothesis import given
 from transformers import LlamaConfig
 
 from hf_fp8kv.errors import FP8KVError, ScaleError
-from hf_fp8kv.scales import KVScales, LayerScales, declared_kv_scales
-from hf_fp8kv.scales.kv_scales import resolve
+from hf_fp8kv.scales import KVScales, LayerScales, describe_kv_scales
+from hf_fp8kv.scales.kv_scales import resolve_scales
 from tests.scales.test_sources import SCHEME
 
 INF, NAN = float("inf"), float("nan")
@@ -288,16 +288,16 @@ def test_saving_into_a_file_is_rejected(tmp_path):
 
 def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
     scales = make_scales()
-    assert resolve(None) is None
-    assert resolve(scales) is scales
+    assert resolve_scales(None) is None
+    assert resolve_scales(scales) is scales
     for value in (0.5, 2, np.float64(0.25)):
-        constant = resolve(value)
+        constant = resolve_scales(value)
         assert type(constant) is float
         assert constant == value
     scales.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "kv_scales.safetensors"):
-        assert_same(resolve(path), scales)
-        assert_same(resolve(str(path)), scales)
+        assert_same(resolve_scales(path), scales)
+        assert_same(resolve_scales(str(path)), scales)
 
 
 BAD_ARGUMENTS = {
@@ -316,7 +316,7 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize(("value", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
 def test_resolve_rejects_invalid_arguments(value, message):
     with pytest.raises(ScaleError, match=message) as error:
-        resolve(value)
+        resolve_scales(value)
     assert isinstance(error.value, FP8KVError)
     assert isinstance(error.value, ValueError)
 
@@ -387,7 +387,7 @@ def to_config(config: dict) -> LlamaConfig:
 @pytest.mark.parametrize("convert", [dict, to_objects, to_config])
 @pytest.mark.parametrize("config", WITH_STATIC_SCALES.values(), ids=WITH_STATIC_SCALES)
 def test_declared_scales_are_described(config, convert):
-    description = declared_kv_scales(convert(config))
+    description = describe_kv_scales(convert(config))
     assert description is not None
     assert "kv_cache" in description
 
@@ -395,4 +395,4 @@ def test_declared_scales_are_described(config, convert):
 @pytest.mark.parametrize("convert", [dict, to_objects, to_config])
 @pytest.mark.parametrize("config", WITHOUT_STATIC_SCALES.values(), ids=WITHOUT_STATIC_SCALES)
 def test_configs_without_static_scales_have_no_description(config, convert):
-    assert declared_kv_scales(convert(config)) is None
+    assert describe_kv_scales(convert(config)) is None

@@ -26,7 +26,7 @@ from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.scales.checkpoint import checkpoint as checkpoint_module
 from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE_PATTERN, TENSOR_NAMES
-from hf_fp8kv.scales.kv_scales import resolve
+from hf_fp8kv.scales.kv_scales import resolve_scales
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
 K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
@@ -655,7 +655,7 @@ def test_an_invalid_checkpoint_is_rejected(tmp_path, corrupt, message):
     folder = copy_golden("autofp8", tmp_path)
     assert_rejected(folder, corrupt, message, folder)
     with pytest.raises(ScaleError):
-        resolve(str(folder))
+        resolve_scales(str(folder))
     if corrupt in (BAD_CHECKPOINTS[name][0] for name in ALWAYS_INVALID):
         with pytest.raises(ScaleError):
             KVScales.from_pretrained(folder, strict=False)
@@ -801,7 +801,7 @@ def test_a_cached_repository_is_read_without_a_network(tmp_path, name):
     scales = KVScales.from_pretrained("org/model", cache_dir=cache_dir, local_files_only=True)
     expected = KVScales.from_pretrained(DATA / name)
     assert (scales.format, scales.digest) == (expected.format, expected.digest)
-    assert resolve("org/model", cache_dir=cache_dir).digest == expected.digest
+    assert resolve_scales("org/model", cache_dir=cache_dir).digest == expected.digest
 
 
 def test_a_repository_outside_the_cache_is_an_error(tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import KVScales, declared_kv_scales
+from hf_fp8kv.scales import KVScales, describe_kv_scales
 from tests.scales.test_sources import DATA, FOLDERS, SCHEME, list_sides, list_values, scale_error
 
 K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)
@@ -230,7 +230,7 @@ def test_every_dialect_is_read(tmp_path, caplog, name):
     fnuz_scales = KVScales.from_pretrained(folder)
     assert list_sides(fnuz_scales) == [[s / 2 for s in side] for side in list_sides(scales)]
     if not second_config and format != "trtllm":  # other files declare these scales
-        assert "kv_" in (declared_kv_scales(config) or "")
+        assert "kv_" in (describe_kv_scales(config) or "")
 
 
 @pytest.mark.parametrize("entry", [{"kv_cache_post_rope": False}, {}], ids=["false", "missing"])
