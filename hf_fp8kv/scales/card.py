@@ -82,7 +82,7 @@ def _make_section(
             f"{report.margin:g}, {report.date[:10]}, with {versions}",
             report.centers,
         ]
-        # With losses, the report describes scales other than the scales that are written.
+        # With losses, the report's measurements are not about the written scales.
         facts += [
             f"mean KL to the unquantized cache, {row.cache}: {row.kl:.2e} nats, same top token "
             f"{row.top1:.1%} ({row.tokens} held-out tokens)"

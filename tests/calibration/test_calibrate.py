@@ -288,16 +288,15 @@ ARCHITECTURES = {
     "dynamic-rope": ("llama", "head", {"rope_parameters": DYNAMIC}, 192),
     "latents": ("deepseek_v3", "channel", {}, 192),
     "relative-positions": ("seq2seq/t5", "head", {}, None),
-    "encoder-decoder": ("seq2seq/bart", "head", {}, None),
+    "seq2seq": ("seq2seq/bart", "head", {}, None),
 }
-FULL_TIER_ARCHITECTURES = ("dynamic-rope", "encoder-decoder")
 
 
 # Each architecture occurs once. Two granularities occur with and without far positions.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full if name in FULL_TIER_ARCHITECTURES else ())
+        pytest.param(name, marks=pytest.mark.full if name in ("dynamic-rope", "seq2seq") else ())
         for name in ARCHITECTURES
     ],
 )

@@ -8,6 +8,7 @@ from hf_fp8kv.calibration.rope import match_channels, measure_partners
 from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
+WINDOW = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
 
 
 def pair_halves(dim: int, num_rotated: int | None = None, start: int = 0) -> list[int]:
@@ -37,16 +38,14 @@ def pair_neighbors(dim: int) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_partners_match_the_code_of_the_model(name, config, expected, dtype):
     model = build_variant(name, **config)[0].to(dtype)
-    window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    partners = measure_partners(model, window, find_paged_layers(model))
+    partners = measure_partners(model, WINDOW, find_paged_layers(model))
     assert [partners[i].k.tolist() for i in sorted(partners)] == expected
     assert all(layer.v.tolist() == list(range(len(layer.v))) for layer in partners.values())
 
 
 def test_a_latent_model_has_its_rotated_channels_in_v():
     model = build_variant("deepseek_v3")[0]
-    window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    partners = measure_partners(model, window, find_paged_layers(model))
+    partners = measure_partners(model, WINDOW, find_paged_layers(model))
     for layer in partners.values():
         assert layer.k.tolist() == list(range(len(layer.k)))
         assert layer.v.tolist() != list(range(len(layer.v)))

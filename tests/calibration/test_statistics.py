@@ -164,8 +164,7 @@ def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
     texts = [(torch.randn(n, NUM_HEADS, 4), torch.randn(n, NUM_HEADS, 4)) for n in (1301, 699)]
     stats = measure_layer(monkeypatch, texts, make_scales(0.01, 0.01))
     sample = torch.cat([k for k, _ in texts])[::2]
-    fmt = FORMATS["fp8_e4m3"]
-    expected = compute_error(sample, sample, torch.tensor(0.01), fmt)
+    expected = compute_error(sample, sample, torch.tensor(0.01), FORMATS["fp8_e4m3"])
     assert stats.k.error["fp8_e4m3"] == pytest.approx(expected)
 
 

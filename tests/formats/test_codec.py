@@ -118,8 +118,7 @@ def assert_codes(x: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, 
 
 def reinterpret_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a dtype with these bit patterns."""
-    is_32_bit = dtype == torch.float32
-    unsigned, signed = (np.uint32, np.int32) if is_32_bit else (np.uint16, np.int16)
+    unsigned, signed = (np.uint32, np.int32) if dtype == torch.float32 else (np.uint16, np.int16)
     return torch.from_numpy(bits.astype(unsigned).view(signed)).view(dtype)
 
 

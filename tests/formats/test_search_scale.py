@@ -244,8 +244,7 @@ def test_dynamic_errors_of_several_formats_match_the_reference(dim: int) -> None
     x = torch.randn(len(FORMAT_NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))
     x *= torch.logspace(-35, 30, 200)[:, None]
     x[..., ::7, 1:] = 0.0
-    formats = tuple(FORMATS[name] for name in FORMAT_NAMES)
-    errors_by_format = codec.compute_dynamic_errors(x, formats)
+    errors_by_format = codec.compute_dynamic_errors(x, tuple(FORMATS[n] for n in FORMAT_NAMES))
     for name, values, errors in zip(FORMAT_NAMES, x, errors_by_format, strict=True):
         side = StoredSide(None, None, name, dim)
         codes, scales = reference.quantize(values, side, search=False)

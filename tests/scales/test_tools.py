@@ -21,7 +21,7 @@ OUTPUT_NAME = "self_attn.{}_proj.output_scale"
 BEFORE_ROPE = "Quark measured the scales of K before RoPE"
 ALL_ONES = "every KV scale is exactly 1.0"
 
-# The format of each folder, the name of its tensors in a layer, and the start of the warning.
+# Format of each folder, name of its tensors in a layer, and start of the warning or None.
 AUTO_ROUND = {
     "llama-attn-llmc": ("compressed-tensors", ATTENTION_NAME, None),
     "llama-fp8-ar": ("autofp8", ATTENTION_NAME, None),
@@ -86,7 +86,7 @@ REJECTED_FOLDERS = {
 
 
 def read_tool_scales(folder: Path, suffix: str, side: str) -> dict[int, torch.Tensor]:
-    """Return the largest scale (or bias) of each layer, over all tensors that end in `suffix`."""
+    """Return the largest scale or bias of each layer, over all tensors that end in `suffix`."""
     pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(suffix.format(side))}")
     values: dict[int, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
