@@ -128,28 +128,28 @@ def _read_states(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
 ) -> tuple[list[dict[int, _LayerStates]], int]:
     """Return the states of layers for each window and position, and the number of positions."""
-    positions: list[int | None] = [None]
+    first_positions: list[int | None] = [None]
     if accepts_argument(type(model), "position_ids") and not model.config.is_encoder_decoder:
-        max_start = find_max_positions(model) - max(map(len, windows))
-        positions += [position for position in _FIRST_POSITIONS[1:] if position <= max_start]
+        max_first_position = find_max_positions(model) - max(map(len, windows))
+        first_positions += [x for x in _FIRST_POSITIONS[1:] if x <= max_first_position]
     states_by_call: list[dict[int, _LayerStates]] = []
 
     def add_states(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> None:
         states_by_call[-1][index] = k, v, queries
 
     for window in windows:
-        for start in positions:
+        for first_position in first_positions:
             states_by_call.append({})
             try:
-                observe_queries(model, Batch((window,), start), layers, add_states)
+                observe_queries(model, Batch((window,), first_position), layers, add_states)
             except ConfigError as error:
-                if start is None:
+                if first_position is None:
                     raise
-                logger.warning("positions from %d are not tried: %s", start, error)
-                positions = positions[: positions.index(start)]
+                logger.warning("positions from %d are not tried: %s", first_position, error)
+                first_positions = first_positions[: first_positions.index(first_position)]
                 states_by_call.pop()
                 break
-    return states_by_call, len(positions)
+    return states_by_call, len(first_positions)
 
 
 def _choose_layer_plan(

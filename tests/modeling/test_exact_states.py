@@ -244,8 +244,7 @@ def test_calibration_and_measurement_use_unrounded_k_and_v(models):
 
 @needs_rounding
 def test_serving_gives_the_answers_of_the_original_weights(models):
-    chosen_prompts = prompts()[:4]
-    answers = []
+    (_, declared), chosen_prompts, answers = models, prompts()[:4], []
     for model in models:
         serving.enable(model)
         answers.append(generate_batch(model, chosen_prompts))
@@ -253,7 +252,7 @@ def test_serving_gives_the_answers_of_the_original_weights(models):
         serving.disable(model)
     assert answers[0] == answers[1]
     prompt = torch.tensor(chosen_prompts[1:2])
-    rounded_tokens = model.generate(prompt, max_new_tokens=24, pad_token_id=0)
+    rounded_tokens = declared.generate(prompt, max_new_tokens=24, pad_token_id=0)
     assert rounded_tokens[0, prompt.shape[1] :].tolist() != answers[1][1]
 
 
