@@ -34,8 +34,8 @@ _STALE_WARNING = (
     "(hf_fp8kv.calibrate), or use dynamic scales (scales=None). scales.made_for(model) checks the "
     "weights"
 )
-_STALE_EFFECTS = ("Values that exceed the old range saturate",
-         "Nothing saturates, but the plan and centers may no longer fit")  # fmt: skip
+_STATIC_EFFECT = "Values that exceed the old range saturate"
+_DYNAMIC_EFFECT = "Nothing saturates, but the plan and centers may no longer fit"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -129,7 +129,7 @@ class KVScales(ScaleData):
         *,
         format: str = "hf_fp8kv",
         checkpoint: str | os.PathLike[str] | None = None,
-        weights: save.Weights = "copy",
+        weights: save.WeightsMode = "copy",
         overwrite: bool = False,
         tp_size: int = 1,
         base_model: str | None = None,
@@ -384,5 +384,5 @@ def resolve_scales(
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
     """Warn once if the digest of the scales differs from the digest of the model's weights."""
     if isinstance(scales, KVScales) and scales.made_for(model) is False:
-        details = scales.origin, type(model).__name__, _STALE_EFFECTS[scales.is_dynamic]
-        warn_once(logger, _STALE_WARNING % details)
+        effect = _DYNAMIC_EFFECT if scales.is_dynamic else _STATIC_EFFECT
+        warn_once(logger, _STALE_WARNING % (scales.origin, type(model).__name__, effect))
