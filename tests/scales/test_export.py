@@ -70,8 +70,8 @@ def reduce_scales(scales: KVScales, format: str) -> KVScales:
 
 def reduce_layer(layer: LayerScales, format: str) -> LayerScales:
     k, v = enlarge_k(layer), layer.v
-    if format == "compressed-tensors" and any(t.ndim and t.shape[0] > 1 for t in (k, v)):
-        return LayerScales(*(t.amax(1, keepdim=True).expand(NUM_HEADS, 1) for t in (k, v)))
+    if format == "compressed-tensors" and any(x.ndim and x.shape[0] > 1 for x in (k, v)):
+        return LayerScales(*(x.amax(1, keepdim=True).expand(NUM_HEADS, 1) for x in (k, v)))
     k, v = k.max(), v.max()
     return LayerScales(*(torch.maximum(k, v),) * 2 if format == "vllm-json" else (k, v))
 
