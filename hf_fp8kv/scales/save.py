@@ -126,13 +126,14 @@ def open_base(
         )
     if not has_model and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # written with scales only
-    files = find_indexed_tensors(folder) or find_shard_tensors(folder)
-    files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)  # if not indexed
-    if has_model and isinstance(format, TensorFormat) and not files:
+    tensor_files = find_indexed_tensors(folder) or find_shard_tensors(folder)
+    # The index of a copy for TGI does not list the scales.
+    tensor_files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
+    if has_model and isinstance(format, TensorFormat) and not tensor_files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
-    old_scales = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
-    for file in sorted(set(files.values())):
-        names = {name for name, name_file in files.items() if name_file == file}
+    old_scales = [name for name in tensor_files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    for file in sorted(set(tensor_files.values())):
+        names = {name for name, owner in tensor_files.items() if owner == file}
         # An interrupted call may have removed a part of the scales.
         stored_names = {*read_header(source / file)[0], *(old_scales if overwrite else ())}
         if missing_names := names - stored_names:
@@ -153,9 +154,8 @@ def open_base(
         )
     if config and (old_scales or not has_model):
         config = remove_declaration(str(source), config, base.modelopt_config, format.name)
-    for name in old_scales:
-        del files[name]
-    return replace(base, config=config, tensor_files=files, removed_tensors=frozenset(old_scales))
+    kept_files = {name: file for name, file in tensor_files.items() if name not in old_scales}
+    return replace(base, config=config, tensor_files=kept_files, removed_tensors={*old_scales})
 
 
 def write_files(
