@@ -124,7 +124,7 @@ def measure_latent_accuracy(
         values) and the fields of `summarize_scores`.
     """
     run, rows = describe_run("latent-accuracy"), []
-    call_sizes = {"num_prefill": prefill, "chunk_size": 128}
+    call_sizes: dict[str, Any] = {"num_prefill": prefill, "chunk_size": 128}
     for name, kind in MODEL_KINDS.items():
         model = make_model(kind, layers=layers, rank=rank)
         caches = _make_caches(model)
