@@ -273,6 +273,7 @@ def list_candidates(ranges, partner, options, near_range=None, far_range=None):
 
 
 def find_first_candidates(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3):
+    """Return the first candidates of K and V by side, and the centered candidate of K, if any."""
     options = CalibrationOptions(granularity, fmt, margin, center)
     candidates = list_candidates(measure_range(k, v, partner, None), partner, options)
     assert {c.fmt for side_candidates in candidates.values() for c in side_candidates} == {fmt}
@@ -458,8 +459,8 @@ def llama_model():
 def test_a_center_needs_a_significant_gain(llama_model, monkeypatch, gains, is_accepted):
     ones, gain = torch.ones(len(gains)), torch.tensor(gains).double()
 
-    def score(job, name, batches, caches):
-        scales = {name: make() for name, make in caches.items()}
+    def score(job, stage, batches, factories):
+        scales = {name: make_cache() for name, make_cache in factories.items()}
         assert (scales["with"].centered, scales["without"].centered) == (True, False)
         return {"without": Scores(ones, ones, ones), "with": Scores(ones - gain, ones, ones)}
 

@@ -156,10 +156,10 @@ def test_keys_are_not_rotated_if_far_positions_cannot_be_tried(
 ) -> None:
     collect_ranges = stages.collect_ranges
 
-    def collect(job: Any, name: str, *args: Any) -> Any:
-        if name.startswith("far"):
+    def collect(job: Any, stage: str, *args: Any) -> Any:
+        if stage.startswith("far"):
             raise ConfigError("model: position_ids are not supported")
-        return collect_ranges(job, name, *args)
+        return collect_ranges(job, stage, *args)
 
     monkeypatch.setattr(stages, "collect_ranges", collect)
     scales = calibrate(biased_model, make_texts(8), plan="measured", **HELD_OUT_24)
@@ -176,18 +176,18 @@ def test_rotated_keys_get_a_scale_per_head_instead_of_per_channel(biased_model: 
 
 
 def test_an_uncertain_gain_is_rejected(biased_model: Any, monkeypatch: Any) -> None:
-    score_caches, names = scoring.score_caches, []
+    score_caches, scored_stages = scoring.score_caches, []
 
-    def score(job: Any, name: str, *args: Any) -> Any:
-        scores = score_caches(job, name, *args)
-        if name.startswith("far predictions"):  # the plan helps at near positions
+    def score(job: Any, stage: str, *args: Any) -> Any:
+        scores = score_caches(job, stage, *args)
+        if stage.startswith("far predictions"):  # the plan helps at near positions
             scores["with"] = scores["without"]
-        names.append(name)
+        scored_stages.append(stage)
         return scores
 
     monkeypatch.setattr(scoring, "score_caches", score)
     scales = calibrate(biased_model, make_texts(8), plan="measured", **HELD_OUT_24)
-    assert names[:2] == ["predictions", "far predictions"]
+    assert scored_stages[:2] == ["predictions", "far predictions"]
     assert set(scales.plan.values()) == {E4M3}
     assert "the gain is uncertain" in scales.report.centers
 
