@@ -90,7 +90,7 @@ def compare_caches(
             inputs["position_ids"] = positions.expand(chunk_ids.shape)
         expected: Tensor | None = None
         for name, cache in caches.items():
-            logits = compute_logits(model, chunk_ids, cache, inputs, is_scored=start > 0)
+            logits = compute_logits(model, chunk_ids, cache, inputs, scored=start > 0)
             if on_call is not None:
                 on_call(chunk_ids.numel())
             if start == 0:
@@ -104,18 +104,18 @@ def compare_caches(
 
 @torch.no_grad()
 def compute_logits(
-    model: PreTrainedModel, ids: Tensor, cache: Any, inputs: dict[str, Any], *, is_scored: bool
+    model: PreTrainedModel, ids: Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> Tensor:
     """Return the logits of the tokens `ids`, `[B, T, vocabulary]`.
 
-    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `is_scored`, the
-    logits may be of the last token only. With it, a model that omits logits raises ConfigError.
+    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `scored`, the logits
+    may be of the last token only. With `scored`, a model that omits logits raises ConfigError.
     """
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    options = with_cache(model, cache) | ({} if is_scored else make_last_logit_kwargs(model))
+    options = with_cache(model, cache) | ({} if scored else make_last_logit_kwargs(model))
     with exact_states():  # for the unquantized cache as well
         logits: Tensor = model(**{name: ids}, **inputs, **options).logits
-    if is_scored and logits.shape[1] != ids.shape[1]:
+    if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
             f"{type(model).__name__}, whose predictions cannot be compared"
