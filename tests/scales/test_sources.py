@@ -76,7 +76,7 @@ def edit_json(path: Path, **changes: object) -> None:
 def set_scales(folder: Path, layers: Iterable[int], scale: float | None) -> None:
     """Set the scales of K and V of these layers. None deletes them."""
     names = [ATTENTION.format(layer) + f"{side}_scale" for layer in layers for side in "kv"]
-    edit_tensors(folder, dict.fromkeys(names, None if scale is None else torch.tensor(scale)))
+    edit_tensors(folder, {n: None if scale is None else torch.tensor(scale) for n in names})
 
 
 def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
