@@ -10,7 +10,7 @@ import typer
 
 from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, KVScales
-from ..scales.save import WeightsMode
+from ..scales.save import Weights
 from .arguments import Json, Overwrite, Scales, choice
 from .scales_table import describe_scales
 from .shared import Warnings, handle_log, print_note
@@ -32,7 +32,7 @@ def convert(
         Any,
         typer.Option(
             help="copy, or link (hard links to the weights, on the same disk).",
-            **choice(get_args(WeightsMode)),
+            **choice(get_args(Weights)),
         ),
     ] = "copy",
     overwrite: Overwrite = False,

@@ -129,7 +129,7 @@ class KVScales(ScaleData):
         *,
         format: str = "hf_fp8kv",
         checkpoint: str | os.PathLike[str] | None = None,
-        weights: save.WeightsMode = "copy",
+        weights: save.Weights = "copy",
         overwrite: bool = False,
         tp_size: int = 1,
         base_model: str | None = None,

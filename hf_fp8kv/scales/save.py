@@ -43,7 +43,7 @@ from .load import read_folder
 from .report import REPORT_FILE
 from .request import Request
 
-WeightsMode = Literal["copy", "link"]
+Weights = Literal["copy", "link"]
 # Possible paths of the files of the format "hf_fp8kv".
 _KV_PATHS = [root + name for root in ("", f"{KV_FOLDER}/") for name in (REPORT_FILE, KV_FILE)]
 # All entries that a config.json of scales alone can have, in any format.
@@ -85,7 +85,7 @@ def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[
 
 def open_base(
     target: Path, format: ScaleFormat, new_files: Collection[str], checkpoint: Path | None,
-    weights: WeightsMode = "copy", *, overwrite: bool,
+    weights: Weights = "copy", *, overwrite: bool,
 ) -> Checkpoint | None:  # fmt: skip
     """Return the checkpoint that gets the scales, without its old scales, or None if not needed.
 
@@ -104,7 +104,7 @@ def open_base(
             return None
         # A folder without weights has scales, or is empty.
         overwrite, has_model = True, bool(find_weights(old_files))
-    elif weights not in get_args(WeightsMode):
+    elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}. Choose one")
     elif target_path.exists() and (any(target_path.iterdir()) or target_path.samefile(os.curdir)):
         raise ScaleError(
@@ -160,7 +160,7 @@ def open_base(
 
 def write_files(
     source: Path, target: Path, files: Mapping[str, bytes], base: Checkpoint | None,
-    scales: ScaleData, weights: WeightsMode, tp_size: int,
+    scales: ScaleData, weights: Weights, tp_size: int,
 ) -> list[Path]:  # fmt: skip
     """Write files of scales to a folder, or to a copy of `source`, and return the paths."""
     contents: dict[str, _Content] = {**place_files(list_files(source), files)}
@@ -221,7 +221,7 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
         save_file({name: file.get_tensor(name) for name in names}, to, metadata or None)
 
 
-def _transfer_file(weights: WeightsMode, source: Path, target: Path) -> None:
+def _transfer_file(weights: Weights, source: Path, target: Path) -> None:
     if weights == "link" and source.suffix.lower() in WEIGHT_SUFFIXES:
         # Link to the file, because the Hub's cache has symbolic links.
         os.link(source.resolve(), target)
@@ -230,7 +230,7 @@ def _transfer_file(weights: WeightsMode, source: Path, target: Path) -> None:
 
 
 def _write_copy(
-    source: Path, target: Path, weights: WeightsMode, contents: Mapping[str, _Content]
+    source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
     """Make `target` a copy of `source` with these files. An error leaves no files."""
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import command_line
-from tests.scales.test_export import draw_scales
+from tests.scales.test_export import random_scales
 
 
 class Command:
@@ -48,5 +48,5 @@ def run(monkeypatch, capsys) -> Command:
 @pytest.fixture
 def saved_scales(tmp_path) -> Path:
     """Return a folder with the scales of three layers."""
-    draw_scales("tensor").save_pretrained(tmp_path / "own")
+    random_scales("tensor").save_pretrained(tmp_path / "own")
     return tmp_path / "own"

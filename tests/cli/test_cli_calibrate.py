@@ -9,7 +9,7 @@ import hf_fp8kv.calibration
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales
 from tests.helpers.planned import PLANS, planned_scales
-from tests.scales.test_export import draw_scales
+from tests.scales.test_export import random_scales
 
 
 class FakeCalibrate:
@@ -18,7 +18,7 @@ class FakeCalibrate:
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
         self.error: BaseException | None = None
-        self.scales = draw_scales("head", num_layers=2)
+        self.scales = random_scales("head", num_layers=2)
 
     def __call__(self, model: object, texts: object, **options: object) -> KVScales:
         self.calls.append({"model": model, "texts": texts, **options})
@@ -124,7 +124,7 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model, t
 
 def test_overwrite_replaces_the_scales_in_a_copy(run, calibration, model, tmp_path):
     old_folder = tmp_path / "old"
-    draw_scales("tensor", num_layers=2).save_pretrained(
+    random_scales("tensor", num_layers=2).save_pretrained(
         old_folder, format="compressed-tensors", checkpoint=model
     )
     options = ("--checkpoint", old_folder, "--format", "compressed-tensors")
@@ -139,7 +139,7 @@ def test_overwrite_replaces_the_scales_in_a_copy(run, calibration, model, tmp_pa
 
 
 def test_existing_scales_are_rejected_before_calibration(run, calibration, tmp_path):
-    existing_scales = draw_scales("tensor")
+    existing_scales = random_scales("tensor")
     existing_scales.save_pretrained(tmp_path / "out")
     err = run.fails()
     assert calibration.calls == []
@@ -203,7 +203,7 @@ def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
 
 
 def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(run, calibration, tmp_path):
-    layers = draw_scales("tensor").layers
+    layers = random_scales("tensor").layers
     calibration.scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
     err = run.fails("--format", "vllm-json")
     assert "a file with gaps" in err

@@ -9,7 +9,7 @@ import torch
 
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
 from tests.cli.conftest import Command
-from tests.scales.test_export import FakeApi, assert_holds, draw_scales, reduce_scales
+from tests.scales.test_export import FakeApi, assert_holds, random_scales, reduce_scales
 from tests.scales.test_sources import DATA, edit_json
 
 
@@ -24,7 +24,7 @@ def convert(run, saved_scales, tmp_path):
 @pytest.mark.parametrize("scale_format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
 def test_scales_are_converted_to_every_format_and_back(run, tmp_path, scale_format, kind):
     source, converted, final = (tmp_path / name for name in ("source", "converted", "final"))
-    scales = draw_scales(kind)
+    scales = random_scales(kind)
     scales.save_pretrained(source)
     out, err = run("convert", source, converted, "--to", scale_format)
     assert sorted(map(Path, out.splitlines())) == sorted(converted.iterdir())
@@ -62,7 +62,7 @@ def test_scales_are_converted_into_a_copy_of_a_checkpoint(convert, saved_scales,
 
 
 def test_existing_files_are_replaced_only_with_overwrite(convert, tmp_path):
-    existing_scales = draw_scales("tensor", seed=1)
+    existing_scales = random_scales("tensor", seed=1)
     existing_scales.save_pretrained(tmp_path / "out", format="vllm-json")
     err = convert.fails("--to", "vllm-json")
     assert err.startswith("hf-fp8kv: error: ")
@@ -70,7 +70,7 @@ def test_existing_files_are_replaced_only_with_overwrite(convert, tmp_path):
     assert "--overwrite" in err
     assert_holds(tmp_path / "out", existing_scales, "vllm-json")
     convert("--to", "vllm-json", "--overwrite")
-    assert_holds(tmp_path / "out", draw_scales("tensor"), "vllm-json")
+    assert_holds(tmp_path / "out", random_scales("tensor"), "vllm-json")
 
 
 def test_tp_size_writes_the_scales_of_each_rank(convert, tmp_path):
@@ -81,7 +81,7 @@ def test_tp_size_writes_the_scales_of_each_rank(convert, tmp_path):
 
 
 def test_the_model_type_can_be_set(run, tmp_path):
-    untyped_scales = KVScales(draw_scales("tensor").layers)
+    untyped_scales = KVScales(random_scales("tensor").layers)
     source, vllm, tgi = (tmp_path / name for name in ("source", "vllm", "tgi"))
     untyped_scales.save_pretrained(source)
     arguments = ["convert", source, vllm, "--to", "vllm-json"]
@@ -99,7 +99,7 @@ def test_the_model_type_can_be_set(run, tmp_path):
 
 
 def test_missing_layers_require_lenient(run, tmp_path):
-    layers = draw_scales("tensor").layers
+    layers = random_scales("tensor").layers
     KVScales({0: layers[0], 2: layers[2]}, model_type="llama").save_pretrained(
         tmp_path / "autofp8", format="autofp8"
     )

@@ -13,7 +13,7 @@ from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.report import CalibrationReport
 from tests.cli.test_scales_table import make_report
 from tests.helpers.planned import PLANS, planned_scales
-from tests.scales.test_export import draw_scales
+from tests.scales.test_export import random_scales
 from tests.scales.test_sources import DATA, edit_json
 
 
@@ -32,7 +32,7 @@ def measure_calls(monkeypatch) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_every_format_is_a_table_with_two_rows_per_layer(run, tmp_path, format):
-    scales = draw_scales("tensor")
+    scales = random_scales("tensor")
     scales.save_pretrained(tmp_path, format=format)
     out, err = run("inspect", tmp_path)
     assert err == ""
@@ -48,7 +48,7 @@ def test_every_format_is_a_table_with_two_rows_per_layer(run, tmp_path, format):
 
 @pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centered-channel"])
 def test_json_contains_all_properties(run, tmp_path, kind):
-    scales = draw_scales(kind)
+    scales = random_scales(kind)
     scales.save_pretrained(tmp_path)
     out, err = run("inspect", tmp_path, "--json")
     output = json.loads(out)
@@ -127,7 +127,7 @@ def test_warnings_and_remarks_are_shown(run, tmp_path):
 
 
 def test_a_measurement_is_shown(run, tmp_path, model, measure_calls):
-    scales = draw_scales("head", num_layers=2)
+    scales = random_scales("head", num_layers=2)
     scales.save_pretrained(tmp_path)
     (text := tmp_path / "text.txt").write_text("the capital of London")
     args = ["inspect", tmp_path, "--model", model, "--device", "cpu", "--model-dtype", "bfloat16"]
@@ -152,7 +152,7 @@ def test_a_measurement_is_shown(run, tmp_path, model, measure_calls):
 
 def test_a_plot_is_written(run, tmp_path):
     pytest.importorskip("matplotlib")
-    draw_scales("head").save_pretrained(tmp_path)
+    random_scales("head").save_pretrained(tmp_path)
     path = tmp_path / "scales.png"
     out, _ = run("inspect", tmp_path, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -170,7 +170,7 @@ def test_a_missing_matplotlib_is_reported_before_measuring(run, monkeypatch, mea
 
 
 def test_a_report_next_to_the_scales_is_shown(run, tmp_path):
-    scales = draw_scales("head")
+    scales = random_scales("head")
     report = make_report(3, heads=2, scales_digest=scales.digest)
     replace(scales, report=report).save_pretrained(tmp_path)
     out, _ = run("inspect", tmp_path)

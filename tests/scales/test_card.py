@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from hf_fp8kv.scales import KVScales, LayerScales
 from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
-from tests.scales.test_export import draw_scales
+from tests.scales.test_export import random_scales
 
 OLD_CARD = """---
 license: mit
@@ -38,7 +38,7 @@ def save_card(folder: Path, target: Path, old_card: str | None, scales: KVScales
 
 def test_a_card_describes_the_scales(model_folder, tmp_path):
     options = {"format": "compressed-tensors", "base_model": "org/base"}
-    text = save_card(model_folder, tmp_path / "copy", None, draw_scales("tensor"), **options)
+    text = save_card(model_folder, tmp_path / "copy", None, random_scales("tensor"), **options)
     card = ModelCard(text)
     assert card.data.base_model == "org/base"
     assert card.data.tags == ["fp8", "kv-cache", "compressed-tensors"]
@@ -49,7 +49,7 @@ def test_a_card_describes_the_scales(model_folder, tmp_path):
 
 
 def test_servers_that_cannot_load_the_scales_are_omitted(model_folder, tmp_path):
-    scales = draw_scales("head")
+    scales = random_scales("head")
     card = save_card(model_folder, tmp_path / "copy", None, scales, format="compressed-tensors")
     assert "vllm serve" in card
     assert "sglang" not in card
@@ -58,7 +58,7 @@ def test_servers_that_cannot_load_the_scales_are_omitted(model_folder, tmp_path)
 
 
 def test_an_existing_card_is_extended_and_its_section_is_replaced(model_folder, tmp_path):
-    scales, new_scales = draw_scales("tensor"), draw_scales("head")
+    scales, new_scales = random_scales("tensor"), random_scales("head")
     extended_card = save_card(model_folder, tmp_path / "1", OLD_CARD, scales, format="autofp8")
     replaced_card = save_card(model_folder, tmp_path / "2", extended_card + "\nMore.\n", new_scales)
     for text in (extended_card, replaced_card):
@@ -71,7 +71,7 @@ def test_an_existing_card_is_extended_and_its_section_is_replaced(model_folder, 
     assert "per head" in replaced_card
     assert "per tensor" not in replaced_card
     assert replaced_card.endswith("\n\nMore.\n")
-    repeated_card = save_card(model_folder, tmp_path / "3", replaced_card, draw_scales("head"))
+    repeated_card = save_card(model_folder, tmp_path / "3", replaced_card, random_scales("head"))
     assert repeated_card.replace('"3"', '"2"').replace("serve 3 ", "serve 2 ") == replaced_card
 
 
@@ -87,7 +87,7 @@ def test_an_existing_card_is_extended_and_its_section_is_replaced(model_folder, 
     ],
 )
 def test_a_damaged_card_is_preserved(model_folder, tmp_path, old_card):
-    card = save_card(model_folder, tmp_path / "copy", old_card, draw_scales("tensor"))
+    card = save_card(model_folder, tmp_path / "copy", old_card, random_scales("tensor"))
     assert old_card.rstrip() in card
     assert "## FP8 KV cache" in card
 
@@ -96,7 +96,7 @@ def test_a_damaged_card_is_preserved(model_folder, tmp_path, old_card):
 def test_a_card_with_only_metadata_keeps_it(model_folder, tmp_path, text):
     old_card = f"---\n{text}\n---"
     card = save_card(
-        model_folder, tmp_path / "copy", old_card, draw_scales("tensor"), base_model="org/other"
+        model_folder, tmp_path / "copy", old_card, random_scales("tensor"), base_model="org/other"
     )  # fmt: skip
     assert card.count("license: mit") == card.count("base_model:") == 1
     assert ModelCard(card).data.base_model == ("org/mine" if "mine" in text else "org/other")

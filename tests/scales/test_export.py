@@ -40,7 +40,7 @@ NUM_LAYERS, NUM_HEADS, DIM = 3, 2, 4
 KV_PATH = "kv_scales/kv_scales.safetensors"
 
 
-def draw_scales(kind: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> KVScales:
+def random_scales(kind: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> KVScales:
     """Return random scales of a kind in `KINDS`. All values are different."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -106,7 +106,7 @@ def folder(model_folder, tmp_path) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_saved_scales_are_loaded(tmp_path, caplog, format, kind):
-    scales = draw_scales(kind)
+    scales = random_scales(kind)
     paths = scales.save_pretrained(tmp_path, format=format)
     assert sorted(paths) == sorted(tmp_path.iterdir())
     is_lossy = reduce_scales(scales, format).digest != scales.digest
@@ -136,7 +136,7 @@ def test_any_scales_of_k_and_v_are_loaded_bitwise(tmp_path_factory, values, form
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
        format=st.sampled_from(tuple(SCALE_FORMATS)))  # fmt: skip
 def test_reduced_scales_cover_the_same_values(tmp_path_factory, seed, kind, format):
-    scales = draw_scales(kind, seed, num_layers=1)
+    scales = random_scales(kind, seed, num_layers=1)
     folder = tmp_path_factory.mktemp("reduced")
     scales.save_pretrained(folder, format=format)
     if format == "hf_fp8kv":
@@ -155,7 +155,7 @@ def test_warnings_name_the_folder(tmp_path, caplog):
     [message] = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert message.startswith(f"{tmp_path / 'a'}: every KV scale is exactly 1.0")
     caplog.clear()
-    replace(draw_scales("head"), report=make_report()).save_pretrained(tmp_path / "b")
+    replace(random_scales("head"), report=make_report()).save_pretrained(tmp_path / "b")
     [message] = [r.message for r in caplog.records]
     assert message == (
         f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about different scales, so it will "
@@ -164,7 +164,7 @@ def test_warnings_name_the_folder(tmp_path, caplog):
 
 
 def test_warnings_describe_the_loss(tmp_path, caplog):
-    draw_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
+    random_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
     assert [r.message for r in caplog.records] == [
         f"{tmp_path / 'a'}: written as vllm-json: K's scales are enlarged by the centers, which "
         "are left out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2)"
@@ -177,7 +177,7 @@ def test_warnings_describe_the_loss(tmp_path, caplog):
 
 @pytest.mark.parametrize(("kind", "is_copy"), [("tensor", False), ("centered-head", True)])
 def test_each_rank_of_the_json_has_the_largest_scale(tmp_path, model_folder, kind, is_copy):
-    scales, folder = draw_scales(kind), tmp_path / "out"
+    scales, folder = random_scales(kind), tmp_path / "out"
     checkpoint = model_folder if is_copy else None
     scales.save_pretrained(folder, format="vllm-json", tp_size=3, checkpoint=checkpoint)
     for rank in range(3):
@@ -221,7 +221,7 @@ INVALID_OPTIONS = {
 
 @pytest.mark.parametrize(("options", "message"), INVALID_OPTIONS.values(), ids=INVALID_OPTIONS)
 def test_invalid_options_write_no_files(tmp_path, options, message):
-    scales = KVScales({1: draw_scales("tensor").layers[0]})
+    scales = KVScales({1: random_scales("tensor").layers[0]})
     with scale_error(message):
         scales.save_pretrained(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -229,7 +229,7 @@ def test_invalid_options_write_no_files(tmp_path, options, message):
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_existing_files_are_replaced_only_with_overwrite(tmp_path, format):
-    scales, new_scales = draw_scales("tensor", 1), draw_scales("tensor", 2)
+    scales, new_scales = random_scales("tensor", 1), random_scales("tensor", 2)
     scales.save_pretrained(tmp_path, format=format)
     old_content = read_content(tmp_path)
     with scale_error("pass overwrite=True"):
@@ -244,19 +244,19 @@ def test_existing_files_are_replaced_only_with_overwrite(tmp_path, format):
 def test_the_files_of_a_checkpoint_are_not_replaced_without_overwrite(folder, format):
     old_content = read_content(folder)
     with scale_error(r"without weights|without config\.json"):
-        draw_scales("tensor").save_pretrained(folder, format=format)
+        random_scales("tensor").save_pretrained(folder, format=format)
     assert read_content(folder) == old_content
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_full_disk_changes_no_files(tmp_path, monkeypatch, format, index):
-    draw_scales("tensor", 1).save_pretrained(tmp_path, format=format)
+    random_scales("tensor", 1).save_pretrained(tmp_path, format=format)
     old_content = read_content(tmp_path)
     index = min(index, len(old_content) - 1)
     fail_write(monkeypatch, index, OSError(28, "No space left on device"))
     with pytest.raises(ScaleError, match="No space left"):
-        draw_scales("tensor", 2).save_pretrained(tmp_path, format=format, overwrite=True)
+        random_scales("tensor", 2).save_pretrained(tmp_path, format=format, overwrite=True)
     assert read_content(tmp_path) == old_content
 
 
@@ -300,7 +300,7 @@ def read_weights(folder: Path) -> dict[str, bytes]:
 
 def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **options) -> Path:
     """Copy a checkpoint, add random scales to the copy, and return the path of the copy."""
-    draw_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
+    random_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
     return target
 
 
@@ -315,7 +315,7 @@ def test_a_copy_has_the_same_weights_and_can_be_loaded(tmp_path, request, source
     assert read_content(source) == old_content
     assert read_weights(copy) == read_weights(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
-    assert_holds(copy, draw_scales(kind), format)
+    assert_holds(copy, random_scales(kind), format)
     if source.name.startswith("llama"):
         assert {"tokenizer.json", "original/params.json"} <= set(read_content(copy))
     assert not (copy / ".cache").exists()
@@ -351,8 +351,8 @@ def test_a_cache_of_the_copy_stores_the_same_bytes(tmp_path, model_folder, forma
     tokens = torch.arange(12).view(1, -1)
     caches = [
         FP8PagedCache.from_pretrained(copy),
-        FP8PagedCache(loaded.config, scales=draw_scales("tensor")),
-        FP8PagedCache(loaded.config, scales=draw_scales("tensor", seed=1)),
+        FP8PagedCache(loaded.config, scales=random_scales("tensor")),
+        FP8PagedCache(loaded.config, scales=random_scales("tensor", seed=1)),
     ]
     logits = []
     for cache in caches:
@@ -454,7 +454,7 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
     entries = json.loads(config.read_text())
     old_content = read_content(folder)
     for seed in (0, 1):  # the second call replaces scales
-        scales = draw_scales("tensor", seed)
+        scales = random_scales("tensor", seed)
         scales.save_pretrained(folder, format=format, overwrite=True)
         assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
     new_entries = json.loads(config.read_text())
@@ -484,7 +484,7 @@ def test_an_interrupt_leaves_a_loadable_model(tmp_path, model_folder, folder, mo
         replace(self, target)
 
     monkeypatch.setattr(Path, "replace", interrupt)
-    scales = draw_scales("tensor")
+    scales = random_scales("tensor")
     with pytest.raises(KeyboardInterrupt):
         scales.save_pretrained(folder, format="modelopt", overwrite=True)
     assert (folder / "config.json").read_bytes() == old_content["config.json"]
@@ -535,7 +535,7 @@ OTHER_TOOLS = [
 def test_scales_for_tgi_are_read_next_to_quantized_weights(tmp_path, folder, weights):
     corrupt_config(quantization_config=weights)(folder)
     copy = add_scales(folder, tmp_path / "copy", "tgi")
-    old_scales, scales = draw_scales("tensor", 1), draw_scales("tensor")
+    old_scales, scales = random_scales("tensor", 1), random_scales("tensor")
     for saved_scales in (old_scales, scales):  # the second call replaces scales
         saved_scales.save_pretrained(folder, format="tgi", overwrite=True)
     for path in (copy, folder):
@@ -555,7 +555,7 @@ def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model_folder, f
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text)
     ambiguous_folder = Path(shutil.copytree(folder, tmp_path / "two"))
-    draw_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
+    random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
     new_content = read_content(folder)
     assert {name: new_content[name] for name in other_files} == other_files
     assert_loads_the_same(model_folder, folder)
@@ -563,7 +563,7 @@ def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model_folder, f
     save_file({"a": torch.ones(1)}, ambiguous_folder / "model-00001-of-00001.safetensors")
     old_content = read_content(ambiguous_folder)
     with scale_error("got two files"):
-        draw_scales("tensor").save_pretrained(ambiguous_folder, format="autofp8", overwrite=True)
+        random_scales("tensor").save_pretrained(ambiguous_folder, format="autofp8", overwrite=True)
     assert read_content(ambiguous_folder) == old_content
 
 
@@ -572,7 +572,7 @@ def test_a_config_without_weights_keeps_its_entries(tmp_path, model_folder, form
     shutil.copy(model_folder / "config.json", tmp_path)
     entries = json.loads((tmp_path / "config.json").read_text())
     for seed in (0, 1):
-        scales = draw_scales("tensor", seed)
+        scales = random_scales("tensor", seed)
         scales.save_pretrained(tmp_path, format=format, overwrite=True)
         assert list_sides(KVScales.from_pretrained(tmp_path)) == list_sides(scales)
     new_entries = json.loads((tmp_path / "config.json").read_text())
@@ -581,7 +581,7 @@ def test_a_config_without_weights_keeps_its_entries(tmp_path, model_folder, form
 
 def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model_folder, folder):
     old_content = read_content(folder)
-    scales, new_scales = draw_scales("centered-head", 1), draw_scales("channel", 2)
+    scales, new_scales = random_scales("centered-head", 1), random_scales("channel", 2)
     paths = scales.save_pretrained(folder)
     assert paths == [folder / "kv_scales" / "kv_scales.safetensors"]
     with pytest.raises(ScaleError, match="pass overwrite=True"):
@@ -613,10 +613,10 @@ def test_old_scale_files_are_not_copied(tmp_path, folder):
 
 def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model_folder, caplog):
     folder = Path(shutil.copytree(model_folder, tmp_path / "folder"))
-    for path in draw_scales("head", 1).save_pretrained(tmp_path / "separate"):
+    for path in random_scales("head", 1).save_pretrained(tmp_path / "separate"):
         shutil.copy(path, folder)
     (folder / "kv_calibration.json").write_text("{}")
-    scales = draw_scales("head", 2)
+    scales = random_scales("head", 2)
     scales.save_pretrained(folder, overwrite=True)
     assert {*read_content(folder)} - {*read_content(model_folder)} == {KV_PATH}
     (folder / "kv_scales" / "kv_calibration.json").write_text("{}")
@@ -641,8 +641,8 @@ def test_scales_without_weights_can_change_format(tmp_path, model_folder, old, n
         folder.mkdir()
         shutil.copy(add_scales(model_folder, tmp_path / "copy", old) / "config.json", folder)
     else:
-        draw_scales("tensor", 1).save_pretrained(folder, format=old)
-    scales = draw_scales("tensor", 2)
+        random_scales("tensor", 1).save_pretrained(folder, format=old)
+    scales = random_scales("tensor", 2)
     scales.save_pretrained(folder, format=new, overwrite=True)
     assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
 
@@ -657,7 +657,7 @@ def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, sharded_fo
     old_content = read_content(folder)
     for target, options in ((folder, {}), (tmp_path / "copy", {"checkpoint": folder})):
         with scale_error("expected a file of scales to replace, got .*extra.weight"):
-            draw_scales("tensor").save_pretrained(target, format="tgi", overwrite=True, **options)
+            random_scales("tensor").save_pretrained(target, format="tgi", overwrite=True, **options)
     assert read_content(folder) == old_content
 
 
@@ -684,14 +684,14 @@ def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model_folder
         assert weights_file.samefile(folder / "model.safetensors") == (weights == "link")
     folder.chmod(0o755)
     blob_content = read_content(blobs)
-    draw_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
+    random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
     assert read_content(blobs) == blob_content
 
 
 def test_a_card_with_a_number_as_a_metadata_key_is_kept(folder):
     text = "---\n1: a\n---\n# Mine\n"
     (folder / "README.md").write_text(text)
-    draw_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
+    random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
     assert (folder / "README.md").read_text().startswith(text)
 
 
@@ -748,7 +748,7 @@ def test_an_unsuitable_checkpoint_is_rejected(tmp_path, folder, spoil, message):
     """No copy is written, and no file is added to the folder."""
     spoil(folder)
     old_content = read_content(folder)
-    scales, options = draw_scales("tensor"), {"format": "autofp8"}
+    scales, options = random_scales("tensor"), {"format": "autofp8"}
     calls = [lambda: scales.save_pretrained(tmp_path / "copy", checkpoint=folder, **options)]
     if "without KV scales" not in message:  # overwrite=True replaces such scales
         calls.append(lambda: scales.save_pretrained(folder, overwrite=True, **options))
@@ -811,7 +811,7 @@ COPY_OPTIONS = {
 @pytest.mark.parametrize(("options", "message"), COPY_OPTIONS.values(), ids=COPY_OPTIONS)
 def test_invalid_options_of_a_copy_are_rejected(tmp_path, model_folder, options, message):
     with scale_error(message):
-        draw_scales("tensor").save_pretrained(
+        random_scales("tensor").save_pretrained(
             tmp_path / "copy", **{"checkpoint": model_folder} | options
         )
     assert not list(tmp_path.iterdir())
@@ -831,7 +831,7 @@ def test_an_interrupted_copy_leaves_no_files(tmp_path, model_folder, monkeypatch
 def test_old_files_are_complete_at_each_write(tmp_path, model_folder, monkeypatch):
     """A killed process cannot clean up, so no write may leave a partial folder."""
     copy, folder = tmp_path / "copy", tmp_path / "separate"
-    draw_scales("tensor").save_pretrained(folder, format="autofp8")
+    random_scales("tensor").save_pretrained(folder, format="autofp8")
     old_content, contents = read_content(folder), []
 
     def sync(fd: int) -> None:
@@ -840,7 +840,7 @@ def test_old_files_are_complete_at_each_write(tmp_path, model_folder, monkeypatc
             assert not copy.exists()
 
     monkeypatch.setattr("os.fsync", sync)
-    draw_scales("tensor", 1).save_pretrained(folder, format="autofp8", overwrite=True)
+    random_scales("tensor", 1).save_pretrained(folder, format="autofp8", overwrite=True)
     for files in contents:
         assert {n: c for n, c in files.items() if not n.endswith(".part")} == old_content
     assert len(contents) == len(old_content)
@@ -911,7 +911,7 @@ def hub(monkeypatch, tmp_path_factory):
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_uploaded_files_match_saved_files(tmp_path, hub, format):
     fake = hub("README.md")
-    scales = draw_scales("tensor")
+    scales = random_scales("tensor")
     address = scales.push_to_hub("org/new", format=format, private=True, token="t")
     assert address == "https://hf.co/org/new/Add scales of the KV cache"
     assert (fake.requests, fake.token) == (["repo org/new True", "list", "card", "commit"], "t")
@@ -922,16 +922,16 @@ def test_uploaded_files_match_saved_files(tmp_path, hub, format):
     assert "# Mine" in card
     assert 'scales="org/new"' in card
     fake = hub()
-    draw_scales("tensor").push_to_hub("org/new", revision="fp8")
+    random_scales("tensor").push_to_hub("org/new", revision="fp8")
     assert fake.requests == ["repo org/new None", "branch fp8", "list", "commit"]
 
 
 def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
     fake = hub("kv_scales.safetensors", "model.safetensors", "config.json")
     with scale_error("pass overwrite=True"):
-        draw_scales("tensor").push_to_hub("org/model")
+        random_scales("tensor").push_to_hub("org/model")
     assert not fake.uploaded
-    draw_scales("tensor").push_to_hub("org/model", overwrite=True)
+    random_scales("tensor").push_to_hub("org/model", overwrite=True)
     assert set(fake.uploaded) == {"README.md", KV_PATH}
     assert fake.deleted == ["kv_scales.safetensors"]
 
@@ -944,7 +944,7 @@ def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
 def test_the_config_of_a_repository_is_never_replaced(hub, format, weights):
     fake = hub("config.json", *weights)
     with scale_error("expected a repository without weights"):
-        draw_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
+        random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert not fake.uploaded
 
 
@@ -953,7 +953,7 @@ def test_scales_are_not_uploaded_next_to_scales_that_are_read_first(hub, prefix)
     fake = hub(f"{prefix}kv_scales.safetensors", "README.md")
     for format in ("vllm-json", "tgi"):
         with scale_error("read before all others"):
-            draw_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
+            random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert not fake.uploaded
 
 
@@ -961,7 +961,7 @@ def test_scales_are_not_uploaded_next_to_scales_that_are_read_first(hub, prefix)
 def test_an_unreachable_hub_is_a_scale_error(hub, failing):
     hub(failing=failing)
     with scale_error(r"org/model: .*no route"):
-        draw_scales("tensor").push_to_hub("org/model")
+        random_scales("tensor").push_to_hub("org/model")
 
 
 # -- rules of servers ------------------------------------------------------------------------------
@@ -969,7 +969,7 @@ def test_an_unreachable_hub_is_a_scale_error(hub, failing):
 
 @pytest.mark.parametrize(("is_copy", "tp_size"), [(False, 1), (True, 2)], ids=["separate", "copy"])
 def test_servers_read_the_larger_scale_from_the_json(tmp_path, model_folder, tp_size, is_copy):
-    scales, checkpoint = draw_scales("tensor"), model_folder if is_copy else None
+    scales, checkpoint = random_scales("tensor"), model_folder if is_copy else None
     scales.save_pretrained(
         tmp_path / "out", format="vllm-json", tp_size=tp_size, checkpoint=checkpoint
     )

@@ -16,14 +16,14 @@ from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.scales import SCALE_FORMATS
 from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
-from tests.scales.test_export import draw_scales, read_content
+from tests.scales.test_export import random_scales, read_content
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import scale_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 INDEX_FILE = "model.safetensors.index.json"
-NEW_SCALES = draw_scales("head", seed=5, num_layers=LAYERS)
+NEW_SCALES = random_scales("head", seed=5, num_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
