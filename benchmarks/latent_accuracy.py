@@ -124,6 +124,7 @@ def measure_latent_accuracy(
         values) and the fields of `summarize_scores`.
     """
     run, rows = describe_run("latent-accuracy"), []
+    call_sizes: dict[str, Any] = {"num_prefill": prefill, "chunk_size": 128}
     for name, kind in MODEL_KINDS.items():
         model = make_model(kind, layers=layers, rank=rank)
         caches = _make_caches(model)
@@ -133,7 +134,7 @@ def measure_latent_accuracy(
             ids = _draw_text(prefill + score, seed=text)
             progress(f"{name}, text {text + 1} of {texts}")
             with paged_attention(model):
-                scores_by_cache = compare_caches(model, ids, caches, prefill=prefill, chunk=128)
+                scores_by_cache = compare_caches(model, ids, caches, **call_sizes)
             for cache, text_scores in scores_by_cache.items():
                 scores.setdefault(cache, []).append(text_scores)
         del scores[UNQUANTIZED]

@@ -53,7 +53,7 @@ def fp8_paged_mask(
         ConfigError: The number of rows of `attention_mask` is neither 1 nor B, or it does not cover
             all cached and new tokens.
     """
-    if step.is_engine:
+    if step.is_engine_step:
         return None
     if attention_mask is not None and attention_mask.shape[0] not in (1, batch_size):
         raise ConfigError(

@@ -19,7 +19,7 @@ from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV, make_handles
 from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
-from ..modeling.exact_states import NOTE, rounding_note
+from ..modeling.exact_states import ROUNDING_NOTE, describe_rounding
 from ..modeling.model_support import with_cache
 from ..utils.tensors import without_grad
 from .check_model import find_stock_layers
@@ -157,7 +157,7 @@ def prepare_rounding(
         reason = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
         reason = "has its own attention code and does not use transformers' attention registry"
-    elif rounding_note(model) == NOTE:
+    elif describe_rounding(model) == ROUNDING_NOTE:
         reason = "already rounds K and V in calls without a cache, by compressed-tensors"
     if reason:
         raise ConfigError(

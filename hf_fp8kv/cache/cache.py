@@ -15,12 +15,12 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
-from ..modeling.exact_states import pass_exact_states
+from ..modeling.exact_states import patch_kv_wrapper
 from ..modeling.layer_specs import read_config
 from ..modeling.model_support import caches_latents, check_config
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
-from ..scales import KVScales, declared_kv_scales
+from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
 from . import serialization
@@ -168,7 +168,7 @@ class FP8PagedCache(DynamicCache):
         )  # fmt: skip
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
-        if config and options.scales is None and (declared := declared_kv_scales(config)):
+        if config and options.scales is None and (declared := describe_kv_scales(config)):
             warn_once(
                 logger,
                 f"this checkpoint declares static KV scales ({declared}), but this cache uses "
@@ -295,7 +295,7 @@ class FP8PagedCache(DynamicCache):
                 f"The prompt adds no tokens to the cache, which has {self.host_length()} tokens. "
                 "Pass a longer prompt, or call crop, reset or enable(model)"
             )
-        pass_exact_states()  # called again, because the model may be newer than the cache
+        patch_kv_wrapper()  # called again, because the model may be newer than the cache
         columns, start = super().get_mask_sizes(query_length, layer_idx)
         step.request = self._paged.make_mask_request(query_length, columns, start)
         return columns, start

@@ -24,7 +24,7 @@ from ..paging.offloading import OffloadBlocks, OffloadBudget
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
-from ..scales.kv_scales import StoragePlan, resolve
+from ..scales.kv_scales import StoragePlan, resolve_scales
 from ..scales.layer_scales import SKIP_ADVICE, check_ranks
 from .plans import parse_plan
 
@@ -84,7 +84,7 @@ class CacheOptions:
             BackendError: The backend cannot run here.
         """
         ranks = fields["tensor_parallel"] = TensorParallel.parse(fields["tensor_parallel"])
-        scales = resolve(scales, tp_rank=ranks.rank, tp_size=ranks.size)
+        scales = resolve_scales(scales, tp_rank=ranks.rank, tp_size=ranks.size)
         if isinstance(scales, StoragePlan):
             raise ConfigError(
                 "scales: expected static scales, got a StoragePlan, whose scales are dynamic. Pass "

@@ -16,8 +16,8 @@ from transformers.cache_utils import (
 )
 
 from ..errors import ConfigError
-from ..modeling.exact_states import pass_exact_states
-from ..modeling.layer_specs import build_stock_layers, find_layers, shares_keys
+from ..modeling.exact_states import patch_kv_wrapper
+from ..modeling.layer_specs import build_stock_layers, find_skipped_layers, reuses_kv
 from ..modeling.step import MaskRequest
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
@@ -64,7 +64,7 @@ class PagedLayers:
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
         self._uses_flex = False  # whether attention in the current step is flex attention
-        pass_exact_states()
+        patch_kv_wrapper()
 
     # -- creation of layers ------------------------------------------------------------------
 
@@ -147,9 +147,9 @@ class PagedLayers:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
         get_rotation = RopeRotation.from_config(config)
-        skipped_layers = find_layers(skip_layers, config, layers)
+        skipped_layers = find_skipped_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            max_tokens, shares_kv = self.options.max_cache_len, shares_keys(config, index)
+            max_tokens, shares_kv = self.options.max_cache_len, reuses_kv(config, index)
             if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
                 rope, has_indexer = get_rotation(index), isinstance(layer, INDEXED_CLASSES)
                 layers[index] = self.add_layer(index, window, rope=rope, has_indexer=has_indexer)

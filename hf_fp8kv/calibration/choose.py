@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, rounding_error
+from ..formats.codec import SEARCH_STEPS, compute_rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, make_batches, merge_tensors
 from .queries import Queries
 from .rope import NUM_FAR_POSITIONS, FarPositions, Partners
-from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
+from .stages import CalibrationOptions, Job, fold_layers, sample_far_windows, sample_windows
 
 # Maximum ratio of the error of a larger scale to the original error, and number of tried octaves.
 _MAX_HEADROOM_ERROR_RATIO = 1.02
@@ -41,8 +41,9 @@ _HEADROOM_OCTAVES = 3
 _HEADROOM_TOKENS = 128
 # Term that is added to the weight of a channel, as a share of the largest weight of the head.
 _MIN_WEIGHT = 1e-6
-# The pairs of format and rotation that a measured plan may have.
-_TRIED_FORMATS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
+# The plans of K or V that are tried for a measured plan. For K they are also tried with a center.
+_ROTATED_PLANS = [SidePlan(name, rotated=True) for name in ("fp8_e2m5", "int8", DEFAULT_DTYPE)]
+_TRIED_PLANS = [SidePlan(DEFAULT_DTYPE), *_ROTATED_PLANS]
 # Maximum ratio of the cost of a preferred candidate to the cost of the first candidate.
 _MAX_COST_RATIO = 0.95
 
@@ -76,9 +77,9 @@ class Candidate:
         """
         x, queries = self.transform(x, queries)
         format_scale = (scale * self.fmt.scale_from_e4m3).to(x.device)
-        error = rounding_error(x, format_scale, self.fmt)
-        costs = error.square() if queries is None else queries.cost(self.side, error, "head")
-        return costs.sum(dtype=torch.float64).cpu()
+        error = compute_rounding_error(x, format_scale, self.fmt)
+        cost = error.square() if queries is None else queries.compute_cost(self.side, error, "head")
+        return cost.sum(dtype=torch.float64).cpu()
 
 
 # The candidates of a layer by side. The first candidate of a side is the fallback.
@@ -134,12 +135,12 @@ def _list_plans(
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
     fallback = SidePlan(options.fmt.name)
-    plans = [SidePlan(*pair) for pair in _TRIED_FORMATS] if options.plan == "measured" else []
-    k = [fallback, *(plan for plan in plans if not (may_rotate and plan.rotated))]
+    plans = _TRIED_PLANS if options.plan == "measured" else []
+    k_plans = [fallback, *(plan for plan in plans if not (may_rotate and plan.rotated))]
     if options.center and not may_rotate:
-        k += [replace(plan, centered=True) for plan in plans or [fallback]]
-    is_latent = options.latent and options.plan is not None
-    return {"k": k, "v": [SidePlan(AUTO)] if is_latent else [fallback, *plans]}
+        k_plans += [replace(plan, centered=True) for plan in plans or [fallback]]
+    keeps_v = options.is_latent and options.plan is not None
+    return {"k": k_plans, "v": [SidePlan(AUTO)] if keeps_v else [fallback, *plans]}
 
 
 def find_centers(
@@ -177,7 +178,7 @@ def make_candidate(
     """Return a candidate with the smallest scales of a plan. A centered plan needs a `center`."""
     prefix = f"{ROTATED}{side}" if plan.rotated else side
     # Divide on the CPU, because GPUs divide slightly differently.
-    upper, lower, far_amax = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
+    upper, lower, far_amax = (ranges[f"{prefix}_{x}"].cpu() for x in ("max", "min", "pair_norm"))
     if center is not None:
         center = center.cpu()
         shift = rotate(center) if plan.rotated else center
@@ -210,7 +211,7 @@ def measure_costs(candidate: Candidate, x: Tensor, queries: Queries | None) -> T
     that are larger by `n` octaves. Costs of different texts can be added.
     """
     x, queries = candidate.transform(x, queries)
-    granularity, fmt = candidate.granularity, candidate.fmt
+    side, granularity, fmt = candidate.side, candidate.granularity, candidate.fmt
     axes = _AXES[granularity]
     sample = x[:: -(-len(x) // _HEADROOM_TOKENS)]
     costs = []
@@ -218,12 +219,12 @@ def measure_costs(candidate: Candidate, x: Tensor, queries: Queries | None) -> T
         scale = candidate.min_scale.to(x.device) * 2.0 ** (step / SEARCH_STEPS)
         errors = []
         for octave in range(_HEADROOM_OCTAVES + 1):
-            error = rounding_error(sample, scale * 2.0**octave, fmt)
+            error = compute_rounding_error(sample, scale * 2.0**octave, fmt)
             squares = error.square().sum(0, dtype=torch.float64)
             errors.append(squares.sum(axes, keepdim=True) if axes else squares)
         cost = torch.zeros_like(errors[0])
         if queries is not None:
-            cost = queries.cost(candidate.side, rounding_error(x, scale, fmt), granularity)
+            cost = queries.compute_cost(side, compute_rounding_error(x, scale, fmt), granularity)
             cost = (cost.sum(0, keepdim=True) if granularity == "tensor" else cost).double()
         costs.append(torch.stack([cost, *errors]))
     return torch.stack(costs, 1).cpu()
@@ -234,9 +235,8 @@ def pick_scale(candidate: Candidate, costs: Tensor) -> Tensor:
     cost, errors = costs[0], costs[1:]
     step = cost.argmin(0, keepdim=True)  # the first of several equal costs
     errors = errors.gather(1, step[None].expand(len(errors), *step.shape))[:, 0]
-    scale = candidate.min_scale * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
-        step[0].float() / SEARCH_STEPS
-    )
+    octaves = step[0].float() / SEARCH_STEPS
+    scale = candidate.min_scale * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** octaves
     chosen_scale = scale
     for octave in range(1, _HEADROOM_OCTAVES + 1):
         larger_scale = scale * 2.0**octave
@@ -244,8 +244,8 @@ def pick_scale(candidate: Candidate, costs: Tensor) -> Tensor:
         is_next = (chosen_scale < candidate.far_scale) & (chosen_scale == larger_scale / 2)
         is_cheap = errors[octave] <= _MAX_HEADROOM_ERROR_RATIO * errors[0]
         chosen_scale = torch.where(is_next & is_cheap, larger_scale, chosen_scale)
-    result = chosen_scale / candidate.fmt.scale_from_e4m3
-    return result.reshape(()) if candidate.granularity == "tensor" else result
+    e4m3_scale = chosen_scale / candidate.fmt.scale_from_e4m3
+    return e4m3_scale.reshape(()) if candidate.granularity == "tensor" else e4m3_scale
 
 
 def make_scales(
@@ -283,28 +283,26 @@ def choose_scales(
         sides: str, index: int, k: Tensor, v: Tensor, queries: Queries | None
     ) -> TensorDict:
         return {
-            side: torch.stack(
-                [candidate.compute_cost(x, queries, scale) for candidate, scale in choices]
-            )
+            side: torch.stack([c.compute_cost(x, queries, scale) for c, scale in choices])
             for side, x in (("k", k), ("v", v))
             if side in sides and len(choices := candidates[index][side]) > 1
         }
 
-    stages, near_batches = [], make_batches(sample_windows(windows), 1)
-    far_batches = sample_far(windows, positions)
+    stage_costs, near_batches = [], make_batches(sample_windows(windows), 1)
+    far_batches = sample_far_windows(windows, positions)
     for name, sides, batches in (("plans", "kv", near_batches), ("far plans", "k", far_batches)):
         has_choice = any(len(layer[side]) > 1 for layer in candidates.values() for side in sides)
         used_batches = batches if has_choice else []
-        stages.append(fold_layers(job, name, used_batches, partial(measure, sides)))
+        stage_costs.append(fold_layers(job, name, used_batches, partial(measure, sides)))
     first_scales, best_scales = dict[int, LayerScales](), dict[int, LayerScales]()
     for index, layer in candidates.items():
-        layer_costs = [stage[index] for stage in stages if index in stage]
-        picks = []
+        layer_costs = [costs[index] for costs in stage_costs if index in costs]
+        best_indices = []
         for side in "kv":
             parts = [costs[side].tolist() for costs in layer_costs if side in costs]
-            picks.append(pick_candidate([*zip(*parts, strict=True)], _MAX_COST_RATIO))
-        for scales, (k_pick, v_pick) in ((first_scales, (0, 0)), (best_scales, picks)):
-            scales[index] = join_kv(job.options, source, layer["k"][k_pick], layer["v"][v_pick])
+            best_indices.append(pick_candidate([*zip(*parts, strict=True)], _MAX_COST_RATIO))
+        for scales, (k_index, v_index) in ((first_scales, (0, 0)), (best_scales, best_indices)):
+            scales[index] = join_kv(job.options, source, layer["k"][k_index], layer["v"][v_index])
     return first_scales, best_scales
 
 
@@ -314,17 +312,18 @@ def pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     `costs` is `[candidates][parts]`. A part is a head, or near or far positions. In each part the
     cost of a good candidate is at most `max_ratio` times the cost of the first candidate.
     """
-    good_candidates = [
-        number
-        for number, parts in enumerate(costs)
+    good_indices = [
+        index
+        for index, parts in enumerate(costs)
         if all(cost <= max_ratio * fallback for cost, fallback in zip(parts, costs[0], strict=True))
     ]
-    return min(good_candidates, key=lambda number: sum(costs[number]), default=0)
+    return min(good_indices, key=lambda index: sum(costs[index]), default=0)
 
 
 def join_kv(
     options: CalibrationOptions, source: str, k: ScaledCandidate, v: ScaledCandidate
 ) -> LayerScales:
     """Return the scales of a layer, with its plan if `calibrate` was called with a plan."""
-    plan = None if options.plan is None else LayerPlan(k[0].plan, v[0].plan)
-    return LayerScales(k[1], v[1], k[0].center, source, plan)
+    (k_candidate, k_scale), (v_candidate, v_scale) = k, v
+    plan = None if options.plan is None else LayerPlan(k_candidate.plan, v_candidate.plan)
+    return LayerScales(k_scale, v_scale, k_candidate.center, source, plan)

@@ -1,4 +1,4 @@
-"""Measure how far a model's predictions with a cache diverge from those without quantization."""
+"""Measure how far a model's predictions with a cache diverge from its unquantized predictions."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import accepts, with_cache
+from ..modeling.model_support import accepts_argument, with_cache
 from ..scales.report import QualityRow
 
 UNQUANTIZED = "unquantized"
@@ -21,9 +22,9 @@ _SLICE_TOKENS = 8  # number of tokens whose logits are compared together
 class Scores:
     """The divergence at each scored token, float64 on the CPU."""
 
-    kl: torch.Tensor  # [n]
-    top1_match: torch.Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
-    nll: torch.Tensor  # [m], negative log-likelihood of the next token, if the text has one
+    kl: Tensor  # [n]
+    top1_match: Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
+    nll: Tensor  # [m], negative log-likelihood of the next token, if the text has one
 
     def summarize(self, cache: str = "") -> QualityRow:
         """Return the row of a cache: the means and the largest divergence over all tokens.
@@ -31,22 +32,21 @@ class Scores:
         The perplexity is NaN if no scored token has a next token in the text.
         """
         kl, top1, nll = self.kl.mean().item(), self.top1_match.mean().item(), self.nll.mean()
-        tokens = self.kl.numel()
-        return QualityRow(cache, kl, self.kl.max().item(), top1, nll.exp().item(), tokens)
+        return QualityRow(cache, kl, self.kl.max().item(), top1, nll.exp().item(), len(self.kl))
 
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":
-        """Concatenate the scores of several parts of texts."""
+        """Concatenate the scores of several chunks or texts."""
         return cls(*map(torch.cat, zip(*((x.kl, x.top1_match, x.nll) for x in parts), strict=True)))
 
 
 def compare_caches(
     model: PreTrainedModel,
-    ids: torch.Tensor,
-    caches: Mapping[str, Callable[[], Any]],
+    ids: Tensor,
+    factories: Mapping[str, Callable[[], Any]],
     *,
-    prefill: int = 512,
-    chunk: int = 32,
+    num_prefill: int = 512,
+    chunk_size: int = 32,
     first_position: int | None = None,
     on_call: Callable[[int], object] | None = None,
 ) -> dict[str, Scores]:
@@ -57,10 +57,10 @@ def compare_caches(
     Args:
         model: The model, with the attention implementation to measure. The encoder of an
             encoder-decoder reads the whole text.
-        ids: Token ids of the texts, `[B, N]`, int64, on the model's device. N exceeds `prefill`.
-        caches: Functions that make an empty cache (for the decoder's self-attention), by name.
-        prefill: Number of tokens that are read in one call on an empty cache, and not scored.
-        chunk: Number of tokens that each later call scores. Each call attends to all stored tokens.
+        ids: Token ids of the texts, `[B, N]`, int64, on the model's device, N > `num_prefill`.
+        factories: Functions that make an empty cache (for the decoder's self-attention), by name.
+        num_prefill: Number of tokens that the first call reads on an empty cache, without scores.
+        chunk_size: Number of tokens that each later call scores. It attends to all stored tokens.
         first_position: Position of the first token, for models that take `position_ids`. None means
             the model's first position.
         on_call: Function that is called after each call of the model, with its number of tokens.
@@ -68,28 +68,28 @@ def compare_caches(
     Raises:
         ConfigError: `ids` has no token to score, or the model does not return logits of each token.
     """
-    if ids.ndim != 2 or ids.shape[1] <= prefill:
-        raise ConfigError(
-            f"ids: expected [B, N] with N > prefill={prefill}, got {tuple(ids.shape)}"
-        )
-    all_caches: dict[str, Any] = {UNQUANTIZED: DynamicCache(config=model.config)}
-    all_caches |= {name: make() for name, make in caches.items()}
+    if ids.ndim != 2 or ids.shape[1] <= num_prefill:
+        rule = f"[B, N] with N > num_prefill={num_prefill}"
+        raise ConfigError(f"ids: expected {rule}, got {tuple(ids.shape)}")
+    caches: dict[str, Any] = {UNQUANTIZED: DynamicCache(config=model.config)}
+    caches |= {name: make_cache() for name, make_cache in factories.items()}
     inputs: dict[str, Any] = {}
     if model.config.is_encoder_decoder:
         with torch.no_grad():
             inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids)
-        for name, cache in all_caches.items():
-            all_caches[name] = EncoderDecoderCache(cache, DynamicCache())
-    scores: dict[str, list[Scores]] = {name: [] for name in all_caches}
+        for name, cache in caches.items():
+            caches[name] = EncoderDecoderCache(cache, DynamicCache())
+    scores: dict[str, list[Scores]] = {name: [] for name in caches}
     shifted_ids = ids.roll(-1, dims=1)
     start = 0
-    for chunk_ids in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
+    chunks = ids[:, num_prefill:].split(chunk_size, dim=1)
+    for chunk_ids in (ids[:, :num_prefill], *chunks):
         stop = start + chunk_ids.shape[1]
         if first_position is not None:
             positions = torch.arange(start, stop, device=ids.device) + first_position
             inputs["position_ids"] = positions.expand(chunk_ids.shape)
-        expected: torch.Tensor | None = None
-        for name, cache in all_caches.items():
+        expected: Tensor | None = None
+        for name, cache in caches.items():
             logits = compute_logits(model, chunk_ids, cache, inputs, scored=start > 0)
             if on_call is not None:
                 on_call(chunk_ids.numel())
@@ -99,22 +99,22 @@ def compare_caches(
             next_ids = shifted_ids[:, start : min(stop, ids.shape[1] - 1)]
             scores[name].append(compute_scores(expected, logits, next_ids))
         start = stop
-    return {name: Scores.concat(parts) for name, parts in scores.items()}
+    return {name: Scores.concat(chunk_scores) for name, chunk_scores in scores.items()}
 
 
 @torch.no_grad()
 def compute_logits(
-    model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
-) -> torch.Tensor:
+    model: PreTrainedModel, ids: Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
+) -> Tensor:
     """Return the logits of the tokens `ids`, `[B, T, vocabulary]`.
 
-    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `scored`, T may be
-    the last token only. With `scored`, a model that omits logits of tokens raises ConfigError.
+    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `scored`, the logits
+    may be of the last token only. With `scored`, a model that omits logits raises ConfigError.
     """
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    options = with_cache(model, cache) | ({} if scored else last_logit_kwargs(model))
+    options = with_cache(model, cache) | ({} if scored else make_last_logit_kwargs(model))
     with exact_states():  # for the unquantized cache as well
-        logits: torch.Tensor = model(**{name: ids}, **inputs, **options).logits
+        logits: Tensor = model(**{name: ids}, **inputs, **options).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
@@ -123,7 +123,7 @@ def compute_logits(
     return logits
 
 
-def compute_scores(expected: torch.Tensor, logits: torch.Tensor, next_ids: torch.Tensor) -> Scores:
+def compute_scores(expected: Tensor, logits: Tensor, next_ids: Tensor) -> Scores:
     """Return the scores of one chunk.
 
     The divergence is computed from the differences of logits after subtracting their mean. In
@@ -143,7 +143,7 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, next_ids: torch
     return Scores(*(x.flatten().double().cpu() for x in (kl, top1_match, nll)))
 
 
-def _compare_logits(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _compare_logits(expected: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     """Return the divergence, equality of the argmax, and logsumexp of `logits`, each `[B, T]`."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     expected, logits = expected.to(dtype), logits.to(dtype)
@@ -157,6 +157,6 @@ def _compare_logits(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch
     return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1)
 
 
-def last_logit_kwargs(model: PreTrainedModel) -> dict[str, int]:
-    """Return the argument that restricts logits to the last token, if the model accepts it."""
-    return {"logits_to_keep": 1} if accepts(type(model), "logits_to_keep") else {}
+def make_last_logit_kwargs(model: PreTrainedModel) -> dict[str, int]:
+    """Return a keyword argument for logits of the last token only, if the model accepts it."""
+    return {"logits_to_keep": 1} if accepts_argument(type(model), "logits_to_keep") else {}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
@@ -12,12 +13,12 @@ from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import exact_states, warn_of_rounding
 from ..modeling.model_support import with_cache
 from ..modeling.tensor_parallel import tensor_parallel
-from .divergence import last_logit_kwargs
+from .divergence import make_last_logit_kwargs
 
 # Receives the index of a layer, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
-StatesCallback = Callable[[int, torch.Tensor, torch.Tensor], None]
-TensorDict = dict[str, torch.Tensor]
-# Prefix of the names in the ranges of rotated values.
+StatesCallback = Callable[[int, Tensor, Tensor], None]
+TensorDict = dict[str, Tensor]
+# Prefix of the names of the ranges of rotated values.
 ROTATED = "rotated."
 # Exceptions that a model's code may raise if it is called in an unexpected way.
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -26,23 +27,23 @@ MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError,
 class Batch:
     """Windows of text, right-padded to the longest window, for one call of the model.
 
-    `ids` is `[B, T]`, int64, on the CPU. `is_token`, `[B, T]`, bool, is False for padding, or None
-    without padding. `num_tokens` does not include padding. `start` is the position of the first
-    token, for models that take `position_ids`. None means the default of the model.
+    `ids` is `[B, T]`, int64, on the CPU. `is_token`, `[B, T]`, bool, is False for padding. It is
+    None without padding. `num_tokens` does not include padding. `first_position` is the position of
+    the first token, for models that take `position_ids`. None means the default of the model.
     """
 
-    def __init__(self, windows: tuple[torch.Tensor, ...], start: int | None = None) -> None:
+    def __init__(self, windows: tuple[Tensor, ...], first_position: int | None = None) -> None:
         self.ids = pad_sequence([window.long() for window in windows], batch_first=True)
         lengths = torch.tensor([len(window) for window in windows], device="cpu")
         is_token = torch.arange(self.ids.shape[1], device="cpu") < lengths[:, None]
         self.is_token = None if is_token.all() else is_token
         self.num_tokens = int(lengths.sum())
-        self.start = start
+        self.first_position = first_position
 
 
-def make_batches(windows: Sequence[torch.Tensor], size: int) -> list[Batch]:
-    """Return the windows in batches of `size`, in the same order."""
-    return [Batch(tuple(windows[i : i + size])) for i in range(0, len(windows), size)]
+def make_batches(windows: Sequence[Tensor], batch_size: int) -> list[Batch]:
+    """Return the windows in batches of `batch_size`, in the same order."""
+    return [Batch(tuple(windows[i : i + batch_size])) for i in range(0, len(windows), batch_size)]
 
 
 class _ObservedCache(DynamicCache):
@@ -55,10 +56,9 @@ class _ObservedCache(DynamicCache):
         self._observed_layers, self._on_states, self._is_token = layers, on_states, is_token
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        def remove_padding(states: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] -> [N, H, D]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        def remove_padding(states: Tensor) -> Tensor:  # [B, H, T, D] -> [N, H, D]
             # Sums are in float64, which MPS does not support.
             states = states.cpu() if states.device.type == "mps" else states
             rows, is_token = states.detach().transpose(1, 2), self._is_token
@@ -69,10 +69,10 @@ class _ObservedCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def nan_error(layer: int, name: str) -> ConfigError:
-    """Return the error for NaN or infinity in K or V of a layer."""
+def nan_error(layer: int, states: str) -> ConfigError:
+    """Return the error for NaN or infinity in the `states` of a layer: "K", "V" or both."""
     return ConfigError(
-        f"layer {layer}: expected finite {name}, got NaN or infinity. Load the model in bfloat16 "
+        f"layer {layer}: expected finite {states}, got NaN or infinity. Load the model in bfloat16 "
         "or float32, and check the text"
     )
 
@@ -110,7 +110,7 @@ def observe(
     Both parts of an encoder-decoder read the text. Only its decoder's self-attention is observed.
     Raise ConfigError if the model cannot read token ids into a cache.
     """
-    device = input_device(model)
+    device = find_input_device(model)
     ids = batch.ids.to(device)
     is_token = None if batch.is_token is None else batch.is_token.to(device)
     cache: Any = _ObservedCache(model.config, layers, on_states, is_token)
@@ -120,12 +120,12 @@ def observe(
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
         inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
-    if batch.start is not None:
-        positions = torch.arange(batch.start, batch.start + ids.shape[1], device=device)
+    if batch.first_position is not None:
+        positions = torch.arange(ids.shape[1], device=device) + batch.first_position
         inputs["position_ids"] = positions.expand(ids.shape)
     try:
         with torch.no_grad(), exact_states():
-            model(**inputs, **with_cache(model, cache), **last_logit_kwargs(model))
+            model(**inputs, **with_cache(model, cache), **make_last_logit_kwargs(model))
     except FP8KVError:
         raise
     except MODEL_ERRORS as error:
@@ -136,19 +136,19 @@ def observe(
         ) from error
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
+def find_input_device(model: PreTrainedModel) -> torch.device:
     """Return the device for token ids. A spread or offloaded model moves them with hooks."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    return next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
 
 
 def measure_range(
-    k: torch.Tensor, v: torch.Tensor, k_partner: torch.Tensor | None, v_partner: torch.Tensor | None
+    k: Tensor, v: Tensor, k_partner: Tensor | None, v_partner: Tensor | None
 ) -> TensorDict:
     """Return the range of K and V of a layer, each `[N, Hkv, D]`. Partners are as in `Partners`.
 
-    `k_max`, `k_min`, `v_max` and `v_min` are `[Hkv, D]`, float32. So are `k_pair` and `v_pair`, the
-    largest norm of each channel and its partner. `k_sum` is the sum of K, float64, and `count` the
-    number of tokens, int64.
+    `k_max`, `k_min`, `v_max` and `v_min` are `[Hkv, D]`, float32. So are `k_pair_norm` and
+    `v_pair_norm`, the largest norm of each channel and its partner. `k_sum` is the sum of K,
+    `[Hkv, D]`, float64, and `count` the number of tokens, int64.
     """
     k, v = k.float(), v.float()
     ranges = {"count": torch.tensor(k.shape[0], device="cpu")}
@@ -159,18 +159,18 @@ def measure_range(
             partner = partner.to(x.device)
             is_unpaired = partner == torch.arange(len(partner), device=x.device)
             norms = torch.where(is_unpaired, norms, torch.hypot(x, x[..., partner]))
-        ranges[f"{side}_pair"] = norms.amax(0)
+        ranges[f"{side}_pair_norm"] = norms.amax(0)
     ranges["k_sum"] = k.sum(0, dtype=torch.float64)
     return ranges
 
 
 # Functions that merge two tensors, by the last word of their name. All other tensors are added.
-_MERGES = {"min": torch.minimum, "max": torch.maximum, "pair": torch.maximum}
+_MERGE_FUNCTIONS = {"min": torch.minimum, "max": torch.maximum, "norm": torch.maximum}
 
 
 def merge_tensors(first: TensorDict, second: TensorDict) -> TensorDict:
     """Merge the ranges and sums of different tokens, on the devices of `first`."""
     return {
-        name: _MERGES.get(name.rpartition("_")[2], torch.add)(x, second[name].to(x.device))
+        name: _MERGE_FUNCTIONS.get(name.rpartition("_")[2], torch.add)(x, second[name].to(x.device))
         for name, x in first.items()
     }

@@ -20,9 +20,9 @@ from ..attention.switching import eval_mode
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
-from ..formats.codec import dynamic_errors
+from ..formats.codec import compute_dynamic_errors
 from ..formats.rotation import rotate
-from ..modeling.model_support import accepts, caches_latents
+from ..modeling.model_support import accepts_argument, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
@@ -35,7 +35,7 @@ from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-_WINDOW_TOKENS = 128  # maximum number of tokens of a window
+_MAX_WINDOW_TOKENS = 128  # maximum number of tokens of a window
 _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the model has them
 # Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
 # smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
@@ -71,31 +71,31 @@ def choose_plan(
     if texts is None:
         vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
         generator = torch.Generator("cpu").manual_seed(0)
-        length = min(_WINDOW_TOKENS, find_max_positions(model))
+        length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
         windows = [torch.randint(vocab_size, (length,), generator=generator, device="cpu")]
     else:
         corpus = read_model_corpus(
-            model, texts, tokenizer, max_tokens=2**18, max_length=_WINDOW_TOKENS, held_out=0,
+            model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS, held_out=0,
             text_column=text_column, chat_template=chat_template,
         )  # fmt: skip
         windows = sample_windows(corpus.windows)
     num_tokens = sum(map(len, windows))
-    if texts is not None and num_tokens < _WINDOW_TOKENS:
+    if texts is not None and num_tokens < _MAX_WINDOW_TOKENS:
         logger.warning(
             "texts: the plan is chosen on %d tokens, fewer than the %d random tokens that are used "
-            "without texts. Pass more texts, or None", num_tokens, _WINDOW_TOKENS,
+            "without texts. Pass more texts, or None", num_tokens, _MAX_WINDOW_TOKENS,
         )  # fmt: skip
     with eval_mode(model):
         states_by_call, num_positions = _read_states(model, layers, windows)
-    latent = caches_latents(model.config.get_text_config(decoder=True))
+    is_latent = caches_latents(model.config.get_text_config(decoder=True))
     may_transform_k = num_positions > 1 or not has_rope(model)
     source = f"chosen on {num_tokens} {'random tokens' if texts is None else 'tokens of text'}"
     layer_scales = {}
     for index in sorted(layers):
-        center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if latent else _FALLBACK)
+        center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
         all_states = [states.pop(index) for states in states_by_call if index in states]
         if all_states and all(queries is not None for *_, queries in all_states):
-            center, plan = _plan_layer(index, all_states, may_transform_k, latent)
+            center, plan = _choose_layer_plan(index, all_states, may_transform_k, is_latent)
         layer_scales[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
         layer_scales, model_type=model.config.model_type, origin=source,
@@ -128,38 +128,38 @@ def _read_states(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
 ) -> tuple[list[dict[int, _LayerStates]], int]:
     """Return the states of layers for each window and position, and the number of positions."""
-    positions: list[int | None] = [None]
-    if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
-        max_start = find_max_positions(model) - max(map(len, windows))
-        positions += [position for position in _FIRST_POSITIONS[1:] if position <= max_start]
+    first_positions: list[int | None] = [None]
+    if accepts_argument(type(model), "position_ids") and not model.config.is_encoder_decoder:
+        max_first_position = find_max_positions(model) - max(map(len, windows))
+        first_positions += [x for x in _FIRST_POSITIONS[1:] if x <= max_first_position]
     states_by_call: list[dict[int, _LayerStates]] = []
 
     def add_states(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> None:
         states_by_call[-1][index] = k, v, queries
 
     for window in windows:
-        for start in positions:
+        for first_position in first_positions:
             states_by_call.append({})
             try:
-                observe_queries(model, Batch((window,), start), layers, add_states)
+                observe_queries(model, Batch((window,), first_position), layers, add_states)
             except ConfigError as error:
-                if start is None:
+                if first_position is None:
                     raise
-                logger.warning("positions from %d are not tried: %s", start, error)
-                positions = positions[: positions.index(start)]
+                logger.warning("positions from %d are not tried: %s", first_position, error)
+                first_positions = first_positions[: first_positions.index(first_position)]
                 states_by_call.pop()
                 break
-    return states_by_call, len(positions)
+    return states_by_call, len(first_positions)
 
 
-def _plan_layer(
-    index: int, all_states: Sequence[_LayerStates], may_transform_k: bool, latent: bool
+def _choose_layer_plan(
+    index: int, all_states: Sequence[_LayerStates], may_transform_k: bool, is_latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
     """Return the center of K on the CPU, or None if it is not used, and the plan of least cost."""
     plans = [_FALLBACK, *_ROTATED_PLANS]
-    centered_plans = [replace(plan, centered=True) for plan in plans]
-    k_plans = (plans if latent else [*centered_plans, *plans]) if may_transform_k else [_FALLBACK]
-    v_plans = [] if latent else plans
+    centered_plans = [] if is_latent else [replace(plan, centered=True) for plan in plans]
+    k_plans = [*centered_plans, *plans] if may_transform_k else [_FALLBACK]
+    v_plans = [] if is_latent else plans
     num_k_plans = len(k_plans)
     formats = tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     center = torch.cat([k for k, *_ in all_states]).mean(0, dtype=torch.float32)
@@ -167,25 +167,26 @@ def _plan_layer(
     for _, group in groupby(all_states, lambda states: len(states[0])):
         k, v, queries = zip(*group, strict=True)
         keys = _transform_states(torch.stack(k).float(), center, k_plans)
-        values = keys[:0] if latent else _transform_states(torch.stack(v).float(), None, v_plans)
+        values = keys[:0] if is_latent else _transform_states(torch.stack(v).float(), None, v_plans)
         if keys.shape[1:] == values.shape[1:]:
-            errors = dynamic_errors(torch.cat([keys, values]), formats)
+            errors = compute_dynamic_errors(torch.cat([keys, values]), formats)
             k_errors, v_errors = errors[:num_k_plans], errors[num_k_plans:]
         else:
-            k_errors = dynamic_errors(keys, formats[:num_k_plans])
-            v_errors = dynamic_errors(values, formats[num_k_plans:])
-        q, weights = (torch.stack([getattr(x, n) for x in queries]) for n in ("q", "weights"))
+            k_errors = compute_dynamic_errors(keys, formats[:num_k_plans])
+            v_errors = compute_dynamic_errors(values, formats[num_k_plans:])
+        q, weights = torch.stack([x.q for x in queries]), torch.stack([x.weights for x in queries])
         # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
         q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])
         sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
-        side_costs = sample.cost("k", k_errors, "head"), sample.cost("v", v_errors, "head")
-        costs.append(torch.cat(side_costs).sum((1, 3)))
+        k_cost = sample.compute_cost("k", k_errors, "head")
+        v_cost = sample.compute_cost("v", v_errors, "head")
+        costs.append(torch.cat([k_cost, v_cost]).sum((1, 3)))
     total_costs = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*total_costs))):
         raise nan_error(index, "K and V")
     k_costs, v_costs = total_costs[:num_k_plans], total_costs[num_k_plans:]
     k_plan = k_plans[pick_candidate(k_costs, _MAX_COST_RATIO)]
-    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
+    v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
     return (center.cpu() if k_plan.centered else None), LayerPlan(k_plan, v_plan)
 
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ConfigError
-from ..formats import DISTINCT, FORMATS, Format
-from ..formats.codec import dynamic_scale, round_to_format, rounding_error, search_scale
+from ..formats import DISTINCT, FORMATS, Format, codec
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, CalibrationReport, LayerStatistics, QualityRow, SideStatistics
@@ -34,10 +33,10 @@ _FAR_TOKENS = 2048
 _ERROR_TOKENS = 1024
 
 
-def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
+def compute_head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
     """Return the largest magnitude of each KV head, for K and V, from a `measure_range` result."""
-    ends = {side: torch.stack([ranges[f"{side}_max"], ranges[f"{side}_min"]]) for side in "kv"}
-    return {side: tuple(x.abs().amax((0, -1)).tolist()) for side, x in ends.items()}
+    limits = {side: torch.stack([ranges[f"{side}_max"], ranges[f"{side}_min"]]) for side in "kv"}
+    return {side: tuple(x.abs().amax((0, -1)).tolist()) for side, x in limits.items()}
 
 
 def measure_statistics(
@@ -59,37 +58,37 @@ def measure_statistics(
         layer = scales.for_layer(
             index, num_kv_heads=k.shape[1], k_head_dim=k.shape[2], v_head_dim=v.shape[2]
         )
-        rows = [
-            _count_kv(x.float(), layer, side, fmt, formats, sample)
+        counts = torch.stack([
+            _count_values(x.float(), layer, side, fmt, formats, sample)
             for side, x in (("k", k), ("v", v))
-        ]
-        counts = torch.stack(rows).cpu()
+        ]).cpu()  # fmt: skip
         if not torch.isfinite(counts).all():
             raise nan_error(index, "K and V of the text held out")
         return {"counts": counts}
 
     sums = fold_layers(job, "statistics", batches, measure, observe)
-    results = {}
+    statistics = {}
     for index in sorted(scales.layers.keys() & ranges.keys()):
         rows = sums[index]["counts"] if sums else torch.zeros(2, 5 + 2 * len(formats))
-        amax = head_amax(ranges[index])
-        k, v = (_summarize(rows[i].tolist(), amax[side], formats) for i, side in enumerate("kv"))
-        results[index] = LayerStatistics(k, v, scales.layers[index].k_center is not None)
-    return results
+        sides = zip(rows.tolist(), compute_head_amax(ranges[index]).values(), strict=True)
+        k, v = (_summarize(row, amax, formats) for row, amax in sides)
+        statistics[index] = LayerStatistics(k, v, scales.layers[index].k_center is not None)
+    return statistics
 
 
-def _count_kv(
+def _count_values(
     x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format],
     sample: slice,
 ) -> torch.Tensor:  # fmt: skip
     """Return a row of counts, float64, for K or V of a layer, `x` `[N, Hkv, D]`, float32.
 
     The row has the numbers of all, saturated, nonzero and vanished values, and the sum of squares.
-    The squared errors in each format follow, with static scales, if any, and with dynamic scales.
-    `fmt` is the format of a layer without a plan.
+    The squared errors follow: in each format with static scales, if any, and in each format with
+    dynamic scales. `fmt` is the format of a layer without a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
-    center, choose_scale = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
+    center = scales.k_center if side == "k" else None
+    choose_scale = codec.search_scale if side == "k" else codec.compute_dynamic_scale
     stored_values = center_and_rotate(x, center, rotated=plan is not None and plan.rotated)
     if plan is not None and not plan.is_auto:
         fmt = FORMATS[plan.format]
@@ -102,10 +101,10 @@ def _count_kv(
     is_zero = stored_values == 0
     counts = [
         torch.tensor(x.numel(), device=x.device),
-        # Up to this magnitude, values round to the largest code.
+        # Values up to this limit round to the largest code.
         (scaled_values.abs() > fmt.max + fmt.max_step / 2).sum(),
         (~is_zero).sum(),
-        ((round_to_format(scaled_values, fmt) == 0) & ~is_zero).sum(),
+        ((codec.round_to_format(scaled_values, fmt) == 0) & ~is_zero).sum(),
     ]
     x, stored_values = x[sample], stored_values[sample]
     counts.append(x.square().sum(dtype=torch.float64))
@@ -116,15 +115,16 @@ def _count_kv(
 
 
 def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
+    return codec.compute_rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
     num_values, num_saturated, num_nonzero, num_vanished, energy, *squares = row
-    names = [prefix + fmt.name for prefix in ("", DYNAMIC) for fmt in formats][-len(squares) :]
+    names = [prefix + fmt.name for prefix in ("", DYNAMIC) for fmt in formats]
+    names = names[-len(squares) :]  # without the static scales of a layer that has none
     errors = [(x / energy) ** 0.5 if energy else 0.0 for x in squares]
-    fractions = num_saturated / max(num_values, 1.0), num_vanished / max(num_nonzero, 1.0)
-    return SideStatistics(amax, *fractions, dict(zip(names, errors, strict=True)))
+    shares = num_saturated / max(num_values, 1.0), num_vanished / max(num_nonzero, 1.0)
+    return SideStatistics(amax, *shares, dict(zip(names, errors, strict=True)))
 
 
 def _score_quality(
@@ -144,24 +144,24 @@ def _score_quality(
         scales_by_cache = {} if scales.is_dynamic else {"static, the plan": scales}
         scales_by_cache["dynamic, the plan"] = plan
     scales_by_cache |= {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
-    caches = {
-        cache: scoring.make_factory(job, cache_scales, scales.layers)
+    factories = {
+        cache: scoring.make_cache_factory(job, cache_scales, scales.layers)
         for cache, cache_scales in scales_by_cache.items()
     }
     try:
-        scores = scoring.score_caches(job, stage, batches, caches)
+        scores = scoring.score_caches(job, stage, batches, factories)
     except ConfigError as error:
         logger.warning("the predictions are not compared: %s", error)
         return ()
     if not scales.is_dynamic:
-        static_kl, dynamic_kl = (scores[cache].kl for cache in list(caches)[:2])
+        static_kl, dynamic_kl = (scores[cache].kl for cache in list(factories)[:2])
         storage = fmt if scales.plan is None else "the plan"
         scoring.warn_if_worse(static_kl, dynamic_kl, storage, batches)
-    rows = [scores[cache].summarize(cache) for cache in (UNQUANTIZED, *caches)]
+    rows = [scores[cache].summarize(cache) for cache in (UNQUANTIZED, *factories)]
     finite_rows = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
     if len(finite_rows) < len(rows):
-        cache_names = ", ".join(sorted(row.cache for row in rows if row not in finite_rows))
-        logger.warning("the model returns logits that are not finite: %s not compared", cache_names)
+        names = ", ".join(sorted(row.cache for row in rows if row not in finite_rows))
+        logger.warning("the model returns logits that are not finite: %s not compared", names)
     return tuple(finite_rows)
 
 
@@ -169,7 +169,7 @@ def make_report(
     job: Job,
     scales: KVScales,
     ranges: Mapping[int, TensorDict],
-    centers: str,
+    centers_note: str,
     windows: Sequence[torch.Tensor],
     scored_windows: Sequence[torch.Tensor],
     positions: FarPositions,
@@ -180,7 +180,7 @@ def make_report(
     model, options = job.model, job.options
     statistics = measure_statistics(job, make_batches(windows, 1), scales, ranges)
     rows = _score_quality(job, "quality", make_batches(scored_windows, 1), scales)
-    batches = positions.place(scoring.first_windows(scored_windows, _FAR_TOKENS))
+    batches = positions.place(scoring.take_windows(scored_windows, _FAR_TOKENS))
     far_rows = _score_quality(job, "far quality", batches, scales) if batches and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
@@ -195,7 +195,7 @@ def make_report(
         versions=list_versions(),
         hardware=describe_hardware() | {"device": str(model.device)},
         scales_digest=scales.digest,
-        centers=centers,
+        centers=centers_note,
         layers=statistics,
         quality=rows,
         far_quality=far_rows,

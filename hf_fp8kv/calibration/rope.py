@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..modeling.model_support import accepts, config_field
+from ..modeling.model_support import accepts_argument, config_field
 from ..utils.text import format_value
 from .observe import Batch, observe
 
@@ -28,8 +28,8 @@ _POSITION_FIELDS = (
     "max_position_embeddings", "n_positions", "max_target_positions",
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
-# Pairs are measured at positions 0 and n / 2. n is the model's number of positions, up to this.
-_MAX_POSITIONS = 2048
+# Pairs are measured at positions 0 and n / 2. n is the model's number of positions, at most this.
+_MAX_PAIR_POSITIONS = 2048
 _DEFAULT_POSITION_FACTOR = 8  # default of `max_position`, as a multiple of `max_length`
 NUM_FAR_POSITIONS = 8
 # Far positions as fractions of the last position. Multiples of the golden ratio are spread
@@ -58,8 +58,8 @@ class FarPositions:
         With `num_batches`, windows are repeated at different positions to give this number.
         """
         windows = [w for w in windows if len(w) < self.last_position and not self.skip_reason]
-        pairs = zip(cycle(windows), cycle(_FRACTIONS), strict=False)
-        placed = islice(pairs, num_batches or len(windows))
+        placements = zip(cycle(windows), cycle(_FRACTIONS), strict=False)
+        placed = islice(placements, num_batches or len(windows))
         return [Batch((w,), max(1, round(x * (self.last_position - len(w))))) for w, x in placed]
 
 
@@ -71,7 +71,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> None:
         )
 
 
-def resolve_limit(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:
+def get_last_position(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:
     """Return the last position at which centers and scales are tested.
 
     Raises:
@@ -120,16 +120,16 @@ def measure_partners(
 ) -> dict[int, Partners]:
     """Measure the partners of every layer on the first `_PAIR_TOKENS` tokens of a window, `[T]`."""
     unknown_partners = dict.fromkeys(layers, Partners())
-    if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
+    if not accepts_argument(type(model), "position_ids") or model.config.is_encoder_decoder:
         return unknown_partners
-    num_positions = min(find_max_positions(model), _MAX_POSITIONS)
+    num_positions = min(find_max_positions(model), _MAX_PAIR_POSITIONS)
     ids = window[: min(_PAIR_TOKENS, max(num_positions // 4, 2))]
 
     def record_states(position: int) -> dict[int, list[torch.Tensor]]:
         states: dict[int, list[torch.Tensor]] = {}
         observe(
             model, Batch((ids,), position), layers,
-            lambda index, *sides: states.update({index: [x.double().cpu() for x in sides]}),
+            lambda index, *kv: states.update({index: [x.double().cpu() for x in kv]}),
         )  # fmt: skip
         return states
 
@@ -147,7 +147,7 @@ def measure_partners(
 
 
 def match_channels(near_states: torch.Tensor, far_states: torch.Tensor) -> torch.Tensor:
-    """Return the partner of each channel, whose square changes oppositely, or the channel, `[D]`.
+    """Return each channel's partner, whose square changes oppositely, or the channel itself, `[D]`.
 
     The states are K or V of the same tokens at two positions, each `[N, H, D]`, float64.
     """
@@ -156,12 +156,12 @@ def match_channels(near_states: torch.Tensor, far_states: torch.Tensor) -> torch
     near_squares, far_squares = (x.flatten(0, 1).square() for x in (near_states, far_states))
     change = far_squares - near_squares
     energy = change.square().sum(0)
-    rotates = energy > _MIN_CHANGE**2 * (near_squares.square() + far_squares.square()).sum(0)
+    is_rotated = energy > _MIN_CHANGE**2 * (near_squares.square() + far_squares.square()).sum(0)
     norm = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / norm).T @ (change / norm)
     candidates = correlation.argmin(0)
     channels = torch.arange(len(candidates), device=candidates.device)
-    is_pair = rotates & rotates[candidates] & (candidates[candidates] == channels)
+    is_pair = is_rotated & is_rotated[candidates] & (candidates[candidates] == channels)
     is_pair &= correlation[candidates, channels] < _MAX_CORRELATION
     return _complete_pattern(torch.where(is_pair, candidates, channels))
 
@@ -175,14 +175,14 @@ def _complete_pattern(partners: torch.Tensor) -> torch.Tensor:
     distances = (partners - channels)[partners > channels]
     if not len(distances):
         return partners
-    step, size = int(distances.mode().values), len(partners)
+    distance, size = int(distances.mode().values), len(partners)
     is_measured = partners != channels
     start = int(channels[is_measured].min())
-    if step == 1:  # neighbors, up to the last channel
+    if distance == 1:  # neighbors, up to the last channel
         lower = torch.arange(start, size - 1, 2, device=partners.device)
-    else:  # two halves of a block of 2 * step channels
-        lower = torch.arange(start, min(start + step, size - step), device=partners.device)
+    else:  # two halves of a block of 2 * distance channels
+        lower = torch.arange(start, min(start + distance, size - distance), device=partners.device)
     pattern = channels.clone()
-    pattern[lower], pattern[lower + step] = lower + step, lower
+    pattern[lower], pattern[lower + distance] = lower + distance, lower
     # Measured pairs that do not fit the pattern get no further pairs.
     return pattern if torch.equal(pattern[is_measured], partners[is_measured]) else partners

@@ -17,7 +17,7 @@ from ..cache.plans import Plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, parse_dtype
 from ..modeling.model_support import caches_latents
-from ..scales.kv_scales import KVScales, resolve, warn_if_stale
+from ..scales.kv_scales import KVScales, resolve_scales, warn_if_stale
 from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
 from ..utils.digests import digest_decoder
@@ -26,13 +26,13 @@ from . import choose, scoring, stages
 from .observe import TensorDict, find_paged_layers, make_batches
 from .queries import observe_queries
 from .reporting import make_report
-from .rope import FarPositions, Partners, check_count, has_rope, measure_partners, resolve_limit
+from .rope import FarPositions, Partners, check_count, get_last_position, has_rope, measure_partners
 from .stages import CalibrationOptions, Job
 from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens that `measure` scores.
+# Number of tokens of the windows in which `measure` scores predictions.
 _SCORED_TOKENS = 4096
 
 
@@ -72,8 +72,7 @@ def calibrate(
         center: Whether to try subtracting the mean of K. A layer keeps the center if it helps. Only
             files in the format "hf_fp8kv" store it. Latents (MLA) get one only from an explicit
             plan.
-        dtype: The format for which scales are chosen. They can be used with any format. None means
-            "fp8_e4m3".
+        dtype: The format to choose scales for. Any format can use them. None means "fp8_e4m3".
         plan: The 8-bit storage plan. "measured" chooses the format, rotation and center of least
             cost. Any plan of a cache is accepted, and its centers are calibrated with the scales.
             The scales then only fit caches with this plan, and other servers cannot use them. None
@@ -97,7 +96,7 @@ def calibrate(
     layers = find_paged_layers(model)
     options = _make_options(model, granularity, center, dtype, margin, plan)
     check_count("batch_size", batch_size)
-    max_position = resolve_limit(model, max_length, max_position)
+    max_position = get_last_position(model, max_length, max_position)
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
@@ -122,8 +121,9 @@ def calibrate(
             for x in choose.choose_scales(job, windows, positions, scaled_candidates, source)
         )
         scales, note = scoring.select_scales(job, windows, fallback, best_scales, positions)
-        unseen, counts = corpus.held_out, (corpus.num_texts, corpus.num_tokens)
-        report = make_report(job, scales, ranges, note, unseen, unseen, positions, *counts)
+        unseen = corpus.held_out_windows
+        counts = {"num_texts": corpus.num_texts, "num_tokens": corpus.num_tokens}
+        report = make_report(job, scales, ranges, note, unseen, unseen, positions, **counts)
     return replace(scales, report=report)
 
 
@@ -155,8 +155,8 @@ def measure(
     """
     layers = find_paged_layers(model)
     options = _make_options(model, "head", False, dtype, 1.0, None)
-    max_position = resolve_limit(model, max_length, max_position)
-    if not isinstance(loaded_scales := resolve(scales), KVScales):
+    max_position = get_last_position(model, max_length, max_position)
+    if not isinstance(loaded_scales := resolve_scales(scales), KVScales):
         raise ConfigError(
             f"scales: expected KVScales, a path or a repository id, got {scales!r}. "
             "For a constant scale in each layer, pass KVScales.uniform(num_layers)"
@@ -164,12 +164,12 @@ def measure(
     warn_if_stale(model, loaded_scales)
     cache_dtype = dtype if loaded_scales.plan is not None else options.fmt.name
     # Raises an error if the scales do not fit, for example if layers are missing.
-    FP8PagedCache(model.config, dtype=cache_dtype, **scoring.scales_kwargs(loaded_scales))
+    FP8PagedCache(model.config, dtype=cache_dtype, **scoring.make_scales_kwargs(loaded_scales))
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    windows, scored_windows = corpus.windows, scoring.first_windows(corpus.windows, _SCORED_TOKENS)
+    windows, scored_windows = corpus.windows, scoring.take_windows(corpus.windows, _SCORED_TOKENS)
     run = _run_model(model, layers, options, progress, windows, 1, max_position)
     with run as (job, ranges, _, positions):
         note = "Centers were not tried, because the scales were given."
@@ -191,10 +191,10 @@ def _make_options(
             f"dtype: expected None, because a plan has the format of each layer, got {dtype!r}. "
             "Omit dtype, or pass a plan such as LayerPlan.parse('fp8_e3m4', 'fp8_e3m4')"
         )
-    plans: Any = plan
+    layer_plans: Any = plan
     if plan is not None and plan != "measured":
-        plans = FP8PagedCache(model.config, plan=plan, backend="torch").plan
-        if not center and any(layer.k.centered for layer in plans.values()):
+        layer_plans = FP8PagedCache(model.config, plan=plan, backend="torch").plan
+        if not center and any(layer_plan.k.centered for layer_plan in layer_plans.values()):
             raise ConfigError(
                 "center: expected True for a plan with centers, got False. Omit center"
             )
@@ -207,21 +207,21 @@ def _make_options(
             f"margin: expected a factor from 1 to 16, got {format_value(margin)}. With less than "
             "1, observed values would saturate"
         )
-    latent = caches_latents(model.config.get_text_config(decoder=True))
-    center = center and not latent
-    return CalibrationOptions(granularity, FORMATS[name], float(margin), center, plans, latent)  # type: ignore[arg-type]
+    is_latent = caches_latents(model.config.get_text_config(decoder=True))
+    fmt, center = FORMATS[name], center and not is_latent
+    return CalibrationOptions(granularity, fmt, float(margin), center, layer_plans, is_latent)  # type: ignore[arg-type]
 
 
 def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners],
     positions: FarPositions,
 ) -> tuple[FarPositions, dict[int, TensorDict], dict[int, TensorDict]]:  # fmt: skip
-    """Return the positions, or why they fail, and the near and far sums for `find_centers`."""
+    """Return the far positions, with a reason if they fail, and the sums for `find_centers`."""
     if not job.options.center and job.options.plan is None:
         return positions, {}, {}
     batches = make_batches(stages.sample_windows(windows), 1)
     near_sums = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
-    batches = stages.sample_far(windows, positions)
+    batches = stages.sample_far_windows(windows, positions)
     try:
         far_sums = stages.collect_ranges(job, "far sample", batches, partners, observe_queries)
     except ConfigError as error:
@@ -254,7 +254,7 @@ def _run_model(
     model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool,
     windows: Sequence[torch.Tensor], batch_size: int, max_position: int,
 ) -> Iterator[tuple[Job, dict[int, TensorDict], dict[int, Partners], FarPositions]]:  # fmt: skip
-    """Read the windows in eval mode. Yield the job, ranges and partners by layer, and positions."""
+    """Read the windows in eval mode. Yield the job, ranges, partners and far positions."""
     with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as progress_bar:
         job = Job(model, layers, options, progress_bar)
         partners = measure_partners(model, windows[0], layers)

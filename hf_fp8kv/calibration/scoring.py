@@ -13,7 +13,7 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
 from .divergence import Scores, compare_caches
-from .observe import MODEL_ERRORS, Batch, input_device, make_batches
+from .observe import MODEL_ERRORS, Batch, find_input_device, make_batches
 from .rope import FarPositions, has_rope
 from .stages import Job
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 # Minimum number of tokens of a window: two to read first, and two to score.
 MIN_TOKENS = 4
-# Number of tokens that are scored to decide whether centers and plans help.
+# Approximate number of tokens that are scored to decide whether centers and plans help.
 _TRIAL_TOKENS = 1024
 # Minimum KL of static scales that causes a warning, relative to dynamic scales.
 _WARNING_RATIO = 1.5
 # Maximum numbers of tokens and of logits in a call that is scored.
-_MAX_CHUNK = 128
+_MAX_CHUNK_TOKENS = 128
 _MAX_LOGITS = 2**23
 
 
@@ -60,28 +60,28 @@ def select_scales(
     change = f"{subject} in {num_changed} of {len(layers)} layers"
     if job.model.get_output_embeddings() is None:
         return best_scales, f"{change}, by the errors of attention: no logits to compare.{note}"
-    # The second halves of these windows, which are scored, have about `_TRIAL_TOKENS` tokens.
-    trial_windows = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= MIN_TOKENS]
+    # Only the second half of each window is scored.
+    trial_windows = [w for w in take_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= MIN_TOKENS]
     if not trial_windows:
         return fallback, f"{refusal} the texts are too short to compare predictions.{note}"
     scales_by_cache = {"without": fallback, "with": best_scales}
-    caches = {name: make_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
-    stages = {
+    factories = {n: make_cache_factory(job, x, layers) for n, x in scales_by_cache.items()}
+    batches_by_location = {
         f"at positions up to {len(trial_windows[0])}": make_batches(trial_windows, 1),
         f"at far positions up to {positions.last_position}": positions.place(trial_windows),
     }
     findings = []
-    for location, batches in stages.items():
+    for location, batches in batches_by_location.items():
         if not batches:
             continue
-        stage = "predictions" if batches[0].start is None else "far predictions"
+        stage = "predictions" if batches[0].first_position is None else "far predictions"
         try:
-            scores = score_caches(job, stage, batches, caches)
+            scores = score_caches(job, stage, batches, factories)
         except ConfigError as error:
             logger.warning("%s are not tried: %s", subject.lower(), error)
             return fallback, f"{refusal} the model's predictions could not be compared.{note}"
         gain = scores["without"].kl - scores["with"].kl
-        kl_texts = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in caches]
+        kl_texts = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in factories]
         findings.append(f"KL {', '.join(kl_texts)}, on {len(gain)} tokens {location}")
         standard_error = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * standard_error:
@@ -89,7 +89,7 @@ def select_scales(
     return best_scales, f"{change}: {'; '.join(findings)}.{note}"
 
 
-def make_factory(
+def make_cache_factory(
     job: Job, scales: KVScales | float | None, layers: Collection[int]
 ) -> Callable[[], Any]:
     """Return a function that makes caches, in which layers outside `layers` stay unquantized."""
@@ -97,36 +97,36 @@ def make_factory(
     has_plan = isinstance(scales, KVScales) and scales.plan is not None
     dtype = None if has_plan else job.options.fmt.name
     return lambda: FP8PagedCache(
-        job.model.config, dtype=dtype, skip_layers=skipped_layers, **scales_kwargs(scales)
+        job.model.config, dtype=dtype, skip_layers=skipped_layers, **make_scales_kwargs(scales)
     )
 
 
-def scales_kwargs(scales: KVScales | float | None) -> dict[str, Any]:
+def make_scales_kwargs(scales: KVScales | float | None) -> dict[str, Any]:
     """Return the keyword argument of a cache for scales or a plan."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
-def first_windows(windows: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+def take_windows(windows: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
     """Return the first windows that together have at least `num_tokens` tokens, or all windows."""
-    num_before = accumulate(map(len, windows), initial=0)
-    return [window for window, n in zip(windows, num_before, strict=False) if n < num_tokens]
+    starts = accumulate(map(len, windows), initial=0)
+    return [window for window, start in zip(windows, starts, strict=False) if start < num_tokens]
 
 
 def score_caches(
-    job: Job, stage: str, batches: Sequence[Batch], caches: Mapping[str, Callable[[], Any]]
+    job: Job, stage: str, batches: Sequence[Batch], factories: Mapping[str, Callable[[], Any]]
 ) -> dict[str, Scores]:
-    """Score the second half of each window under each cache, after a prefill of the first half."""
+    """Score the second half of each window with each cache, after a prefill of the first half."""
     vocab_size = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
-    chunk = max(8, min(_MAX_CHUNK, _MAX_LOGITS // vocab_size))
-    job.start_stage(stage, sum(batch.num_tokens for batch in batches) * (len(caches) + 1))
+    chunk_size = max(8, min(_MAX_CHUNK_TOKENS, _MAX_LOGITS // vocab_size))
+    job.start_stage(stage, sum(batch.num_tokens for batch in batches) * (len(factories) + 1))
     scores = []
     for batch in batches:
-        ids = batch.ids.to(input_device(job.model))
+        ids = batch.ids.to(find_input_device(job.model))
         try:
             with paged_attention(job.model):
                 scores.append(compare_caches(
-                    job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
-                    first_position=batch.start, on_call=job.bar.update,
+                    job.model, ids, factories, num_prefill=ids.shape[1] // 2, chunk_size=chunk_size,
+                    first_position=batch.first_position, on_call=job.bar.update,
                 ))  # fmt: skip
         except FP8KVError:
             raise
@@ -139,24 +139,24 @@ def score_caches(
 
 
 def warn_if_worse(
-    static_kl: torch.Tensor, dynamic_kl: torch.Tensor, fmt: str, batches: Sequence[Batch]
+    static_kl: torch.Tensor, dynamic_kl: torch.Tensor, storage: str, batches: Sequence[Batch]
 ) -> None:
     """Warn if static scales are significantly worse than dynamic scales, by the KL of each token.
 
-    `fmt` is the format of both kinds of scales, or "the plan".
+    `storage` is the name of the format of both caches, or "the plan".
     """
     excess = static_kl - _WARNING_RATIO * dynamic_kl
     if len(excess) < 2 or not excess.mean() > 2 * excess.std() / len(excess) ** 0.5:
         return
-    last_position = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)
+    last_position = max((batch.first_position or 0) + batch.ids.shape[1] for batch in batches)
     advice = "Use scales=None, which needs no calibration"
-    if fmt not in FORMATS:
+    if storage not in FORMATS:
         advice = "Use choose_plan(model), which makes a plan without static scales"
-    elif fmt != DEFAULT_DTYPE:
+    elif storage != DEFAULT_DTYPE:
         advice += f", and {DEFAULT_DTYPE}, which is more accurate at the same size"
+    static_mean, dynamic_mean = static_kl.mean().item(), dynamic_kl.mean().item()
     logger.warning(
         "at positions up to %d static scales in %s have %.1f times the KL of dynamic scales (%.1e, "
         "%.1e). %s",
-        last_position, fmt, (static_kl.mean() / dynamic_kl.mean()).item(), static_kl.mean().item(),
-        dynamic_kl.mean().item(), advice,
+        last_position, storage, static_mean / dynamic_mean, static_mean, dynamic_mean, advice,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from .rope import NUM_FAR_POSITIONS, FarPositions, Partners
 
 # Maximum number of windows on which candidates are compared.
 MAX_SAMPLE_WINDOWS = 8
-# Minimum number of tokens that are read of a window at a far position.
+# Minimum number of tokens that are kept of a window at a far position.
 _MIN_FAR_TOKENS = 16
 
 
@@ -28,8 +28,8 @@ class CalibrationOptions:
     """The options of `calibrate` that determine the scales.
 
     `plan` is the plan of each layer, "measured" for the plan of least cost, or None for `fmt`.
-    With `latent`, layers store latents and a RoPE part (MLA). They have no centers, and the RoPE
-    part keeps 16 bits in a plan.
+    With `is_latent`, layers store latents and a RoPE part (MLA). They have no centers, and the
+    RoPE part keeps 16 bits in a plan.
     """
 
     granularity: Granularity
@@ -37,7 +37,7 @@ class CalibrationOptions:
     margin: float
     center: bool
     plan: Mapping[int, LayerPlan] | Literal["measured"] | None = None
-    latent: bool = False
+    is_latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ def collect_ranges(
             )
         statistics = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
-            if not torch.isfinite(statistics[f"{side}_pair"]).all():
+            if not torch.isfinite(statistics[f"{side}_pair_norm"]).all():
                 raise nan_error(index, side.upper())
         if job.options.plan is not None:
             rotated_ranges = measure_range(rotate(k), rotate(v), None, None)
-            statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated_ranges.items()}
+            statistics |= {ROTATED + name: x for name, x in rotated_ranges.items()}
         return statistics | (weigh_keys(k, *queries) if queries else {})
 
     return fold_layers(job, stage, batches, measure, observer)
@@ -126,7 +126,7 @@ def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(windows[:: max(1, len(windows) // MAX_SAMPLE_WINDOWS)][:MAX_SAMPLE_WINDOWS])
 
 
-def sample_far(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
-    """Return windows at far positions, cut to the total length of `windows` unless it is short."""
+def sample_far_windows(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
+    """Return windows at far positions, which together are about as long as `windows`."""
     length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // NUM_FAR_POSITIONS)
     return positions.place([w[:length] for w in sample_windows(windows)], NUM_FAR_POSITIONS)

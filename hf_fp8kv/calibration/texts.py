@@ -1,6 +1,6 @@
-"""Read the texts of a calibration, tokenize them, and split them into windows, in two parts.
+"""Read the texts of a calibration, tokenize them, and split them into windows, in two sets.
 
-Both parts are the same for any order of the texts, if all texts are read.
+Both sets are the same for any order of the texts, if all texts are read.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 # A window of one token has no previous token to attend to.
 _MIN_TOKENS = 2
-# A line of a text file is cut at a space if it has more than 32 characters, and more than 1/8 of
-# the number of tokens in a window. Short lines let texts fill their windows.
-_LINES_PER_WINDOW, _MIN_LINE_LENGTH = 8, 32
+# A line of a text file is cut at a space if it has more than 32 characters, and more characters
+# than 1/8 of the number of tokens in a window. Short lines let texts fill their windows.
+_LINES_PER_WINDOW, _UNCUT_CHARACTERS = 8, 32
 # Number of lines that are tokenized in one call, and of characters that are read at once.
 _LINES_PER_CALL, _CHARACTERS_PER_READ = 1024, 1 << 16
 
@@ -40,7 +40,7 @@ class Corpus:
     """The windows that a calibration reads, and the windows held out to check its result."""
 
     windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
-    held_out: tuple[torch.Tensor, ...]  # for the quality report, without copies in `windows`
+    held_out_windows: tuple[torch.Tensor, ...]  # only for the report, without copies in `windows`
     num_texts: int  # number of texts that are not blank
 
     @property
@@ -69,7 +69,7 @@ def read_model_corpus(
     max_length = min(max_length, find_max_positions(model))
     corpus = read_corpus(texts, tokenizer, max_length=max_length, **options)
     vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    max_id = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
+    max_id = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out_windows))
     if vocab_size is not None and max_id >= vocab_size:
         rule = f"token ids below {vocab_size}, the vocabulary of the model"
         raise _make_error("texts", rule, max_id, "Use the tokenizer of the model")
@@ -92,7 +92,7 @@ def read_corpus(
             `text_column` (or in `messages`, if `text_column` is "text"). A text file is cut into
             texts of about a window, at the ends of paragraphs.
         tokenizer: A tokenizer of transformers, or None if all items are token ids.
-        max_tokens: Maximum number of tokens in both parts. Reading stops there.
+        max_tokens: Maximum number of tokens in both sets. Reading stops there.
         max_length: Maximum number of tokens in a window.
         held_out: Approximate number of tokens to hold out (see `_choose_held_out`).
         text_column, chat_template: As in `calibrate`.
@@ -222,7 +222,7 @@ def _make_error(name: str, rule: str, got: object, hint: str) -> ConfigError:
 
 
 def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each item, for error messages, and the item."""
+    """Yield a label of each item, for error messages, and the item."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             hint = "Pass a path, a list of str, or one split of a dataset"
@@ -271,18 +271,18 @@ def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[
     """
     sample_ids = encoder.encode(str(path), "a")
     max_tokens = max(max_length - (0 if sample_ids is None else len(sample_ids)), 1)
-    max_characters = max(max_length // _LINES_PER_WINDOW, _MIN_LINE_LENGTH)
+    max_characters = max(max_length // _LINES_PER_WINDOW, _UNCUT_CHARACTERS)
     line_parts = _cut_lines(_read_lines(path, _CHARACTERS_PER_READ), max_characters)
     buffer: list[tuple[str, int]] = []
     buffer_tokens = 0
     while batch := list(islice(line_parts, _LINES_PER_CALL)):
-        texts = [part for part in batch if not part.isspace()]
-        ids = iter(encoder.tokenize(str(path), texts, special=False) if texts else ())
+        parts = [part for part in batch if not part.isspace()]
+        ids = iter(encoder.tokenize(str(path), parts, special=False) if parts else ())
         for part in batch:
             # A blank line counts as one token, so that a long run of blank lines is cut.
             num_tokens = 1 if part.isspace() else max(len(next(ids)), 1)
             while buffer and buffer_tokens + num_tokens > max_tokens:
-                num_parts = _find_end(buffer, buffer_tokens)
+                num_parts = _find_text_end(buffer, buffer_tokens)
                 yield _join_parts(buffer[:num_parts])
                 buffer = buffer[num_parts:]
                 buffer_tokens = sum(n for _, n in buffer)
@@ -308,7 +308,7 @@ def _cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
         yield remainder
 
 
-def _find_end(parts: Sequence[tuple[str, int]], num_tokens: int) -> int:
+def _find_text_end(parts: Sequence[tuple[str, int]], num_tokens: int) -> int:
     """Return the number of parts up to the last end of a paragraph or line in the second half."""
     totals = accumulate(n for _, n in parts)
     possible_ends = [end for end, total in enumerate(totals, 1) if 2 * total >= num_tokens]
@@ -344,21 +344,21 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], target: 
     text_counts = Counter(content for text in distinct_texts for content in set(text))
     groups = [{c for c in text if text_counts[c] == 1} for text in distinct_texts]
     quarter_tokens = sum(token_counts.values()) // 4
-    limit = min(2 * target, quarter_tokens)
+    max_held_out = min(2 * target, quarter_tokens)
     held_out: set[bytes] = set()
     num_held_out = 0
-    for group in sorted(filter(None, groups), key=_rank_windows):
-        group_fits = sum(token_counts[c] for c in group) <= limit
-        for unit in [group] if group_fits else sorted(({c} for c in group), key=_rank_windows):
+    for group in sorted(filter(None, groups), key=_make_sort_key):
+        group_fits = sum(token_counts[c] for c in group) <= max_held_out
+        for unit in [group] if group_fits else sorted(({c} for c in group), key=_make_sort_key):
             num_tokens = sum(token_counts[c] for c in unit)
-            if num_held_out < target and num_held_out + num_tokens <= limit:
+            if num_held_out < target and num_held_out + num_tokens <= max_held_out:
                 held_out |= unit
                 num_held_out += num_tokens
     # If nothing fits: the first window of at most a quarter of all tokens, or the smallest window.
-    ranked_contents = sorted(token_counts, key=lambda c: _rank_windows([c]))
+    ranked_contents = sorted(token_counts, key=lambda c: _make_sort_key([c]))
     return held_out or {min(ranked_contents, key=lambda c: max(token_counts[c], quarter_tokens))}
 
 
-def _rank_windows(contents: Iterable[bytes]) -> tuple[int, bytes]:
+def _make_sort_key(contents: Iterable[bytes]) -> tuple[int, bytes]:
     sorted_contents = sorted(contents)
     return -max(map(len, sorted_contents)), hashlib.sha256(b"".join(sorted_contents)).digest()

@@ -13,7 +13,7 @@ from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError, FP8KVError
 from ..formats import ADAPTIVE
 from ..formats.rotation import rotate
-from ..scales.checkpoint.configs import declared_kv_scales
+from ..scales.checkpoint.configs import describe_kv_scales
 
 FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
 _BLOCK_SIZE, _MAX_CODE = 32, 127  # values that share a scale in llama.cpp's q8_0, and largest code
@@ -149,7 +149,7 @@ def choose_contenders(
     Raises:
         ConfigError: A name is neither a cache nor a plan, or none of the caches can be measured.
     """
-    default_names = [*STANDARD_CACHES, *[CHECKPOINT] * bool(declared_kv_scales(model.config))]
+    default_names = [*STANDARD_CACHES, *[CHECKPOINT] * bool(describe_kv_scales(model.config))]
     contenders: dict[str, Contender] = {}
     refusals: dict[str, str] = {}
     for name in names or default_names:

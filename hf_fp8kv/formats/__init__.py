@@ -1,6 +1,6 @@
 """Formats (the value of a stored byte) and storage plans (how K and V of a layer are stored).
 
-Constants such as 448 are only defined here.
+Constants such as 448, the largest value of E4M3, are only defined here.
 
 A code is a byte with a sign bit, `7 - mantissa_bits` exponent bits, and the mantissa. E4M3 and E5M2
 are defined in "FP8 Formats for Deep Learning" (arXiv 2209.05433), and the FNUZ variant in arXiv
@@ -35,10 +35,10 @@ MIN_SCALE = 2.0**-100
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit floating-point format. Integers are a format without exponent bits.
+    """An 8-bit floating-point format. Int8 is a format without exponent bits.
 
-    `max` is the largest finite value. A scale for E4M3FN times `scale_from_e4m3` is the scale for
-    the same values in this format. `unsigned_zero` means that 0x80 is NaN and there is no -0.
+    `max` is the largest finite value, and `max_code` its code. `scale_from_e4m3` times a scale for
+    E4M3FN is the scale for this format. `has_unsigned_zero` means that 0x80 is NaN instead of -0.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Format:
     nan_code: int
     max: float
     scale_from_e4m3: float
-    unsigned_zero: bool = False
+    has_unsigned_zero: bool = False
     inf_code: int | None = None
     torch_dtype: torch.dtype | None = None
 
     @property
     def min_subnormal(self) -> float:
-        """The difference between subnormal values, which is also the smallest positive value."""
+        """The difference between adjacent subnormal values, also the smallest positive value."""
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
     @property
@@ -70,20 +70,21 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
+    fmt.name: fmt
+    for fmt in (
         Format("fp8_e4m3", 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
         # The same bits have half the value, so scales are doubled. 448 / 2 = 224 is below 240.
         Format(
-            "fp8_e4m3fnuz", 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
+            "fp8_e4m3fnuz", 3, 8, 0x7F, 0x80, 240.0, 2.0, has_unsigned_zero=True,
+            torch_dtype=torch.float8_e4m3fnuz,
         ),
         Format(
             "fp8_e5m2", 2, 15, 0x7B, 0x7F, 57344.0, 448.0 / 57344.0, inf_code=0x7C,
             torch_dtype=torch.float8_e5m2,
         ),
-        Format("fp8_e3m4", 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, True),
-        Format("fp8_e2m5", 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, True),
-        Format("int8", 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, True),
+        Format("fp8_e3m4", 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, has_unsigned_zero=True),
+        Format("fp8_e2m5", 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, has_unsigned_zero=True),
+        Format("int8", 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, has_unsigned_zero=True),
     )
 }  # fmt: skip
 
@@ -97,24 +98,24 @@ _ROTATED, _CENTERED = "rotated", "centered"
 ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 
 
-def parse_dtype(name: object, argument: str = "dtype") -> str:
+def parse_dtype(dtype: object, argument: str = "dtype") -> str:
     """Return the canonical name of a storage dtype: a key of `FORMATS`, or "auto" for "model".
 
-    `name` is a name, an alias, or a torch dtype.
+    `dtype` is a name, an alias, or a torch dtype.
 
     Raises:
-        ConfigError: `name` is anything else. The message calls it `argument`.
+        ConfigError: `dtype` is anything else. The message calls it `argument`.
     """
-    if isinstance(name, str):
-        name = ALIASES.get(name, name)
+    if isinstance(dtype, str):
+        name = ALIASES.get(dtype, dtype)
         if name == AUTO or name in FORMATS:
             return name
     # Int8 is listed separately. It has no `torch_dtype`, because torch stores different bytes.
     names = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
-    if isinstance(name, torch.dtype) and name in names:
-        return names[name]
-    valid_names = ", ".join(repr(n) for n in (*ALIASES, *FORMATS))
-    raise ConfigError(f"{argument}: expected one of {valid_names}, got {name!r}")
+    if isinstance(dtype, torch.dtype) and dtype in names:
+        return names[dtype]
+    valid_names = ", ".join(map(repr, (*ALIASES, *FORMATS)))
+    raise ConfigError(f"{argument}: expected one of {valid_names}, got {dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,10 @@ class SidePlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", parse_dtype(self.format, "format"))
-        for name in (_ROTATED, _CENTERED):
-            if not isinstance(getattr(self, name), bool):
+        for field in (_ROTATED, _CENTERED):
+            if not isinstance(getattr(self, field), bool):
                 raise ConfigError(
-                    f"{name}: expected True or False, got {getattr(self, name)!r}. "
+                    f"{field}: expected True or False, got {getattr(self, field)!r}. "
                     "SidePlan.parse('int8 rotated') parses text"
                 )
         if self.is_auto and (self.rotated or self.centered):
@@ -195,11 +196,11 @@ class LayerPlan(NamedTuple):
         return f"K {self.k}, V {self.v}"
 
 
-def count_plans(layers: Mapping[int, LayerPlan]) -> dict[str, int]:
+def count_plans(plans: Mapping[int, LayerPlan]) -> dict[str, int]:
     """Return the number of layers with each plan, by its `str`, the most frequent first."""
-    return dict(Counter(str(layers[index]) for index in sorted(layers)).most_common())
+    return dict(Counter(str(plans[index]) for index in sorted(plans)).most_common())
 
 
-def summarize_plan(layers: Mapping[int, LayerPlan]) -> str:
+def summarize_plan(plans: Mapping[int, LayerPlan]) -> str:
     """Return the plans on one line, such as "28 x K int8, V int8; 2 x K model, V model"."""
-    return "; ".join(f"{count} x {plan}" for plan, count in count_plans(layers).items())
+    return "; ".join(f"{count} x {plan}" for plan, count in count_plans(plans).items())

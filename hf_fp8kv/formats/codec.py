@@ -20,8 +20,8 @@ from . import MIN_SCALE, Format
 # saturation. With 32 scales, the errors would hardly be smaller.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
-# Number of vectors for which `search_scale` searches at a time. It needs 16 times their memory.
-SEARCH_CHUNK = 64
+# Number of vectors that `search_scale` searches together. It needs 16 times their memory.
+_VECTORS_PER_SEARCH = 64
 
 
 def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -42,63 +42,63 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     # moves into the exponent. For subnormal values, the full mantissa (with the hidden bit) is
     # shifted to the fixed step. From a shift of 25 bits on, every fp32 value rounds to zero.
     exponent = magnitude >> 23
-    mantissa = (magnitude & 0x7FFFFF) | (exponent > 0).int() << 23
-    normal = magnitude - ((127 - fmt.bias) << 23)
-    value = torch.where(exponent < 128 - fmt.bias, mantissa, normal)
+    full_mantissa = (magnitude & 0x7FFFFF) | (exponent > 0).int() << 23
+    rebiased = magnitude - ((127 - fmt.bias) << 23)
+    unrounded = torch.where(exponent < 128 - fmt.bias, full_mantissa, rebiased)
     shift = (dropped_bits + 128 - fmt.bias - exponent.clamp(min=1)).clamp(dropped_bits, 25)
     offset = (torch.ones_like(shift) << (shift - 1)) - 1
-    code = ((value + offset + ((value >> shift) & 1)) >> shift).clamp(max=fmt.max_code)
+    code = ((unrounded + offset + ((unrounded >> shift) & 1)) >> shift).clamp(max=fmt.max_code)
     code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
-    negative = (bits < 0) & (code > 0) if fmt.unsigned_zero else bits < 0
-    return torch.where(negative, code | 0x80, code).to(torch.uint8)
+    is_negative = (bits < 0) & (code > 0) if fmt.has_unsigned_zero else bits < 0
+    return torch.where(is_negative, code | 0x80, code).to(torch.uint8)
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the exact float32 values of `codes`, uint8 of any shape."""
-    table = code_table(fmt, codes.device)
+    table = make_code_table(fmt, codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @functools.cache
-def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
+def make_code_table(fmt: Format, device: torch.device) -> torch.Tensor:
     """Return the values of the 256 codes, `[256]`, float32, on `device`."""
     values = []
     for code in range(256):
         exponent, fraction = divmod(code & 0x7F, 1 << fmt.mantissa_bits)
-        hidden = (exponent > 0) << fmt.mantissa_bits
-        value = (fraction + hidden) * fmt.min_subnormal * 2.0 ** max(exponent - 1, 0)
+        hidden_bit = (exponent > 0) << fmt.mantissa_bits
+        value = (fraction + hidden_bit) * fmt.min_subnormal * 2.0 ** max(exponent - 1, 0)
         value = math.inf if code & 0x7F == fmt.inf_code else value
-        is_special = code & 0x7F > fmt.max_code and value != math.inf
-        is_nan = is_special or (fmt.unsigned_zero and code == fmt.nan_code)
+        is_past_max = code & 0x7F > fmt.max_code and value != math.inf
+        is_nan = is_past_max or (fmt.has_unsigned_zero and code == fmt.nan_code)
         values.append(math.nan if is_nan else -value if code >= 0x80 else value)
     # A table that is created in inference mode cannot be used outside inference mode.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the dynamic scale of each vector along the last axis, `x.shape[:-1]`, bfloat16."""
+def compute_dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the dynamic scale of each vector on the last axis, `x.shape[:-1]`, in bfloat16."""
     amax = x.float().abs().amax(-1)
     # Divide by a tensor, because CUDA multiplies by the reciprocal of a number and so rounds twice.
     scale = (amax / amax.new_full((), fmt.max)).clamp(min=MIN_SCALE)
-    return _round_up(scale, amax.isfinite())
+    return _round_up_to_bfloat16(scale, amax.isfinite())
 
 
-def _round_up(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Return float32 scales rounded up to bfloat16, NaN unless `valid`."""
+def _round_up_to_bfloat16(scale: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+    """Return float32 scales rounded up to bfloat16, or NaN where `is_valid` is False."""
     # bfloat16 is the upper half of fp32, so adding 0xFFFF before truncation rounds up. torch may
     # cast NaN to any of several NaNs, so NaN is not cast.
-    rounded = torch.where(valid, (scale.view(torch.int32) + 0xFFFF) >> 16, BFLOAT16_NAN)
+    rounded = torch.where(is_valid, (scale.view(torch.int32) + 0xFFFF) >> 16, BFLOAT16_NAN)
     return rounded.to(torch.int16).view(torch.bfloat16)
 
 
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale of each vector with the least rounding error.
 
-    The candidates are the `SEARCH_STEPS` scales `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each
-    rounded up to bfloat16. The first candidate with the smallest sum of squared errors is chosen.
-    The search is only used for K, because the errors of V hardly matter. docs/architecture.md
-    states the gain.
+    The candidates are the dynamic scale times `2 ** (step / SEARCH_STEPS)`, for `SEARCH_STEPS`
+    steps, rounded up to bfloat16. The first candidate with the smallest sum of squared errors is
+    chosen. The search is only used for K, because the errors of V hardly matter.
+    docs/architecture.md states the gain.
 
     Errors are summed as integers, in units of `1 / fmt.error_unit` and rounded half up, so that
     every backend chooses the same scale. A backend must not fuse the product with the following sum
@@ -112,41 +112,41 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
         The scales, `x.shape[:-1]`, bfloat16. NaN for a vector with NaN or infinity.
     """
     vectors = x.float().reshape(-1, x.shape[-1])
-    scales = [_search_chunk(chunk, fmt) for chunk in vectors.split(SEARCH_CHUNK)]
+    scales = [_search_chunk(chunk, fmt) for chunk in vectors.split(_VECTORS_PER_SEARCH)]
     return torch.cat(scales).view(x.shape[:-1])
 
 
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, but much faster."""
+    """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, much faster."""
     # Clamp first, because a value far beyond the maximum would not round to a finite value.
     return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
 
 
-def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the rounding error, in the shape of `x`, of finite float32 `x` under `scale`."""
+def compute_rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the rounding error of finite float32 `x` stored with `scale`, in the shape of `x`."""
     return round_to_format(x / scale, fmt) * scale - x
 
 
-def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
-    """Return the rounding errors of finite values stored with `dynamic_scale`.
+def compute_dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
+    """Return the rounding errors of finite values stored with `compute_dynamic_scale`.
 
     Args:
         x: Values, `[len(formats), ..., D]`, float32, with the format on the first axis.
         formats: The formats of the values. Few operations compute all formats together.
     """
     shape = (-1,) + (1,) * (x.ndim - 1)
-    max_values, binade, offset = (t.view(shape) for t in _format_tensors(formats, x.device))
+    max_values, binade, offset = (t.view(shape) for t in _make_tables(formats, x.device))
     scale = (x.abs().amax(-1, keepdim=True) / max_values).clamp(min=MIN_SCALE)
     scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    # Clamping is not needed: a scale is rounded up, so no value exceeds the format's maximum.
-    scaled = x / scale
-    large = (scaled.view(torch.int32) & 0x7F800000).maximum(binade).add(offset).view(torch.float32)
-    return ((scaled + large) - large) * scale - x
+    scaled = x / scale  # not clamped: scales are rounded up, so no value exceeds the maximum
+    bits = (scaled.view(torch.int32) & 0x7F800000).maximum(binade) + offset
+    addend = bits.view(torch.float32)  # rounds as in `_round_to_step`
+    return ((scaled + addend) - addend) * scale - x
 
 
 @functools.cache
-def _format_tensors(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the maximum value, smallest binade and offset of each format for `dynamic_errors`."""
+def _make_tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the maximum, the smallest binade and the offset of each format, as three tensors."""
     with torch.inference_mode(False), torch.no_grad():
         max_values = torch.tensor([f.max for f in formats], device=device)
         binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)
@@ -156,17 +156,16 @@ def _format_tensors(formats: tuple[Format, ...], device: torch.device) -> tuple[
 
 def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Round each value of `x`, float32, to the format's step in its binade."""
-    dropped_bits = 23 - fmt.mantissa_bits
     # Adding 1.5 times a power of two whose last bit is worth one step rounds to that step.
     binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
-    large = (binade + (dropped_bits << 23 | 0x400000)).view(torch.float32)
-    return (x + large) - large
+    addend = (binade + ((23 - fmt.mantissa_bits) << 23 | 0x400000)).view(torch.float32)
+    return (x + addend) - addend
 
 
 def _search_chunk(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    min_scale = dynamic_scale(x, fmt).float()
+    min_scale = compute_dynamic_scale(x, fmt).float()
     steps = torch.arange(SEARCH_STEPS, dtype=torch.float32, device=x.device) / SEARCH_STEPS
-    rounded = _round_up(min_scale[:, None] * steps.exp2(), ~min_scale.isnan()[:, None])
+    rounded = _round_up_to_bfloat16(min_scale[:, None] * steps.exp2(), ~min_scale.isnan()[:, None])
     scales = rounded.float()
     scaled = x[:, None] * scales.reciprocal()[..., None]
     error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()

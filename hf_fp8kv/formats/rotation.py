@@ -11,21 +11,21 @@ therefore computes the same bits and stores the same bytes.
 import torch
 
 
-def rotation_block(dim: int) -> int:
+def find_rotation_block(dim: int) -> int:
     """Return the largest power of two that divides a head size. 96 is rotated as 3 x 32."""
     return dim & -dim
 
 
-def rotation_factor(block: int) -> float:
+def compute_rotation_factor(block: int) -> float:
     """Return the factor at the end of a butterfly over `block` channels."""
     return float(block**-0.5)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate `x`, `[..., D]`, in float32, in blocks of `rotation_block(D)` channels."""
-    shape, block = x.shape, rotation_block(x.shape[-1])
+    """Rotate `x`, `[..., D]`, in float32, in blocks of `find_rotation_block(D)` channels."""
+    shape, block = x.shape, find_rotation_block(x.shape[-1])
     x = x.float()
     for level in range(block.bit_length() - 1):
         a, b = x.reshape(*shape[:-1], -1, 2, 1 << level).unbind(-2)
         x = torch.stack([a + b, a - b], -2)
-    return x.reshape(shape) * rotation_factor(block)
+    return x.reshape(shape) * compute_rotation_factor(block)

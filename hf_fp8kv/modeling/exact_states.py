@@ -1,10 +1,9 @@
 """Keep K and V exact in models that would round them before they reach a cache.
 
 In a checkpoint that declares a KV cache, compressed-tensors makes each attention module pass K and
-V to a `QuantizedKVCache`, which rounds them and passes them to the cache of the call. The `forward`
-of that wrapper is the only function that this package replaces. In each call, the replacement
-checks the cache: K and V stay unrounded if the cache has `takes_exact_states`, and within
-`exact_states()`. For all other caches nothing changes.
+V to a wrapper, `QuantizedKVCache`, which rounds them and passes them to the cache of the call. This
+package only replaces the wrapper's `forward`. The new `forward` passes K and V unrounded within
+`exact_states()`, and to caches that have `takes_exact_states`. For other caches nothing changes.
 """
 
 import functools
@@ -21,7 +20,7 @@ from .step import step
 
 logger = logging.getLogger(__name__)
 
-NOTE = (
+ROUNDING_NOTE = (
     "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "
     "before they reach a cache. An FP8 cache gets them unrounded, because it quantizes them"
 )
@@ -33,50 +32,50 @@ _PROJECTIONS_NOTE = (
 
 
 def _find_wrapper_class() -> Any:
-    """Return the class of the modules that round K and V, or None if it is not imported."""
+    """Return the class of the wrappers that round K and V, or None if it is not imported."""
     return getattr(sys.modules.get("compressed_tensors.modeling.kvcache"), "QuantizedKVCache", None)
 
 
-def pass_exact_states() -> None:
-    """Replace `forward` of the wrapper class with a function that checks the cache, if imported."""
-    wrapper = _find_wrapper_class()
-    if wrapper is None or wrapper.forward.__module__ == __name__:
+def patch_kv_wrapper() -> None:
+    """Replace the wrapper's `forward` once, if compressed-tensors is imported."""
+    wrapper_class = _find_wrapper_class()
+    if wrapper_class is None or wrapper_class.forward.__module__ == __name__:
         return
-    round_and_store = wrapper.forward
+    round_and_store = wrapper_class.forward
 
-    @functools.wraps(round_and_store, assigned=())  # keep the name of this module
+    @functools.wraps(round_and_store, assigned=())  # keeps `__module__` of this module
     def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         cache = None if self.past_key_values is None else self.past_key_values()
         if not (step.is_exact or getattr(cache, "takes_exact_states", False)):
             return round_and_store(self, key_states, value_states, *args, **kwargs)
-        warn_once(logger, NOTE)
+        warn_once(logger, ROUNDING_NOTE)
         self.past_key_values = None
         if cache is None:
             return key_states, value_states
         return cache.update(key_states, value_states, *args, **kwargs)
 
-    wrapper.forward = forward
+    wrapper_class.forward = forward
 
 
 @contextmanager
-def exact_states(*, engine: bool = False) -> Iterator[None]:
+def exact_states(*, is_engine_step: bool = False) -> Iterator[None]:
     """Keep K and V unrounded in this thread within the `with` block, with any cache or none.
 
-    `engine` means that a continuous-batching engine runs a step. It packs requests into one row,
-    and its cache has the bounds of each request. A mask, which would cover all tokens of the step,
-    is not needed and not made.
+    With `is_engine_step`, a continuous-batching engine runs the model, and no mask is made. The
+    engine packs all requests into one row, and its cache has the bounds of each request. A mask
+    would cover all tokens of the row.
     """
-    pass_exact_states()
-    old_flags = step.is_exact, step.is_engine
-    step.is_exact, step.is_engine = True, engine or step.is_engine
+    patch_kv_wrapper()
+    old_flags = step.is_exact, step.is_engine_step
+    step.is_exact, step.is_engine_step = True, is_engine_step or step.is_engine_step
     try:
         yield
     finally:
-        step.is_exact, step.is_engine = old_flags
+        step.is_exact, step.is_engine_step = old_flags
 
 
-def rounding_note(model: torch.nn.Module) -> str:
-    """Return a note about a model whose K and V are rounded outside caches, or "".
+def describe_rounding(model: torch.nn.Module) -> str:
+    """Return a note that the model's K and V are rounded before they reach a cache, or "".
 
     Old checkpoints declare outputs of projections instead of a KV cache. The projections round
     these outputs themselves, which this package cannot prevent.
@@ -89,12 +88,12 @@ def rounding_note(model: torch.nn.Module) -> str:
     }
     if projections:
         return _PROJECTIONS_NOTE.format(" and ".join(sorted(projections)))
-    wrapper = _find_wrapper_class()
-    is_wrapped = wrapper is not None and any(isinstance(x, wrapper) for x in model.modules())
-    return NOTE if is_wrapped else ""
+    wrapper_class = _find_wrapper_class()
+    modules = () if wrapper_class is None else model.modules()
+    return ROUNDING_NOTE if any(isinstance(x, wrapper_class) for x in modules) else ""
 
 
 def warn_of_rounding(model: torch.nn.Module) -> None:
-    """Log the `rounding_note` of a model once, before it is used with an FP8 cache."""
-    if note := rounding_note(model):
+    """Log the note of `describe_rounding` once, before the model is used with an FP8 cache."""
+    if note := describe_rounding(model):
         warn_once(logger, note)

@@ -10,18 +10,18 @@ from ..errors import ConfigError
 from ..utils.digests import digest_of, digest_weights
 from .model_support import DETERMINISTIC
 
-# Packages whose hooks and replaced methods have no effect that the digest does not cover.
-_PACKAGES = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
-             "torch.nn.utils")  # fmt: skip
-# Methods, and the packages that may replace them. PEFT replaces the last two to add tokens.
-_METHOD_PACKAGES: dict[str, tuple[str, ...]] = {
-    "forward": _PACKAGES, "_old_forward": _PACKAGES,
+# Packages whose hooks and replaced methods are accepted: the digest covers all their effects.
+_ACCEPTED_PACKAGES = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
+                      "torch.nn.utils")  # fmt: skip
+# Methods, and the packages that may replace them. PEFT's versions of the last two add tokens.
+_PACKAGES_BY_METHOD: dict[str, tuple[str, ...]] = {
+    "forward": _ACCEPTED_PACKAGES, "_old_forward": _ACCEPTED_PACKAGES,
     "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
 }  # fmt: skip
-# Attributes of PEFT's adapters that are not weights.
+# Attributes of PEFT's adapters that affect outputs and are not weights.
 _ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
                    "lora_variant")  # fmt: skip
-# Fields of a config that do not change any value.
+# Fields of a config that do not affect outputs.
 _NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
 
 
@@ -32,7 +32,7 @@ def identify_model(model: Any) -> str:
         ConfigError: Some weights are not in this process, or a hook or a replaced method may change
             hidden states or tokens.
     """
-    _check_code(model)
+    _check_hooks(model)
     return digest_of(describe_model(model), digest_weights(model))
 
 
@@ -64,7 +64,7 @@ def describe_model(model: Any) -> dict[str, object]:
     }
 
 
-def _check_code(model: Any) -> None:
+def _check_hooks(model: Any) -> None:
     """Raise ConfigError if a hook or a replaced method may change hidden states or tokens."""
     registry = torch.nn.modules.module  # has the hooks of all modules
     hooks = [*registry._global_forward_pre_hooks.values(), *registry._global_forward_hooks.values()]
@@ -72,14 +72,14 @@ def _check_code(model: Any) -> None:
         attributes, accelerate_hook = vars(module), vars(module).get("_hf_hook")
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
-        unknown = [x for x in hooks if x is not None and not _is_defined_in(x, _PACKAGES)]
-        for method, packages in _METHOD_PACKAGES.items():
+        refused = [x for x in hooks if x is not None and not _is_defined_in(x, _ACCEPTED_PACKAGES)]
+        for method, packages in _PACKAGES_BY_METHOD.items():
             function = _unwrap(attributes.get(method))
             stock_method = getattr(type(module), method.removeprefix("_old_"), None)
             is_stock = function is None or getattr(function, "__func__", None) is stock_method
-            unknown += [] if is_stock or _is_defined_in(function, packages) else [function]
-        if unknown:
-            got = getattr(unknown[0], "__qualname__", type(unknown[0]).__name__)
+            refused += [] if is_stock or _is_defined_in(function, packages) else [function]
+        if refused:
+            got = getattr(refused[0], "__qualname__", type(refused[0]).__name__)
             raise ConfigError(
                 "prefix_store: expected no hook and no replaced method, which may change hidden "
                 f"states or tokens, got {got} in {name or 'the model'}. Remove it, or leave "

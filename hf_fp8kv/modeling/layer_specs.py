@@ -22,17 +22,17 @@ def build_stock_layers(
     return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
 
 
-def shares_keys(config: PreTrainedConfig, index: int) -> bool:
+def reuses_kv(config: PreTrainedConfig, index: int) -> bool:
     """Return whether a layer reads K and V of a different layer, and stores only indexer keys."""
     modes = getattr(config, "kv_sharing_modes", None)
     return modes is not None and modes[index] == "reuse_but_indexer"
 
 
-def find_layers(
+def find_skipped_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
     """Return the indices of the layers that `skip_layers` names. Raise ConfigError if invalid."""
-    types = getattr(config, "layer_types", None) or [
+    layer_types = getattr(config, "layer_types", None) or [
         "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
         for layer in layers
     ]
@@ -40,12 +40,12 @@ def find_layers(
     for selector in (skip_layers,) if isinstance(skip_layers, str | int) else skip_layers:
         if type(selector) is int and -len(layers) <= selector < len(layers):
             indices.add(selector % len(layers))
-        elif isinstance(selector, str) and selector in types:
-            indices.update(i for i, name in enumerate(types[: len(layers)]) if name == selector)
+        elif isinstance(selector, str) and selector in layer_types:
+            indices.update(i for i, x in enumerate(layer_types[: len(layers)]) if x == selector)
         else:
             raise ConfigError(
                 f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "
-                f"among {sorted(set(types))}, got {selector!r}"
+                f"among {sorted(set(layer_types))}, got {selector!r}"
             )
     return indices
 

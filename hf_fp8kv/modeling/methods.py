@@ -8,10 +8,11 @@ from typing import Any
 
 
 class ModelMethod:
-    """A method of one model, with fixed arguments. A copy of the model gets a copy of the method.
+    """A method of one model. A copy of the model gets a copy of the method.
 
     Attributes:
         name: Name of the method.
+        arguments: Arguments of the constructor, which a copy of the method gets as well.
         old_method: The replaced attribute of the model, or None if only the class has the method.
     """
 
@@ -31,7 +32,7 @@ class ModelMethod:
 
     @property
     def model(self) -> Any:
-        """The model, which exists during a call."""
+        """The model. It exists in each call of the method, because the model holds the method."""
         return self._model()
 
     @property

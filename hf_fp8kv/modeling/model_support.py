@@ -14,13 +14,13 @@ from ..errors import ConfigError
 ATTENTION = "fp8_paged"
 # Method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
-# Attribute of a deterministic model and of its modules (see `enable`).
+# Attribute that `enable` sets on a deterministic model and on its modules.
 DETERMINISTIC = "_hf_fp8kv_deterministic"
 # Attribute of new keys that holds the cache of a continuous-batching engine.
 ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
-# Name of a cache in `generate()` and in transformers' models: "cache" since 5.24.
-_PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
-CACHE = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
+# Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.
+_SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
+CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
 
 
 def find_varying_rope(config: Any) -> str | None:
@@ -30,12 +30,12 @@ def find_varying_rope(config: Any) -> str | None:
     """
     configs = (config, config.get_text_config(decoder=True))
     fields = ("rope_parameters", "rope_scaling")
-    text = str([getattr(part, name, None) for part in configs for name in fields])
+    text = str([getattr(owner, field, None) for owner in configs for field in fields])
     return next((name for name in ("dynamic", "longrope") if repr(name) in text), None)
 
 
 def config_field(config: Any, name: str) -> Any:
-    """Return a field of a config, or None. If it differs by layer, return the first value."""
+    """Return a field of a config, or None. If layers differ, return the first value."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # raised by transformers if layers have different values
@@ -44,7 +44,7 @@ def config_field(config: Any, name: str) -> Any:
 
 
 @functools.cache
-def model_class(config_class: type) -> type[Any] | None:
+def find_model_class(config_class: type) -> type[Any] | None:
     """Return the model class of a config, or None if transformers lists none."""
     import transformers
 
@@ -53,8 +53,8 @@ def model_class(config_class: type) -> type[Any] | None:
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         transformers.MODEL_MAPPING,
     ):
-        if models := mapping.get(config_class, None):
-            return models[0] if isinstance(models, tuple) else models
+        if classes := mapping.get(config_class, None):
+            return classes[0] if isinstance(classes, tuple) else classes
     return None
 
 
@@ -62,8 +62,8 @@ def model_class(config_class: type) -> type[Any] | None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def uses_interface(config_class: type) -> bool:
     """Return whether models with this config use transformers' attention registry."""
-    model = model_class(config_class)
-    return model is None or bool(model._can_set_attn_implementation())
+    model_class = find_model_class(config_class)
+    return model_class is None or bool(model_class._can_set_attn_implementation())
 
 
 def caches_latents(config: Any) -> bool:
@@ -75,33 +75,33 @@ def caches_latents(config: Any) -> bool:
     if config is None or config_field(config, "kv_lora_rank") is None:
         return False
     config_class: type = type(config)
-    model = model_class(config_class)
-    name = config_class.__module__.replace("configuration_", "modeling_")
-    module = sys.modules.get(name if model is None else model.__module__)
+    model_class = find_model_class(config_class)
+    module_name = config_class.__module__.replace("configuration_", "modeling_")
+    module = sys.modules.get(module_name if model_class is None else model_class.__module__)
     objects = [] if module is None else list(vars(module).values())
     return any(isinstance(x, type) and hasattr(x, EXPAND) for x in objects)
 
 
-def accepts(cls: type[Any], argument: str) -> bool:
+def accepts_argument(cls: type[Any], argument: str) -> bool:
     """Return whether `forward` of a model class has an argument of this name."""
     return argument in inspect.signature(cls.forward).parameters
 
 
-def cache_argument(cls: type[Any]) -> str:
-    """Return the name of the cache in `forward`, or "". Code from the Hub may use the old name."""
-    return next((name for name in ("past_key_values", CACHE) if accepts(cls, name)), "")
+def find_cache_argument(cls: type[Any]) -> str:
+    """Return `forward`'s argument for a cache, or "". Code from the Hub may use the old name."""
+    return next((name for name in ("past_key_values", CACHE) if accepts_argument(cls, name)), "")
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return keywords that pass a cache to a call of the model."""
-    return {cache_argument(type(model)) or CACHE: cache, "use_cache": True}
+    """Return the keyword arguments that pass a cache to a call of the model."""
+    return {find_cache_argument(type(model)) or CACHE: cache, "use_cache": True}
 
 
 def find_refusal(cls: type[Any]) -> str:
     """Return the reason why models of this class cannot use the cache, or ""."""
     if not getattr(cls, "_supports_default_dynamic_cache", lambda: True)():
         return "it needs a special cache class"
-    if not cache_argument(cls):
+    if not find_cache_argument(cls):
         return f"its forward has no argument {CACHE}"
     return ""
 
@@ -114,7 +114,7 @@ def check_config(config: Any) -> None:
             f"config: expected a model's config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model.config)"
         )
-    reason = find_refusal(cls) if (cls := model_class(config_class)) else ""
+    reason = find_refusal(cls) if (cls := find_model_class(config_class)) else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
         reason = "it has no attention layers"
     elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:

@@ -3,8 +3,8 @@
 The state is in one thread-local object. (Dynamo of torch 2.13 can trace its attributes in one
 graph, but not `ContextVar.set`.)
 
-The cache sets a `MaskRequest` when transformers reads the sizes of a mask, and the mask function of
-"fp8_paged" takes it. Other attention leaves the request, and masks of other sizes ignore it.
+The cache sets a `MaskRequest` when transformers reads the sizes of a mask. The mask function of
+"fp8_paged" takes the request, unless its mask has different sizes. Other attention ignores it.
 """
 
 import threading
@@ -34,12 +34,12 @@ class _Step(threading.local):
 
     Attributes:
         is_exact: Whether K and V stay unrounded with any cache.
-        is_engine: Whether the call is a step of a continuous-batching engine, which needs no masks.
+        is_engine_step: Whether a continuous-batching engine runs this step. It needs no masks.
         request: The last cache's request for a mask, until the mask is made.
     """
 
     is_exact: bool = False
-    is_engine: bool = False
+    is_engine_step: bool = False
     request: MaskRequest = MaskRequest()
 
     def take_request(self, *sizes: int) -> MaskRequest:

@@ -84,10 +84,10 @@ def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> 
     """Return the number of heads of a layer, from a field of the config, or None if not known."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
-    heads = config_field(config, field)
-    if isinstance(heads, list | tuple):
-        heads = heads[layer] if layer < len(heads) else None
-    return heads if isinstance(heads, int) else None
+    num_heads = config_field(config, field)
+    if isinstance(num_heads, list | tuple):
+        num_heads = num_heads[layer] if layer < len(num_heads) else None
+    return num_heads if isinstance(num_heads, int) else None
 
 
 def check_divides(config: Any, size: int) -> None:
@@ -103,12 +103,12 @@ def check_divides(config: Any, size: int) -> None:
         )
 
 
-def check_split(layer: int, num_heads: int, num_total: int | None, size: int) -> None:
-    """Raise ConfigError if a layer has all KV heads although the model should be split.
+def check_split(layer: int, num_heads: int, num_model_heads: int | None, size: int) -> None:
+    """Raise ConfigError if a layer has all KV heads although `size` processes should share them.
 
-    This process has `num_heads` KV heads, and the whole model has `num_total`.
+    This process has `num_heads` KV heads of the layer, and the whole model `num_model_heads`.
     """
-    if size > 1 and num_heads == num_total:
+    if size > 1 and num_heads == num_model_heads:
         raise ConfigError(
             f"tensor_parallel: expected {num_heads // size} of the model's {num_heads} KV heads, "
             f"got all of them in layer {layer}, because the model is not split. Pass the result of "

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
-from ..formats.codec import decode, dynamic_scale, encode, search_scale
+from ..formats.codec import compute_dynamic_scale, decode, encode, search_scale
 from ..formats.rotation import rotate
 from .blocks import group_by_block, read_rows
 from .pages import AttentionSpec, Pages, StoredSide
@@ -75,7 +75,7 @@ def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Te
         x = rotate(x)
     if stored.static_scale is not None:
         return encode(x * stored.static_scale.reciprocal()[:, None], fmt), None
-    scales = search_scale(x, fmt) if search else dynamic_scale(x, fmt)
+    scales = search_scale(x, fmt) if search else compute_dynamic_scale(x, fmt)
     return encode(x * scales.float().reciprocal()[..., None], fmt), scales
 
 

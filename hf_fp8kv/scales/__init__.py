@@ -1,6 +1,6 @@
 """Static scales of K and V, and the file formats that hold them."""
 
-from .checkpoint.configs import declared_kv_scales
+from .checkpoint.configs import describe_kv_scales
 from .formats import SCALE_FORMATS, ScaleFormat
 from .kv_scales import KVScales
 from .layer_scales import Granularity, LayerScales
@@ -13,5 +13,5 @@ __all__ = [
     "KVScales",
     "LayerScales",
     "ScaleFormat",
-    "declared_kv_scales",
+    "describe_kv_scales",
 ]

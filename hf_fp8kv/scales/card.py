@@ -15,8 +15,8 @@ CARD_FILE = "README.md"
 # Markers around the section, which is replaced when new scales are saved.
 _SECTION_START, _SECTION_END = "<!-- hf_fp8kv: KV cache -->", "<!-- hf_fp8kv: end -->"
 _SGLANG = "python -m sglang.launch_server --model-path {0} --kv-cache-dtype fp8_e4m3"
-# Commands of servers that read a format. {0} is the copy of the checkpoint, {1} the model.
-_COMMANDS = {
+# Command of a server that reads each format. {0} is the copy of the checkpoint, {1} the model.
+_COMMANDS_BY_FORMAT = {
     "hf_fp8kv": "vllm serve {1} --kv-cache-dtype hf_fp8kv_static "
     '--additional-config \'{{"hf_fp8kv": {{"scales": "{0}"}}}}\'',
     **dict.fromkeys(
@@ -69,20 +69,20 @@ def _make_section(
     scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, model: str
 ) -> str:
     granularity = scales.granularity + ", K centered" * scales.centered
-    kind = "Plan" if scales.is_dynamic else "Static scales"
+    title = "Plan" if scales.is_dynamic else "Static scales"
     facts = [
-        f"{kind} for an FP8 KV cache: {len(scales.layers)} layers, per {granularity}",
+        f"{title} for an FP8 KV cache: {len(scales.layers)} layers, per {granularity}",
         f"format `{format.name}`, values in the unit of E4M3 (`amax / 448`)",
     ]
     report = scales.report
     if report is not None:
-        versions = ", ".join(f"{package} {number}" for package, number in report.versions.items())
+        versions = ", ".join(f"{package} {version}" for package, version in report.versions.items())
         facts += [
             f"calibrated on {report.tokens} tokens of {report.texts} texts, margin "
             f"{report.margin:g}, {report.date[:10]}, with {versions}",
             report.centers,
         ]
-        # The report describes the scales before the losses.
+        # With losses, the report's measurements are not about the written scales.
         facts += [
             f"mean KL to the unquantized cache, {row.cache}: {row.kl:.2e} nats, same top token "
             f"{row.top1:.1%} ({row.tokens} held-out tokens)"
@@ -92,7 +92,7 @@ def _make_section(
     facts += losses
     if scales.weights_digest:
         facts.append(f"made for the weights with the digest `{scales.weights_digest}`")
-    commands = [_COMMANDS[format.name]]
+    commands = [_COMMANDS_BY_FORMAT[format.name]]
     if scales.granularity == "tensor" and commands[0].startswith("vllm serve {0}"):
         commands.append(_SGLANG)  # SGLang reads one number for each side
     return "\n".join([

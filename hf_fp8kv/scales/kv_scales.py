@@ -21,7 +21,7 @@ from ..utils.warn_once import warn_once
 from . import save
 from .card import CARD_FILE, make_card
 from .checkpoint.checkpoint import HubOptions, translate_hub_errors
-from .checkpoint.configs import text_config
+from .checkpoint.configs import find_text_config
 from .formats.base import reduce_scales, to_json
 from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_constant, check_ranks, scalar
 from .load import read_checkpoint, read_file
@@ -34,8 +34,8 @@ _STALE_WARNING = (
     "(hf_fp8kv.calibrate), or use dynamic scales (scales=None). scales.made_for(model) checks the "
     "weights"
 )
-_STALE_EFFECTS = ("Values that exceed the old range saturate",
-         "Nothing saturates, but the plan and centers may no longer fit")  # fmt: skip
+_STATIC_EFFECT = "Values that exceed the old range saturate"
+_DYNAMIC_EFFECT = "Nothing saturates, but the plan and centers may no longer fit"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,7 +166,7 @@ class KVScales(ScaleData):
         )  # fmt: skip
         files = writer.make_files(scales, tp_size, base)
         if base is not None:
-            types = [x.get("model_type") for x in (base.config, text_config(base.config))]
+            types = [x.get("model_type") for x in (base.config, find_text_config(base.config))]
             if self.model_type is not None and self.model_type not in types and any(types):
                 raise ScaleError(
                     f"{base.origin}: expected a {self.model_type!r} model for these scales, got "
@@ -176,10 +176,10 @@ class KVScales(ScaleData):
                 files = {"config.json": to_json(base.config), **files}
         if base is not None and has_model:
             name, path = target.resolve().name, source / CARD_FILE
-            card = path.read_bytes() if path.is_file() else b""
-            files[CARD_FILE] = make_card(scales, losses, writer, name, card, name, base_model)
+            old_card = path.read_bytes() if path.is_file() else b""
+            files[CARD_FILE] = make_card(scales, losses, writer, name, old_card, name, base_model)
         paths = save.write_files(source, target, files, base, scales, weights, tp_size)
-        if losses := losses + writer.missing_facts(self, base):
+        if losses := losses + writer.describe_gaps(self, base):
             logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
         return paths
 
@@ -228,11 +228,12 @@ class KVScales(ScaleData):
                     f"{format_list([*weights, 'config.json'])}. Choose a different repository, or "
                     "write the scales into a copy of the checkpoint (checkpoint=) and upload it"
                 )
-            card = b""
+            old_card = b""
             if CARD_FILE in old_files:
-                card = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
+                path = api.hf_hub_download(repo_id, CARD_FILE, revision=revision)
+                old_card = Path(path).read_bytes()
             model = repo_id if weights else base_model or "MODEL"
-            card = make_card(scales, losses, writer, repo_id, card, model, base_model)
+            card = make_card(scales, losses, writer, repo_id, old_card, model, base_model)
             contents = {**save.place_files(old_files, files), CARD_FILE: card}
             commit = api.create_commit(
                 repo_id,
@@ -243,7 +244,7 @@ class KVScales(ScaleData):
                 commit_message=commit_message,
                 revision=revision,
             )
-        if losses := losses + writer.missing_facts(self):
+        if losses := losses + writer.describe_gaps(self):
             logger.warning("%s: written as %s: %s", repo_id, format, "; ".join(losses))
         return str(commit.commit_url)
 
@@ -342,15 +343,15 @@ class StoragePlan(KVScales):
         return f"StoragePlan({summarize_plan(self.plan or {})}; {self.origin})"
 
     @classmethod
-    def load(cls, place: str | os.PathLike[str]) -> "StoragePlan":
-        """Return the plan in a file, a folder or a repository of the Hub.
+    def load(cls, path: str | os.PathLike[str]) -> "StoragePlan":
+        """Read the plan in a file, a folder or a repository of the Hub.
 
         Raises:
             ScaleError: The scales are static, or have no plan.
         """
-        plan = resolve(place)
+        plan = resolve_scales(path)
         if not isinstance(plan, StoragePlan):
-            message = f"plan: expected a StoragePlan in {place}, got {plan!r}"
+            message = f"plan: expected a StoragePlan in {path}, got {plan!r}"
             raise ScaleError(f"{message}. Pass static scales as `scales`")
         return plan
 
@@ -360,7 +361,7 @@ def wrap_scales(data: ScaleData) -> KVScales:
     return (StoragePlan if data.is_dynamic else KVScales)(**vars(data))
 
 
-def resolve(
+def resolve_scales(
     scales: KVScales | str | os.PathLike[str] | float | None, **options: Any
 ) -> KVScales | float | None:
     """Return the scales for the argument `scales` of a cache. Raise ScaleError if it is invalid.
@@ -383,5 +384,5 @@ def resolve(
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
     """Warn once if the digest of the scales differs from the digest of the model's weights."""
     if isinstance(scales, KVScales) and scales.made_for(model) is False:
-        details = scales.origin, type(model).__name__, _STALE_EFFECTS[scales.is_dynamic]
-        warn_once(logger, _STALE_WARNING % details)
+        effect = _DYNAMIC_EFFECT if scales.is_dynamic else _STATIC_EFFECT
+        warn_once(logger, _STALE_WARNING % (scales.origin, type(model).__name__, effect))

@@ -19,7 +19,7 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# For scales from MIN_SCALE to this one, the reciprocal and 448 times the scale are finite in fp32.
+# Largest valid scale. From `MIN_SCALE` to it, 1 / scale and 448 * scale are finite in fp32.
 _MAX_SCALE = 1 / MIN_SCALE
 # Advice in errors about a layer that is missing from a plan or from scales.
 SKIP_ADVICE = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"

@@ -49,10 +49,10 @@ def read_file(path: Path, request: Request) -> ScaleData:
             "convert the file (pickles are never loaded)"
         )
     if path.suffix == ".json":
-        data = read_json(path)
-        if "weight_map" not in data:
-            return parse_json(path, data, request, {})
-        files = read_weight_map(path)
+        content = read_json(path)
+        if "weight_map" not in content:
+            return parse_json(path, content, request, {})
+        tensor_files = read_weight_map(path)
     else:
         tensor_names, metadata = read_header(path)
         if METADATA_KEY in metadata:
@@ -62,9 +62,9 @@ def read_file(path: Path, request: Request) -> ScaleData:
                 f"{path}: expected scales, got a cache of FP8PagedCache.save. FP8PagedCache.load "
                 "reads it, and plan=FP8PagedCache.load(...).plan is its storage plan"
             )
-        files = dict.fromkeys(tensor_names, path.name)
+        tensor_files = dict.fromkeys(tensor_names, path.name)
     # The config next to a checkpoint's file or index defines the scales.
-    checkpoint = replace(read_configs(LocalFolder(path.parent)), tensor_files=files)
+    checkpoint = replace(read_configs(LocalFolder(path.parent)), tensor_files=tensor_files)
     return read_tensors(checkpoint, request)
 
 
@@ -86,28 +86,28 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
 def read_folder(folder: Folder, request: Request) -> ScaleData:
     """Return the scales of a folder, from `KV_FILE`, else from tensors, else from `JSON_FILE`."""
     for prefix in (f"{KV_FOLDER}/", ""):
-        path = folder.find_file(prefix + KV_FILE)
-        if path is not None:
+        if (path := folder.find_file(prefix + KV_FILE)) is not None:
             folder.find_file(prefix + REPORT_FILE)  # fetches the report next to the scales
             return read_file(path, request)
     checkpoint = read_configs(folder)
-    indexed_files = find_indexed_tensors(folder)
-    shards = [] if indexed_files else folder.list_files(".safetensors")
+    tensor_files = find_indexed_tensors(folder)
+    shards = [] if tensor_files else folder.list_files(".safetensors")
     rank_files = {int(m[1]): name for name in shards if (m := _RANK_FILE_PATTERN.fullmatch(name))}
     # The files of a repository are not listed, so its config must declare TensorRT-LLM's format.
-    while not indexed_files and not shards and checkpoint.declaration.dialect == "trtllm":
+    while not tensor_files and not shards and checkpoint.declaration.dialect == "trtllm":
         name = f"rank{len(rank_files)}.safetensors"
         if folder.list_tensors(name) is None:
             break
         rank_files[len(rank_files)] = name
     if rank_files:
         return _read_ranks(checkpoint, rank_files, request)
-    files = indexed_files or find_shard_tensors(folder)
+    tensor_files = tensor_files or find_shard_tensors(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # The index of a copy for TGI does not have the scales, even with quantized weights.
-        files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
-    checkpoint = replace(checkpoint, tensor_files=files)
-    if match_tensors(files, checkpoint.declaration)[0]:
+        tensor_files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
+    checkpoint = replace(checkpoint, tensor_files=tensor_files)
+    scale_tensors, _ = match_tensors(tensor_files, checkpoint.declaration)
+    if scale_tensors:
         if request.strict and folder.find_file("config.json") is None:
             raise ScaleError(
                 f"{folder.origin}: expected a config.json next to the checkpoint, found none. It "
@@ -120,25 +120,27 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
 
 
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
-    """Return the scales of one rank, or for one process the largest scales of all ranks."""
-    if sorted(files) != list(range(len(files))):
+    """Return the scales of the requested rank, or the largest scales over all ranks."""
+    num_ranks = len(files)
+    if sorted(files) != list(range(num_ranks)):
         raise ScaleError(
-            f"{checkpoint.origin}: expected the ranks 0 to {len(files) - 1}, got "
+            f"{checkpoint.origin}: expected the ranks 0 to {num_ranks - 1}, got "
             f"{format_list(sorted(files))}. Fetch the missing file"
         )
     for owner in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
         # Each pipeline stage counts its layers from 0, and its file lacks the stage's number.
-        expected_counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), len(files))
+        expected_counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), num_ranks)
         for entry, count in {"pp_size": 1, **expected_counts}.items():
             if owner.get(entry) not in (None, count):
                 raise ScaleError(
-                    f"{checkpoint.origin}: expected {len(files)} ranks of one pipeline stage, one "
+                    f"{checkpoint.origin}: expected {num_ranks} ranks of one pipeline stage, one "
                     f"for each file, got {entry} = {owner[entry]!r} in config.json. Fetch missing "
                     "files, and convert without pipeline parallelism"
                 )
 
     def read_rank(rank: int) -> ScaleData:
-        tensors = dict.fromkeys(checkpoint.folder.list_tensors(files[rank]) or (), files[rank])
-        return read_tensors(replace(checkpoint, tensor_files=tensors), request)
+        names = checkpoint.folder.list_tensors(files[rank]) or ()
+        tensor_files = dict.fromkeys(names, files[rank])
+        return read_tensors(replace(checkpoint, tensor_files=tensor_files), request)
 
-    return request.merge_ranks(checkpoint.origin, len(files), read_rank)
+    return request.merge_ranks(checkpoint.origin, num_ranks, read_rank)

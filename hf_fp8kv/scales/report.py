@@ -102,7 +102,7 @@ def _convert(annotation: Any, value: Any, label: str) -> Any:
             raise _make_error("an object", value, label)
         if origin is dict:
             try:
-                value = {arguments[0](key): item for key, item in value.items()}
+                value = {arguments[0](key): x for key, x in value.items()}
             except ValueError:
                 raise _make_error("the indices of layers", list(value), label) from None
             annotations = dict.fromkeys(value, arguments[1])
@@ -112,12 +112,12 @@ def _convert(annotation: Any, value: Any, label: str) -> Any:
             if value.keys() - annotations.keys() or required - value.keys():
                 raise _make_error(f"the entries {', '.join(annotations)}", list(value), label)
         dot = "" if label.endswith(": ") else "."
-        items = {n: _convert(annotations[n], item, f"{label}{dot}{n}") for n, item in value.items()}
-        return items if origin is dict else annotation(**items)
+        entries = {n: _convert(annotations[n], x, f"{label}{dot}{n}") for n, x in value.items()}
+        return entries if origin is dict else annotation(**entries)
     if origin is tuple:
         if not isinstance(value, list):
             raise _make_error("a list", value, label)
-        return tuple(_convert(arguments[0], v, f"{label}[{i}]") for i, v in enumerate(value))
+        return tuple(_convert(arguments[0], x, f"{label}[{i}]") for i, x in enumerate(value))
     if annotation is object:
         return json.loads(json.dumps(value))
     types = (int, float) if annotation is float else (annotation,)

@@ -1,4 +1,4 @@
-"""The rank and strictness of a caller that reads scales, and checks of the scales."""
+"""A request to read scales: it selects the scales of a rank, and checks the layers."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ScaleError
 from ..utils.text import format_list
-from .checkpoint.configs import layers_with_cache
+from .checkpoint.configs import find_cached_layers
 from .layer_scales import LayerScales, ScaleData, check_ranks
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """The rank and the strictness of a caller, from the arguments of `KVScales.from_file`."""
+    """A request to read scales, with the arguments of `KVScales.from_file`."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -28,7 +28,7 @@ class Request:
     def merge_ranks(
         self, origin: object, num_ranks: int, read_rank: Callable[[int], ScaleData]
     ) -> ScaleData:
-        """Return the scales of the caller's rank, or the largest scale of each layer of all ranks.
+        """Return the scales of the requested rank, or the largest scales over all ranks.
 
         The file has `num_ranks` ranks. The scales of a single rank apply to each part of the model.
         """
@@ -42,14 +42,14 @@ class Request:
         rank_scales = [read_rank(rank) for rank in range(num_ranks)]
         layers, ranks_differ = dict(rank_scales[0].layers), False
         for index, layer_scales in layers.items() if num_ranks > 1 else ():
-            pairs = [x.layers[index].static for x in rank_scales if index in x.layers]
-            if len(pairs) < num_ranks or any(scale.ndim for pair in pairs for scale in pair):
+            rank_kv = [x.layers[index].static for x in rank_scales if index in x.layers]
+            if len(rank_kv) < num_ranks or any(scale.ndim for kv in rank_kv for scale in kv):
                 raise ScaleError(
                     f"{origin}: expected one number for K and for V of layer {index} from every "
                     "rank, got less or more. Read one rank with tp_rank and tp_size"
                 )
-            ranks_differ = ranks_differ or any(pair != pairs[0] for pair in pairs)
-            k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
+            ranks_differ = ranks_differ or any(kv != rank_kv[0] for kv in rank_kv)
+            k, v = (torch.stack(side).max() for side in zip(*rank_kv, strict=True))
             layers[index] = replace(layer_scales, k=k, v=v)
         if ranks_differ:
             message = "%s: the scales of its %d ranks differ. The largest of each layer is used"
@@ -64,11 +64,11 @@ class Request:
         *,
         exact: bool = False,
     ) -> dict[int, LayerScales]:
-        """Return the layers of the model, without layers past its end, such as a draft head's.
+        """Return the layers of the model. Layers past its end, as of a draft head, are left out.
 
         Without a config, all layers up to the last are expected. `exact` refuses further layers.
         """
-        cache_layers = layers_with_cache(origin, config) if config else range(max(layers) + 1)
+        cache_layers = find_cached_layers(origin, config) if config else range(max(layers) + 1)
         expected = sorted(layers) if cache_layers is None else cache_layers
         extra_layers = format_list(index for index in layers if index not in expected)
         if extra_layers and exact and self.strict:
@@ -77,15 +77,15 @@ class Request:
                 "Use this model's scales, or pass strict=False (--lenient)"
             )
         last_layer = expected[-1] if expected else -1
-        result = {index: layer for index, layer in layers.items() if index <= last_layer}
+        kept = {index: layer for index, layer in layers.items() if index <= last_layer}
         if later_layers := format_list(index for index in layers if index > last_layer):
             logger.info("%s: excluded the layers %s, past the last layer", origin, later_layers)
-        gaps = format_list(index for index in expected if index not in result)
-        if not result or (gaps and self.strict):
+        gaps = format_list(index for index in expected if index not in kept)
+        if not kept or (gaps and self.strict):
             raise ScaleError(
-                f"{origin}: expected scales for {len(expected)} layers, got {len(result)} without "
+                f"{origin}: expected scales for {len(expected)} layers, got {len(kept)} without "
                 f"layers {gaps}. Use this model's scales, or pass strict=False (--lenient)"
             )
         if gaps:
             logger.warning("%s: layers without scales: %s", origin, gaps)
-        return result
+        return kept

@@ -33,7 +33,7 @@ from .checkpoint.checkpoint import (
     find_shard_tensors,
     read_configs,
 )
-from .checkpoint.configs import HF_QUANT_CONFIG, remove_declaration, text_config
+from .checkpoint.configs import HF_QUANT_CONFIG, find_text_config, remove_declaration
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, make_index
@@ -74,7 +74,7 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
 
 
 def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return contents by path, None for deleted files. Next to weights, "hf_fp8kv" has a folder."""
+    """Return contents by path, or None to delete. Next to weights, "hf_fp8kv" has a subfolder."""
     if KV_FILE not in files:
         return dict(files)
     uses_folder = find_weights(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
@@ -87,7 +87,7 @@ def open_base(
     target: Path, format: ScaleFormat, new_files: Collection[str], checkpoint: Path | None,
     weights: Weights = "copy", *, overwrite: bool,
 ) -> Checkpoint | None:  # fmt: skip
-    """Return the checkpoint that gets the scales, without its old scales, or None.
+    """Return the checkpoint that gets the scales, without its old scales, or None if not needed.
 
     Raises:
         ScaleError: The `new_files` with scales cannot be written to `target`, or the checkpoint is
@@ -119,20 +119,21 @@ def open_base(
         )
     base = read_configs(folder)
     config = base.config
-    if not isinstance(format, HfFp8kv) and text_config(config).get("kv_lora_rank"):
+    if not isinstance(format, HfFp8kv) and find_text_config(config).get("kv_lora_rank"):
         raise ScaleError(
             f"{source}: expected a model whose servers cache K and V, got a model with "
             "kv_lora_rank. Its servers cache latents. Choose hf_fp8kv"
         )
     if not has_model and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # written with scales only
-    files = find_indexed_tensors(folder) or find_shard_tensors(folder)
-    files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)  # if not indexed
-    if has_model and isinstance(format, TensorFormat) and not files:
+    tensor_files = find_indexed_tensors(folder) or find_shard_tensors(folder)
+    # The index of a copy for TGI does not list the scales.
+    tensor_files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
+    if has_model and isinstance(format, TensorFormat) and not tensor_files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
-    old_scales = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
-    for file in sorted(set(files.values())):
-        names = {name for name, name_file in files.items() if name_file == file}
+    old_scales = [name for name in tensor_files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    for file in sorted(set(tensor_files.values())):
+        names = {name for name, owner in tensor_files.items() if owner == file}
         # An interrupted call may have removed a part of the scales.
         stored_names = {*read_header(source / file)[0], *(old_scales if overwrite else ())}
         if missing_names := names - stored_names:
@@ -153,9 +154,8 @@ def open_base(
         )
     if config and (old_scales or not has_model):
         config = remove_declaration(str(source), config, base.modelopt_config, format.name)
-    for name in old_scales:
-        del files[name]
-    return replace(base, config=config, tensor_files=files, removed_tensors=frozenset(old_scales))
+    kept_files = {name: file for name, file in tensor_files.items() if name not in old_scales}
+    return replace(base, config=config, tensor_files=kept_files, removed_tensors={*old_scales})
 
 
 def write_files(
@@ -252,7 +252,7 @@ def _write_copy(
 def _verify_files(
     source: Path, target: Path, files: Mapping[str, _Content], scales: ScaleData, tp_size: int
 ) -> None:
-    """Check how the files are read before they are in place. An old entry may change the scales."""
+    """Check that the new files are read correctly, because an old entry may change the scales."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for config in ("config.json", HF_QUANT_CONFIG):

@@ -174,12 +174,12 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         super().start()
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
-        with self._attention, exact_states(engine=True):
+        with self._attention, exact_states(is_engine_step=True):
             super()._run_generation_loop(*args, **kwargs)
 
     def warmup(self) -> None:
         """Capture graphs and compile in advance, like the stock method."""
-        with use_engine_attention(self.model), exact_states(engine=True):
+        with use_engine_attention(self.model), exact_states(is_engine_step=True):
             super().warmup()
 
     def _create_batch_processor(self) -> Any:

@@ -62,7 +62,7 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
                 model(input_ids=sequence, use_cache=False).logits[0].float()
                 for sequence in ids.split(_LENGTHS, 1)
             ]
-            with exact_states(engine=True):
+            with exact_states(is_engine_step=True):
                 packed_logits = _run_packed(model, ids, _PackedCache(model, config))
     except FP8KVError:
         raise

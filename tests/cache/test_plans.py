@@ -10,7 +10,7 @@ from hf_fp8kv import FP8PagedCache, PrefixStore, SidePlan, StoragePlan, choose_p
 from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
-from hf_fp8kv.formats.codec import dynamic_scale, round_to_format, search_scale
+from hf_fp8kv.formats.codec import compute_dynamic_scale, round_to_format, search_scale
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales, LayerScales
 from tests.helpers.assertions import assert_same
@@ -40,7 +40,7 @@ def round_by_plan(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tenso
     x = x - center
     x = rotate(x) if plan.rotated else x
     if scale is None:
-        scale = (search_scale if side == "k" else dynamic_scale)(x, fmt).float()[..., None]
+        scale = (search_scale if side == "k" else compute_dynamic_scale)(x, fmt).float()[..., None]
     else:
         scale = scale[:, None] * fmt.scale_from_e4m3
     x = round_to_format(x * scale.reciprocal(), fmt) * scale

@@ -19,7 +19,7 @@ from tests.helpers.tiny_models import VOCAB, build_variant, type_names
 pytestmark = pytest.mark.text
 
 OPTIONS = {"max_length": 24, "held_out": 60, "progress": False}
-# The comparison of predictions takes most of the time of a calibration. Tests that need none
+# The comparison of predictions takes most of the time of a calibration. Tests that do not need it
 # hold out little text or no text.
 HELD_OUT_24 = OPTIONS | {"held_out": 24}
 HELD_OUT_0 = OPTIONS | {"held_out": 0}
@@ -46,8 +46,8 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
         with torch.no_grad():
             model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
-            pair = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
-            states.setdefault(index, []).append(pair)
+            kv = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
+            states.setdefault(index, []).append(kv)
     return {
         i: (torch.cat([k for k, _ in pairs]).float(), torch.cat([v for _, v in pairs]).float())
         for i, pairs in states.items()
@@ -87,10 +87,10 @@ def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, mar
             scale = getattr(layer, side)
             assert scale.shape == shape
             amax = x.abs().amax(dims, keepdim=True)[0].reshape(shape)
-            reach = scale * 448 / amax / margin
-            assert (reach >= 1 - 1e-5).all(), (index, side, reach)
+            ratio = scale * 448 / amax / margin
+            assert (ratio >= 1 - 1e-5).all(), (index, side, ratio)
             if side == "v" or granularity != "channel":
-                assert (reach <= limit + 1e-5).all(), (index, side, reach)
+                assert (ratio <= limit + 1e-5).all(), (index, side, ratio)
 
 
 @pytest.mark.parametrize("name", ["llama", "biased_model"])
@@ -154,7 +154,7 @@ def test_centers_are_chosen_only_if_k_is_biased(biased_model, llama_scales):
 
 
 @pytest.mark.parametrize("batch_size", [3, pytest.param(1, marks=pytest.mark.full)])
-def test_any_order_of_texts_gives_the_same_scales(biased_model, batch_size):
+def test_scales_do_not_depend_on_the_order_of_texts(biased_model, batch_size):
     expected = calibrate(biased_model, make_texts(7), batch_size=batch_size, **HELD_OUT_24)
     shuffled_texts = make_texts(7)
     random.Random(batch_size).shuffle(shuffled_texts)
@@ -164,8 +164,8 @@ def test_any_order_of_texts_gives_the_same_scales(biased_model, batch_size):
     assert actual.report.far_quality == expected.report.far_quality
 
 
-def test_padding_has_no_effect():
-    """Token 0 pads a batch, and this model has a far larger embedding for token 0."""
+def test_padding_does_not_affect_scales():
+    """Token 0 pads a batch. In this model, its embedding is far larger than all others."""
     model = build_variant("llama")[0]
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
@@ -233,7 +233,7 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
     report = measure(llama, tmp_path, held_out, **options)
     assert report.scales_digest == scales.digest
     assert (report.texts, report.tokens, report.held_out_tokens) == (0, 0, sum(map(len, held_out)))
-    small_scales = KVScales({i: type(s)(s.k / 8, s.v) for i, s in scales.layers.items()})
+    small_scales = KVScales({i: type(x)(x.k / 8, x.v) for i, x in scales.layers.items()})
     small_report = measure(llama, small_scales, held_out, **options)
     for index in scales.layers:
         assert small_report.layers[index].k.saturated > 0.05
@@ -241,7 +241,7 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
         assert layer.k.error["fp8_e4m3"] > 4 * expected_layer.k.error["fp8_e4m3"]
         assert layer.v == expected_layer.v
     caplog.clear()
-    large_scales = KVScales({i: type(s)(s.k, s.v * 2.0**14) for i, s in scales.layers.items()})
+    large_scales = KVScales({i: type(x)(x.k, x.v * 2.0**14) for i, x in scales.layers.items()})
     large_report = measure(llama, large_scales, held_out, **options)
     assert large_report.layers[0].v.underflow > 0.02
     assert large_report.quality[1].kl > 1.2 * report.quality[1].kl
@@ -286,17 +286,17 @@ ARCHITECTURES = {
     "sinks": ("gpt_oss", "channel", {}, 192),
     "yarn": ("llama", "head", {"rope_parameters": YARN}, 192),
     "dynamic-rope": ("llama", "head", {"rope_parameters": DYNAMIC}, 192),
-    "a-latent": ("deepseek_v3", "channel", {}, 192),
+    "latents": ("deepseek_v3", "channel", {}, 192),
     "relative-positions": ("seq2seq/t5", "head", {}, None),
-    "a-decoder": ("seq2seq/bart", "head", {}, None),
+    "seq2seq": ("seq2seq/bart", "head", {}, None),
 }
 
 
-# Each architecture once, and two granularities with and without far positions.
+# Each architecture occurs once. Two granularities occur with and without far positions.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full if name in ("dynamic-rope", "a-decoder") else ())
+        pytest.param(name, marks=pytest.mark.full if name in ("dynamic-rope", "seq2seq") else ())
         for name in ARCHITECTURES
     ],
 )
@@ -331,7 +331,7 @@ def test_layers_without_keys_and_values_are_rejected():
 @pytest.mark.parametrize(
     "keywords", [{}, pytest.param({"plan": "measured"}, marks=pytest.mark.full)]
 )
-def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
+def test_the_rope_part_keeps_16_bits_and_latents_have_no_center(keywords):
     model, _ = build_variant("deepseek_v3")
     scales = calibrate(model, make_texts(8), **keywords, **HELD_OUT_24)
     cache = FP8PagedCache(model.config, scales=scales)
@@ -371,7 +371,7 @@ def test_calibration_leaves_the_model_unchanged(biased_model):
         biased_model.set_attn_implementation("sdpa")
 
 
-def test_nan_is_an_error_that_names_the_layer():
+def test_nan_in_v_is_an_error_that_names_the_layer():
     model = build_variant("llama")[0]
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
@@ -411,7 +411,7 @@ def test_a_sub_config_without_an_attention_implementation_is_accepted():
     assert model.config.attn_config._attn_implementation == implementation
 
 
-def test_texts_can_be_too_short_for_centers(biased_model):
+def test_texts_that_are_too_short_give_no_centers(biased_model):
     scales = calibrate(biased_model, [[5, 6, 7], [8, 9]], progress=False)
     assert not scales.centered
     assert "too short" in scales.report.centers
@@ -436,8 +436,8 @@ def test_unsupported_models_are_rejected():
         calibrate(MambaForCausalLM(MambaConfig(**sizes)), make_texts(), **OPTIONS)
 
 
-def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):
-    """Scales are calibrated, and a warning says that predictions are not compared."""
+def test_a_model_that_reads_one_token_at_a_time_is_not_scored(caplog):
+    """Scales are calibrated, and a warning states that predictions are not compared."""
     scales = calibrate(build_variant("prophetnet")[0], make_texts(6), **HELD_OUT_24)
     assert scales.report.quality == ()
     assert not scales.centered
@@ -458,7 +458,7 @@ def test_centers_help_a_trained_model_at_all_positions(real_model):
     report = scales.report
     assert scales.centered, report.centers
     # E4M3 suffices for this model, because no observed value saturates.
-    assert all(s.k.amax() * FORMATS["fp8_e4m3"].max < 448 for s in scales.layers.values())
+    assert all(x.k.amax() * FORMATS["fp8_e4m3"].max < 448 for x in scales.layers.values())
     assert report.max_position == 512
     for rows in (report.quality, report.far_quality):
         unquantized, static, dynamic, constant = rows

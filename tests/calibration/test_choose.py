@@ -26,14 +26,15 @@ from tests.helpers.tiny_models import VOCAB, build_variant
 pytestmark = pytest.mark.text
 
 E4M3, E3M4 = FORMATS["fp8_e4m3"], FORMATS["fp8_e3m4"]
-HEADS, GROUP, TOKENS, DIM = 2, 3, 7, 4
+NUM_HEADS, GROUP_SIZE, NUM_TOKENS, DIM = 2, 3, 7, 4
 POSITIONS = torch.tensor([2, 4, 6])
 
 
 @pytest.fixture
 def states() -> tuple[torch.Tensor, torch.Tensor]:
     """Return random queries, `[Hq, len(POSITIONS), D]`, and keys, `[N, Hkv, D]`."""
-    return torch.randn(HEADS * GROUP, len(POSITIONS), DIM), torch.randn(TOKENS, HEADS, DIM)
+    q = torch.randn(NUM_HEADS * GROUP_SIZE, len(POSITIONS), DIM)
+    return q, torch.randn(NUM_TOKENS, NUM_HEADS, DIM)
 
 
 def compute_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:
@@ -59,20 +60,21 @@ def compute_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tens
     ("window", "scaling", "positions"),
     [(None, 1.0, [2, 4, 6]), (1, 0.3, [2, 4, 6]), (3, 1.0, [6, 0, 3]), (100, 0.3, [6, 0, 3])],
 )
-def test_attention_weights_do_not_depend_on_query_order(states, window, scaling, positions):
+def test_attention_weights_are_a_softmax_over_the_window(states, window, scaling, positions):
     (q, k), positions = states, torch.tensor(positions)
     queries = Queries.from_states(q, k, positions, scaling, window)
-    dots = torch.einsum("hgqd,nhd->hgqn", q.view(HEADS, GROUP, -1, DIM), k).double() * scaling
-    distances = positions[:, None] - torch.arange(TOKENS)
-    is_hidden = (distances < 0) | (distances >= (window or TOKENS))
-    expected = dots.masked_fill(is_hidden, -math.inf).softmax(-1)
+    grouped_q = q.view(NUM_HEADS, GROUP_SIZE, -1, DIM)
+    logits = torch.einsum("hgqd,nhd->hgqn", grouped_q, k).double() * scaling
+    distances = positions[:, None] - torch.arange(NUM_TOKENS)
+    is_hidden = (distances < 0) | (distances >= (window or NUM_TOKENS))
+    expected = logits.masked_fill(is_hidden, -math.inf).softmax(-1)
     weights = queries.weights.view_as(expected)
     torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
     assert (weights == 0).equal(expected == 0)
     torch.testing.assert_close(queries.q.view_as(q), q * scaling)
 
 
-def test_queries_of_mismatched_shapes_are_none(states):
+def test_queries_that_do_not_fit_the_keys_are_none(states):
     q, k = states
     assert Queries.from_states(q[:5], k, POSITIONS, 1.0, None) is None
     assert Queries.from_states(q[..., :3], k, POSITIONS, 1.0, None) is None
@@ -85,13 +87,13 @@ def test_queries_of_mismatched_shapes_are_none(states):
 def test_the_cost_of_errors_matches_its_definition(states, side):
     q, k = states
     queries = Queries.from_states(q, k, POSITIONS, 1.0, None)
-    error = torch.randn(TOKENS, HEADS, DIM) + 0.5
+    error = torch.randn(NUM_TOKENS, NUM_HEADS, DIM) + 0.5
     expected = compute_cost(side, queries, error).float()
     for granularity in ("tensor", "head"):
-        torch.testing.assert_close(queries.cost(side, error, granularity), expected[:, :1])
-    torch.testing.assert_close(queries.cost(side, error, "channel"), expected[:, 1:])
+        torch.testing.assert_close(queries.compute_cost(side, error, granularity), expected[:, :1])
+    torch.testing.assert_close(queries.compute_cost(side, error, "channel"), expected[:, 1:])
     # Queries weight errors differently, so all heads and channels have different costs.
-    assert len(set(expected.flatten().tolist())) == HEADS * (1 + DIM)
+    assert len(set(expected.flatten().tolist())) == NUM_HEADS * (1 + DIM)
 
 
 # -- cost of scales --------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt) -> torch.Tensor:
 SCALES = {
     "tensor": torch.tensor([[0.007]]),
     "head": torch.tensor([[0.007], [0.011]]),
-    "channel": torch.linspace(0.006, 0.012, HEADS * DIM).view(HEADS, DIM),
+    "channel": torch.linspace(0.006, 0.012, NUM_HEADS * DIM).view(NUM_HEADS, DIM),
 }
 SUMMED_DIMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
 
@@ -122,7 +124,7 @@ def test_the_cost_of_a_scale_is_the_cost_of_its_rounding_errors(states, side, gr
     """All scales of an octave are tried. The granularity selects costs per head or per channel."""
     q, k = states
     queries = Queries.from_states(q, k, POSITIONS, 1.0, None)
-    center = torch.randn(HEADS, DIM) if side == "k" and granularity != "tensor" else None
+    center = torch.randn(NUM_HEADS, DIM) if side == "k" and granularity != "tensor" else None
     options = {"center": center, "granularity": granularity, "fmt": E3M4}
     candidate = make_candidate(side, SCALES[granularity], **options)
     costs = measure_costs(candidate, k, queries)
@@ -191,11 +193,11 @@ def test_the_scale_of_minimum_cost_is_chosen(fmt):
     expected = scales * torch.tensor([[2 ** (5 / 16)], [2 ** (12 / 16)]])
     torch.testing.assert_close(scale, expected)
     # If all costs are zero, as without queries, the smallest scale is chosen.
-    no_cost = torch.zeros(SEARCH_STEPS, 2, 1).double()
-    assert pick_test_scale(scales, scales, no_cost, octaves).equal(scales)
+    zero_costs = torch.zeros(SEARCH_STEPS, 2, 1).double()
+    assert pick_test_scale(scales, scales, zero_costs, octaves).equal(scales)
     # One scale for a whole layer is a scalar.
-    options = make_costs(7), expand_octaves(RISING_COSTS)
-    scale = pick_test_scale(scales[:1], scales[:1], *options, granularity="tensor")
+    costs = make_costs(7), expand_octaves(RISING_COSTS)
+    scale = pick_test_scale(scales[:1], scales[:1], *costs, granularity="tensor")
     torch.testing.assert_close(scale, torch.tensor(0.5 * 2 ** (7 / 16)))
 
 
@@ -223,7 +225,7 @@ def test_a_scale_grows_to_the_far_scale_if_it_costs_nothing(far_scale, octave_co
     assert scale.flatten().tolist() == [2.0**num_octaves, 1.0]
 
 
-def test_higher_octaves_have_the_costs_of_the_chosen_step():
+def test_higher_octaves_are_compared_at_the_chosen_step():
     octave_costs = expand_octaves(RISING_COSTS)
     octave_costs[:, 5] = 1.0
     ones = torch.ones(1, 1)
@@ -252,8 +254,8 @@ def test_scales_do_not_grow_if_small_values_would_become_subnormal():
 @pytest.fixture
 def states_and_partner() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a biased K, a V with a different head size, and the paired channels of K."""
-    k = torch.randn(20, HEADS, DIM) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + 5.0
-    return k, torch.randn(20, HEADS, 6), torch.tensor([2, 1, 0, 3])
+    k = torch.randn(20, NUM_HEADS, DIM) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + 5.0
+    return k, torch.randn(20, NUM_HEADS, 6), torch.tensor([2, 1, 0, 3])
 
 
 def compute_pair_norms(k: torch.Tensor) -> torch.Tensor:
@@ -270,7 +272,8 @@ def list_candidates(ranges, partner, options, near_range=None, far_range=None):
     )
 
 
-def find_candidates(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3):
+def find_first_candidates(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3):
+    """Return the first candidates of K and V by side, and the centered candidate of K, if any."""
     options = CalibrationOptions(granularity, fmt, margin, center)
     candidates = list_candidates(measure_range(k, v, partner, None), partner, options)
     assert {c.fmt for side_candidates in candidates.values() for c in side_candidates} == {fmt}
@@ -283,7 +286,7 @@ def find_candidates(k, v, partner, granularity, *, margin=1.0, center=True, fmt=
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
 def test_candidates_cover_near_and_far_values(states_and_partner, granularity, margin, fmt):
     k, v, partner = states_and_partner
-    candidates = find_candidates(k, v, partner, granularity, margin=margin, fmt=fmt)
+    candidates = find_first_candidates(k, v, partner, granularity, margin=margin, fmt=fmt)
     dims = {"tensor": (0, 1), "head": (1,), "channel": ()}[granularity]
     mean = k.double().mean(0).float()
     expected = {
@@ -304,14 +307,15 @@ def test_candidates_cover_near_and_far_values(states_and_partner, granularity, m
             torch.testing.assert_close(candidate.center, center)
 
 
-def test_a_center_is_tried_only_if_requested(states_and_partner):
-    assert find_candidates(*states_and_partner, "head", center=False).keys() == {"k", "v"}
+def test_a_center_is_a_candidate_only_if_requested(states_and_partner):
+    assert find_first_candidates(*states_and_partner, "head", center=False).keys() == {"k", "v"}
 
 
 def test_keys_have_no_scale_per_channel_if_pairs_are_unknown(states_and_partner):
     k, v, _ = states_and_partner
-    candidates = find_candidates(k, v, None, "channel")
-    assert candidates["k"].min_scale.shape == candidates["k_centered"].min_scale.shape == (HEADS, 1)
+    candidates = find_first_candidates(k, v, None, "channel")
+    assert candidates["k"].min_scale.shape == (NUM_HEADS, 1)
+    assert candidates["k_centered"].min_scale.shape == (NUM_HEADS, 1)
     assert candidates["v"].min_scale.shape == v.shape[1:]
 
 
@@ -453,12 +457,12 @@ def llama_model():
     ],
 )
 def test_a_center_needs_a_significant_gain(llama_model, monkeypatch, gains, is_accepted):
-    ones, kl = torch.ones(len(gains)), torch.tensor(gains).double()
+    ones, gain = torch.ones(len(gains)), torch.tensor(gains).double()
 
-    def score(job, name, batches, caches):
-        scales = {name: make() for name, make in caches.items()}
+    def score(job, stage, batches, factories):
+        scales = {name: make_cache() for name, make_cache in factories.items()}
         assert (scales["with"].centered, scales["without"].centered) == (True, False)
-        return {"without": Scores(ones, ones, ones), "with": Scores(ones - kl, ones, ones)}
+        return {"without": Scores(ones, ones, ones), "with": Scores(ones - gain, ones, ones)}
 
     monkeypatch.setattr(scoring, "score_caches", score)
     monkeypatch.setattr(scoring, "FP8PagedCache", lambda *_, scales, **kwargs: scales)
@@ -516,21 +520,21 @@ def test_the_weight_of_a_value_of_k_is_the_cost_of_its_error(states):
     q, k = states
     queries = Queries.from_states(q, k, POSITIONS, 0.5, 3)
     sums = weigh_keys(k, queries)
-    expected = {name: torch.zeros(HEADS, DIM, dtype=torch.float64) for name in sums}
-    for n in range(TOKENS):
+    expected = {name: torch.zeros(NUM_HEADS, DIM, dtype=torch.float64) for name in sums}
+    for n in range(NUM_TOKENS):
         error = torch.zeros_like(k)
         error[n] = 2.0
-        cost = queries.cost("k", error, "channel").double() / 4
+        cost = queries.compute_cost("k", error, "channel").double() / 4
         expected["weight_sum"] += cost
         expected["weighted_sum"] += cost * k[n]
     for name, weight in sums.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6)
     unweighted_sums = weigh_keys(k, None)
-    assert (unweighted_sums["weight_sum"] == TOKENS).all()
+    assert (unweighted_sums["weight_sum"] == NUM_TOKENS).all()
     torch.testing.assert_close(unweighted_sums["weighted_sum"], k.sum(0).double())
 
 
-def test_a_sample_is_weighted_by_the_queries_of_the_model(llama_model):
+def test_sums_of_a_sample_are_weighted_by_the_queries_of_the_model(llama_model):
     job, windows = make_job(llama_model, center=True), make_random_windows(24, 24, 24)
     batches = make_batches(stages.sample_windows(windows), 1)
     partners = measure_partners(llama_model, windows[0], job.layers)

@@ -5,6 +5,7 @@ Bounds apply to means over several texts, because a few tokens dominate the mean
 
 import math
 import pydoc_data.topics
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -38,18 +39,18 @@ def measured_rows(request: pytest.FixtureRequest) -> tuple[str, dict[str, Qualit
 
     options: dict[str, Any] = {name: {"dtype": f"fp8_{name}"} for name in ("e4m3", "e3m4", "e5m2")}
     options["K auto, V e4m3"] = {"dtype": "fp8_e4m3", "key_dtype": "auto"}
-    caches = {n: partial(FP8PagedCache, model.config, **x) for n, x in options.items()}
+    factories = {n: partial(FP8PagedCache, model.config, **x) for n, x in options.items()}
     if hasattr(cache_utils, "Fp8QuantizedLayer"):
-        caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
+        factories["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
     with paged_attention(model):
-        scores = compare_caches(model, ids, caches, prefill=NUM_PREFILL)
+        scores = compare_caches(model, ids, factories, num_prefill=NUM_PREFILL)
     return request.param, {name: score.summarize() for name, score in scores.items()}
 
 
 MAX_KL = {"e4m3": 3e-3, "e3m4": 8e-4, "e5m2": 1.5e-2, "K auto, V e4m3": 5e-4}
 
 
-def test_a_mantissa_bit_more_is_better_and_a_bit_less_is_worse(measured_rows: Any) -> None:
+def test_each_mantissa_bit_more_than_halves_the_kl(measured_rows: Any) -> None:
     model, rows = measured_rows
     for name, bound in MAX_KL.items():
         assert rows[name].tokens == len(TOPICS) * NUM_SCORED
@@ -62,7 +63,7 @@ def test_a_mantissa_bit_more_is_better_and_a_bit_less_is_worse(measured_rows: An
     assert rows["K auto, V e4m3"].kl < rows["e4m3"].kl / ratio
 
 
-def test_divergence_is_lower_than_in_transformers(measured_rows: Any) -> None:
+def test_divergence_is_lower_than_with_the_fp8_cache_of_transformers(measured_rows: Any) -> None:
     _, rows = measured_rows
     stock_row = rows.get("transformers fp8")
     if stock_row is None:
@@ -74,38 +75,36 @@ def test_divergence_is_lower_than_in_transformers(measured_rows: Any) -> None:
 # -- scores of a tiny model ------------------------------------------------------------------------
 
 
-def compute_log_probs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> Any:
-    """Return log-probabilities after each token that follows the prefill, `[B, N - prefill, V]`."""
-    logits = []
-    with torch.no_grad():
-        for chunk_ids in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
-            logits.append(model(input_ids=chunk_ids, past_key_values=cache).logits.double())
+@torch.no_grad()
+def compute_log_probs(model: Any, chunks: Sequence[torch.Tensor], cache: Any) -> torch.Tensor:
+    """Return log-probabilities after each token past the first chunk, `[B, T, vocabulary]`."""
+    logits = [model(input_ids=chunk, past_key_values=cache).logits.double() for chunk in chunks]
     return torch.cat(logits[1:], 1).log_softmax(-1)
 
 
-@pytest.mark.parametrize("chunk", [5, 100, pytest.param(1, marks=pytest.mark.full)])
-def test_scores_match_the_log_probabilities(chunk: int) -> None:
+@pytest.mark.parametrize("chunk_size", [5, 100, pytest.param(1, marks=pytest.mark.full)])
+def test_scores_match_the_log_probabilities(chunk_size: int) -> None:
     model, _ = build_variant("llama", attn_implementation="fp8_paged")
     ids = torch.randint(3, VOCAB, (2, 24))
-    prefill = 8
+    num_prefill = 8
     scores = compare_caches(
         model, ids, {"fp8": lambda: FP8PagedCache(model.config, scales=0.25)},
-        prefill=prefill, chunk=chunk,
+        num_prefill=num_prefill, chunk_size=chunk_size,
     )  # fmt: skip
-    expected = compute_log_probs(model, ids, DynamicCache(config=model.config), prefill, chunk)
-    cache = FP8PagedCache(model.config, scales=0.25)
-    quantized = compute_log_probs(model, ids, cache, prefill, chunk)
+    chunks = [ids[:, :num_prefill], *ids[:, num_prefill:].split(chunk_size, dim=1)]
+    expected = compute_log_probs(model, chunks, DynamicCache(config=model.config))
+    quantized = compute_log_probs(model, chunks, FP8PagedCache(model.config, scales=0.25))
     for name, log_probs in ((UNQUANTIZED, expected), ("fp8", quantized)):
         quality = scores[name].summarize()
         kl = (expected.exp() * (expected - log_probs)).sum(-1)
-        assert quality.tokens == 2 * (24 - prefill)
+        assert quality.tokens == 2 * (24 - num_prefill)
         assert quality.kl == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
         assert quality.kl_max == pytest.approx(kl.max().item(), rel=1e-3, abs=1e-9)
         top1 = (expected.argmax(-1) == log_probs.argmax(-1)).double().mean().item()
         assert quality.top1 == pytest.approx(top1)
         # The last token has no next token.
         predicted = log_probs[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(predicted, ids[:, prefill + 1 :].flatten())
+        loss = torch.nn.functional.cross_entropy(predicted, ids[:, num_prefill + 1 :].flatten())
         assert quality.perplexity == pytest.approx(loss.exp().item(), rel=1e-3)
     assert scores["fp8"].summarize().kl > 1e-6
 
@@ -131,7 +130,7 @@ def test_kl_is_asymmetric_and_kl_max_is_its_largest_value() -> None:
     assert quality.tokens == 3
 
 
-def test_an_impossible_token_adds_no_divergence() -> None:
+def test_a_token_that_is_impossible_with_both_caches_adds_no_divergence() -> None:
     expected = make_log_probs([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])
     actual = make_log_probs([0.25, 0.75, 0.0], [0.5, 0.5, 0.0])
     scores = compute_scores(expected, actual, torch.tensor([[0, 0]]))

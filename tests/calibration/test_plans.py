@@ -42,7 +42,7 @@ EXPLICIT_PLAN = {
     1: LayerPlan.parse("fp8_e2m5", "auto"),
 }
 HELD_OUT_50 = HELD_OUT_24 | {"held_out": 50}
-# Enough positions for `choose_plan` to try far positions.
+# With this config, the model has enough positions for `choose_plan` to try far positions.
 LONG_CONTEXT = {"max_position_embeddings": 8192}
 
 
@@ -65,20 +65,20 @@ def measured_scales(biased_model: Any) -> KVScales:
     return calibrate(biased_model, make_texts(12), plan="measured", **HELD_OUT_50)
 
 
-def get_kl_values(scales: KVScales, cache: str) -> list[float]:
+def list_kl_values(scales: KVScales, cache: str) -> list[float]:
     rows = (*scales.report.quality, *scales.report.far_quality)
     return [row.kl for row in rows if row.cache == cache]
 
 
-def test_a_measured_plan_is_closer_at_all_positions(measured_scales: KVScales) -> None:
+def test_a_measured_plan_has_a_lower_kl_at_all_positions(measured_scales: KVScales) -> None:
     assert measured_scales.report.centers.startswith("Measured plans in 2 of 2 layers: KL")
     assert measured_scales.report.dtype == "plan"
     for plan in measured_scales.plan.values():
         assert plan.k.centered
         assert plan.v.rotated
-    e4m3_kl = get_kl_values(measured_scales, "dynamic fp8_e4m3")
+    e4m3_kl = list_kl_values(measured_scales, "dynamic fp8_e4m3")
     for name, max_ratio in (("static, the plan", 0.3), ("dynamic, the plan", 0.1)):
-        plan_kl = get_kl_values(measured_scales, name)
+        plan_kl = list_kl_values(measured_scales, name)
         assert all(x < max_ratio * y for x, y in zip(plan_kl, e4m3_kl, strict=True)), name
 
 
@@ -123,7 +123,7 @@ def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> N
     cost = candidate.compute_cost(x, queries, scale)
     layer = LayerScales(scale, scale_e4m3, center, plan=LayerPlan(side_plan, SidePlan("int8")))
     error = round_by_plan(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
-    expected = queries.cost(side, error, "head").sum().double()
+    expected = queries.compute_cost(side, error, "head").sum().double()
     torch.testing.assert_close(cost, expected, rtol=1e-3, atol=0)
 
 
@@ -139,8 +139,8 @@ def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> N
         (None, None, 0),
     ],
 )
-def test_pick_candidate_minimizes_the_worst_cost(near: Any, far: Any, expected: int) -> None:
-    costs = [stage for stage in (near, far) if stage is not None]
+def test_a_picked_candidate_costs_less_at_all_positions(near: Any, far: Any, expected: int) -> None:
+    costs = [x for x in (near, far) if x is not None]
     assert pick_candidate([*zip(*costs, strict=True)], 0.95) == expected
 
 
@@ -156,17 +156,17 @@ def test_keys_are_not_rotated_if_far_positions_cannot_be_tried(
 ) -> None:
     collect_ranges = stages.collect_ranges
 
-    def collect(job: Any, name: str, *args: Any) -> Any:
-        if name.startswith("far"):
+    def collect(job: Any, stage: str, *args: Any) -> Any:
+        if stage.startswith("far"):
             raise ConfigError("model: position_ids are not supported")
-        return collect_ranges(job, name, *args)
+        return collect_ranges(job, stage, *args)
 
     monkeypatch.setattr(stages, "collect_ranges", collect)
     scales = calibrate(biased_model, make_texts(8), plan="measured", **HELD_OUT_24)
     assert {plan.k.rotated or plan.k.centered for plan in scales.plan.values()} == {False}
 
 
-def test_rotated_keys_get_one_scale_per_head(biased_model: Any) -> None:
+def test_rotated_keys_get_a_scale_per_head_instead_of_per_channel(biased_model: Any) -> None:
     plan = LayerPlan.parse("fp8_e2m5 rotated", "fp8_e3m4")
     options = {"granularity": "channel", **HELD_OUT_24}
     scales = calibrate(biased_model, make_texts(8), plan=plan, **options)
@@ -176,18 +176,18 @@ def test_rotated_keys_get_one_scale_per_head(biased_model: Any) -> None:
 
 
 def test_an_uncertain_gain_is_rejected(biased_model: Any, monkeypatch: Any) -> None:
-    score_caches, names = scoring.score_caches, []
+    score_caches, scored_stages = scoring.score_caches, []
 
-    def score(job: Any, name: str, *args: Any) -> Any:
-        scores = score_caches(job, name, *args)
-        if name.startswith("far predictions"):  # the plan helps at near positions
+    def score(job: Any, stage: str, *args: Any) -> Any:
+        scores = score_caches(job, stage, *args)
+        if stage.startswith("far predictions"):  # the plan helps at near positions
             scores["with"] = scores["without"]
-        names.append(name)
+        scored_stages.append(stage)
         return scores
 
     monkeypatch.setattr(scoring, "score_caches", score)
     scales = calibrate(biased_model, make_texts(8), plan="measured", **HELD_OUT_24)
-    assert names[:2] == ["predictions", "far predictions"]
+    assert scored_stages[:2] == ["predictions", "far predictions"]
     assert set(scales.plan.values()) == {E4M3}
     assert "the gain is uncertain" in scales.report.centers
 
@@ -237,14 +237,14 @@ def chosen_plan(llama: Any) -> StoragePlan:
 
 
 def compare_plans(model: Any, plan: StoragePlan, num_tokens: int = 300) -> tuple[float, float]:
-    """Return the KL, in nats, of the default and of a plan, on tokens that chose neither."""
+    """Return the KL of the default and of a plan, in nats, on tokens that were not used before."""
     ids = torch.randint(3, VOCAB, (2, num_tokens), generator=torch.Generator().manual_seed(9))
-    caches = {
+    factories = {
         name: lambda options=options: FP8PagedCache(model.config, **options)
         for name, options in (("default", {}), ("plan", {"plan": plan}))
     }
     with paged_attention(model):
-        scores = compare_caches(model, ids, caches, prefill=num_tokens // 2)
+        scores = compare_caches(model, ids, factories, num_prefill=num_tokens // 2)
     return scores["default"].summarize().kl, scores["plan"].summarize().kl
 
 
@@ -358,12 +358,12 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
     observe_queries = plan_choice.observe_queries
 
     def observe(model: Any, batch: Any, layers: Any, on_layer: Any) -> None:
-        if batch.start is not None:
+        if batch.first_position is not None:
             raise ConfigError("model: position_ids are not supported")
         observe_queries(model, batch, layers, on_layer)
 
     monkeypatch.setattr(plan_choice, "observe_queries", observe)
-    monkeypatch.setattr(plan_choice, "accepts", lambda *_: accepts_positions)
+    monkeypatch.setattr(plan_choice, "accepts_argument", lambda *_: accepts_positions)
     for texts in (None, make_texts()):
         plan = choose_plan(llama, texts)
         assert {str(layer.k) for layer in plan.plan.values()} == {FALLBACK}

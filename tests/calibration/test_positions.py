@@ -5,7 +5,7 @@ import torch
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate, measure
 from hf_fp8kv.calibration.divergence import compare_caches
-from hf_fp8kv.calibration.rope import FarPositions, find_max_positions, has_rope, resolve_limit
+from hf_fp8kv.calibration.rope import FarPositions, find_max_positions, get_last_position, has_rope
 from tests.calibration.test_calibrate import OPTIONS, YARN
 from tests.helpers.tiny_models import VOCAB, build_variant
 
@@ -47,9 +47,9 @@ def uncentered_scales(rotating_model):
 
 def measure_kl(model, scales, first_position: int | None) -> float:
     model.set_attn_implementation("fp8_paged")
-    caches = {"static": lambda: FP8PagedCache(model.config, dtype="fp8_e4m3", scales=scales)}
+    factories = {"static": lambda: FP8PagedCache(model.config, dtype="fp8_e4m3", scales=scales)}
     ids = torch.stack(make_texts()[:8])
-    scores = compare_caches(model, ids, caches, prefill=12, first_position=first_position)
+    scores = compare_caches(model, ids, factories, num_prefill=12, first_position=first_position)
     model.set_attn_implementation("sdpa")
     return scores["static"].summarize().kl
 
@@ -73,7 +73,7 @@ def test_centers_that_help_only_in_windows_are_rejected(
         assert measure_kl(rotating_model, scales, position) <= 1.02 * uncentered_kl
 
 
-def test_the_report_compares_other_positions(rotating_model, near_scales, uncentered_scales):
+def test_the_report_compares_far_positions(rotating_model, near_scales, uncentered_scales):
     report = uncentered_scales.report
     names = [row.cache for row in report.far_quality]
     assert names == [row.cache for row in report.quality]
@@ -86,7 +86,7 @@ def test_the_report_compares_other_positions(rotating_model, near_scales, uncent
     assert near_report.far_quality[2].kl < 1.3 * near_report.quality[2].kl  # dynamic scales
 
 
-def test_failing_positions_are_skipped(rotating_model, monkeypatch, caplog):
+def test_positions_at_which_the_model_fails_are_skipped(rotating_model, monkeypatch, caplog):
     """Scales are calibrated without centers if the model fails at far positions."""
     rope_forward = rotating_model.model.rotary_emb.forward
 
@@ -107,22 +107,20 @@ def test_failing_positions_are_skipped(rotating_model, monkeypatch, caplog):
     assert "positions up to 192 are not tried" in caplog.text
 
 
-def test_windows_are_spread_over_all_positions():
+def test_windows_are_placed_over_the_whole_range_of_positions():
     windows = [torch.arange(n) for n in (24, 20, 10)]
     batches = FarPositions(200).place(windows, 8)
     assert [batch.num_tokens for batch in batches] == [24, 20, 10] * 2 + [24, 20]
-    starts = [batch.start for batch in batches]
+    starts = [batch.first_position for batch in batches]
     assert starts[0] == 176  # the last token is at position 199
-    assert all(
-        0 < start <= 200 - batch.num_tokens for start, batch in zip(starts, batches, strict=True)
-    )
+    assert all(0 < batch.first_position <= 200 - batch.num_tokens for batch in batches)
     # The starts cover the range, at irregular distances.
-    fractions = sorted(s / (200 - b.num_tokens) for s, b in zip(starts, batches, strict=True))
-    gaps = [b - a for a, b in zip([0.0, *fractions], fractions, strict=False)]
+    fractions = sorted(x.first_position / (200 - x.num_tokens) for x in batches)
+    gaps = [upper - lower for lower, upper in zip([0.0, *fractions], fractions, strict=False)]
     assert max(gaps) < 0.2
     assert min(gaps) > 0.05
     assert len({round(gap, 2) for gap in gaps}) > 1
-    assert [batch.start for batch in FarPositions(200).place(windows)] == starts[:3]
+    assert [batch.first_position for batch in FarPositions(200).place(windows)] == starts[:3]
     assert [batch.num_tokens for batch in FarPositions(24).place(windows)] == [20, 10]
     assert FarPositions(10).place(windows, 8) == []
     assert FarPositions(200, "cannot").place(windows, 8) == []
@@ -130,15 +128,15 @@ def test_windows_are_spread_over_all_positions():
 
 def test_far_positions_are_limited_by_the_model():
     model = build_variant("llama")[0]  # 256 positions
-    assert [resolve_limit(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
-    assert resolve_limit(model, 24, 256) == 256
-    assert resolve_limit(model, 24, 10) == 10
+    assert [get_last_position(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
+    assert get_last_position(model, 24, 256) == 256
+    assert get_last_position(model, 24, 10) == 10
     with pytest.raises(ConfigError, match=r"max_position: expected at most 256.*got 257"):
         calibrate(model, make_texts(), max_position=257, **OPTIONS)
     with pytest.raises(ConfigError, match="max_position: expected a whole number"):
         measure(model, KVScales.uniform(2), make_texts(), max_position=0)
-    bloom, _ = build_variant("bloom")  # without a maximum position
-    assert resolve_limit(bloom, 24, 10**6) == 10**6
+    bloom, _ = build_variant("bloom")  # its config has no number of positions
+    assert get_last_position(bloom, 24, 10**6) == 10**6
 
 
 def test_position_limit_and_rope_are_read_from_the_config():

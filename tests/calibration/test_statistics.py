@@ -7,16 +7,16 @@ from tqdm import tqdm
 from hf_fp8kv import ConfigError, KVScales, calibrate
 from hf_fp8kv.calibration import reporting as reporting_module
 from hf_fp8kv.calibration.observe import Batch, measure_range, merge_tensors
-from hf_fp8kv.calibration.reporting import head_amax, measure_statistics
+from hf_fp8kv.calibration.reporting import compute_head_amax, measure_statistics
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
+from hf_fp8kv.formats.codec import compute_dynamic_scale, decode, encode, search_scale
 from hf_fp8kv.scales.layer_scales import LayerScales
 from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
 
-HEADS = 2
+NUM_HEADS = 2
 AMAX = {"k": (1.0, 2.0), "v": (3.0, 4.0)}
 ENDS = "max", "min"
 # A value saturates above this limit, which is half a step above the largest code.
@@ -26,7 +26,7 @@ SATURATION_LIMITS = {
 }  # fmt: skip
 
 
-def measure_layer(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3"):
+def measure_layer(monkeypatch, texts, scales: LayerScales, format_name="fp8_e4m3"):
     """Return the statistics of a layer from K and V, `[N, Hkv, D]`, of each text."""
     remaining = iter(texts)
 
@@ -34,7 +34,7 @@ def measure_layer(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3"):
         on_layer(0, *next(remaining))
 
     monkeypatch.setattr(reporting_module, "observe", observe)
-    options = CalibrationOptions("head", FORMATS[fmt], 1.0, False)
+    options = CalibrationOptions("head", FORMATS[format_name], 1.0, False)
     job = Job(None, frozenset({0}), options, tqdm(disable=True))
     batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
     ranges = {f"{side}_{end}": torch.tensor(AMAX[side])[:, None] for side in "kv" for end in ENDS}
@@ -47,7 +47,7 @@ def make_scales(k: object, v: object, center: torch.Tensor | None = None) -> Lay
 
 def make_values(*values: float) -> torch.Tensor:
     """Return values, `[N, 2, 1]`, which are equal for both heads."""
-    return torch.tensor(values)[:, None, None].expand(-1, HEADS, 1).clone()
+    return torch.tensor(values)[:, None, None].expand(-1, NUM_HEADS, 1).clone()
 
 
 # -- saturation and underflow ----------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_values_beyond_the_largest_code_saturate(monkeypatch, name):
 
 
 def test_each_head_and_channel_has_a_separate_scale(monkeypatch):
-    x = torch.full((4, HEADS, 2), 447.0)
+    x = torch.full((4, NUM_HEADS, 2), 447.0)
     k, v = torch.tensor([[1.0], [0.5]]), torch.tensor([[1.0, 1.0], [1.0, 0.5]])
     stats = measure_layer(monkeypatch, [(x, x)], make_scales(k, v))
     assert (stats.k.saturated, stats.v.saturated) == (0.5, 0.25)
@@ -84,7 +84,7 @@ def test_nonzero_values_that_become_zero_underflow(monkeypatch, name):
     assert stats.v.underflow == 0.0
 
 
-def test_the_center_is_subtracted_first(monkeypatch):
+def test_saturation_and_underflow_are_relative_to_the_center(monkeypatch):
     """Values near the center do not saturate, and a value at the center does not underflow."""
     center = torch.tensor([[1000.0], [-1000.0]])
     k = center + make_values(0.0, 100.0, 448.0, 0.25 * 2.0**-10)
@@ -98,15 +98,16 @@ def test_the_center_is_subtracted_first(monkeypatch):
     assert opposite_stats.k.saturated == 1.0
 
 
-def test_texts_are_weighted_by_their_values(monkeypatch):
-    """Three of 10 tokens of K saturate, and it does not matter which texts contain these tokens."""
-    a, b = make_values(500.0, 1.0), make_values(*[500.0] * 2, *[1.0] * 6)
-    stats = measure_layer(monkeypatch, [(a, b[:2]), (b, a.repeat(4, 1, 1))], make_scales(1.0, 1.0))
+def test_shares_are_of_the_values_of_all_texts(monkeypatch):
+    """Three of 10 tokens of K saturate, and 6 of 10 tokens of V. The texts have 2 and 8 tokens."""
+    short, long = make_values(500.0, 1.0), make_values(*[500.0] * 2, *[1.0] * 6)
+    texts = [(short, long[:2]), (long, short.repeat(4, 1, 1))]
+    stats = measure_layer(monkeypatch, texts, make_scales(1.0, 1.0))
     assert stats.k.saturated == pytest.approx(0.3)
     assert stats.v.saturated == pytest.approx(0.6)
 
 
-def test_no_text_and_zero_values_have_no_errors(monkeypatch):
+def test_statistics_of_no_text_and_of_zeros_are_zero(monkeypatch):
     empty_stats = measure_layer(monkeypatch, [], make_scales(1.0, 1.0))
     zeros = make_values(0.0)
     zero_stats = measure_layer(monkeypatch, [(zeros, zeros)], make_scales(1.0, 1.0))
@@ -116,7 +117,7 @@ def test_no_text_and_zero_values_have_no_errors(monkeypatch):
     assert (empty_stats.k.amax, empty_stats.v.amax) == (AMAX["k"], AMAX["v"])
 
 
-def test_nan_is_an_error_that_names_the_layer(monkeypatch):
+def test_nan_in_a_text_is_an_error_that_names_the_layer(monkeypatch):
     texts = [(make_values(1.0), make_values(torch.nan))]
     with pytest.raises(ConfigError, match="layer 0: expected finite K and V"):
         measure_layer(monkeypatch, texts, make_scales(1.0, 1.0))
@@ -135,11 +136,11 @@ def compute_error(x: torch.Tensor, stored_x: torch.Tensor, unit: torch.Tensor, f
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3fnuz"])
 def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     """K has a scale per head, and V one per channel. K and V have different head sizes."""
-    k, v = torch.randn(40, HEADS, 6) + 1.0, torch.randn(40, HEADS, 4)
+    k, v = torch.randn(40, NUM_HEADS, 6) + 1.0, torch.randn(40, NUM_HEADS, 4)
     k[3, 1, 2] = 7.0  # saturates
     k_scale = torch.tensor([[0.008], [0.011]])
-    v_scale = torch.linspace(0.006, 0.02, HEADS * 4).view(HEADS, 4)
-    center = torch.randn(HEADS, 6) if is_centered else None
+    v_scale = torch.linspace(0.006, 0.02, NUM_HEADS * 4).view(NUM_HEADS, 4)
+    center = torch.randn(NUM_HEADS, 6) if is_centered else None
     stats = measure_layer(monkeypatch, [(k, v)], make_scales(k_scale, v_scale, center), name)
     names = dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", name))
     error_names = [*names, *(f"dynamic {n}" for n in names)]
@@ -149,7 +150,7 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     for n in names:
         fmt = FORMATS[n]
         dynamic_k = search_scale(k, fmt).float()[..., None]
-        dynamic_v = dynamic_scale(v, fmt).float()[..., None]
+        dynamic_v = compute_dynamic_scale(v, fmt).float()[..., None]
         unit = fmt.scale_from_e4m3
         assert stats.k.error[n] == pytest.approx(compute_error(k, stored_x, k_scale * unit, fmt))
         assert stats.v.error[n] == pytest.approx(compute_error(v, v, v_scale * unit, fmt))
@@ -160,20 +161,19 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
 
 def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
     """Every second of 2,000 tokens is measured, across the boundaries of texts."""
-    texts = [(torch.randn(n, HEADS, 4), torch.randn(n, HEADS, 4)) for n in (1301, 699)]
+    texts = [(torch.randn(n, NUM_HEADS, 4), torch.randn(n, NUM_HEADS, 4)) for n in (1301, 699)]
     stats = measure_layer(monkeypatch, texts, make_scales(0.01, 0.01))
     sample = torch.cat([k for k, _ in texts])[::2]
-    fmt = FORMATS["fp8_e4m3"]
-    expected = compute_error(sample, sample, torch.tensor(0.01), fmt)
+    expected = compute_error(sample, sample, torch.tensor(0.01), FORMATS["fp8_e4m3"])
     assert stats.k.error["fp8_e4m3"] == pytest.approx(expected)
 
 
 def test_amax_covers_both_signs_and_every_head():
     k = torch.tensor([[[1.0, -5.0], [2.0, 0.5]], [[4.0, 0.0], [3.0, -2.5]]])
     ranges = measure_range(k, -2 * k, None, None)
-    assert head_amax(ranges) == {"k": (5.0, 3.0), "v": (10.0, 6.0)}
+    assert compute_head_amax(ranges) == {"k": (5.0, 3.0), "v": (10.0, 6.0)}
     merged_ranges = merge_tensors(ranges, measure_range(-3 * k[1:], k[1:], None, None))
-    assert head_amax(merged_ranges) == {"k": (12.0, 9.0), "v": (10.0, 6.0)}
+    assert compute_head_amax(merged_ranges) == {"k": (12.0, 9.0), "v": (10.0, 6.0)}
 
 
 # -- the digest of scales --------------------------------------------------------------------------
@@ -184,9 +184,9 @@ def test_the_digest_covers_every_value_and_shape():
     changed_center = center.clone()
     changed_center[1, 3] = 1e-6
     one = torch.tensor(1.0)
-    pairs = [(k, v), (2 * k, v), (k, 2 * v), (one, v), (k, one), (torch.ones(1, 2), v)]
-    pairs += [(k, torch.ones(2, 4)), (k, torch.ones(1, 2))]
-    layers = [make_scales(*pair) for pair in pairs]
+    sides = [(k, v), (2 * k, v), (k, 2 * v), (one, v), (k, one), (torch.ones(1, 2), v)]
+    sides += [(k, torch.ones(2, 4)), (k, torch.ones(1, 2))]
+    layers = [make_scales(*kv) for kv in sides]
     layers += [make_scales(k, v, x) for x in (center, changed_center)]
     digests = [KVScales({0: layer}).digest for layer in layers]
     assert len(set(digests)) == len(layers)

@@ -1,4 +1,4 @@
-"""Tests of `read_corpus`: types of texts, files, windows, and held-out windows."""
+"""Tests of `read_corpus`: types of texts, files, errors, windows, and held-out windows."""
 
 import contextlib
 import itertools
@@ -76,7 +76,7 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
 class FakeDataset:
-    """A stand-in for `datasets.Dataset`, which can be iterated repeatedly."""
+    """A fake `datasets.Dataset`, which can be iterated repeatedly."""
 
     def __init__(self, *rows) -> None:
         self.rows = rows
@@ -108,7 +108,7 @@ def test_each_type_of_item_is_tokenized(item, expected):
         assert list_window_ids(corpus) == [expected]
         assert (corpus.num_texts, corpus.num_tokens) == (1, len(expected))
         assert corpus.windows[0].dtype == torch.int32
-        assert corpus.held_out == ()
+        assert corpus.held_out_windows == ()
 
 
 def test_columns_and_token_ids_are_read_as_given():
@@ -230,7 +230,7 @@ def test_all_letters_of_a_text_file_are_read(tmp_path_factory, text, max_length)
     assert (expected - letter_counts).total() <= corpus.num_texts
 
 
-def read_with_peak(*arguments, **options) -> tuple[Corpus, int]:
+def read_with_peak_memory(*arguments, **options) -> tuple[Corpus, int]:
     """Return a corpus, and the peak memory of reading it, in bytes."""
     tracemalloc.start()
     try:
@@ -254,7 +254,7 @@ def test_a_huge_file_is_streamed(tmp_path, text):
     writer = threading.Thread(target=write_pipe, daemon=True)
     writer.start()
     tokenizer = make_tokenizer(by_letter=True)
-    corpus, peak = read_with_peak(path, tokenizer, max_tokens=1000, max_length=128)
+    corpus, peak = read_with_peak_memory(path, tokenizer, max_tokens=1000, max_length=128)
     writer.join(60)
     assert num_written < 1 << 20, "expected to read only the needed tokens and a buffer"
     assert peak < 16 << 20
@@ -271,7 +271,7 @@ def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
 
 def test_blank_lines_use_no_memory(tmp_path):
     (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
-    corpus, peak = read_with_peak(path)
+    corpus, peak = read_with_peak_memory(path)
     assert (list_window_ids(corpus), corpus.num_texts) == ([[A, B]], 1)
     assert peak < 4 << 20
 
@@ -295,7 +295,7 @@ def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("texts", "parts"),
+    ("texts", "fragments"),
     [
         (
             "the capital",
@@ -335,15 +335,15 @@ def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
         (["a \ud800"], ["texts[0]: ", "UTF-8", r"'a \ud800'"]),
     ],
 )
-def test_invalid_texts_are_rejected(texts, parts):
+def test_invalid_texts_are_rejected(texts, fragments):
     message = get_error_message(texts)
-    for part in parts:
-        assert part in message
+    for fragment in fragments:
+        assert fragment in message
     assert len(message) < 400
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "parts"),
+    ("name", "content", "fragments"),
     [
         ("x.txt", b"", ["got none"]),
         ("x.jsonl", b"\n\n", ["got none"]),
@@ -361,15 +361,15 @@ def test_invalid_texts_are_rejected(texts, parts):
         ("x", b"a b", ["got no suffix"]),
     ],
 )
-def test_invalid_files_are_rejected(tmp_path, name, content, parts):
+def test_invalid_files_are_rejected(tmp_path, name, content, fragments):
     (path := tmp_path / name).write_bytes(content)
     message = get_error_message(path)
-    for part in parts:
-        assert part in message
+    for fragment in fragments:
+        assert fragment in message
 
 
 @pytest.mark.parametrize(
-    ("options", "part"),
+    ("options", "fragment"),
     [
         ({"max_tokens": 1}, "max_tokens"),
         ({"max_length": 1}, "max_length"),
@@ -392,8 +392,8 @@ def test_invalid_files_are_rejected(tmp_path, name, content, parts):
         ),
     ],
 )
-def test_invalid_options_are_rejected(options, part):
-    assert part in get_error_message(["a b", {"messages": CHAT}], **options)
+def test_invalid_options_are_rejected(options, fragment):
+    assert fragment in get_error_message(["a b", {"messages": CHAT}], **options)
 
 
 def test_texts_and_files_need_a_tokenizer(tmp_path):
@@ -407,9 +407,9 @@ def test_texts_and_files_need_a_tokenizer(tmp_path):
 
 # -- windows and held-out texts --------------------------------------------------------------------
 
-TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
-CORPORA = st.lists(TEXTS, min_size=1, max_size=12).filter(
-    lambda corpus: any(len(text) > 1 for text in corpus)
+TEXT_IDS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+LISTS_OF_TEXTS = st.lists(TEXT_IDS, min_size=1, max_size=12).filter(
+    lambda texts: any(len(text) > 1 for text in texts)
 )
 
 
@@ -423,13 +423,13 @@ def to_tuples(windows) -> list[tuple[int, ...]]:
     return [tuple(window.tolist()) for window in windows]
 
 
-@given(corpus=CORPORA, max_length=st.integers(2, 12), held_out=st.integers(0, 60))
-def test_no_token_is_lost_or_added(corpus, max_length, held_out):
-    result = read_texts(corpus, max_length=max_length, held_out=held_out)
-    windows, held_out_windows = to_tuples(result.windows), to_tuples(result.held_out)
-    expected = Counter(window for text in corpus for window in split_windows(text, max_length))
+@given(texts=LISTS_OF_TEXTS, max_length=st.integers(2, 12), held_out=st.integers(0, 60))
+def test_no_token_is_lost_or_added(texts, max_length, held_out):
+    corpus = read_texts(texts, max_length=max_length, held_out=held_out)
+    windows, held_out_windows = to_tuples(corpus.windows), to_tuples(corpus.held_out_windows)
+    expected = Counter(window for text in texts for window in split_windows(text, max_length))
     assert Counter(windows + held_out_windows) == expected
-    assert result.num_tokens == sum(map(len, windows))
+    assert corpus.num_tokens == sum(map(len, windows))
     assert not set(windows) & set(held_out_windows)
     assert windows
     assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
@@ -438,36 +438,36 @@ def test_no_token_is_lost_or_added(corpus, max_length, held_out):
             map(len, window_list), reverse=True
         )
     num_held_out = sum(map(len, held_out_windows))
-    total = result.num_tokens + num_held_out
+    total = corpus.num_tokens + num_held_out
     if num_held_out > min(2 * held_out, total // 4):
         # Then a single window and its copies are held out.
         assert len(set(held_out_windows)) <= 1
         assert 2 * num_held_out <= total
 
 
-@given(st.data(), CORPORA, st.integers(2, 12), st.integers(0, 60))
-def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_out):
-    permuted_corpus = data.draw(st.permutations(corpus))
-    total = sum(len(window) for text in corpus for window in split_windows(text, max_length))
+@given(st.data(), LISTS_OF_TEXTS, st.integers(2, 12), st.integers(0, 60))
+def test_the_order_of_the_texts_does_not_matter(data, texts, max_length, held_out):
+    permuted_texts = data.draw(st.permutations(texts))
+    total = sum(len(window) for text in texts for window in split_windows(text, max_length))
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
-        expected, actual = read_texts(corpus, **options), read_texts(permuted_corpus, **options)
+        expected, actual = read_texts(texts, **options), read_texts(permuted_texts, **options)
         assert to_tuples(expected.windows) == to_tuples(actual.windows)
-        assert to_tuples(expected.held_out) == to_tuples(actual.held_out)
+        assert to_tuples(expected.held_out_windows) == to_tuples(actual.held_out_windows)
         if max_tokens != total:
             assert expected.num_texts == actual.num_texts
             assert expected.num_tokens == actual.num_tokens
 
 
-@given(CORPORA, st.integers(2, 12), st.integers(2, 100))
-def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
-    result = read_texts(corpus, max_length=max_length, max_tokens=max_tokens)
-    total = sum(len(window) for text in corpus for window in split_windows(text, max_length))
-    assert result.num_tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
-    assert min(map(len, result.windows)) >= 2
+@given(LISTS_OF_TEXTS, st.integers(2, 12), st.integers(2, 100))
+def test_reading_stops_at_max_tokens(texts, max_length, max_tokens):
+    corpus = read_texts(texts, max_length=max_length, max_tokens=max_tokens)
+    total = sum(len(window) for text in texts for window in split_windows(text, max_length))
+    assert corpus.num_tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
+    assert min(map(len, corpus.windows)) >= 2
     # The last window is shortened.
-    result = read_texts(["a b c", "b c d a"], max_tokens=5)
-    assert list_window_ids(result) == [[A, B, C], [B, C]]
+    corpus = read_texts(["a b c", "b c d a"], max_tokens=5)
+    assert list_window_ids(corpus) == [[A, B, C], [B, C]]
 
 
 def test_an_infinite_generator_is_read_only_as_far_as_needed():
@@ -479,7 +479,7 @@ def test_an_infinite_generator_is_read_only_as_far_as_needed():
             yield [n % 20, n % 7, 3]
 
     corpus = read_texts(generate(), max_tokens=300, held_out=30)
-    assert corpus.num_tokens + sum(map(len, corpus.held_out)) == 300
+    assert corpus.num_tokens + sum(map(len, corpus.held_out_windows)) == 300
     assert len(items) == 100
 
 
@@ -489,18 +489,18 @@ def make_distinct_texts(num_texts: int, length: int, start: int = 0) -> list[lis
 
 
 def test_a_text_is_not_split_between_calibration_and_held_out():
-    corpus = [list(range(start, start + 40)) for start in range(0, 4000, 40)]
-    result = read_texts(corpus, None, held_out=190, max_length=10)
-    texts = {window[0].item() // 40 for window in result.held_out}
-    assert len(texts) == 5
-    assert sum(map(len, result.held_out)) == 200
+    texts = [list(range(start, start + 40)) for start in range(0, 4000, 40)]
+    corpus = read_texts(texts, None, held_out=190, max_length=10)
+    held_out_texts = {window[0].item() // 40 for window in corpus.held_out_windows}
+    assert len(held_out_texts) == 5
+    assert sum(map(len, corpus.held_out_windows)) == 200
 
 
 def test_a_window_shared_by_texts_is_not_held_out():
-    corpus = [[100 + i // 2] * 10 + [i] * 10 for i in range(40)]
-    result = read_texts(corpus, None, held_out=100, max_length=10)
-    assert len(result.held_out) == 10
-    assert all(window[0] < 100 for window in result.held_out)
+    texts = [[100 + i // 2] * 10 + [i] * 10 for i in range(40)]
+    corpus = read_texts(texts, None, held_out=100, max_length=10)
+    assert len(corpus.held_out_windows) == 10
+    assert all(window[0] < 100 for window in corpus.held_out_windows)
 
 
 def test_a_window_does_not_keep_its_text_in_memory():
@@ -509,7 +509,7 @@ def test_a_window_does_not_keep_its_text_in_memory():
 
 
 @pytest.mark.parametrize(
-    ("corpus", "held_out", "expected"),
+    ("texts", "held_out", "expected"),
     [
         ([[1] * 10], 100, []),  # one window
         ([[1] * 10, [1] * 10], 100, []),  # one window, which occurs twice
@@ -533,15 +533,15 @@ def test_a_window_does_not_keep_its_text_in_memory():
         ([list(range(1000))], 4000, [10] * 25),
     ],
 )
-def test_the_longest_windows_are_held_out_up_to_a_quarter(corpus, held_out, expected):
-    max_length = 100 if [9] * 100 in corpus else 10
-    result = read_texts(corpus, None, held_out=held_out, max_length=max_length)
-    assert [len(window) for window in result.held_out] == expected
+def test_the_longest_windows_are_held_out_up_to_a_quarter(texts, held_out, expected):
+    max_length = 100 if [9] * 100 in texts else 10
+    corpus = read_texts(texts, None, held_out=held_out, max_length=max_length)
+    assert [len(window) for window in corpus.held_out_windows] == expected
 
 
 def test_held_out_windows_do_not_depend_on_the_process():
-    result = read_texts(make_distinct_texts(100, 10), None, held_out=20)
-    assert to_tuples(result.held_out) == [(28,) * 10, (75,) * 10]
+    corpus = read_texts(make_distinct_texts(100, 10), None, held_out=20)
+    assert to_tuples(corpus.held_out_windows) == [(28,) * 10, (75,) * 10]
 
 
 # -- a real tokenizer ------------------------------------------------------------------------------
@@ -556,6 +556,6 @@ def test_texts_are_tokenized_and_split_with_a_trained_tokenizer(demo_model_path,
 
     (path := tmp_path / "x.txt").write_text(text * 500)
     corpus = read_texts(path, tokenizer, max_length=256, held_out=1024)
-    lengths = [len(window) for window in (*corpus.windows, *corpus.held_out)]
+    lengths = [len(window) for window in (*corpus.windows, *corpus.held_out_windows)]
     assert len(lengths) == corpus.num_texts  # no text is split into windows
     assert sum(lengths) / len(lengths) > 0.85 * 256

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.formats import FORMATS, MIN_SCALE, parse_dtype
-from hf_fp8kv.formats.codec import code_table, decode, dynamic_scale, encode, search_scale
+from hf_fp8kv.formats import FORMATS, MIN_SCALE, codec, parse_dtype
+from hf_fp8kv.formats.codec import compute_dynamic_scale, decode, encode, make_code_table
 
 Floats = npt.NDArray[np.float64]
 INF, NAN = float("inf"), float("nan")
@@ -26,25 +26,25 @@ INF, NAN = float("inf"), float("nan")
 
 @dataclass(frozen=True)
 class Spec:
-    """A format as a paper defines it. `nan` and `inf` are sets of codes."""
+    """A format as a paper defines it. `nan_codes` and `inf_codes` are codes of both signs."""
 
     mantissa_bits: int
     bias: int
     max_value: float
-    nan: frozenset[int]
-    inf: frozenset[int] = frozenset()
-    # Codes of a NaN of either sign.
-    positive_nan: int = 0x7F
-    negative_nan: int = 0xFF
+    nan_codes: frozenset[int]
+    inf_codes: frozenset[int] = frozenset()
+    # The codes that a positive and a negative NaN become.
+    positive_nan_code: int = 0x7F
+    negative_nan_code: int = 0xFF
     has_negative_zero: bool = True
 
 
-NAN_IS_0X80 = {"nan": frozenset({0x80}), "positive_nan": 0x80, "negative_nan": 0x80}
-E5M2_NAN = frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})
+NAN_IS_0X80 = {"nan_codes": frozenset({0x80}), "positive_nan_code": 0x80, "negative_nan_code": 0x80}
+E5M2_NAN_CODES = frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})
 SPECS = {
     "fp8_e4m3": Spec(3, 7, 448.0, frozenset({0x7F, 0xFF})),
     "fp8_e4m3fnuz": Spec(3, 8, 240.0, **NAN_IS_0X80, has_negative_zero=False),
-    "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN, frozenset({0x7C, 0xFC})),
+    "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN_CODES, frozenset({0x7C, 0xFC})),
     "fp8_e3m4": Spec(4, 3, 31.0, **NAN_IS_0X80, has_negative_zero=False),
     "fp8_e2m5": Spec(5, 1, 7.875, **NAN_IS_0X80, has_negative_zero=False),
     # Without exponent bits, all steps are 1.
@@ -70,7 +70,7 @@ def compute_value(code: int, spec: Spec) -> Fraction:
 
 def list_finite_codes(spec: Spec) -> list[int]:
     """Return the codes with finite values, in the order of the codes."""
-    return [c for c in range(256) if c not in spec.nan | spec.inf]
+    return [c for c in range(256) if c not in spec.nan_codes | spec.inf_codes]
 
 
 def list_levels(spec: Spec) -> Floats:
@@ -94,7 +94,7 @@ def round_to_codes(values: Floats, spec: Spec, is_negative: npt.NDArray[np.bool_
         rounds_up = (magnitude > midpoints) | ((magnitude == midpoints) & (lower % 2 == 1))
     code = lower + rounds_up
     code = np.where(is_negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
-    nan_code = np.where(is_negative, spec.negative_nan, spec.positive_nan)
+    nan_code = np.where(is_negative, spec.negative_nan_code, spec.positive_nan_code)
     return torch.from_numpy(np.where(np.isnan(values), nan_code, code).astype(np.uint8))
 
 
@@ -105,9 +105,9 @@ def assert_codes(x: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, 
     """
     assert actual.dtype == torch.uint8
     assert actual.shape == x.shape
-    nan_codes = torch.tensor(sorted(spec.nan), dtype=torch.uint8)
-    both_nan = torch.isin(actual.cpu(), nan_codes) & torch.isin(expected, nan_codes)
-    wrong_indices = ((actual.cpu() != expected) & ~both_nan).nonzero().flatten()
+    nan_codes = torch.tensor(sorted(spec.nan_codes), dtype=torch.uint8)
+    are_both_nan = torch.isin(actual.cpu(), nan_codes) & torch.isin(expected, nan_codes)
+    wrong_indices = ((actual.cpu() != expected) & ~are_both_nan).nonzero().flatten()
     if len(wrong_indices):
         i = int(wrong_indices[0])
         raise AssertionError(
@@ -116,13 +116,13 @@ def assert_codes(x: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, 
         )
 
 
-def from_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
+def reinterpret_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a dtype with these bit patterns."""
-    types = {torch.float32: (np.uint32, np.int32)}.get(dtype, (np.uint16, np.int16))
-    return torch.from_numpy(bits.astype(types[0]).view(types[1])).view(dtype)
+    unsigned, signed = (np.uint32, np.int32) if dtype == torch.float32 else (np.uint16, np.int16)
+    return torch.from_numpy(bits.astype(unsigned).view(signed)).view(dtype)
 
 
-def as_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def convert_to_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Return the values and whether the sign bits are set, both read from the bits by numpy."""
     if x.dtype == torch.bfloat16:
         bits = x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
@@ -150,7 +150,7 @@ def make_float32_grid() -> torch.Tensor:
     )
     exponents = np.arange(256) << 23
     positive = (exponents[:, None] | mantissas).ravel()
-    return from_bits(np.concatenate([positive, positive | 1 << 31]), torch.float32)
+    return reinterpret_bits(np.concatenate([positive, positive | 1 << 31]), torch.float32)
 
 
 def make_float32_ties(spec: Spec) -> torch.Tensor:
@@ -174,9 +174,9 @@ EVERY_16_BIT_PATTERN = np.arange(1 << 16)
 def make_inputs(kind: str, spec: Spec) -> torch.Tensor:
     """Return the inputs of a kind, which may depend on the format."""
     if kind == "every-bfloat16":
-        return from_bits(EVERY_16_BIT_PATTERN, torch.bfloat16)
+        return reinterpret_bits(EVERY_16_BIT_PATTERN, torch.bfloat16)
     if kind == "every-float16":
-        return from_bits(EVERY_16_BIT_PATTERN, torch.float16)
+        return reinterpret_bits(EVERY_16_BIT_PATTERN, torch.float16)
     return make_float32_grid() if kind == "float32-grid" else make_float32_ties(spec)
 
 
@@ -187,7 +187,7 @@ each_kind = pytest.mark.parametrize("kind", INPUT_KINDS)
 @functools.cache
 def compute_expected_codes(kind: str, spec: Spec) -> torch.Tensor:
     """Return the expected codes of the inputs of a kind."""
-    values, is_negative = as_float64(make_inputs(kind, spec))
+    values, is_negative = convert_to_float64(make_inputs(kind, spec))
     return round_to_codes(values, spec, is_negative)
 
 
@@ -206,9 +206,9 @@ def test_the_constants_of_a_format_follow_from_its_definition(fmt):
     assert fmt.max_code == len(values) - 1
     assert fmt.min_subnormal == values[1]
     assert fmt.max_step == values[-1] - values[-2]
-    assert fmt.nan_code == spec.positive_nan
-    assert fmt.inf_code == min(spec.inf, default=None)
-    assert fmt.unsigned_zero is not spec.has_negative_zero
+    assert fmt.nan_code == spec.positive_nan_code
+    assert fmt.inf_code == min(spec.inf_codes, default=None)
+    assert fmt.has_unsigned_zero is not spec.has_negative_zero
 
 
 @each_format
@@ -217,9 +217,9 @@ def test_every_code_decodes_to_its_definition(fmt, device):
     actual = decode(ALL_CODES.to(device), fmt)
     assert actual.dtype == torch.float32
     for code, value in enumerate(actual.tolist()):
-        if code in spec.nan:
+        if code in spec.nan_codes:
             assert math.isnan(value), f"{code:#04x}"
-        elif code in spec.inf:
+        elif code in spec.inf_codes:
             assert value == (-INF if code & 0x80 else INF), f"{code:#04x}"
         else:
             assert Fraction(value) == compute_value(code, spec), f"{code:#04x}"
@@ -261,7 +261,7 @@ def test_codes_do_not_depend_on_shapes_and_strides():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_vector_of_zeros_or_tiny_values_gets_the_smallest_scale(fmt, dtype):
     x = torch.tensor([[0.0, 0.0], [-0.0, 0.0], [1e-45, -1e-40]], dtype=dtype)
-    scale = dynamic_scale(x, fmt)
+    scale = compute_dynamic_scale(x, fmt)
     assert scale.tolist() == [MIN_SCALE] * 3
     assert not decode(encode(x.float() * scale.float().reciprocal()[:, None], fmt), fmt).any()
 
@@ -271,7 +271,7 @@ def test_a_vector_of_zeros_or_tiny_values_gets_the_smallest_scale(fmt, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt, value, dtype):
     x = torch.tensor([[1.0, value, 0.0], [1.0, 2.0, 3.0]], dtype=dtype)
-    scale = dynamic_scale(x, fmt)
+    scale = compute_dynamic_scale(x, fmt)
     assert scale[0].isnan()
     assert scale[1].isfinite()
     codes = encode(x.float() * scale.float().reciprocal()[:, None], fmt)
@@ -286,10 +286,10 @@ def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, de
     if dtype == torch.float32:
         x = make_float32_grid()
     else:
-        x = from_bits(EVERY_16_BIT_PATTERN, dtype)
+        x = reinterpret_bits(EVERY_16_BIT_PATTERN, dtype)
     largest = x[x.isfinite() & (x >= 0)]
     x = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
-    scale = dynamic_scale(x.to(device), fmt).cpu()
+    scale = compute_dynamic_scale(x.to(device), fmt).cpu()
     assert scale.shape == x.shape[:-1]
     # numpy rounds as IEEE 754 specifies. Rounding up to bfloat16 adds 1 to the upper half.
     quotient = largest.float().numpy() / np.float32(fmt.max)
@@ -328,8 +328,8 @@ def test_codes_values_and_scales_match_earlier_versions(name):
     results = [
         encode(torch.cat([make_float32_grid(), make_float32_ties(SPECS[name])]), fmt),
         decode(ALL_CODES, fmt).nan_to_num(nan=-12345.0),
-        dynamic_scale(vectors, fmt),
-        search_scale(vectors, fmt),
+        compute_dynamic_scale(vectors, fmt),
+        codec.search_scale(vectors, fmt),
     ]
     digest = hashlib.sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in results))
     assert digest.hexdigest()[:16] == GOLDEN_DIGESTS[name]
@@ -364,36 +364,36 @@ def flushed_subnormals() -> Iterator[None]:
     if not torch.set_flush_denormal(True):
         torch.set_num_threads(num_threads)
         pytest.skip("this CPU cannot flush subnormal values")
-    code_table.cache_clear()
+    make_code_table.cache_clear()
     try:
         assert (torch.tensor([2.0**-149]) * 1.0).item() == 0.0
         yield
     finally:
         torch.set_flush_denormal(False)
         torch.set_num_threads(num_threads)
-        code_table.cache_clear()
+        make_code_table.cache_clear()
 
 
 @each_format
 def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
     codes = [encode(make_inputs(kind, SPECS[fmt.name]), fmt) for kind in INPUT_KINDS]
     x = make_float32_grid()[:, None]
-    values, scales = decode(ALL_CODES, fmt), dynamic_scale(x, fmt)
+    values, scales = decode(ALL_CODES, fmt), compute_dynamic_scale(x, fmt)
     torch.set_flush_denormal(False)
-    code_table.cache_clear()
+    make_code_table.cache_clear()
     for kind, actual in zip(INPUT_KINDS, codes, strict=True):
         spec = SPECS[fmt.name]
         assert_codes(make_inputs(kind, spec), actual, compute_expected_codes(kind, spec), spec)
     assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
-    assert torch.equal(scales.view(torch.int16), dynamic_scale(x, fmt).view(torch.int16))
+    assert torch.equal(scales.view(torch.int16), compute_dynamic_scale(x, fmt).view(torch.int16))
 
 
 def test_a_table_created_in_inference_mode_is_an_ordinary_tensor():
     fmt = FORMATS["fp8_e4m3"]
-    code_table.cache_clear()
+    make_code_table.cache_clear()
     with torch.inference_mode():
         decode(ALL_CODES, fmt)
-    assert not code_table(fmt, torch.device("cpu")).is_inference()
+    assert not make_code_table(fmt, torch.device("cpu")).is_inference()
     weight = torch.ones((), requires_grad=True)
     (decode(ALL_CODES[:10], fmt) * weight).sum().backward()
     assert weight.grad is not None
@@ -403,13 +403,13 @@ def test_the_default_dtype_has_no_effect():
     fmt = FORMATS["fp8_e3m4"]
     x = torch.randn(64)
     codes, values = encode(x, fmt), decode(ALL_CODES, fmt)
-    scale = dynamic_scale(x, fmt)
-    code_table.cache_clear()
+    scale = compute_dynamic_scale(x, fmt)
+    make_code_table.cache_clear()
     torch.set_default_dtype(torch.float64)
     assert torch.equal(encode(x, fmt), codes)
     assert torch.equal(decode(ALL_CODES, fmt).view(torch.int32), values.view(torch.int32))
-    assert torch.equal(dynamic_scale(x, fmt), scale)
-    code_table.cache_clear()
+    assert torch.equal(compute_dynamic_scale(x, fmt), scale)
+    make_code_table.cache_clear()
 
 
 # -- names -----------------------------------------------------------------------------------------

@@ -10,27 +10,27 @@ from torch import Tensor
 
 from hf_fp8kv import ops
 from hf_fp8kv.formats import FORMATS, codec
-from hf_fp8kv.formats.codec import decode, dynamic_errors, dynamic_scale, encode, search_scale
+from hf_fp8kv.formats.codec import compute_dynamic_scale, decode, encode, search_scale
 from hf_fp8kv.ops import Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
 from tests.helpers.grids import pairwise
 
 BACKENDS = ["reference", "torch", "cpu"]
 FORMAT_NAMES = sorted(FORMATS)
-HEADS, SLOTS = 2, 16
+NUM_HEADS, NUM_SLOTS = 2, 16
 
 
 def make_pages(name: str, num_tokens: int, dim: int, center: Tensor | None = None) -> Pages:
     """Return pages of one sequence, whose codes are 0xFF and whose scales are NaN."""
-    columns = -(-num_tokens // SLOTS)
-    scales = torch.full((columns, HEADS, SLOTS, 2), math.nan, dtype=torch.bfloat16)
+    num_pages = -(-num_tokens // NUM_SLOTS)
+    scales = torch.full((num_pages, NUM_HEADS, NUM_SLOTS, 2), math.nan, dtype=torch.bfloat16)
     k, v = (
-        torch.full((columns, HEADS, *shape), 0xFF, dtype=torch.uint8)
-        for shape in ((SLOTS, dim), (dim, SLOTS))
+        torch.full((num_pages, NUM_HEADS, *shape), 0xFF, dtype=torch.uint8)
+        for shape in ((NUM_SLOTS, dim), (dim, NUM_SLOTS))
     )
     return pack_pages(
         StoredSide(None, center, name, dim), k, StoredSide(None, None, name, dim), v, scales,
-        torch.randperm(columns)[None].int(),
+        torch.randperm(num_pages)[None].int(),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def make_special_vectors(dim: int) -> Tensor:
 
 
 def make_tied_vectors(dim: int) -> Tensor:
-    """Return vectors of few significant bits. With some scales, many values lie between codes."""
+    """Return vectors of few significant bits. With some scales, many values are ties of codes."""
     vectors = torch.randint(-511, 512, (30, dim)) / 2.0 ** torch.randint(0, 9, (30, 1))
     vectors[:10] = vectors[:10].abs().clamp(min=257)
     return vectors
@@ -100,15 +100,15 @@ def check_write(key: Tensor, name: str, backend: str, center: Tensor | None = No
     centered_x = x if center is None else x - center[0, :, None]
     expected = search_scale(centered_x, fmt)
     assert_same_scales(scales, expected)
-    assert_same_scales(v_scales, dynamic_scale(x, fmt))
+    assert_same_scales(v_scales, compute_dynamic_scale(x, fmt))
     expected_codes = encode(centered_x * expected.float().reciprocal()[..., None], fmt)
     assert_same_codes(codes, expected_codes, name)
 
 
-def to_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def reshape_to_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Reshape vectors to `[1, H, T, D]`, and drop the vectors of an incomplete token."""
-    num_tokens = len(vectors) // HEADS
-    return vectors[: num_tokens * HEADS].view(1, HEADS, num_tokens, -1).to(dtype)
+    num_tokens = len(vectors) // NUM_HEADS
+    return vectors[: num_tokens * NUM_HEADS].view(1, NUM_HEADS, num_tokens, -1).to(dtype)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -121,15 +121,15 @@ WRITE_CASES = pairwise(FORMAT_NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [Fals
 def test_every_backend_writes_the_same_bytes(name, dim, dtype, is_centered, backend):
     if reason := ops.explain_backends().get(backend):
         pytest.skip(reason)
-    key = to_keys(
+    key = reshape_to_keys(
         torch.cat([make_random_vectors(dim), make_tied_vectors(dim), make_special_vectors(dim)]),
         dtype,
     )
     if not is_centered:
         check_write(key, name, backend)
         return
-    center = 3 * torch.randn(1, HEADS, dim)
-    key = torch.cat([key, (center[:, :, None] + torch.randn(1, HEADS, 40, dim)).to(dtype)], 2)
+    center = 3 * torch.randn(1, NUM_HEADS, dim)
+    key = torch.cat([key, (center[:, :, None] + torch.randn(1, NUM_HEADS, 40, dim)).to(dtype)], 2)
     key[..., -1, :] = center.to(dtype)
     key[..., -2, 0] = math.nan
     key[..., -3, -1] = -math.inf
@@ -152,7 +152,7 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     x[:, 3] = fmt.max
     error = (decode(encode(x, fmt), fmt) - x).abs() * fmt.error_unit
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
-    check_write(to_keys(torch.cat([x, x * 1.001, torch.randn(8, dim)])), name, backend)
+    check_write(reshape_to_keys(torch.cat([x, x * 1.001, torch.randn(8, dim)])), name, backend)
 
 
 def test_a_scale_does_not_depend_on_other_vectors():
@@ -164,20 +164,20 @@ def test_a_scale_does_not_depend_on_other_vectors():
 
 
 def compute_unit_factor(name: str) -> float:
-    """Return the factor for normally distributed vectors whose scales are then about 1."""
+    """Return a factor that gives normally distributed vectors scales of about 1."""
     return FORMATS[name].max / 3
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_the_choice_does_not_depend_on_the_magnitude(name):
-    """At the smallest magnitude, squares underflow to zero in float32."""
+def test_the_chosen_scale_is_proportional_to_the_magnitude(name):
+    """At the smallest magnitude, the squares of errors underflow to zero in float32."""
     fmt = FORMATS[name]
     x = torch.randn(200, 64) * compute_unit_factor(name)
     expected = search_scale(x, fmt).double()
-    assert len((expected / dynamic_scale(x, fmt).double()).unique()) > 8
+    assert len((expected / compute_dynamic_scale(x, fmt).double()).unique()) > 8
     for power in (-95, -60, -1, 30, 80):
-        scaled = search_scale(x * 2.0**power, fmt).double()
-        assert torch.equal(scaled, expected * 2.0**power)
+        scales = search_scale(x * 2.0**power, fmt).double()
+        assert torch.equal(scales, expected * 2.0**power)
 
 
 # -- gain in accuracy ------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def compute_squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
 
 def list_candidate_scales(x: Tensor, name: str) -> list[Tensor]:
     """Return the candidate scales of an octave, computed in float64."""
-    first_scale = dynamic_scale(x, FORMATS[name]).double()
+    first_scale = compute_dynamic_scale(x, FORMATS[name]).double()
     scales = []
     for index in range(codec.SEARCH_STEPS):
         mantissa, exponent = torch.frexp(
@@ -214,7 +214,7 @@ def test_the_best_scale_of_an_octave_is_chosen(name, dim):
     min_errors = torch.stack([compute_squared_error(x, scale, name) for scale in scales]).amin(0)
     # The search ranks rounded errors, and the first scale is among the candidates.
     assert (compute_squared_error(x, chosen_scales, name) <= 1.02 * min_errors).all()
-    base_errors = compute_squared_error(x, dynamic_scale(x, FORMATS[name]), name)
+    base_errors = compute_squared_error(x, compute_dynamic_scale(x, FORMATS[name]), name)
     assert (min_errors <= base_errors).all()
     if name in ("fp8_e4m3", "fp8_e3m4"):
         ratio = compute_squared_error(x, chosen_scales, name)[:300].sum() / base_errors[:300].sum()
@@ -244,7 +244,7 @@ def test_dynamic_errors_of_several_formats_match_the_reference(dim: int) -> None
     x = torch.randn(len(FORMAT_NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))
     x *= torch.logspace(-35, 30, 200)[:, None]
     x[..., ::7, 1:] = 0.0
-    errors_by_format = dynamic_errors(x, tuple(FORMATS[name] for name in FORMAT_NAMES))
+    errors_by_format = codec.compute_dynamic_errors(x, tuple(FORMATS[n] for n in FORMAT_NAMES))
     for name, values, errors in zip(FORMAT_NAMES, x, errors_by_format, strict=True):
         side = StoredSide(None, None, name, dim)
         codes, scales = reference.quantize(values, side, search=False)

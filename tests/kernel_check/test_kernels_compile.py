@@ -335,7 +335,7 @@ def test_packed_shifts_convert_all_codes_at_all_positions(fmt, keep_nan, monkeyp
 @pytest.mark.parametrize(
     "fmt",
     [
-        Format("fp8_e5m2fnuz", 2, 16, 0x7F, 0x80, 57344.0, 448 / 57344.0, unsigned_zero=True),
+        Format("fp8_e5m2fnuz", 2, 16, 0x7F, 0x80, 57344.0, 448 / 57344.0, has_unsigned_zero=True),
         Format("fp8_e4m3ieee", 3, 7, 0x77, 0x7F, 240.0, 448 / 240.0, inf_code=0x78),
     ],
     ids=lambda fmt: fmt.name,

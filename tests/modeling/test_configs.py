@@ -1,4 +1,4 @@
-"""Tests of configs with properties that no model of transformers has."""
+"""Tests of unusual configs: properties that no model of transformers has, and a missing config."""
 
 import sys
 from pathlib import Path
@@ -30,8 +30,8 @@ def test_each_layer_of_a_heterogeneous_config_has_its_heads() -> None:
     assert [count_kv_heads(config, index) for index in range(2)] == [2, 4]
 
 
-def test_attention_without_source_code_is_treated_as_mla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class of the attention is found in its module, although transformers does not list it."""
+def test_attention_without_source_code_counts_as_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention class is found in its module, although transformers does not list the model."""
     namespace: dict[str, type] = {}
     exec(f"class Attention:\n    {EXPAND} = forward = lambda self: None\n", namespace)
     module = ModuleType("code_of_a_user.modeling_new")

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, serving
 from hf_fp8kv.modeling import exact_states as exact_states_module
-from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounding_note
+from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE, describe_rounding, exact_states
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8
 from tests.helpers.serving_tools import generate_batch, prompts
@@ -33,15 +33,15 @@ IDS = torch.randint(3, 99, (2, 65), generator=torch.Generator().manual_seed(2))
 @pytest.fixture(scope="module")
 def dense_folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("dense")
-    plain_folder = save_plain(root / "plain")
-    return plain_folder, declare(plain_folder, root / "declared")
+    original_folder = save_plain(root / "original")
+    return original_folder, declare(original_folder, root / "declared")
 
 
 @pytest.fixture(scope="module")
 def w8a8_folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("w8a8")
-    plain_folder = save_w8a8(root / "plain")
-    return plain_folder, declare(plain_folder, root / "declared")
+    original_folder = save_w8a8(root / "original")
+    return original_folder, declare(original_folder, root / "declared")
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def models(dense_folders):
 @torch.no_grad()
 def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
     """Return the logits of the first 63 tokens, and of each following token."""
-    parts = (IDS[:, :63], *IDS[:, 63:].split(1, 1))
-    return [model(part, past_key_values=cache).logits for part in parts]
+    chunks = (IDS[:, :63], *IDS[:, 63:].split(1, 1))
+    return [model(chunk, past_key_values=cache).logits for chunk in chunks]
 
 
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -81,8 +81,8 @@ def differ_clearly(logits: list[torch.Tensor], other_logits: list[torch.Tensor])
 def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attention):
     folders = request.getfixturevalue(f"{weights}_folders")
     original, declared = (load(folder, attention) for folder in folders)
-    assert rounding_note(declared) == NOTE
-    assert not rounding_note(original)
+    assert describe_rounding(declared) == ROUNDING_NOTE
+    assert not describe_rounding(original)
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
     assert differ_clearly(rounded_logits, run_model(original, DynamicCache(config=original.config)))
     stored_options = {"page_size": 16, "prefill": "stored"}
@@ -98,14 +98,14 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
 
 
 def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatch):
-    declared = models[1]
+    _, declared = models
 
     def run_all() -> list[torch.Tensor]:
         config = declared.config
         caches = DynamicCache(config=config), StaticCache(config=config, max_cache_len=80)
         with torch.no_grad():
             logits = [declared(IDS, use_cache=False).logits]
-        return logits + [part for cache in caches for part in run_model(declared, cache)]
+        return logits + [step for cache in caches for step in run_model(declared, cache)]
 
     run_model(declared, FP8PagedCache(declared.config))
     expected = run_all()
@@ -113,7 +113,7 @@ def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatc
     assert_same(run_all(), expected)
 
 
-def test_a_cache_created_before_compressed_tensors_is_loaded(models, monkeypatch):
+def test_a_cache_may_be_created_before_compressed_tensors_is_imported(models, monkeypatch):
     original, declared = models
     expected = run_model(original, FP8PagedCache(original.config, dtype="fp8"))
     restore_forward(monkeypatch)
@@ -126,10 +126,11 @@ def test_a_cache_created_before_compressed_tensors_is_loaded(models, monkeypatch
 
 
 @needs_rounding
-def test_no_cache_is_kept_alive(models):
-    cache = FP8PagedCache(models[1].config)
-    run_model(models[1], cache)
-    wrappers = [layer.kv_cache for layer in models[1].modules() if hasattr(layer, "kv_cache")]
+def test_wrappers_keep_no_cache_alive(models):
+    _, declared = models
+    cache = FP8PagedCache(declared.config)
+    run_model(declared, cache)
+    wrappers = [x.kv_cache for x in declared.modules() if hasattr(x, "kv_cache")]
     assert [wrapper.past_key_values for wrapper in wrappers] == [None, None]
     gc.collect()
     assert not [referrer for referrer in gc.get_referrers(cache) if referrer in wrappers]
@@ -180,16 +181,16 @@ def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch)
     original, declared = models
     run_model(original, FP8PagedCache(original.config))
     run_model(declared, DynamicCache(config=declared.config))
-    assert Counter(caplog.messages)[NOTE] == 0
+    assert Counter(caplog.messages)[ROUNDING_NOTE] == 0
     for _ in range(2):
         run_model(declared, FP8PagedCache(declared.config))
-    assert Counter(caplog.messages)[NOTE] == 1
-    original, declared = (check_model(model) for model in models)
-    assert original.note == ""
-    assert declared.note == NOTE
-    assert declared.to_dict() == original.to_dict() | {"note": NOTE}
-    assert NOTE in str(declared)
-    assert NOTE not in str(original)
+    assert Counter(caplog.messages)[ROUNDING_NOTE] == 1
+    original_report, report = (check_model(model) for model in models)
+    assert original_report.note == ""
+    assert report.note == ROUNDING_NOTE
+    assert report.to_dict() == original_report.to_dict() | {"note": ROUNDING_NOTE}
+    assert ROUNDING_NOTE in str(report)
+    assert ROUNDING_NOTE not in str(original_report)
 
 
 @needs_rounding
@@ -199,7 +200,7 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
     folder = save_projections(dense_folders[0], tmp_path / "old")
     model, original = load(folder), load(dense_folders[0])
-    note = rounding_note(model)
+    note = describe_rounding(model)
     assert "k_proj and v_proj" in note
     assert check_model(model).note == note
     texts = [row.tolist() for row in IDS[:, :40]]
@@ -219,7 +220,7 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     options = {"format": "compressed-tensors", "checkpoint": folder, "overwrite": True}
     scales.save_pretrained(tmp_path / "copy", **options)
     copied_model = load(tmp_path / "copy")
-    assert rounding_note(copied_model) == NOTE
+    assert describe_rounding(copied_model) == ROUNDING_NOTE
     assert_same(run_model(copied_model, FP8PagedCache(copied_model.config)), exact_logits)
 
 
@@ -235,16 +236,15 @@ def test_calibration_and_measurement_use_unrounded_k_and_v(models):
     assert actual.report.quality == expected.report.quality
     assert actual.report.layers == expected.report.layers
     # K is unrounded, so the measured error includes clipping by the scales, which are too small.
-    reports = [measure(model, TOO_SMALL, texts, progress=False) for model in models]
-    assert reports[0].quality == reports[1].quality
-    static_kl, dynamic_kl = (reports[1].quality[row].kl for row in (1, 2))
+    expected, actual = (measure(model, TOO_SMALL, texts, progress=False) for model in models)
+    assert actual.quality == expected.quality
+    static_kl, dynamic_kl = (row.kl for row in actual.quality[1:3])
     assert static_kl > 5 * dynamic_kl
 
 
 @needs_rounding
 def test_serving_gives_the_answers_of_the_original_weights(models):
-    chosen_prompts = prompts()[:4]
-    answers = []
+    (_, declared), chosen_prompts, answers = models, prompts()[:4], []
     for model in models:
         serving.enable(model)
         answers.append(generate_batch(model, chosen_prompts))
@@ -252,13 +252,13 @@ def test_serving_gives_the_answers_of_the_original_weights(models):
         serving.disable(model)
     assert answers[0] == answers[1]
     prompt = torch.tensor(chosen_prompts[1:2])
-    rounded_tokens = models[1].generate(prompt, max_new_tokens=24, pad_token_id=0)
+    rounded_tokens = declared.generate(prompt, max_new_tokens=24, pad_token_id=0)
     assert rounded_tokens[0, prompt.shape[1] :].tolist() != answers[1][1]
 
 
 @needs_rounding
 def test_exact_states_do_not_affect_other_threads(models):
-    declared = models[1]
+    _, declared = models
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
     thread_logits: list[torch.Tensor] = []
 

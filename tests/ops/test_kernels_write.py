@@ -120,7 +120,7 @@ def to_comparable_bytes(x: Tensor, name: str) -> Tensor:
     if x.dtype != torch.uint8:
         return x.contiguous().view(torch.uint8)
     fmt = FORMATS[name]
-    is_nan = codec.code_table(fmt, x.device).isnan()
+    is_nan = codec.make_code_table(fmt, x.device).isnan()
     return torch.where(is_nan[x.int()], fmt.nan_code, x)
 
 

@@ -19,7 +19,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.errors import BackendError, ConfigError, FP8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
-from hf_fp8kv.formats.codec import code_table
+from hf_fp8kv.formats.codec import make_code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import PAGE_FIELDS, flatten, unflatten
@@ -673,7 +673,7 @@ def test_special_values_are_stored_like_the_reference(name, dynamic, backend):
     lengths = torch.tensor([13], dtype=torch.int32)
     ops.write(pages, x, x, lengths, backend)
     ops.write(expected_pages, x, x, lengths, "reference")
-    table = code_table(FORMATS[name], torch.device("cpu"))
+    table = make_code_table(FORMATS[name], torch.device("cpu"))
     for part in ("k_codes", "v_codes"):
         actual, expected = getattr(pages, part), getattr(expected_pages, part)
         # The sign of NaN times a NaN scale is undefined.
@@ -762,7 +762,7 @@ def test_every_code_is_decoded_exactly(name, backend):
         name, key=name, value=name, lengths=(64,), num_heads=1, k_dim=4, v_dim=4, dynamic=False
     )
     pages = replace_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
-    expected = code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
+    expected = make_code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
     codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
     pages.k_codes[pages.table[0, :4], 0] = codes
     pages.v_codes[pages.table[0, :4], 0] = codes.transpose(1, 2)

@@ -28,6 +28,7 @@ from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import corrupt_config, list_sides, list_values, scale_error
 
 TENSOR_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
+# Functions that read a format in the same way as a server.
 READERS = {
     "autofp8": server_rules.read_as_sglang,
     "compressed-tensors": server_rules.read_as_sglang,
@@ -35,27 +36,26 @@ READERS = {
     "quark": server_rules.read_as_sglang,
     "tgi": server_rules.read_as_tgi,
 }
-LAYERS, HEADS, DIM = 3, 2, 4
+NUM_LAYERS, NUM_HEADS, DIM = 3, 2, 4
 KV_PATH = "kv_scales/kv_scales.safetensors"
 
 
-def random_scales(kind: str, seed: int = 0, num_layers: int = LAYERS) -> KVScales:
-    """Return random scales of a kind. All values are different."""
+def random_scales(kind: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> KVScales:
+    """Return random scales of a kind in `KINDS`. All values are different."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator) / 8 + 2**-10
 
-    shapes = {"tensor": (), "head": (HEADS, 1), "channel": (HEADS, DIM), "row": (1, DIM)}
-    k_shape = shapes[kind.removeprefix("centered-")]
-    is_centered = kind.startswith("centered")
-    layer_scales = {
-        i: LayerScales(
-            draw(*k_shape), draw(*k_shape), (draw(HEADS, DIM) - 0.06) * 400 if is_centered else None
-        )
-        for i in range(num_layers)
-    }
-    return KVScales(layer_scales, model_type="llama")
+    shapes = {"tensor": (), "head": (NUM_HEADS, 1), "channel": (NUM_HEADS, DIM), "row": (1, DIM)}
+    shape = shapes[kind.removeprefix("centered-")]
+    layers = {}
+    for index in range(num_layers):
+        k, v, center = draw(*shape), draw(*shape), None
+        if kind.startswith("centered"):
+            center = (draw(NUM_HEADS, DIM) - 0.06) * 400
+        layers[index] = LayerScales(k, v, center)
+    return KVScales(layers, model_type="llama")
 
 
 KINDS = ["tensor", "head", "channel", "row", "centered-tensor", "centered-head", "centered-channel"]
@@ -70,8 +70,8 @@ def reduce_scales(scales: KVScales, format: str) -> KVScales:
 
 def reduce_layer(layer: LayerScales, format: str) -> LayerScales:
     k, v = enlarge_k(layer), layer.v
-    if format == "compressed-tensors" and any(t.ndim and t.shape[0] > 1 for t in (k, v)):
-        return LayerScales(*(t.amax(1, keepdim=True).expand(HEADS, 1) for t in (k, v)))
+    if format == "compressed-tensors" and any(x.ndim and x.shape[0] > 1 for x in (k, v)):
+        return LayerScales(*(x.amax(1, keepdim=True).expand(NUM_HEADS, 1) for x in (k, v)))
     k, v = k.max(), v.max()
     return LayerScales(*(torch.maximum(k, v),) * 2 if format == "vllm-json" else (k, v))
 
@@ -121,7 +121,7 @@ def test_saved_scales_are_loaded(tmp_path, caplog, format, kind):
     values=st.lists(st.tuples(*[st.floats(2**-60, 2**60, width=32)] * 2), min_size=1, max_size=4),
     format=st.sampled_from([name for name in SCALE_FORMATS if name != "vllm-json"]),
 )
-def test_any_pair_of_scales_is_loaded_bitwise(tmp_path_factory, values, format):
+def test_any_scales_of_k_and_v_are_loaded_bitwise(tmp_path_factory, values, format):
     folder = tmp_path_factory.mktemp("pair")
     # Layers without attention have no scales.
     layers = {
@@ -135,16 +135,16 @@ def test_any_pair_of_scales_is_loaded_bitwise(tmp_path_factory, values, format):
 
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
        format=st.sampled_from(tuple(SCALE_FORMATS)))  # fmt: skip
-def test_reduced_scales_cause_no_saturation(tmp_path_factory, seed, kind, format):
+def test_reduced_scales_cover_the_same_values(tmp_path_factory, seed, kind, format):
     scales = random_scales(kind, seed, num_layers=1)
     folder = tmp_path_factory.mktemp("reduced")
     scales.save_pretrained(folder, format=format)
     if format == "hf_fp8kv":
         return
-    sizes = {"num_kv_heads": HEADS, "k_head_dim": DIM, "v_head_dim": DIM}
+    sizes = {"num_kv_heads": NUM_HEADS, "k_head_dim": DIM, "v_head_dim": DIM}
     layer = scales.for_layer(0, **sizes)
     reduced = KVScales.from_pretrained(folder).for_layer(0, **sizes)
-    center = torch.zeros(HEADS, DIM) if layer.k_center is None else layer.k_center
+    center = torch.zeros(NUM_HEADS, DIM) if layer.k_center is None else layer.k_center
     for sign in (-1, 1):
         assert bool(((center + sign * 448 * layer.k).abs() <= 448 * reduced.k * (1 + 1e-6)).all())
     assert bool((layer.v <= reduced.v).all())
@@ -241,7 +241,7 @@ def test_existing_files_are_replaced_only_with_overwrite(tmp_path, format):
 
 
 @pytest.mark.parametrize("format", TENSOR_FORMATS)
-def test_the_files_of_a_checkpoint_are_never_replaced(folder, format):
+def test_the_files_of_a_checkpoint_are_not_replaced_without_overwrite(folder, format):
     old_content = read_content(folder)
     with scale_error(r"without weights|without config\.json"):
         random_scales("tensor").save_pretrained(folder, format=format)
@@ -453,7 +453,7 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"mine": {"nested": [1]}}))
     entries = json.loads(config.read_text())
     old_content = read_content(folder)
-    for seed in (0, 1):  # the second pass replaces scales
+    for seed in (0, 1):  # the second call replaces scales
         scales = random_scales("tensor", seed)
         scales.save_pretrained(folder, format=format, overwrite=True)
         assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
@@ -536,7 +536,7 @@ def test_scales_for_tgi_are_read_next_to_quantized_weights(tmp_path, folder, wei
     corrupt_config(quantization_config=weights)(folder)
     copy = add_scales(folder, tmp_path / "copy", "tgi")
     old_scales, scales = random_scales("tensor", 1), random_scales("tensor")
-    for saved_scales in (old_scales, scales):  # the second pass replaces scales
+    for saved_scales in (old_scales, scales):  # the second call replaces scales
         saved_scales.save_pretrained(folder, format="tgi", overwrite=True)
     for path in (copy, folder):
         loaded = KVScales.from_pretrained(path)
@@ -601,8 +601,8 @@ def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model_folder, folder
 
 
 def test_old_scale_files_are_not_copied(tmp_path, folder):
-    KVScales.uniform(LAYERS, k=8.0).save_pretrained(folder, format="vllm-json")
-    KVScales.uniform(LAYERS, k=8.0).save_pretrained(folder)
+    KVScales.uniform(NUM_LAYERS, k=8.0).save_pretrained(folder, format="vllm-json")
+    KVScales.uniform(NUM_LAYERS, k=8.0).save_pretrained(folder)
     (folder / "kv_calibration.json").write_text("{}")
     (folder / "kv_scales" / "notes.txt").write_text("mine")
     copy = add_scales(folder, tmp_path / "copy", "autofp8")
@@ -732,14 +732,14 @@ def test_scales_are_named_after_their_attention_module(tmp_path, prefix):
     module = {"transformer.h": "attn", "backbone.layers": "mixer"}.get(prefix, "self_attn")
     source = tmp_path / "source"
     source.mkdir()
-    names = [f"{prefix}.{i}.{module}.o_proj.weight" for i in range(LAYERS)]
+    names = [f"{prefix}.{i}.{module}.o_proj.weight" for i in range(NUM_LAYERS)]
     tower = [f"vision_tower.layers.{i}.self_attn.o_proj.weight" for i in range(9)]
     save_file({n: torch.ones(1) for n in names + tower}, source / "model.safetensors")
-    (source / "config.json").write_text(json.dumps({"num_hidden_layers": LAYERS}))
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": NUM_LAYERS}))
     copy = add_scales(source, tmp_path / "copy", "modelopt")
     scales = load_file(copy / "model-kv-scales.safetensors")
     assert set(scales) == {
-        f"{prefix}.{i}.{module}.{s}_proj.{s}_scale" for i in range(LAYERS) for s in "kv"
+        f"{prefix}.{i}.{module}.{s}_proj.{s}_scale" for i in range(NUM_LAYERS) for s in "kv"
     }
 
 
@@ -781,7 +781,7 @@ def test_an_incomplete_checkpoint_is_not_copied(tmp_path, sharded_folder, spoil,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_copy_never_replaces_anything(tmp_path, model_folder):
+def test_a_copy_never_replaces_files(tmp_path, model_folder):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     for target in (tmp_path / "mine", tmp_path / "mine" / "file", model_folder):
@@ -828,8 +828,8 @@ def test_an_interrupted_copy_leaves_no_files(tmp_path, model_folder, monkeypatch
     assert read_content(model_folder) == old_content
 
 
-def test_no_partial_folder_exists_at_any_write(tmp_path, model_folder, monkeypatch):
-    """A killed process cannot clean up, so the old files must be complete at each write."""
+def test_old_files_are_complete_at_each_write(tmp_path, model_folder, monkeypatch):
+    """A killed process cannot clean up, so no write may leave a partial folder."""
     copy, folder = tmp_path / "copy", tmp_path / "separate"
     random_scales("tensor").save_pretrained(folder, format="autofp8")
     old_content, contents = read_content(folder), []
@@ -889,9 +889,9 @@ class FakeApi:
 
     def create_commit(self, repo_id: str, operations: list, **options: object):
         self._record_request("commit")
-        added = [item for item in operations if isinstance(item, CommitOperationAdd)]
-        self.uploaded = {item.path_in_repo: item.path_or_fileobj for item in added}
-        self.deleted = [item.path_in_repo for item in operations if item not in added]
+        added = [x for x in operations if isinstance(x, CommitOperationAdd)]
+        self.uploaded = {x.path_in_repo: x.path_or_fileobj for x in added}
+        self.deleted = [x.path_in_repo for x in operations if x not in added]
         return SimpleNamespace(commit_url=f"https://hf.co/{repo_id}/{options['commit_message']}")
 
 
@@ -974,11 +974,11 @@ def test_servers_read_the_larger_scale_from_the_json(tmp_path, model_folder, tp_
         tmp_path / "out", format="vllm-json", tp_size=tp_size, checkpoint=checkpoint
     )
     path = tmp_path / "out" / "kv_cache_scales.json"
-    options = {"model_type": "llama", "num_ranks": tp_size}
+    options = {"model_type": "llama", "num_ranks": tp_size, "num_layers": NUM_LAYERS}
     for rank in range(tp_size):
-        factors = server_rules.read_scaling_factors(path, num_layers=LAYERS, rank=rank, **options)
+        factors = server_rules.read_scaling_factors(path, rank=rank, **options)
         assert list(factors.values()) == [
             max(s.k.item(), s.v.item()) for s in scales.layers.values()
         ]
     with pytest.raises(LoadError):
-        server_rules.read_scaling_factors(path, num_layers=LAYERS + 1, **options)
+        server_rules.read_scaling_factors(path, **options | {"num_layers": NUM_LAYERS + 1})

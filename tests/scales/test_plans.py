@@ -51,7 +51,7 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
 def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) -> None:
     planned_scales().save_pretrained(tmp_path)
     path = tmp_path / KV_FILE
-    edit_metadata(path, lambda header: header | change)
+    edit_metadata(path, lambda metadata: metadata | change)
     with pytest.raises(ScaleError, match=message):
         KVScales.from_file(path)
 

@@ -22,6 +22,7 @@ from tests.scales.test_sources import scale_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+INDEX_FILE = "model.safetensors.index.json"
 NEW_SCALES = random_scales("head", seed=5, num_layers=LAYERS)
 
 
@@ -66,14 +67,13 @@ def test_existing_scales_are_replaced(tmp_path, plain_folder, source, target):
     actual, expected = (load_all_tensors(tmp_path / name) for name in ("new", "direct"))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
-    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("new", "direct")]
-    assert configs[0] == configs[1]
+    config, direct = (tmp_path / name / "config.json" for name in ("new", "direct"))
+    assert json.loads(config.read_text()) == json.loads(direct.read_text())
     assert_same(*(KVScales.from_pretrained(tmp_path / name) for name in ("new", "direct")))
     if source == target and source not in ("hf_fp8kv", "vllm-json"):
-        index = "model.safetensors.index.json"
-        actual, expected = ((tmp_path / name / index) for name in ("new", "direct"))
-        if expected.exists():
-            assert json.loads(actual.read_text()) == json.loads(expected.read_text())
+        index, direct = (tmp_path / name / INDEX_FILE for name in ("new", "direct"))
+        if direct.exists():
+            assert json.loads(index.read_text()) == json.loads(direct.read_text())
 
 
 @pytest.mark.parametrize("weights", ["copy", "link"])
@@ -83,7 +83,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
     declare(plain_folder, old)
     tensors = load_all_tensors(old)
     tensors["model.layers.0.self_attn.k_zero_point"] = torch.zeros(1, dtype=torch.int8)
-    for path in (*old.glob("*.safetensors"), old / "model.safetensors.index.json"):
+    for path in (*old.glob("*.safetensors"), old / INDEX_FILE):
         path.unlink()
     names = sorted(tensors)
     first_file, second_file = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -92,7 +92,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
     for file in (first_file, second_file):
         save_file({n: tensors[n] for n in names if files[n] == file}, old / file, {"format": "pt"})
     index = {"metadata": {"total_size": 1, "mine": 2}, "weight_map": files}
-    (old / "model.safetensors.index.json").write_text(json.dumps(index))
+    (old / INDEX_FILE).write_text(json.dumps(index))
     for target in ("compressed-tensors", "hf_fp8kv"):
         new = tmp_path / target
         options = {"checkpoint": old, "weights": weights, "overwrite": True}
@@ -101,7 +101,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
         remaining, expected = load_all_tensors(new), load_file(plain_folder / "model.safetensors")
         assert all(torch.equal(remaining.pop(name), tensor) for name, tensor in expected.items())
         assert len(remaining) == (2 * LAYERS if target == "compressed-tensors" else 0)
-        new_index = json.loads((new / "model.safetensors.index.json").read_text())
+        new_index = json.loads((new / INDEX_FILE).read_text())
         assert new_index["weight_map"].keys() == load_all_tensors(new).keys()
         assert new_index["metadata"] == {"mine": 2}  # the size of the old tensors was removed
         with safe_open(new / first_file, "pt") as file:
@@ -112,46 +112,46 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
     assert load_all_tensors(old).keys() == load_all_tensors(tmp_path / "compressed-tensors").keys()
 
 
-def save_in_files(folder: Path, plain_folder: Path, num_files: int) -> None:
+def save_with_scales(folder: Path, plain_folder: Path, num_files: int) -> None:
     """Save a checkpoint with scales among its weights, in `num_files` files."""
     declare(plain_folder, folder)
     tensors = sorted(load_all_tensors(folder).items())
-    for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+    for path in (*folder.glob("*.safetensors"), folder / INDEX_FILE):
         path.unlink()
     if num_files == 1:
         save_file(dict(tensors), folder / "model.safetensors")
         return
     weight_map = {}
     for i in range(num_files):
-        file, part = f"model-{i}.safetensors", dict(tensors[i::num_files])
-        save_file(part, folder / file)
-        weight_map |= dict.fromkeys(part, file)
+        file, file_tensors = f"model-{i}.safetensors", dict(tensors[i::num_files])
+        save_file(file_tensors, folder / file)
+        weight_map |= dict.fromkeys(file_tensors, file)
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypatch, num_files):
-    """All files of the index exist, all weights are complete, and the call can be repeated."""
+    """The call is interrupted before each replaced or deleted file, and then repeated."""
     expected = load_file(plain_folder / "model.safetensors")
     replace, unlink = Path.replace, Path.unlink
 
     def stop_at_step(self: Path, *arguments: Any, **options: Any) -> Any:
         function = replace if arguments else unlink
         if arguments or not self.name.endswith(".part"):
-            remaining[0] -= 1
-            if remaining[0] < 0:
+            steps_left[0] -= 1
+            if steps_left[0] < 0:
                 raise KeyboardInterrupt
         return function(self, *arguments, **options)
 
     for num_steps in itertools.count():
-        folder, remaining = tmp_path / str(num_steps), [num_steps]
-        save_in_files(folder, plain_folder, num_files)
+        folder, steps_left = tmp_path / str(num_steps), [num_steps]
+        save_with_scales(folder, plain_folder, num_files)
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Path, "replace", stop_at_step)
             patch.setattr(Path, "unlink", stop_at_step)
             TOO_SMALL.save_pretrained(folder, format="compressed-tensors", overwrite=True)
-        index = folder / "model.safetensors.index.json"
+        index = folder / INDEX_FILE
         if not (folder / "model.safetensors").exists():
             weight_map = json.loads(index.read_text())["weight_map"]
             actual = {name: load_file(folder / weight_map[name])[name] for name in expected}
@@ -161,14 +161,14 @@ def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypat
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
         NEW_SCALES.save_pretrained(folder, format="compressed-tensors", overwrite=True)
         assert_same(KVScales.from_pretrained(folder), NEW_SCALES)
-        if remaining[0] >= 0:
+        if steps_left[0] >= 0:
             break
     assert num_steps > 4
 
 
 def test_a_full_disk_while_weights_are_rewritten_changes_no_files(tmp_path, plain_folder):
     resource = pytest.importorskip("resource")
-    save_in_files(tmp_path / "old", plain_folder, 1)
+    save_with_scales(tmp_path / "old", plain_folder, 1)
     old_content, limits = read_content(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "old" / "model.safetensors").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))

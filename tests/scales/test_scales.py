@@ -12,20 +12,20 @@ from hypothesis import given
 from transformers import LlamaConfig
 
 from hf_fp8kv.errors import FP8KVError, ScaleError
-from hf_fp8kv.scales import KVScales, LayerScales, declared_kv_scales
-from hf_fp8kv.scales.kv_scales import resolve
+from hf_fp8kv.scales import KVScales, LayerScales, describe_kv_scales
+from hf_fp8kv.scales.kv_scales import resolve_scales
 from tests.scales.test_sources import SCHEME
 
 INF, NAN = float("inf"), float("nan")
 ONE = torch.tensor(1.0)
 
 
-def make_scales(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
+def make_scales(num_heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
     """Return scales: layer 0 per tensor, layer 1 per channel with a center. All values differ."""
     channel = LayerScales(
-        torch.arange(1.0, 1 + heads * k_dim).view(heads, k_dim),
-        torch.arange(100.0, 100 + heads * v_dim).view(heads, v_dim),
-        -torch.arange(0.0, heads * k_dim).view(heads, k_dim),
+        torch.arange(1.0, 1 + num_heads * k_dim).view(num_heads, k_dim),
+        torch.arange(100.0, 100 + num_heads * v_dim).view(num_heads, v_dim),
+        -torch.arange(0.0, num_heads * k_dim).view(num_heads, k_dim),
     )
     return KVScales({1: channel, 0: LayerScales(torch.tensor(0.5), torch.tensor(0.25))})
 
@@ -34,14 +34,13 @@ def assert_same(actual: KVScales, expected: KVScales) -> None:
     """Assert that two sets of scales have the same layers, shapes and bits."""
     assert list(actual.layers) == list(expected.layers)
     for index, layer in actual.layers.items():
-        expected_layer = expected.layers[index]
         for name in ("k", "v", "k_center"):
-            a, b = getattr(layer, name), getattr(expected_layer, name)
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert a.shape == b.shape
-                assert a.dtype == b.dtype == torch.float32
-                assert torch.equal(a, b)
+            x, expected_x = getattr(layer, name), getattr(expected.layers[index], name)
+            assert (x is None) == (expected_x is None)
+            if x is not None:
+                assert x.shape == expected_x.shape
+                assert x.dtype == expected_x.dtype == torch.float32
+                assert torch.equal(x, expected_x)
 
 
 # -- one layer -------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def test_invalid_centers_are_rejected(center):
     ],
     ids=["per-head", "per-channel", "center"],
 )
-def test_sides_with_different_numbers_of_heads_are_rejected(k, v, center):
+def test_different_numbers_of_heads_are_rejected(k, v, center):
     with pytest.raises(ScaleError, match="the same number of heads"):
         LayerScales(k, v, center)
 
@@ -149,8 +148,8 @@ def test_uniform_does_not_depend_on_the_default_dtype():
     torch.set_default_dtype(torch.bfloat16)
     scales = KVScales.uniform(3, k=0.0152239128947258, v=0.25)
     assert list(scales.layers) == [0, 1, 2]
-    pairs = {(layer.k.item(), layer.v.item()) for layer in scales.layers.values()}
-    assert pairs == {(torch.tensor(0.0152239128947258, dtype=torch.float32).item(), 0.25)}
+    values = {(layer.k.item(), layer.v.item()) for layer in scales.layers.values()}
+    assert values == {(torch.tensor(0.0152239128947258, dtype=torch.float32).item(), 0.25)}
 
 
 @pytest.mark.parametrize(
@@ -163,11 +162,9 @@ def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
         KVScales.uniform(value if value != 10**400 else 1.0)
 
 
-@pytest.mark.parametrize(
-    "clone", [copy.deepcopy, lambda scales: pickle.loads(pickle.dumps(scales))]
-)
-def test_copies_are_equal(clone):
-    assert_same(clone(make_scales()), make_scales())
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_are_equal(make_copy):
+    assert_same(make_copy(make_scales()), make_scales())
 
 
 # -- `for_layer` -----------------------------------------------------------------------------------
@@ -248,22 +245,22 @@ CENTERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 @st.composite
 def draw_layer(draw) -> LayerScales:
     """Draw the scales of a layer, with any granularity."""
-    heads, k_dim, v_dim = (draw(st.integers(1, 3)) for _ in range(3))
+    num_heads, k_dim, v_dim = (draw(st.integers(1, 3)) for _ in range(3))
 
     def draw_tensor(elements, shape):
         size = int(np.prod(shape))
         values = draw(st.lists(elements, min_size=size, max_size=size))
         return torch.tensor(values, dtype=torch.float32).reshape(shape)
 
-    k_shape = draw(st.sampled_from([(), (heads, 1), (1, k_dim), (heads, k_dim)]))
-    v_shape = draw(st.sampled_from([(), (heads, 1), (1, v_dim), (heads, v_dim)]))
-    center = draw_tensor(CENTERS, (heads, k_dim)) if draw(st.booleans()) else None
+    k_shape = draw(st.sampled_from([(), (num_heads, 1), (1, k_dim), (num_heads, k_dim)]))
+    v_shape = draw(st.sampled_from([(), (num_heads, 1), (1, v_dim), (num_heads, v_dim)]))
+    center = draw_tensor(CENTERS, (num_heads, k_dim)) if draw(st.booleans()) else None
     return LayerScales(draw_tensor(SCALES, k_shape), draw_tensor(SCALES, v_shape), center)
 
 
 @given(st.dictionaries(st.integers(0, 10**6), draw_layer(), min_size=1, max_size=4))
 def test_saved_scales_are_loaded_exactly(tmp_path_factory, layers):
-    folder = tmp_path_factory.mktemp("own")
+    folder = tmp_path_factory.mktemp("scales")
     scales = KVScales(layers, model_type="llama", origin="a test")
     scales.save_pretrained(folder)
     loaded = KVScales.from_pretrained(folder)
@@ -271,7 +268,7 @@ def test_saved_scales_are_loaded_exactly(tmp_path_factory, layers):
     assert (loaded.format, loaded.model_type) == ("hf_fp8kv", "llama")
 
 
-def test_save_writes_a_single_file(tmp_path):
+def test_scales_without_a_report_are_saved_in_one_file(tmp_path):
     folder = tmp_path / "deep" / "folder"
     paths = make_scales().save_pretrained(folder)
     assert paths == [*folder.iterdir()] == [folder / "kv_scales.safetensors"]
@@ -288,16 +285,16 @@ def test_saving_into_a_file_is_rejected(tmp_path):
 
 def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
     scales = make_scales()
-    assert resolve(None) is None
-    assert resolve(scales) is scales
+    assert resolve_scales(None) is None
+    assert resolve_scales(scales) is scales
     for value in (0.5, 2, np.float64(0.25)):
-        constant = resolve(value)
+        constant = resolve_scales(value)
         assert type(constant) is float
         assert constant == value
     scales.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "kv_scales.safetensors"):
-        assert_same(resolve(path), scales)
-        assert_same(resolve(str(path)), scales)
+        assert_same(resolve_scales(path), scales)
+        assert_same(resolve_scales(str(path)), scales)
 
 
 BAD_ARGUMENTS = {
@@ -316,7 +313,7 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize(("value", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
 def test_resolve_rejects_invalid_arguments(value, message):
     with pytest.raises(ScaleError, match=message) as error:
-        resolve(value)
+        resolve_scales(value)
     assert isinstance(error.value, FP8KVError)
     assert isinstance(error.value, ValueError)
 
@@ -367,7 +364,7 @@ WITHOUT_STATIC_SCALES = {
 
 
 def to_objects(config: dict) -> SimpleNamespace:
-    """Return a config as transformers stores it: an object whose blocks have `to_dict`."""
+    """Return a config as transformers stores it: an object whose sub-configs have `to_dict`."""
     blocks = ("quantization_config", "compression_config")
 
     def convert(name, value):
@@ -387,7 +384,7 @@ def to_config(config: dict) -> LlamaConfig:
 @pytest.mark.parametrize("convert", [dict, to_objects, to_config])
 @pytest.mark.parametrize("config", WITH_STATIC_SCALES.values(), ids=WITH_STATIC_SCALES)
 def test_declared_scales_are_described(config, convert):
-    description = declared_kv_scales(convert(config))
+    description = describe_kv_scales(convert(config))
     assert description is not None
     assert "kv_cache" in description
 
@@ -395,4 +392,4 @@ def test_declared_scales_are_described(config, convert):
 @pytest.mark.parametrize("convert", [dict, to_objects, to_config])
 @pytest.mark.parametrize("config", WITHOUT_STATIC_SCALES.values(), ids=WITHOUT_STATIC_SCALES)
 def test_configs_without_static_scales_have_no_description(config, convert):
-    assert declared_kv_scales(convert(config)) is None
+    assert describe_kv_scales(convert(config)) is None

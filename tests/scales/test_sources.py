@@ -1,4 +1,4 @@
-"""Tests of reading static scales: golden files of all dialects, rules, and invalid input."""
+"""Tests of reading static scales: golden files, rules of a checkpoint, invalid files, the Hub."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.scales.checkpoint import checkpoint as checkpoint_module
 from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE_PATTERN, TENSOR_NAMES
-from hf_fp8kv.scales.kv_scales import resolve
+from hf_fp8kv.scales.kv_scales import resolve_scales
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
 K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
@@ -70,12 +70,12 @@ def copy_golden(name: str, tmp_path: Path) -> Path:
 def edit_json(path: Path, **changes: object) -> None:
     """Set top-level entries of a JSON file. None deletes an entry."""
     data = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+    path.write_text(json.dumps({name: x for name, x in data.items() if x is not None}))
 
 
 def set_scales(folder: Path, layers: Iterable[int], scale: float | None) -> None:
     """Set the scales of K and V of these layers. None deletes them."""
-    names = [ATTENTION.format(i) + f"{s}_scale" for i in layers for s in "kv"]
+    names = [ATTENTION.format(layer) + f"{side}_scale" for layer in layers for side in "kv"]
     edit_tensors(folder, {n: None if scale is None else torch.tensor(scale) for n in names})
 
 
@@ -83,13 +83,14 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
     """Set tensors of model.safetensors. None deletes a tensor."""
     path = folder / "model.safetensors"
     tensors = load_file(path) | changes
-    save_file({k: v for k, v in tensors.items() if v is not None}, path)
+    save_file({name: x for name, x in tensors.items() if x is not None}, path)
 
 
 # -- golden files ----------------------------------------------------------------------------------
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HALVED_KV = tuple(s / 2 for s in LARGER_KV)
+HALVED_KV = tuple(scale / 2 for scale in LARGER_KV)
+# The format of each golden folder, the scales of K and of V, and their dtype in the file.
 FOLDERS = {
     "vllm": ("vllm-json", K, K, F32),
     "vllm-rank0": ("vllm-json", V, V, F32),
@@ -125,8 +126,8 @@ def test_scales_per_head_are_read_from_shards():
     for index, (k, v) in enumerate(zip(K, V, strict=True)):
         layer = scales.layers[index]
         assert layer.granularity == "head"
-        assert layer.k.tolist() == [[s] for s in round_values((k, 2 * k))]
-        assert layer.v.tolist() == [[s] for s in round_values((v, 2 * v))]
+        assert layer.k.tolist() == [[scale] for scale in round_values((k, 2 * k))]
+        assert layer.v.tolist() == [[scale] for scale in round_values((v, 2 * v))]
 
 
 def test_every_golden_folder_is_tested():
@@ -134,7 +135,7 @@ def test_every_golden_folder_is_tested():
     assert folders - {"__pycache__"} == {*FOLDERS, "compressed-tensors-heads"}
 
 
-def test_golden_files_can_be_loaded_one_by_one():
+def test_a_single_golden_file_is_read():
     assert KVScales.from_file(DATA / "vllm" / "kv_cache_scales.json").format == "vllm-json"
     assert KVScales.from_file(DATA / "autofp8" / "model.safetensors").format == "autofp8"
     index = DATA / "compressed-tensors-heads" / "model.safetensors.index.json"
@@ -230,12 +231,11 @@ def test_a_scalar_of_any_float_dtype_and_shape_is_read(tmp_path, dtype, shape):
     assert scales.layers[1].k.item() == torch.tensor(0.3, dtype=dtype).float().item()
 
 
-@pytest.mark.parametrize(("kv", "has_warning"), [(None, True), (LARGER_KV, False)])
-def test_a_pair_takes_precedence_over_kv_scale(tmp_path, caplog, kv, has_warning):
+@pytest.mark.parametrize(("kv_scales", "has_warning"), [((9.0,) * 3, True), (LARGER_KV, False)])
+def test_a_pair_takes_precedence_over_kv_scale(tmp_path, caplog, kv_scales, has_warning):
     folder = copy_golden("autofp8", tmp_path)
-    kv_scales = kv or (9.0, 9.0, 9.0)
-    edit_tensors(folder, {ATTENTION.format(i) + "kv_scale": torch.tensor(kv_scales[i])
-                          for i in range(3)})  # fmt: skip
+    for layer, scale in enumerate(kv_scales):
+        edit_tensors(folder, {ATTENTION.format(layer) + "kv_scale": torch.tensor(scale)})
     scales = KVScales.from_pretrained(folder)
     assert list_sides(scales) == [round_values(K), round_values(V)]
     assert ("kv_scale is not the larger scale" in caplog.text) == has_warning
@@ -280,7 +280,7 @@ def test_consolidated_files_are_ignored_next_to_ordinary_files(tmp_path):
     save_file(changed_tensors, folder / "consolidated.safetensors")
     assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K)
     (folder / "weights.safetensors").unlink()
-    assert list_values(KVScales.from_pretrained(folder), "k") == [s * 8 for s in round_values(K)]
+    assert list_values(KVScales.from_pretrained(folder), "k") == [x * 8 for x in round_values(K)]
 
 
 UNCACHED_LAYERS = {
@@ -320,7 +320,7 @@ def test_suspicious_scales_are_read_with_a_warning(tmp_path, caplog):
     assert f"ignored tensors that look like scales: {name}" in caplog.text
 
 
-def test_missing_scales_are_a_warning_if_not_strict(tmp_path, caplog):
+def test_missing_scales_cause_a_warning_without_strict(tmp_path, caplog):
     folder = copy_golden("autofp8", tmp_path)
     set_scales(folder, [1], None)
     scales = KVScales.from_pretrained(folder, strict=False)
@@ -392,7 +392,7 @@ def test_ranks_of_a_json_are_selected_or_merged(tmp_path, caplog):
     assert list_values(scales, "k") == [0.5, 1.0]
 
 
-def test_strict_errors_are_warnings_if_not_strict(tmp_path, caplog):
+def test_strict_errors_become_warnings_without_strict(tmp_path, caplog):
     ranks = {"0": {"0": 0.5, "2": 0.25, "7": 1.0}}
     write_scales(tmp_path / "kv_cache_scales.json", ranks)
     for config in ({"model_type": "qwen2"}, {"num_hidden_layers": 4}):
@@ -406,8 +406,8 @@ def test_strict_errors_are_warnings_if_not_strict(tmp_path, caplog):
 
 
 # Invalid input. Each entry has a function that damages a valid folder, and the expected message.
-# Reading must raise a ScaleError that names the path. It must not return scales, or raise an error
-# of a library.
+# Reading must raise a ScaleError that names the path. It must neither return scales nor raise an
+# error of a library.
 
 Corrupt = Callable[[Path], object]
 
@@ -529,7 +529,7 @@ def test_an_invalid_json_is_rejected(tmp_path, corrupt, message):
             load()
 
 
-def test_a_large_json_is_rejected_unread(tmp_path):
+def test_a_large_json_is_rejected_before_it_is_read(tmp_path):
     path = tmp_path / "kv_cache_scales.json"
     path.touch()
     os.truncate(path, (256 << 20) + 1)
@@ -540,17 +540,17 @@ def test_a_large_json_is_rejected_unread(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_duplicate_is_found_in_linear_time(tmp_path):
+def test_a_duplicate_key_is_found_in_linear_time(tmp_path):
     """With 16 times more keys, reading takes less than 64 times longer."""
-    path, times = tmp_path / "kv_cache_scales.json", []
+    path, durations = tmp_path / "kv_cache_scales.json", []
     for num_keys in (1_000, 16_000):
         keys = [*range(num_keys), num_keys - 1]
         path.write_text('{"x":{' + ",".join(f'"{key}":1' for key in keys) + "}}")
         start = time.process_time()
         with scale_error(f"'{num_keys - 1}' twice", path):
             KVScales.from_file(path)
-        times.append(time.process_time() - start)
-    assert times[1] < 64 * times[0]
+        durations.append(time.process_time() - start)
+    assert durations[1] < 64 * durations[0]
 
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -655,7 +655,7 @@ def test_an_invalid_checkpoint_is_rejected(tmp_path, corrupt, message):
     folder = copy_golden("autofp8", tmp_path)
     assert_rejected(folder, corrupt, message, folder)
     with pytest.raises(ScaleError):
-        resolve(str(folder))
+        resolve_scales(str(folder))
     if corrupt in (BAD_CHECKPOINTS[name][0] for name in ALWAYS_INVALID):
         with pytest.raises(ScaleError):
             KVScales.from_pretrained(folder, strict=False)
@@ -742,7 +742,7 @@ BAD_NATIVE_FILES: dict[str, tuple[Corrupt, str]] = {
 
 
 @pytest.mark.parametrize(("corrupt", "message"), BAD_NATIVE_FILES.values(), ids=BAD_NATIVE_FILES)
-def test_an_invalid_kv_scales_file_is_rejected_without_a_fallback(tmp_path, corrupt, message):
+def test_an_invalid_kv_scales_file_is_rejected_despite_other_scales(tmp_path, corrupt, message):
     folder = copy_golden("autofp8", tmp_path)
     assert_rejected(folder, corrupt, message, folder / NATIVE_FILE)
 
@@ -801,7 +801,7 @@ def test_a_cached_repository_is_read_without_a_network(tmp_path, name):
     scales = KVScales.from_pretrained("org/model", cache_dir=cache_dir, local_files_only=True)
     expected = KVScales.from_pretrained(DATA / name)
     assert (scales.format, scales.digest) == (expected.format, expected.digest)
-    assert resolve("org/model", cache_dir=cache_dir).digest == expected.digest
+    assert resolve_scales("org/model", cache_dir=cache_dir).digest == expected.digest
 
 
 def test_a_repository_outside_the_cache_is_an_error(tmp_path):
@@ -837,6 +837,8 @@ class FakeHub:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
+    """Return a function that replaces the Hub's client with a fake for a golden folder."""
+
     def serve(name: str) -> FakeHub:
         fake = FakeHub(copy_golden(name, tmp_path))
         monkeypatch.setattr(checkpoint_module, "hf_hub_download", fake.hf_hub_download)
@@ -848,7 +850,7 @@ def hub(monkeypatch, tmp_path):
     return serve
 
 
-def test_the_usual_options_reach_the_hub(hub, tmp_path):
+def test_options_are_passed_to_the_client_of_the_hub(hub, tmp_path):
     fake = hub("autofp8")
     options = {"revision": "v1", "token": "t", "force_download": True, "cache_dir": tmp_path}
     KVScales.from_pretrained("org/model", **options)

@@ -1,7 +1,7 @@
 """Tests of reading checkpoints in the dialects of tools, and of refusing similar invalid folders.
 
-Golden files of `test_sources` and files of tools in `test_tools` are on disk. The tests here write
-folders that differ from the files on disk only in a name or a config entry.
+`test_sources` has golden files, and `test_tools` has files that tools wrote. The tests here write
+folders that differ from those files only in a tensor's name or an entry of the config.
 """
 
 import json
@@ -16,7 +16,7 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import KVScales, declared_kv_scales
+from hf_fp8kv.scales import KVScales, describe_kv_scales
 from tests.scales.test_sources import DATA, FOLDERS, SCHEME, list_sides, list_values, scale_error
 
 K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)
@@ -38,7 +38,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def fill(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
-    """Return scales of all layers: of K and of V if `name` has "{side}", else of both together."""
+    """Return scales of all layers: for K and for V if `name` has "{side}", else one for both."""
     side_scales = {"k": K, "v": V} if "{side}" in name else {"kv": LARGER_KV}
     return {
         f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
@@ -53,8 +53,8 @@ def quantize_outputs(*targets: str, **changes: object) -> dict[str, object]:
     return {"config_groups": GROUPS | {"group_1": group}}
 
 
-def quark(*layers: str, **changes: object) -> dict[str, object]:
-    """Return a quantization config of Quark with output scales for these layers."""
+def make_quark(*layers: str, **changes: object) -> dict[str, object]:
+    """Return a quantization config of Quark, which quantizes the outputs of these layers."""
     entry = {"weight": None, "output_tensors": FP8_SPEC | changes}
     return {
         "quant_method": "quark",
@@ -82,9 +82,9 @@ def write_folder(
     return folder
 
 
-def llama_with(**block: object) -> dict[str, object]:
-    """Return the config of a Llama with this quantization config."""
-    return LLAMA | {"quantization_config": block}
+def make_llama(**entries: object) -> dict[str, object]:
+    """Return the config of a Llama whose quantization config has these entries."""
+    return LLAMA | {"quantization_config": entries}
 
 
 ATTENTION = "self_attn.{side}_scale"
@@ -100,7 +100,7 @@ TOWERS = {name: tensor * 64 for name, tensor in TOWERS.items()}
 VALID_FOLDERS = {
     "compressed-tensors-with-null-strategy": (
         "compressed-tensors",
-        llama_with(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
+        make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
         fill(ATTENTION, (1,)),
     ),
     "compression-config": (
@@ -115,14 +115,14 @@ VALID_FOLDERS = {
     ),
     "output-activations": (
         "compressed-tensors",
-        llama_with(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj")),
+        make_llama(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj")),
         fill(OUTPUT, (1,)),
     ),
     "text-config": (
         "compressed-tensors",
         {
             "model_type": "llava",
-            "text_config": llama_with(**COMPRESSED, kv_cache_scheme=SCHEME),
+            "text_config": make_llama(**COMPRESSED, kv_cache_scheme=SCHEME),
             "vision_config": {"num_hidden_layers": 24, "num_attention_heads": 16},
         },
         {**fill(ATTENTION, (1,), "model.language_model.layers"), **TOWERS},
@@ -131,7 +131,7 @@ VALID_FOLDERS = {
         "autofp8",
         {
             "model_type": "qwen2_5_omni",
-            "thinker_config": {"text_config": llama_with(**AUTOFP8)},
+            "thinker_config": {"text_config": make_llama(**AUTOFP8)},
             "talker_config": {"num_hidden_layers": 24},
         },
         {
@@ -142,7 +142,7 @@ VALID_FOLDERS = {
     ),
     "hy3": (
         "autofp8",
-        llama_with(**AUTOFP8),
+        make_llama(**AUTOFP8),
         {
             **fill("self_attn.{side}_cache.scale", (1,)),
             **{f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
@@ -150,21 +150,21 @@ VALID_FOLDERS = {
     ),
     "hifp8": (
         "autofp8",
-        llama_with(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
+        make_llama(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
         fill(ATTENTION),
     ),
     "modelopt": (
         "modelopt",
-        llama_with(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
+        make_llama(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
         fill(PROJECTION),
     ),
-    "modelopt-word": ("modelopt", llama_with(**MODELOPT, kv_cache_scheme="FP8"), fill(PROJECTION)),
+    "modelopt-word": ("modelopt", make_llama(**MODELOPT, kv_cache_scheme="FP8"), fill(PROJECTION)),
     "modelopt-of-angelslim": (
         "modelopt",
-        llama_with(**MODELOPT, kv_cache_scheme="static"),
+        make_llama(**MODELOPT, kv_cache_scheme="static"),
         fill(PROJECTION),
     ),
-    "modelopt-two-configs": ("modelopt", llama_with(**MODELOPT), fill(PROJECTION), ALGO),
+    "modelopt-two-configs": ("modelopt", make_llama(**MODELOPT), fill(PROJECTION), ALGO),
     "modelopt-megatron": ("modelopt", LLAMA, fill(ATTENTION), ALGO),
     "modelopt-stacked-qkv": ("modelopt", LLAMA, fill("self_attn.qkv_proj.{side}_scale"), ALGO),
     "modelopt-stacked-twice": ("modelopt", LLAMA, fill("self_attn.qkqkv_proj.{side}_scale"), ALGO),
@@ -177,7 +177,7 @@ VALID_FOLDERS = {
     **{
         f"quark-fused-{module}": (
             "quark",
-            llama_with(**quark(f"*{module}") | {"export": {"kv_cache_group": [f"*{module}"]}}),
+            make_llama(**make_quark(f"*{module}") | {"export": {"kv_cache_group": [f"*{module}"]}}),
             fill(f"{attention}.{module}.output_scale", (), prefix),
         )
         for prefix, attention, module in (
@@ -187,11 +187,11 @@ VALID_FOLDERS = {
             ("transformer.h", "attn", "c_attn"),
         )
     },
-    "quark": ("quark", llama_with(**quark()), fill(OUTPUT)),
+    "quark": ("quark", make_llama(**make_quark()), fill(OUTPUT)),
     "quark-entries-by-layer": (
         "quark",
-        llama_with(
-            **quark(*(f"model.layers.{i}.self_attn.{s}_proj" for i in range(3) for s in "kv"))
+        make_llama(
+            **make_quark(*(f"model.layers.{i}.self_attn.{s}_proj" for i in range(3) for s in "kv"))
         ),
         {
             **fill(OUTPUT),
@@ -214,13 +214,13 @@ VALID_FOLDERS = {
 
 
 @pytest.mark.parametrize("name", VALID_FOLDERS)
-def test_every_dialect_is_read(tmp_path, caplog, name):
+def test_a_folder_in_each_dialect_is_read(tmp_path, caplog, name):
     format, config, tensors, *second_config = VALID_FOLDERS[name]
     folder = write_folder(tmp_path, config, tensors, *second_config)
     scales = KVScales.from_pretrained(folder)
     assert scales.format == format
-    names = [n for part in tensors.values() for n in (part if isinstance(part, dict) else ())]
-    is_shared = not any("k_" in n or "k." in n for n in names or tensors)
+    names = [n for file in tensors.values() for n in (file if isinstance(file, dict) else ())]
+    is_shared = not any("k_" in name or "k." in name for name in names or tensors)
     assert list_sides(scales) == [list(LARGER_KV if is_shared else side) for side in (K, V)]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert scales.model_type == config.get("model_type")
@@ -230,13 +230,13 @@ def test_every_dialect_is_read(tmp_path, caplog, name):
     fnuz_scales = KVScales.from_pretrained(folder)
     assert list_sides(fnuz_scales) == [[s / 2 for s in side] for side in list_sides(scales)]
     if not second_config and format != "trtllm":  # other files declare these scales
-        assert "kv_" in (declared_kv_scales(config) or "")
+        assert "kv_" in (describe_kv_scales(config) or "")
 
 
 @pytest.mark.parametrize("entry", [{"kv_cache_post_rope": False}, {}], ids=["false", "missing"])
 def test_scales_from_before_rope_cause_a_warning(tmp_path, caplog, entry):
-    block = {n: v for n, v in quark().items() if n != "kv_cache_post_rope"} | entry
-    scales = KVScales.from_pretrained(write_folder(tmp_path, llama_with(**block), fill(OUTPUT)))
+    block = {n: v for n, v in make_quark().items() if n != "kv_cache_post_rope"} | entry
+    scales = KVScales.from_pretrained(write_folder(tmp_path, make_llama(**block), fill(OUTPUT)))
     assert list_values(scales, "k") == list(K)
     [record] = caplog.records
     assert "Quark measured the scales of K before RoPE" in record.message
@@ -284,11 +284,11 @@ def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
 
 def test_an_ordinary_checkpoint_is_read_before_rank_files(tmp_path):
     write_folder(tmp_path, TENSORRT, make_ranks(8.0, 8.0))
-    folder = write_folder(tmp_path, llama_with(**AUTOFP8), fill(ATTENTION))
+    folder = write_folder(tmp_path, make_llama(**AUTOFP8), fill(ATTENTION))
     assert KVScales.from_pretrained(folder).format == "autofp8"
 
 
-# Invalid folders: each is a valid folder with a changed config, tensors or second file.
+# Invalid folders: a config, tensors, the expected message, and ModelOpt's second config, if any.
 
 LAYER_1 = "model.layers.1.self_attn."
 
@@ -299,10 +299,10 @@ def drop_tensors(tensors: Tensors, *names: str) -> Tensors:
 
 
 HEADS = (2, 1, 1)
-PER_HEAD = llama_with(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
+PER_HEAD = make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
 PAIR = fill(ATTENTION, (1,))
 WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
-PER_TENSOR = llama_with(**COMPRESSED, kv_cache_scheme=SCHEME)
+PER_TENSOR = make_llama(**COMPRESSED, kv_cache_scheme=SCHEME)
 RANK = fill(FACTOR, (1,), "transformer.layers")
 INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     "heads-of-a-different-model": (
@@ -317,7 +317,7 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     ),
     **{
         name: (
-            llama_with(
+            make_llama(
                 **COMPRESSED, kv_cache_scheme=SCHEME | {"num_bits": 4, "group_size": size}
             ),
             WEIGHT,
@@ -326,10 +326,10 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         for name, size in (("nvfp4", 16), ("mxfp4", 32))
     },
     "quark-mxfp4": (
-        llama_with(**quark(dtype="fp4", qscheme="per_group", group_size=32)), WEIGHT, "MXFP4"
+        make_llama(**make_quark(dtype="fp4", qscheme="per_group", group_size=32)), WEIGHT, "MXFP4"
     ),
     "a-dynamic-word-of-vllm": (
-        llama_with(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"), WEIGHT, "needs no scales"
+        make_llama(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"), WEIGHT, "needs no scales"
     ),
     **{
         f"layers-of-{type(count).__name__}": (
@@ -339,9 +339,9 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         )
         for count in ("three", 3.0, True, [3])
     },
-    "scheme-a-list": (llama_with(**COMPRESSED, kv_cache_scheme=[SCHEME]), PAIR, "got .*num_b"),
+    "scheme-a-list": (make_llama(**COMPRESSED, kv_cache_scheme=[SCHEME]), PAIR, "got .*num_b"),
     "int8-deep-inside": (
-        {"thinker_config": {"text_config": llama_with(**MODELOPT, kv_cache_quant_algo="INT8")}},
+        {"thinker_config": {"text_config": make_llama(**MODELOPT, kv_cache_quant_algo="INT8")}},
         PAIR,
         "thinker_config.text_config.*'INT8'",
     ),
@@ -350,7 +350,7 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     ),
     "int8-tensors": (PER_TENSOR, {n: (t * 8).char() for n, t in PAIR.items()}, "got torch.int8"),
     "zero-point-of-the-projection": (
-        llama_with(**quark()),
+        make_llama(**make_quark()),
         fill(OUTPUT) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
         "output_zero_point: expected a zero point of 0",
     ),
@@ -370,36 +370,36 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     ),
     "output-scales-undeclared": (LLAMA, fill(OUTPUT), "which no format has"),
     "output-scales-of-weights-only": (
-        llama_with(**COMPRESSED), fill(OUTPUT, (1,)), "which no format has"
+        make_llama(**COMPRESSED), fill(OUTPUT, (1,)), "which no format has"
     ),
     "output-scales-of-all-layers": (
-        llama_with(**COMPRESSED | quantize_outputs("Linear")), fill(OUTPUT), "which no format has"
+        make_llama(**COMPRESSED | quantize_outputs("Linear")), fill(OUTPUT), "which no format has"
     ),
     "output-activations-int8": (
-        llama_with(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj", type="int")),
+        make_llama(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj", type="int")),
         fill(OUTPUT, (1,)),
         r"group_1.output_activations \(kv_cache\): 8-bit int",
     ),
     "output-activations-dynamic": (
-        llama_with(**COMPRESSED | quantize_outputs("re:.*k_proj", dynamic=True)),
+        make_llama(**COMPRESSED | quantize_outputs("re:.*k_proj", dynamic=True)),
         fill(OUTPUT, (1,)),
         "dynamic, which needs no scales",
     ),
-    "output-scales-per-channel": (llama_with(**quark()), fill(OUTPUT, (8,)), r"got \[8\]"),
-    "quark-int8": (llama_with(**quark(dtype="int8")), fill(OUTPUT), "dtype 'int8'"),
+    "output-scales-per-channel": (make_llama(**make_quark()), fill(OUTPUT, (8,)), r"got \[8\]"),
+    "quark-int8": (make_llama(**make_quark(dtype="int8")), fill(OUTPUT), "dtype 'int8'"),
     "quark-per-channel": (
-        llama_with(**quark(qscheme="per_channel")), fill(OUTPUT), "qscheme 'per_channel'"
+        make_llama(**make_quark(qscheme="per_channel")), fill(OUTPUT), "qscheme 'per_channel'"
     ),
-    "quark-asymmetric": (llama_with(**quark(symmetric=False)), fill(OUTPUT), "asymmetric"),
+    "quark-asymmetric": (make_llama(**make_quark(symmetric=False)), fill(OUTPUT), "asymmetric"),
     "quark-dynamic": (
-        llama_with(**quark(is_dynamic=True)), fill(OUTPUT), "which needs no scales"
+        make_llama(**make_quark(is_dynamic=True)), fill(OUTPUT), "which needs no scales"
     ),
     "quark-without-its-layers": (
-        llama_with(**quark("*q_proj")), fill(OUTPUT), r"\*k_proj with dtype None"
+        make_llama(**make_quark("*q_proj")), fill(OUTPUT), r"\*k_proj with dtype None"
     ),
     "quark-one-layer-of-int8": (
-        llama_with(
-            **quark() | {"layer_quant_config": {
+        make_llama(
+            **make_quark() | {"layer_quant_config": {
                 "*k_proj": {"output_tensors": FP8_SPEC},
                 "model.layers.1.self_attn.k_proj": {"output_tensors": FP8_SPEC | {"dtype": "int8"}},
                 "*v_proj": {"output_tensors": FP8_SPEC},
@@ -409,12 +409,12 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         "dtype 'int8'",
     ),
     "quark-without-a-cache": (
-        llama_with(**quark() | {"export": {"kv_cache_group": []}}), fill(OUTPUT), "no format has"
+        make_llama(**make_quark() | {"export": {"kv_cache_group": []}}), fill(OUTPUT), "no format"
     ),
     "modelopt-int8": (LLAMA, fill(PROJECTION), "hf_quant_config.json.*'INT8'",
                       {"quantization": {"kv_cache_quant_algo": "INT8"}}),
     "modelopt-two-configs-that-differ": (
-        llama_with(**MODELOPT, kv_cache_scheme="NVFP4"), fill(PROJECTION), "'NVFP4'", ALGO
+        make_llama(**MODELOPT, kv_cache_scheme="NVFP4"), fill(PROJECTION), "'NVFP4'", ALGO
     ),
     "modelopt-k-under-v": (
         LLAMA,
@@ -430,12 +430,12 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         ALGO,
     ),
     "autofp8-with-a-dynamic-cache": (
-        llama_with(**AUTOFP8 | {"kv_cache_scheme": "dynamic"}), fill(ATTENTION), "dynamic"
+        make_llama(**AUTOFP8 | {"kv_cache_scheme": "dynamic"}), fill(ATTENTION), "dynamic"
     ),
     "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, fill(ATTENTION), "e5m2"),
     "fp4": (LLAMA | {"kv_cache_dtype": "fp8_e4m3_x2"}, fill(ATTENTION), "e4m3_x2"),
     "kv-scale-per-head": (
-        llama_with(**AUTOFP8), fill("self_attn.kv_scale", (4, 1, 1)), "heads in config.json"
+        make_llama(**AUTOFP8), fill("self_attn.kv_scale", (4, 1, 1)), "heads in config.json"
     ),
     "only-towers": (PER_TENSOR, TOWERS, "which no format has"),
     "only-layers-past-the-last": (
@@ -501,14 +501,14 @@ INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", INVALID_FOLDERS)
-def test_invalid_dialects_are_rejected(tmp_path, name):
+def test_an_invalid_folder_is_rejected(tmp_path, name):
     config, tensors, message, *second_config = INVALID_FOLDERS[name]
     folder = write_folder(tmp_path, config, tensors, *second_config)
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
 
 
-# -- random damage: the result is a ScaleError or valid scales -------------------------------------
+# -- random damage: reading raises a ScaleError or returns valid scales ----------------------------
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "fp8", "static", "x"]),

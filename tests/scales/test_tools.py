@@ -21,7 +21,7 @@ OUTPUT_NAME = "self_attn.{}_proj.output_scale"
 BEFORE_ROPE = "Quark measured the scales of K before RoPE"
 ALL_ONES = "every KV scale is exactly 1.0"
 
-# The format of each folder, the name of its tensors in a layer, and the start of the warning.
+# Format of each folder, name of its tensors in a layer, and start of the warning or None.
 AUTO_ROUND = {
     "llama-attn-llmc": ("compressed-tensors", ATTENTION_NAME, None),
     "llama-fp8-ar": ("autofp8", ATTENTION_NAME, None),
@@ -86,21 +86,19 @@ REJECTED_FOLDERS = {
 
 
 def read_tool_scales(folder: Path, suffix: str, side: str) -> dict[int, torch.Tensor]:
-    """Return the largest scale (or bias) of each layer, over all tensors that end in `suffix`."""
+    """Return the largest scale or bias of each layer, over all tensors that end in `suffix`."""
     pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(suffix.format(side))}")
-    values: dict[int, torch.Tensor] = {}
+    scales: dict[int, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
-            match = pattern.fullmatch(name)
-            if match is not None:
-                index = int(match[1])
-                value = tensor.float().squeeze()
-                values[index] = torch.maximum(values.get(index, value), value)
-    return values
+            if (match := pattern.fullmatch(name)) is not None:
+                index, scale = int(match[1]), tensor.float().squeeze()
+                scales[index] = torch.maximum(scales.get(index, scale), scale)
+    return scales
 
 
 @pytest.mark.parametrize("name", READABLE_FOLDERS)
-def test_the_values_of_the_tool_are_read(caplog, name):
+def test_the_scales_of_the_tool_are_read(caplog, name):
     format, suffix, warning = READABLE_FOLDERS[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
@@ -114,13 +112,13 @@ def test_the_values_of_the_tool_are_read(caplog, name):
                 expected[index] = expected[index] + biases[index].abs() / 448
             elif biases:
                 assert torch.equal(layer.k_center, biases[index])
-        assert {
-            i: getattr(layer, side).squeeze().tolist() for i, layer in scales.layers.items()
-        } == {i: value.tolist() for i, value in sorted(expected.items())}
-    warnings = {record.getMessage().split(": ", 1)[1] for record in caplog.records}
-    assert (warning is None) == (not warnings)
-    assert all(text.startswith((BEFORE_ROPE, ALL_ONES)) for text in warnings)
-    assert warning is None or any(text.startswith(warning) for text in warnings)
+        actual = {i: getattr(layer, side).squeeze() for i, layer in scales.layers.items()}
+        assert actual.keys() == expected.keys()
+        assert all(actual[index].tolist() == scale.tolist() for index, scale in expected.items())
+    messages = {record.getMessage().split(": ", 1)[1] for record in caplog.records}
+    assert (warning is None) == (not messages)
+    assert all(message.startswith((BEFORE_ROPE, ALL_ONES)) for message in messages)
+    assert warning is None or any(message.startswith(warning) for message in messages)
 
 
 @pytest.mark.parametrize("name", REJECTED_FOLDERS)
@@ -130,7 +128,7 @@ def test_folders_without_usable_scales_are_rejected(name):
 
 
 def make_table() -> str:
-    """Return the table of docs/scales.md."""
+    """Return the table of tools and layouts in docs/scales.md."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name in (*READABLE_FOLDERS, *REJECTED_FOLDERS):
         tool, layout = name.split("/")

@@ -40,7 +40,7 @@ def take_step(model: Any, rate: float = 1e-6) -> None:
 
 @pytest.fixture
 def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Return a function that returns the warnings about outdated scales."""
+    """Return a function that lists the logged warnings about outdated scales."""
     caplog.set_level(logging.WARNING, "hf_fp8kv")
     return lambda: [r.message for r in caplog.records if "made for different weights" in r.message]
 
@@ -71,14 +71,14 @@ def test_any_changed_value_changes_the_digest(model_scales: KVScales, name: str)
         assert digest_weights(model) != exact_digest
 
 
-def test_the_digest_leaves_out_the_output_head(model_scales: KVScales) -> None:
+def test_the_output_head_does_not_affect_the_digest(model_scales: KVScales) -> None:
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     assert model_scales.made_for(model) is True
 
 
-def test_the_digest_survives_saving_and_wrapping(model_scales: KVScales, tmp_path: Path) -> None:
+def test_saving_and_wrapping_keep_the_digest(model_scales: KVScales, tmp_path: Path) -> None:
     model = make_model().bfloat16()
     expected = digest_decoder(model)
     assert expected == model_scales.weights_digest  # the digest covers values in bfloat16
@@ -134,7 +134,7 @@ def test_the_digest_is_displayed(model_scales: KVScales) -> None:
 @pytest.mark.parametrize("digest", [["a"], {"0": "a"}, 1, "abc", "ax"])
 def test_a_damaged_digest_is_rejected(model_scales: KVScales, tmp_path: Path, digest: Any) -> None:
     path = model_scales.save_pretrained(tmp_path)[-1]
-    edit_metadata(path, lambda header: header | {"weights_digest": digest})
+    edit_metadata(path, lambda metadata: metadata | {"weights_digest": digest})
     with pytest.raises(ScaleError, match="expected a file of scales as save_pretrained writes it"):
         KVScales.from_file(path)
 
@@ -181,9 +181,9 @@ def test_scales_without_a_digest_do_not_warn(
 ) -> None:
     """Files of other tools, constants, and scales without metadata have no digest."""
     path = model_scales.save_pretrained(tmp_path)[-1]
-    # Earlier versions wrote a fingerprint.
+    # Earlier versions wrote a fingerprint instead of a digest.
     old_entries = {"weights_digest": None, "fingerprint": {"0": "ab"}}
-    edit_metadata(path, lambda header: header | old_entries)
+    edit_metadata(path, lambda metadata: metadata | old_entries)
     loaded = KVScales.from_file(path)
     assert loaded.weights_digest is None
     assert loaded.made_for(make_model()) is None

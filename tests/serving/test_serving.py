@@ -661,7 +661,7 @@ class TestRunningEngines:
             outputs = llama.generate_batch([[5, 6]], greedy(), batching())
         assert all(output.error == "boom" for output in outputs.values())
         assert llama.config._attn_implementation == "sdpa"
-        with pytest.raises(ValueError, match="boom"), exact_states(engine=True):
+        with pytest.raises(ValueError, match="boom"), exact_states(is_engine_step=True):
             fail()
         assert fp8_paged_mask(1, 2, 2, attention_mask=torch.tensor([[False, True]])) is not None
         assert generate_batch(llama, [[5, 6]])

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.modeling.model_support import model_class
+from hf_fp8kv.modeling.model_support import find_model_class
 from tests.helpers.tiny_models import build_variant
 
 Logits = list[torch.Tensor]
@@ -48,7 +48,7 @@ def clear_caches(model: PreTrainedModel) -> None:
     """Empty the caches that earlier calls have filled."""
     torch._dynamo.reset()
     counters.clear()
-    model_class.cache_clear()
+    find_model_class.cache_clear()
     if "_can_set_attn_implementation_cached_value" in vars(type(model)):
         del type(model)._can_set_attn_implementation_cached_value
 

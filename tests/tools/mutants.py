@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "codec: ties round up", CODEC,
-        "offset + ((value >> shift) & 1)) >> shift", "offset + 1) >> shift",
+        "offset + ((unrounded >> shift) & 1)) >> shift", "offset + 1) >> shift",
         "tests/formats/test_codec.py",
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "static scales of E3M4 are not converted", "formats/__init__.py",
-        '0x7F, 0x80, 31.0, 448.0 / 31.0, True)', '0x7F, 0x80, 31.0, 1.0, True)',
+        '0x7F, 0x80, 31.0, 448.0 / 31.0, has', '0x7F, 0x80, 31.0, 1.0, has',
         "tests/formats/test_codec.py tests/scales/test_scales.py",
     ),
     Mutant(

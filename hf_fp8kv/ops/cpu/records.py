@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...formats import AUTO, FORMATS
 from ...formats.codec import decode
-from ...formats.rotation import rotation_block
+from ...formats.rotation import find_rotation_block
 from ..pages import Pages
 
 CODES, BF16, F16, F32 = range(4)  # kinds of stored values
@@ -53,7 +53,7 @@ def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[in
     return (
         layout.offsets[name], KINDS[dtype], side.head_dim, scale_offset,
         get_address(side.static_scale), get_address(None if side.format == AUTO else center),
-        rotation_block(side.head_dim) if side.rotated else 0,
+        find_rotation_block(side.head_dim) if side.rotated else 0,
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
     if fmt.inf_code is not None:
         nan_mask = nan_code = fmt.inf_code
     else:
-        nan_mask, nan_code = 0xFF if fmt.unsigned_zero else 0x7F, fmt.nan_code
+        nan_mask, nan_code = 0xFF if fmt.has_unsigned_zero else 0x7F, fmt.nan_code
     return values.data_ptr(), shift, 0x7F << shift | 0x8000, nan_mask, nan_code, factor
 
 
@@ -112,7 +112,7 @@ def list_encoding_fields(name: str) -> tuple[float, ...]:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
     step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
-    has_sign = int(not fmt.unsigned_zero)
+    has_sign = int(not fmt.has_unsigned_zero)
     rebias = (127 - fmt.bias) << fmt.mantissa_bits
     min_normal = (128 - fmt.bias) << 23
     return (

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import AUTO
-from ...formats.rotation import rotation_block, rotation_factor
+from ...formats.rotation import compute_rotation_factor, find_rotation_block
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import find_mask_bounds
 from .codec import SHIFTED, Codec, choose_codec, make_decoded_codec
@@ -185,7 +185,7 @@ class AttentionArgs(NamedTuple):
 def make_side_sizes(stored: StoredSide) -> SideSizes:
     """Return the sizes that kernels are compiled for. Equal sizes give the same object."""
     dim, width = stored.head_dim, max(16, next_power_of_2(stored.head_dim))
-    return _make_unique_sizes(dim, width, rotation_block(dim) if stored.rotated else 1)
+    return _make_unique_sizes(dim, width, find_rotation_block(dim) if stored.rotated else 1)
 
 
 def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
@@ -262,11 +262,11 @@ def prepare(
         query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
     )
     factors = Factors(
-        k_scaling=spec.scaling * k_codec.factor * rotation_factor(k_sizes.rotation_block),
+        k_scaling=spec.scaling * k_codec.factor * compute_rotation_factor(k_sizes.rotation_block),
         scaling=spec.scaling,
         softcap=spec.softcap,
-        v_scaling=spec.scaling * v_codec.factor * rotation_factor(v_sizes.rotation_block),
-        out=value_codec.factor * rotation_factor(value_sizes.rotation_block),
+        v_scaling=spec.scaling * v_codec.factor * compute_rotation_factor(v_sizes.rotation_block),
+        out=value_codec.factor * compute_rotation_factor(value_sizes.rotation_block),
     )
     query_strides = (query.stride(0), query.stride(1), query.stride(2))
     strides = (pages.table.stride(0), *mask_strides, *bias_strides)

@@ -84,7 +84,7 @@ def choose_codec(name: str, target: Target, stored: tl.dtype, exact: bool, keep_
     assert fmt.inf_code is None or fmt.inf_code << shift == 0x7C00, f"{name}: unknown infinity"
     nan_code = -1
     if keep_nan and fmt.inf_code is None:
-        nan_code = 0x80 if fmt.unsigned_zero else 0x7F
+        nan_code = 0x80 if fmt.has_unsigned_zero else 0x7F
     assembly = make_shift_ptx(shift, nan_code) if has_assembly else ""
     return Codec(SHIFTED.value, operand, factor, None, shift, nan_code, assembly, constraint)
 

@@ -35,7 +35,7 @@ def encode(x, FORMAT: tl.constexpr):
     code = tl.where(magnitude < (128 - FORMAT.bias) << 23, subnormal, normal)
     code = tl.minimum(code, FORMAT.max_code)
     sign = (bits >> 24) & 0x80
-    if FORMAT.unsigned_zero:
+    if FORMAT.has_unsigned_zero:
         code = tl.where(code > 0, code | sign, code)
         code = tl.where(magnitude > INFINITY, FORMAT.nan_code, code)
     else:
@@ -75,7 +75,7 @@ def _find_smallest_scale(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def compute_dynamic_scale(x, FORMAT: tl.constexpr):
-    """Return `formats.codec.dynamic_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
+    """Return `formats.codec.compute_dynamic_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
     scale, max_bits = _find_smallest_scale(x, FORMAT)
     return _mark_nan(scale, max_bits)
 

@@ -126,11 +126,11 @@ class HubFolder:
     def list_tensors(self, name: str) -> list[str] | None:
         path_in_repo = f"{self.subfolder}/{name}" if self.subfolder else name
         with self._ignore_missing():
-            cached = try_to_load_from_cache(self.repo, path_in_repo, self.cache_dir, self.revision)
-            if isinstance(cached, str) and not self.force_download:
-                return read_header(Path(cached))[0]
+            path = try_to_load_from_cache(self.repo, path_in_repo, self.cache_dir, self.revision)
+            if isinstance(path, str) and not self.force_download:
+                return read_header(Path(path))[0]
             if not self.is_offline:
-                # This request fetches some kilobytes instead of the complete file.
+                # This request fetches only the header, some kilobytes of the file.
                 metadata = HfApi().parse_safetensors_file_metadata(
                     self.repo, path_in_repo, revision=self.revision, token=self.token
                 )
@@ -187,12 +187,10 @@ def find_indexed_tensors(folder: Folder) -> dict[str, str]:
 
     transformers also prefers both to other files, which `find_shard_tensors` reads.
     """
-    names = folder.list_tensors(SINGLE_FILE)
-    if names is not None:
+    if (names := folder.list_tensors(SINGLE_FILE)) is not None:
         return dict.fromkeys(names, SINGLE_FILE)
     for index in (INDEX_FILE, *folder.list_files(".safetensors.index.json")):
-        path = folder.find_file(index)
-        if path is not None:
+        if (path := folder.find_file(index)) is not None:
             return read_weight_map(path)
     return {}
 

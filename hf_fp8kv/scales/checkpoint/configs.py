@@ -38,7 +38,7 @@ _STATIC_NAMES = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "floa
 _FNUZ_NAMES = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
 _DYNAMIC_NAMES = ("dynamic", "fp8_per_token_head")
 _UNQUANTIZED_NAMES = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
-_BEFORE_ROPE = (
+_BEFORE_ROPE_REMARK = (
     "Quark measured the scales of K before RoPE, and before the norm of K if the model has one "
     "(kv_cache_post_rope). The scales may be too small for K, or far too large. Export with "
     "kv_cache_post_rope=True, or calibrate"
@@ -56,7 +56,7 @@ class Declaration:
     kind: Kind = "none"
     description: str = "nothing about a KV cache"  # the entry and its value, for messages
     dialect: str = ""  # format of the tensor names, a key of `SCALE_FORMATS` or "trtllm"
-    fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
+    is_fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
     remark: str = ""  # a sentence about an oddity of the scales
     # Rotations of K before scaling: the size of their blocks, and the modules that have them.
     rotations: tuple[tuple[int, str], ...] = ()
@@ -71,24 +71,24 @@ def as_mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, Mapping[str, object]]]:
+def iterate_configs(config: object, path: str = "") -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield the path and the entries of a config, and of each nested text config."""
     entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     yield path, entries
     for name in _TEXT_CONFIGS:
         if (nested_config := entries.get(name)) is not None:
-            yield from nested_configs(nested_config, f"{path}{name}.")
+            yield from iterate_configs(nested_config, f"{path}{name}.")
 
 
-def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
+def find_text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the innermost config of the language model."""
     nested_config = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
-    return config if nested_config is None else text_config(nested_config)
+    return config if nested_config is None else find_text_config(nested_config)
 
 
-def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
+def find_cached_layers(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
     """Return the layers with a KV cache according to a `config.json`, or None if unknown."""
-    decoder_config, num_layers = text_config(config), 0
+    decoder_config, num_layers = find_text_config(config), 0
     for name in reversed(_LAYER_COUNTS):
         if (value := decoder_config.get(name)) is not None:
             if type(value) is not int:
@@ -107,15 +107,15 @@ def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int
     return None if any(name in decoder_config for name in _HYBRID_ENTRIES) else layers
 
 
-def head_counts(config: Mapping[str, object]) -> set[int]:
+def find_head_counts(config: Mapping[str, object]) -> set[int]:
     """Return all numbers of heads in a `config.json`."""
-    entries = text_config(config).items()
+    entries = find_text_config(config).items()
     return {n for name, n in entries if _HEAD_COUNT_PATTERN.search(name) and isinstance(n, int)}
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return the declaration of KV scales in a config and in ModelOpt's second config."""
-    configs = [*nested_configs(config)]
+    configs = [*iterate_configs(config)]
     declarations: list[Declaration] = []
     dialect = ""
     for entry in _QUANTIZATION_ENTRIES:
@@ -139,10 +139,10 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
         (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
     )
     rotations = tuple(rotation for d in declarations for rotation in d.rotations)
-    return replace(strongest, fnuz=any(d.fnuz for d in declarations), rotations=rotations)
+    return replace(strongest, is_fnuz=any(d.is_fnuz for d in declarations), rotations=rotations)
 
 
-def declared_kv_scales(config: object) -> str | None:
+def describe_kv_scales(config: object) -> str | None:
     """Describe the static FP8 KV scales that a config or its dict declares, or return None."""
     declaration = find_declaration(config)
     return declaration.description if declaration.kind == "static" else None
@@ -190,19 +190,19 @@ def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
     elif value is not None and value != {} and name not in _UNQUANTIZED_NAMES:
         kind: Kind = "dynamic" if name in _DYNAMIC_NAMES else "refused"
         kind = "static" if name in (*_STATIC_NAMES, *_FNUZ_NAMES) else kind
-        yield Declaration(kind, f"{label} = {value!r}", fnuz=name in _FNUZ_NAMES)
+        yield Declaration(kind, f"{label} = {value!r}", is_fnuz=name in _FNUZ_NAMES)
 
 
 def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
-    def get(name: str, default: object = None) -> object:
+    def read(name: str, default: object = None) -> object:
         value = scheme.get(name, default)
         return getattr(value, "value", value)
 
     # Defaults are as in compressed-tensors.
-    num_bits, number_type, strategy = get("num_bits", 8), get("type", "int"), get("strategy")
-    is_symmetric, is_dynamic = get("symmetric", True), get("dynamic", False)
+    num_bits, number_type, strategy = read("num_bits", 8), read("type", "int"), read("strategy")
+    is_symmetric, is_dynamic = read("symmetric", True), read("dynamic", False)
     is_fp8 = (num_bits, number_type) == (8, "float")
-    name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, get('group_size'))})"
+    name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, read('group_size'))})"
     description = (
         f"{label}: {num_bits}-bit {number_type}{name}, strategy {strategy or 'tensor'}, "
         f"{'symmetric' if is_symmetric else 'asymmetric'}, {'dynamic' if is_dynamic else 'static'}"
@@ -228,13 +228,13 @@ def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Decla
         return
     kind, size, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
     targets = [x.get("targets") for x in locations]
-    names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
+    names = [name for x in targets for name in (x if isinstance(x, list) else [x])]
     description = f"{label}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
     has_ignored = any(x.get("ignore") for x in locations)
     if kind != "hadamard" or randomize or type(size) is not int or has_ignored or not names:
         yield Declaration("refused", description)
     else:
-        yield Declaration("none", description, rotations=tuple((size, str(n)) for n in names))
+        yield Declaration("none", description, rotations=tuple((size, str(x)) for x in names))
 
 
 def _targets_projections(group: object) -> bool:
@@ -266,7 +266,7 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
                 description += "" if is_symmetric else " (asymmetric)"
                 return Declaration("refused", description)
             is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
-    remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
+    remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE_REMARK
     kind: Kind = "dynamic" if is_dynamic else "static"
     return Declaration(kind, f"{label} = {patterns!r}", remark=remark)
 
@@ -279,7 +279,7 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
     """
     config = copy.deepcopy(config)
     is_same_format = find_declaration(config, modelopt).dialect == format
-    for _, owner in nested_configs(config):
+    for _, owner in iterate_configs(config):
         for entry in _QUANTIZATION_ENTRIES:
             block = owner.get(entry)
             if not isinstance(block, dict):

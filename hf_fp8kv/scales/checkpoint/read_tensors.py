@@ -11,13 +11,13 @@ from safetensors import safe_open
 
 from ...errors import ScaleError
 from ...formats import FORMATS, LayerPlan
-from ...formats.rotation import rotation_block
+from ...formats.rotation import find_rotation_block
 from ...utils.files import PICKLE_SUFFIXES, convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData
 from ..request import Request
 from .checkpoint import JSON_FILE, KV_FILE, Checkpoint
-from .configs import head_counts, text_config
+from .configs import find_head_counts, find_text_config
 from .tensor_names import (
     ATTENTION_PATTERN,
     BIAS_PATTERN,
@@ -111,20 +111,20 @@ def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, tor
 
 def _reshape_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a scale as float32, `[]`, or `[heads, 1]` if each head has a scale."""
-    shape, heads = list(tensor.shape), head_counts(checkpoint.config)
+    shape, head_counts = list(tensor.shape), find_head_counts(checkpoint.config)
     if tensor.dtype not in FLOAT_DTYPES:
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one of {format_list(FLOAT_DTYPES)}, got "
             f"{tensor.dtype}. These are not scales of an FP8 cache"
         )
     is_single = all(n == 1 for n in shape)
-    is_per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(heads))
-    has_valid_heads = is_per_head and shape[0] > 0 and shape[0] in (heads or shape[:1])
+    is_per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(head_counts))
+    has_valid_heads = is_per_head and shape[0] > 0 and shape[0] in (head_counts or shape[:1])
     if not is_single and not has_valid_heads:
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one number, or the shape [heads] or [heads, 1, "
-            f"1] with the heads in config.json ({sorted(heads)}), got {shape}. Use this model's "
-            "scales, calibrated per tensor or per head"
+            f"1] with the heads in config.json ({sorted(head_counts)}), got {shape}. Use this "
+            "model's scales, calibrated per tensor or per head"
         )
     return tensor.float().reshape(() if is_single else (-1, 1))
 
@@ -145,12 +145,12 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
                 "Export the checkpoint again"
             )
         layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
-        scale_heads = {len(scale) for scale in layer.static if scale.ndim} - {1}
-        heads = {1, *(scale_heads or head_counts(checkpoint.config) or shape[1:2])}
-        if tensor.dtype not in FLOAT_DTYPES or shape[::2] != [1, 1] or shape[1] not in heads:
+        scale_head_counts = {len(scale) for scale in layer.static if scale.ndim} - {1}
+        counts = {1, *(scale_head_counts or find_head_counts(checkpoint.config) or shape[1:2])}
+        if tensor.dtype not in FLOAT_DTYPES or shape[::2] != [1, 1] or shape[1] not in counts:
             raise ScaleError(
                 f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D] "
-                f"with heads in {sorted(heads)}, got {tensor.dtype} {list(tensor.shape)}. Export "
+                f"with heads in {sorted(counts)}, got {tensor.dtype} {list(tensor.shape)}. Export "
                 "per head and channel"
             )
         bias = tensor.float().reshape(shape[1::2])
@@ -163,14 +163,14 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
 def _add_rotation(
     checkpoint: Checkpoint, layers: dict[int, LayerScales], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
-    rotations, config = checkpoint.declaration.rotations, text_config(checkpoint.config)
+    rotations, config = checkpoint.declaration.rotations, find_text_config(checkpoint.config)
     if not rotations:
         return layers
     head_dim = config.get("head_dim")
     if head_dim is None:
-        size, heads = config.get("hidden_size"), config.get("num_attention_heads")
-        head_dim = size // heads if type(size) is type(heads) is int and heads > 0 else 0
-    block = rotation_block(head_dim) if isinstance(head_dim, int) else 0
+        size, count = config.get("hidden_size"), config.get("num_attention_heads")
+        head_dim = size // count if type(size) is type(count) is int and count > 0 else 0
+    block = find_rotation_block(head_dim) if isinstance(head_dim, int) else 0
     for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
         path = re.sub(ATTENTION_PATTERN.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
@@ -198,17 +198,17 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     K and V come from the first priority that has both. If none has both, each comes from the first
     priority that has it.
     """
-    factor = 0.5 if checkpoint.declaration.fnuz else 1.0
-    values = {
+    factor = 0.5 if checkpoint.declaration.is_fnuz else 1.0
+    scales = {
         name: _reshape_scale(checkpoint, name, tensor) * factor
-        for name, tensor in _load_tensors(checkpoint, (s.name for s in scale_tensors)).items()
+        for name, tensor in _load_tensors(checkpoint, (x.name for x in scale_tensors)).items()
     }
     layer_tensors: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:
         for side in tensor.side:
             first = layer_tensors[tensor.layer].setdefault((tensor.priority, side), tensor)
             # Neither of two differing tensors can be preferred.
-            if first is not tensor and not torch.equal(values[tensor.name], values[first.name]):
+            if first is not tensor and not torch.equal(scales[tensor.name], scales[first.name]):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
                     f"{tensor.layer}, got {first.name} and {tensor.name}, which differ. Delete one"
@@ -225,9 +225,9 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
             remarks[f"only {side.upper()} has a scale, which is used for K and V"].append(index)
             best_tensors = dict.fromkeys("kv", best_tensors[side])
         k_name, v_name = best_tensors["k"].name, best_tensors["v"].name
-        k, v = values[k_name], values[v_name]
+        k, v = scales[k_name], scales[v_name]
         kv_name = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
-        if kv_name not in (k_name, v_name) and values[kv_name].max() != max(k.max(), v.max()):
+        if kv_name not in (k_name, v_name) and scales[kv_name].max() != max(k.max(), v.max()):
             remarks["kv_scale is not the larger scale of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
         source = f"{checkpoint.origin}/{checkpoint.tensor_files[k_name]}: {names}"

@@ -19,7 +19,7 @@ from ...formats import FORMATS
 from ...utils.files import read_json
 from ...utils.text import format_list
 from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, SCALES_SHARD, SINGLE_FILE, Checkpoint
-from ..checkpoint.configs import HF_QUANT_CONFIG, Config, as_mapping, find_dialect, nested_configs
+from ..checkpoint.configs import HF_QUANT_CONFIG, Config, as_mapping, find_dialect, iterate_configs
 from ..checkpoint.tensor_names import ATTENTION_PATTERN
 from ..layer_scales import Granularity, LayerScales, ScaleData
 
@@ -48,14 +48,14 @@ class ScaleFormat:
     def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        """Return the files of scales from `reduce_scales`. The file that is read first comes last.
+        """Return the content of each file for scales from `reduce_scales`, in the order of writing.
 
-        They replace files of the same name in a checkpoint, or are added to it.
+        The files replace files of the same name in a checkpoint, or are added to it.
         """
         raise NotImplementedError(self.name)
 
-    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
-        """Return sentences about facts that readers need and the files do not have."""
+    def describe_gaps(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+        """Return sentences about the facts that readers need but the files lack."""
         return []
 
 
@@ -88,11 +88,11 @@ class TensorFormat(ScaleFormat):
         else:  # add the entries that follow from the scales
             if sorted(scales.layers) == list(range(len(scales.layers))):
                 config["num_hidden_layers"] = len(scales.layers)
-            heads = {len(k) for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
-            if len(heads) == 1:
-                config["num_key_value_heads"] = heads.pop()
+            head_counts = {len(k) for k, _ in (x.static for x in scales.layers.values()) if k.ndim}
+            if len(head_counts) == 1:
+                config["num_key_value_heads"] = head_counts.pop()
         if checkpoint is not None and weights:
-            modules = _attention_modules(checkpoint, scales.layers)
+            modules = _find_attention_modules(checkpoint, scales.layers)
         tensors = {}
         for index, layer in scales.layers.items():
             for side, scale in zip("kv", layer.static, strict=True):
@@ -115,8 +115,8 @@ class TensorFormat(ScaleFormat):
     ) -> dict[str, bytes]:
         """Return the configs that declare the scales. `modelopt` is a `hf_quant_config.json`."""
         if self.quant_method and modelopt is not None and "quantization_config" not in config:
-            # Only this file describes the quantized weights. An entry in the first config
-            # would contradict it.
+            # Only the second config describes the quantized weights. An entry in the first
+            # config would contradict it.
             raise ScaleError(
                 f"format {self.name!r}: expected unquantized weights, got "
                 f"{HF_QUANT_CONFIG}. Choose modelopt, or a format that declares none, such as tgi"
@@ -124,12 +124,12 @@ class TensorFormat(ScaleFormat):
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
 
-    def quantization_block(self, config: Config, new_entries: Config) -> Config:
+    def find_or_add_block(self, config: Config, new_entries: Config) -> Config:
         """Return the quantization config of the weights, or add a config for the cache only.
 
         The added config has `quant_method` and `new_entries`. Raise ScaleError for any other tool.
         """
-        for _, owner in nested_configs(config):
+        for _, owner in iterate_configs(config):
             for entry in ("quantization_config", "compression_config"):
                 block = owner.get(entry)
                 if not isinstance(block, dict) or not block:
@@ -166,41 +166,41 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             f"({scales.origin}). Readers of the format cannot store these. Save as 'hf_fp8kv', or "
             "calibrate without a plan"
         )
-    losses: dict[str, list[int]] = defaultdict(list)
-    losses["the formats of the plan are left out, servers store E4M3"] = list(scales.plan or ())
-    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    loss_layers: dict[str, list[int]] = defaultdict(list)
+    loss_layers["the formats of the plan are left out, servers store E4M3"] = [*(scales.plan or ())]
+    static: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for index, layer in scales.layers.items():
         k, v = layer.static
         if layer.k_center is not None:  # |K| <= max * scale + |center|
-            losses["K's scales are enlarged by the centers, which are left out"].append(index)
+            loss_layers["K's scales are enlarged by the centers, which are left out"].append(index)
             headroom = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
             k = k + (headroom if k.ndim else headroom.max())
-        pairs[index] = k, v
-    num_heads = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
+        static[index] = k, v
+    num_heads = {index: max(len(x) if x.ndim else 1 for x in kv) for index, kv in static.items()}
     # A layer with one scale gets the heads of the remaining layers, because all share a strategy.
     distinct_counts = {*num_heads.values()} - {1}
     default_count = distinct_counts.pop() if len(distinct_counts) == 1 else 0
     num_heads = {index: n if n > 1 else default_count for index, n in num_heads.items()}
-    per_head = format.granularity == "head" and all(num_heads.values())
+    is_per_head = format.granularity == "head" and all(num_heads.values())
     layers = {}
-    for index, pair in pairs.items():
-        k, v = (x.amax(1, keepdim=True) if x.ndim and per_head else x.max() for x in pair)
-        if per_head:
+    for index, kv in static.items():
+        k, v = (x.amax(1, keepdim=True) if x.ndim and is_per_head else x.max() for x in kv)
+        if is_per_head:
             k, v = (x.expand(num_heads[index], 1).clone() for x in (k, v))
-        for scale, reduced_scale in zip(pair, (k, v), strict=True):
+        for scale, reduced_scale in zip(kv, (k, v), strict=True):
             if scale.ndim and (scale != reduced_scale).any():
-                kind = "head" if per_head else "layer"
-                losses[f"the largest scale of each {kind} is written"].append(index)
+                part = "head" if is_per_head else "layer"
+                loss_layers[f"the largest scale of each {part} is written"].append(index)
         if not format.holds_both_sides:
             if (k != v).any():
-                losses["K and V share the larger scale"].append(index)
+                loss_layers["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
         layers[index] = LayerScales(k, v, source=scales.layers[index].source)
-    texts = [f"{loss} (layers {format_list(dict.fromkeys(i))})" for loss, i in losses.items() if i]
-    return replace(scales, layers=layers), texts
+    losses = [f"{x} (layers {format_list(dict.fromkeys(i))})" for x, i in loss_layers.items() if i]
+    return replace(scales, layers=layers), losses
 
 
-def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
+def _find_attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
     paths: dict[int, set[str]] = defaultdict(set)
     for match in filter(None, map(ATTENTION_PATTERN.match, checkpoint.tensor_files)):
         paths[int(match["layer"])].add(match["path"])

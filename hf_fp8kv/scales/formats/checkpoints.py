@@ -38,7 +38,7 @@ class AutoFP8(TensorFormat):
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         entries: Config = {"activation_scheme": "static", "ignored_layers": list(excluded)}
-        self.quantization_block(config, entries)["kv_cache_scheme"] = "static"
+        self.find_or_add_block(config, entries)["kv_cache_scheme"] = "static"
 
 
 class CompressedTensors(TensorFormat):
@@ -50,11 +50,11 @@ class CompressedTensors(TensorFormat):
     granularity = "head"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        per_head = any(layer.static[0].ndim for layer in scales.layers.values())
+        is_per_head = any(layer.static[0].ndim for layer in scales.layers.values())
         entries = {"format": "dense", "quantization_status": "compressed"}
-        block = self.quantization_block(config, {**entries, "config_groups": {}, "ignore": []})
+        block = self.find_or_add_block(config, {**entries, "config_groups": {}, "ignore": []})
         block["kv_cache_scheme"] = {
-            "strategy": "attn_head" if per_head else "tensor", "num_bits": 8, "type": "float",
+            "strategy": "attn_head" if is_per_head else "tensor", "num_bits": 8, "type": "float",
             "symmetric": True, "dynamic": False, "group_size": None,
         }  # fmt: skip
         # vLLM fills in the numbers of heads only if this entry exists.
@@ -71,7 +71,7 @@ class ModelOpt(TensorFormat):
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         # Readers have no algorithm for "none", so this algorithm applies to no module.
         algorithm = {"quant_algo": "FP8", "ignore": ["*"], "config_groups": {}}
-        block = self.quantization_block(config, {**algorithm, "producer": _PRODUCER})
+        block = self.find_or_add_block(config, {**algorithm, "producer": _PRODUCER})
         block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
         for owner in (block, block.get("quantization")):
             if isinstance(owner, dict) and "kv_cache_quant_algo" in owner:
@@ -107,31 +107,29 @@ class Quark(TensorFormat):
     tensor_name = "{side}_proj.output_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        block = self.quantization_block(
-            config,
-            {
-                "quant_mode": "eager_mode",
-                "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
-                "global_quant_config": dict(_UNQUANTIZED),
-                "exclude": list(excluded),
-                "layer_type_quant_config": {},
-            },
-        )
+        entries: Config = {
+            "quant_mode": "eager_mode",
+            "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+            "global_quant_config": dict(_UNQUANTIZED_CONFIG),
+            "exclude": list(excluded),
+            "layer_type_quant_config": {},
+        }
+        block = self.find_or_add_block(config, entries)
         block["kv_cache_post_rope"] = True
-        export, layers = block.setdefault("export", {}), block.get("layer_quant_config") or {}
-        if not isinstance(export, dict) or not isinstance(layers, dict):
+        export, configs = block.setdefault("export", {}), block.get("layer_quant_config") or {}
+        if not isinstance(export, dict) or not isinstance(configs, dict):
             raise ScaleError(
                 f"quantization_config: expected the objects export and layer_quant_config, got "
-                f"{format_value(export)} and {format_value(layers)}. Fetch the config again"
+                f"{format_value(export)} and {format_value(configs)}. Fetch the config again"
             )
-        names = ("*k_proj", "*v_proj")
-        export |= {"kv_cache_group": list(names), "min_kv_scale": 0.0}
-        defaults = _UNQUANTIZED | dict(as_mapping(block.get("global_quant_config")))
+        patterns = ("*k_proj", "*v_proj")
+        export |= {"kv_cache_group": list(patterns), "min_kv_scale": 0.0}
+        defaults = _UNQUANTIZED_CONFIG | dict(as_mapping(block.get("global_quant_config")))
         projections = {
-            name: {**defaults, **(layers.get(name) or {}), "output_tensors": _OUTPUT_CONFIG}
-            for name in names
+            pattern: {**defaults, **(configs.get(pattern) or {}), "output_tensors": _OUTPUT_CONFIG}
+            for pattern in patterns
         }
-        block["layer_quant_config"] = layers | projections
+        block["layer_quant_config"] = configs | projections
         block["kv_cache_quant_config"] = projections
 
 
@@ -140,6 +138,6 @@ _OUTPUT_CONFIG = {
     "ch_axis": None, "group_size": None, "observer_cls": "PerTensorMinMaxObserver",
     "round_method": "half_even", "scale_type": "float",
 }  # fmt: skip
-_UNQUANTIZED = dict.fromkeys(
+_UNQUANTIZED_CONFIG = dict.fromkeys(
     ("weight", "bias", "input_tensors", "output_tensors", "target_device"), None
 )

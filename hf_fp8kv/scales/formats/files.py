@@ -23,7 +23,7 @@ from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
 
-# The key of the metadata in the file, a JSON object, and the entries that all files share.
+# The key of the file's metadata, which is a JSON object, and the entries that all files have.
 METADATA_KEY, _COMMON_METADATA = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
 
 
@@ -52,10 +52,10 @@ class HfFp8kv(ScaleFormat):
             metadata["plan"] = {i: list(map(str, plan)) for i, plan in scales.plan.items()}
         tensors: dict[str, torch.Tensor] = {}
         for index, layer in scales.layers.items():
-            parts = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
-            tensors |= {f"layers.{index}.{n}": t.clone() for n, t in parts.items() if t is not None}
+            named = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
+            tensors |= {f"layers.{index}.{n}": t.clone() for n, t in named.items() if t is not None}
         report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
-        # The scales come last: with them in place, the files are complete.
+        # The scales are written last, so a folder with scales is complete.
         return {**report, KV_FILE: to_safetensors(tensors, {METADATA_KEY: json.dumps(metadata)})}
 
 
@@ -69,17 +69,17 @@ def read_kv_scales(path: Path) -> ScaleData:
                 f"{path}: expected {_COMMON_METADATA}, got {metadata.get('version')!r} and "
                 f"{metadata.get('dtype')!r}. Update hf_fp8kv"
             )
-        plans = {int(i): LayerPlan.parse(*pair) for i, pair in metadata.get("plan", {}).items()}
+        plans = {int(i): LayerPlan.parse(*kv) for i, kv in metadata.get("plan", {}).items()}
         tensors_by_layer: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
         for name in file.keys():  # noqa: SIM118
-            _, index, part = name.split(".")
-            tensors_by_layer.setdefault(int(index), {})[part] = file.get_tensor(name)
+            _, index, suffix = name.split(".")
+            tensors_by_layer.setdefault(int(index), {})[suffix] = file.get_tensor(name)
         layers = {
             index: LayerScales(
-                parts.pop("k_scale", None), parts.pop("v_scale", None), parts.pop("k_center", None),
-                f"{path}: layers.{index}", plans.get(index), **parts,
+                named.pop("k_scale", None), named.pop("v_scale", None), named.pop("k_center", None),
+                f"{path}: layers.{index}", plans.get(index), **named,  # an error for other names
             )
-            for index, parts in tensors_by_layer.items()
+            for index, named in tensors_by_layer.items()
         }  # fmt: skip
         if (weights_digest := metadata.get("weights_digest")) is not None:
             bytes.fromhex(weights_digest)  # raises an error for anything else
@@ -121,10 +121,10 @@ class VllmJson(ScaleFormat):
             )
         scale_by_layer = {str(index): layer.static[0].item() for index, layer in layers.items()}
         ranks = dict.fromkeys(map(str, range(tp_size)), scale_by_layer)
-        cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
-        return {JSON_FILE: to_json({"model_type": model_type, "kv_cache": cache})}
+        entry = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
+        return {JSON_FILE: to_json({"model_type": model_type, "kv_cache": entry})}
 
-    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+    def describe_gaps(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
         config = {} if checkpoint is None else checkpoint.config
         fact = "model_type is unknown and written as null, which vLLM and SGLang refuse"
         return [] if scales.model_type or isinstance(config.get("model_type"), str) else [fact]
@@ -132,16 +132,16 @@ class VllmJson(ScaleFormat):
 
 def parse_json(path: Path, data: Config, request: Request, config: Config) -> ScaleData:
     """Return the scales of a `kv_cache_scales.json`. `config` is the config.json next to it."""
-    cache = data.get("kv_cache")
-    if not isinstance(cache, dict):
+    entry = data.get("kv_cache")
+    if not isinstance(entry, dict):
         raise ScaleError(
             f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
             f"{format_list(data) or 'nothing'}. This is not a {JSON_FILE}"
         )
-    if cache.get("dtype") != "float8_e4m3fn":
+    if entry.get("dtype") != "float8_e4m3fn":
         raise ScaleError(
             f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got "
-            f"{format_value(cache.get('dtype'))}. Scales of other formats cannot be used"
+            f"{format_value(entry.get('dtype'))}. Scales of other formats cannot be used"
         )
     model_type = data.get("model_type")
     if not isinstance(model_type, str | None) or ("model_type" not in data and request.strict):
@@ -157,14 +157,14 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
                 f"{message}. Use this model's scales, or pass strict=False (--lenient)"
             )
         logger.warning("%s", message)
-    ranks = _parse_ranks(path, cache.get("scaling_factor"))
+    ranks = _parse_ranks(path, entry.get("scaling_factor"))
     if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
 
     def read_rank(rank: int) -> ScaleData:
         layers = {
-            layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
-            for layer, scale in ranks[rank].items()
+            index: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {index}")
+            for index, scale in ranks[rank].items()
         }
         return ScaleData(layers, VllmJson.name, model_type, str(path))
 
@@ -175,6 +175,7 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
 
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
+    """Return the scale of each layer, by rank, from the entry `scaling_factor`."""
     ranks: dict[int, dict[int, float]] = {}
     entry = f"{path}: kv_cache.scaling_factor"
     # Old files have "rank0" instead of "0".
@@ -201,7 +202,7 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
 
 
 def _parse_keys(label: str, entries: object, kind: str, prefix: str = "") -> dict[int, object]:
-    """Return the entries of an object by their numbers. Each number may occur once."""
+    """Return the entries of a JSON object by the numbers in their keys, each at most once."""
     if not isinstance(entries, dict) or not entries:
         raise ScaleError(
             f"{label}: expected an object of {kind}s, got {format_value(entries)}. "
