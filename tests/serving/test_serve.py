@@ -72,7 +72,7 @@ def server(folder):
 
 @pytest.fixture
 def run_command(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
+    return command_line.make_runner(monkeypatch, capsys)
 
 
 def make_chat(content: object = "hello", role: str = "user", **fields: object) -> dict:
