@@ -56,7 +56,9 @@ class CompactMask(LazyTensor):
     def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
         lengths, is_token = self.lengths + self.start - start, self.get_columns(start, stop).bool()
-        return find_visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & is_token
+        return (
+            find_visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & is_token
+        )
 
     def dense(self) -> Tensor:
         """Return the complete mask."""

@@ -126,7 +126,9 @@ def _load_storage(
     dtype = find_dtype(name)
     loaded_scales: KVScales | str | float | None = scales
     if scales is None and plan is None and not dtype.is_dynamic:
-        loaded_scales = resolve_scales(checkpoint, tp_rank=tp_rank, tp_size=tp_size, revision=revision)
+        loaded_scales = resolve_scales(
+            checkpoint, tp_rank=tp_rank, tp_size=tp_size, revision=revision
+        )
     ranks = TensorParallel(tp_rank, tp_size)
     config = ServingConfig.parse(
         scales=loaded_scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks

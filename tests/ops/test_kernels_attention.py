@@ -319,7 +319,8 @@ def test_plans_are_nearly_as_fast_as_the_best_plan(num_heads):
         for lengths in ([4096] * batch, [max_length] * batch, ramp, ragged):
             with assuming(Target("cuda", 90, 132, interpreted=True)):
                 rows, _ = make_plan_rows(lengths, num_heads)
-            unit, min_time = gpu_model.UNIT_TOKENS, gpu_model.compute_lower_bound(lengths, num_heads)
+            unit = gpu_model.UNIT_TOKENS
+            min_time = gpu_model.compute_lower_bound(lengths, num_heads)
             units = [-(-n // unit) for n in lengths]
             parts = [
                 gpu_model.Part(b, begin // unit, min(end // unit, units[b]), slot < 0)

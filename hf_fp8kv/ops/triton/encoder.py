@@ -75,7 +75,7 @@ def _find_smallest_scale(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def compute_dynamic_scale(x, FORMAT: tl.constexpr):
-    """Return `formats.codec.compute_dynamic_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
+    """Return `codec.compute_dynamic_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
     scale, max_bits = _find_smallest_scale(x, FORMAT)
     return _mark_nan(scale, max_bits)
 
