@@ -96,12 +96,12 @@ class SideSizes:
     Attributes:
         dim: The head size.
         width: The head size padded for `tl.dot`: a power of two, at least 16.
-        rotation_block: Number of channels that a rotation mixes, or 1 without rotation.
+        rotation_size: Number of channels that a rotation mixes, or 1 without rotation.
     """
 
     dim: int
     width: int
-    rotation_block: int
+    rotation_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +254,7 @@ def prepare(
         wide=any(dtype.itemsize > 1 for dtype in stored_dtypes),
         biased=bias is not None,
         complete=mask_kind == COMPLETE.value,
-        rotated=max(k_sizes.rotation_block, v_sizes.rotation_block) > 1,
+        rotated=max(k_sizes.rotation_size, v_sizes.rotation_size) > 1,
         latent=spec.latent,
         shifted=k_codec.method == SHIFTED.value,
     )
@@ -262,11 +262,11 @@ def prepare(
         query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
     )
     factors = Factors(
-        k_scaling=spec.scaling * k_codec.factor * compute_rotation_factor(k_sizes.rotation_block),
+        k_scaling=spec.scaling * k_codec.factor * compute_rotation_factor(k_sizes.rotation_size),
         scaling=spec.scaling,
         softcap=spec.softcap,
-        v_scaling=spec.scaling * v_codec.factor * compute_rotation_factor(v_sizes.rotation_block),
-        out=value_codec.factor * compute_rotation_factor(value_sizes.rotation_block),
+        v_scaling=spec.scaling * v_codec.factor * compute_rotation_factor(v_sizes.rotation_size),
+        out=value_codec.factor * compute_rotation_factor(value_sizes.rotation_size),
     )
     query_strides = (query.stride(0), query.stride(1), query.stride(2))
     strides = (pages.table.stride(0), *mask_strides, *bias_strides)

@@ -285,7 +285,7 @@ def _load_query(
         center_ptr = side.center + (rows.b * NUM_HEADS + rows.h).to(tl.int64) * DIM
         center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
         center_logit = tl.sum(q * center[None, :], 1) * scaling
-    q = mix_channels(q, SIDE.rotation_block)
+    q = mix_channels(q, SIDE.rotation_size)
     if side.static_scale is not None:
         scale_ptr = side.static_scale + rows.h * DIM
         q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
@@ -390,4 +390,4 @@ def finish_rows(
         scale_ptr = static_scale_ptr + h * CALL.out.dim
         scale = tl.load(scale_ptr + d, mask=d < CALL.out.dim, other=0.0)
         out *= per_column(scale, SWAPPED)
-    return mix_channels(out, CALL.out.rotation_block, SWAPPED)
+    return mix_channels(out, CALL.out.rotation_size, SWAPPED)

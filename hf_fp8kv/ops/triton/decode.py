@@ -93,7 +93,7 @@ def launch_attention(
     if max_parts > batch:
         values = tensors.k if constants.latent else tensors.v
         # A program needs all channels that a rotation mixes.
-        num_channels = max(min(MAX_CHANNELS.value, out_sizes.width), out_sizes.rotation_block)
+        num_channels = max(min(MAX_CHANNELS.value, out_sizes.width), out_sizes.rotation_size)
         grid = (args.workload.rows, num_heads * (out_sizes.width // num_channels), batch)
         launch(
             _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, num_tokens,

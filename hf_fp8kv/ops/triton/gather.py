@@ -60,7 +60,7 @@ def _gather(
     """
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
-    ROTATION_BLOCK: tl.constexpr = SIDE.rotation_block
+    ROTATION_SIZE: tl.constexpr = SIDE.rotation_size
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile = start // TILE + tl.program_id(0)
@@ -103,7 +103,7 @@ def _gather(
             scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
-        x = rotate(x, ROTATION_BLOCK)
+        x = rotate(x, ROTATION_SIZE)
         if side.center is not None:
             center_ptr = side.center + (b.to(tl.int64) * NUM_HEADS + h) * DIM
             x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]

@@ -128,7 +128,7 @@ def write_side(
     """Store one tile of K, or of V if TRANSPOSED, for one head, after `num_past` stored tokens."""
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
-    ROTATION_BLOCK: tl.constexpr = SIDE.rotation_block
+    ROTATION_SIZE: tl.constexpr = SIDE.rotation_size
     start = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
@@ -156,18 +156,18 @@ def write_side(
     if FORMAT is None:
         codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
-        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_SIZE)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], FORMAT)
     else:
-        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_BLOCK)
+        x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_SIZE)
         if TRANSPOSED:
             scale = compute_dynamic_scale(x, FORMAT)
         elif TILE == 1:
             # Load a copy for each scale to try, so that every thread has values to work on.
             zeros = tl.zeros([SEARCH_STEPS, 1], tl.int32)
             copies = _load_centered(x_ptrs + zeros, is_input & (zeros == 0), center_ptr, d, DIM)
-            if ROTATION_BLOCK > 1:
+            if ROTATION_SIZE > 1:
                 copies = lay_out_like(tl.broadcast_to(x, [SEARCH_STEPS, WIDTH]), copies)
             scale = search_scale_at_once(copies, FORMAT)
         else:
