@@ -36,7 +36,7 @@ from tests.tools.ptx.parse import parse
 
 MAY_SPILL = Version(triton.__version__) >= Version("3.8")
 GOOD_ASSEMBLY = Assembly(
-    registers=120, spills=0, doubles=0, loop=400, wide_bytes=128, byte_loads=0, conversions=64
+    registers=120, spills=0, doubles=0, loop_size=400, wide_bytes=128, byte_loads=0, conversions=64
 )
 
 
@@ -164,16 +164,16 @@ def list_violations(
         ({}, {}, []),
         ({"spills": 8}, {}, []),  # outside the main loop
         ({"spills": 9}, {}, ["9 spills"]),
-        ({"spills": 2, "loop": 0}, {}, ["2 spills", "no main loop"]),
+        ({"spills": 2, "loop_size": 0}, {}, ["2 spills", "no main loop"]),
         ({"spills": 8, "loop_spills": 1}, {}, ["1 spills in the main loop"]),
-        ({"loop": 0}, {}, ["no main loop"]),
+        ({"loop_size": 0}, {}, ["no main loop"]),
         ({"wide_bytes": 64}, {}, ["2048 of 4096 bytes in 16-byte loads"]),
         ({"byte_loads": 8}, {}, ["8 loads of single bytes from shared memory"]),
         ({"conversions": 0}, {}, ["no native conversion"]),
         ({"registers": 255}, {}, ["2 of 3 programs fit on an SM"]),
         ({"doubles": 1}, {}, ["1 float64 instructions"]),
-        ({"fused": 1}, {"extras": ("bias",)}, ["1 products with log2(e) fused with sums"]),
-        ({"fused": 1}, {"extras": ("softcap",)}, []),
+        ({"fused_products": 1}, {"extras": ("bias",)}, ["1 products with log2(e) fused with sums"]),
+        ({"fused_products": 1}, {"extras": ("softcap",)}, []),
         ({"conversions": 0}, {"target": "sm_80"}, []),
         ({}, {"target": "sm_86", "shared": 110_000}, ["bytes of shared memory", "programs fit"]),
         ({"conversions": 0}, {"k": "fp8_e3m4"}, []),
@@ -268,14 +268,14 @@ def test_assembly_is_parsed():
     """NVIDIA's main loop is the shortest loop with products. A wait may leave copies in flight."""
     assembly = read_nvidia(SASS, "Function _attend:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
     assert assembly == Assembly(
-        registers=168, spills=1, doubles=1, loop=3, wide_bytes=16, byte_loads=0, conversions=0
+        registers=168, spills=1, doubles=1, loop_size=3, wide_bytes=16, byte_loads=0, conversions=0
     )
     text = SASS[SASS.index(".L_x_0:") :]
     register_loads = text.replace("LDGSTS.E.BYPASS", "LDG.E")
     texts = text, text.replace("SB0, 0x2", "SB0, 0x0"), register_loads
     assert [read_nvidia(text, "REG:168").rounds_ahead for text in texts] == [2.0, 1.0, 0.0]
     assert read_amd(GCN) == Assembly(
-        registers=215, spills=3, doubles=1, loop=6, wide_bytes=16, byte_loads=1, conversions=1,
+        registers=215, spills=3, doubles=1, loop_size=6, wide_bytes=16, byte_loads=1, conversions=1,
         rounds_ahead=1.0,
     )  # fmt: skip
 

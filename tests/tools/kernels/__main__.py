@@ -23,9 +23,9 @@ from .variants import list_variants
 
 # The decode and extend kernels with head size 128, for each storage format.
 SUMMARY_VARIANTS = [
-    f"{operation} {stored} D128{tokens}"
+    f"{operation} {formats} D128{tokens}"
     for operation, tokens in (("decode", ""), ("extend", " T1024"))
-    for stored in ("e4m3 static", "e4m3", "e5m2", "e3m4", "auto")
+    for formats in ("e4m3 static", "e4m3", "e5m2", "e3m4", "auto")
 ]
 # `check.make_row` explains the columns.
 COLUMNS = ("registers", "spills", "shared", "programs", "rows", "tile", "warps", "wide_bytes",
@@ -52,9 +52,9 @@ def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> dict[str, obje
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each kernel. Return 1 if a kernel does not compile or violates a rule."""
     parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
-    names = [variant.name for variant in list_variants()]
+    all_names = [variant.name for variant in list_variants()]
     parser.add_argument("--target", nargs="+", action="extend", choices=TARGETS, help="default all")
-    parser.add_argument("--variant", nargs="+", action="extend", choices=names, metavar="NAME",
+    parser.add_argument("--variant", nargs="+", action="extend", choices=all_names, metavar="NAME",
                         default=[], help="variants to compile (default: all)")  # fmt: skip
     parser.add_argument("--summary", action="store_true", help="only decode and extend, size 128")
     parser.add_argument("--before", type=read_rows, default={}, metavar="FILE",
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"triton": version("triton"), "targets": targets}))
     else:
-        rows.sort(key=lambda row: ([*names, ""].index(row["variant"]), row["kernel"]))
+        rows.sort(key=lambda row: ([*all_names, ""].index(row["variant"]), row["kernel"]))
         table_rows = [make_cells(row, options.before) for row in rows]
         text_rows = [list(map(str, cells.values())) for cells in table_rows]
         table = build_table(dict.fromkeys(table_rows[0], "left"), text_rows)

@@ -23,27 +23,27 @@ class Assembly:
         spills: Number of accesses to local memory (NVIDIA), or of spilled vector registers (AMD).
         loop_spills: Number of spills in the main loop. NVIDIA only.
         doubles: Number of float64 instructions.
-        loop: Number of instructions of the main loop, or 0. This is the innermost loop with matrix
-            products that has the most 16-byte loads, or the shortest of several such loops.
+        loop_size: Number of instructions of the main loop, or 0. The main loop is the innermost
+            loop with matrix products that has the most 16-byte loads. The shortest loop wins a tie.
         wide_bytes: Bytes that a thread loads in the loop with 16-byte loads from global memory.
         byte_loads: Number of loads of single bytes from shared memory in the loop.
         conversions: Number of instructions that convert 8-bit floating-point values, in the loop,
             or in the whole kernel if it has no loop.
-        rounds_ahead: Number of rounds whose 16-byte loads are in flight during a product. A
-            fraction is a share of the loads of one round.
-        fused: Number of products with log2(e) fused with a sum, without rounding. NVIDIA only.
+        rounds_ahead: Number of rounds of the loop whose 16-byte loads are in flight during a
+            product. A fraction is a share of the loads of one round.
+        fused_products: Number of unrounded products with log2(e), fused with a sum. NVIDIA only.
     """
 
     registers: int
     spills: int
     doubles: int
-    loop: int
+    loop_size: int
     wide_bytes: int
     byte_loads: int
     conversions: int
     loop_spills: int = 0
     rounds_ahead: float = 0.0
-    fused: int = 0
+    fused_products: int = 0
 
 
 def read_assembly(asm: dict[str, Any]) -> Assembly:
@@ -77,7 +77,7 @@ _SASS_DOUBLE = r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F6
 
 
 def read_nvidia(text: str, usage: str) -> Assembly:
-    """Read the properties from nvdisasm's `text` and cuobjdump's resource `usage`."""
+    """Return the properties, given nvdisasm's `text` and cuobjdump's resource `usage`."""
     lines, labels = _find_lines(text, _SASS, _SASS_LABEL)
     loop = _find_main_loop(lines, labels, _SASS_JUMP, _SASS_PRODUCT, _SASS_WIDE)
     return Assembly(
@@ -85,25 +85,25 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         spills=_count(_SASS_SPILL, lines),
         loop_spills=_count(_SASS_SPILL, loop),
         doubles=_count(_SASS_DOUBLE, lines),
-        loop=len(loop),
+        loop_size=len(loop),
         wide_bytes=16 * _count(_SASS_WIDE, loop),
         byte_loads=_count(r"LDS\.[US]8\b", loop),
         conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop or lines),
         rounds_ahead=_count_rounds_ahead(loop),
-        fused=_count(_SASS_FUSED, lines),
+        fused_products=_count(_SASS_FUSED, lines),
     )
 
 
 def _count_rounds_ahead(loop: Sequence[str]) -> float:
     """Return the number of rounds whose asynchronous copies to shared memory are in flight at once.
 
-    The strictest wait leaves some groups in flight, and a round adds its groups. Loads to registers
-    do not count, because the same round waits for their values.
+    The strictest wait leaves some groups of copies in flight, and a round adds its groups. Loads to
+    registers do not count, because the same round waits for their values.
     """
     num_groups = _count(r"LDGDEPBAR\b", loop)
-    nums_left = [int(m[1], 16) for x in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", x))]
-    has_copies = num_groups and nums_left and _count(r"LDGSTS\.\S*\b128\b", loop)
-    return (min(nums_left) + num_groups) / num_groups if has_copies else 0.0
+    groups_left = [int(m[1], 16) for x in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", x))]
+    has_copies = num_groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
+    return (min(groups_left) + num_groups) / num_groups if has_copies else 0.0
 
 
 # "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"
@@ -116,14 +116,14 @@ _GCN_WIDE = r"(global|buffer|flat)_load_(lds_)?dwordx4"
 
 
 def read_amd(text: str) -> Assembly:
-    """Read the properties from the assembly `text` of a kernel for AMD's GPUs."""
+    """Return the properties, given the assembly `text` of a kernel for AMD's GPUs."""
     lines, labels = _find_lines(text[: text.find(".amdhsa_kernel")], _GCN, _GCN_LABEL)
     loop = _find_main_loop(lines, labels, _GCN_JUMP, _GCN_PRODUCT, _GCN_WIDE)
     return Assembly(
         registers=_read_field(r"\.vgpr_count:\s+(\d+)", text),
         spills=_read_field(r"\.vgpr_spill_count:\s+(\d+)", text),
         doubles=_count(r"v_\w+_f64", lines),
-        loop=len(loop),
+        loop_size=len(loop),
         wide_bytes=16 * _count(_GCN_WIDE, loop),
         byte_loads=_count(r"ds_read_[ui]8", loop),
         conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop or lines),
@@ -170,13 +170,13 @@ def _find_main_loop(
     """Return the instructions of the main loop (see `Assembly`)."""
     jumps = [(end, match) for end, line in enumerate(lines) if (match := re.match(jump, line))]
     spans = [(labels.get(match[1], len(lines)), end) for end, match in jumps]
-    loops = {(a, b) for a, b in spans if a <= b and _count(product, lines[a : b + 1])}
-    inner = [
-        lines[a : b + 1]
-        for a, b in loops
-        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
+    loops = {(i, j) for i, j in spans if i <= j and _count(product, lines[i : j + 1])}
+    inner_loops = [
+        lines[start : end + 1]
+        for start, end in loops
+        if not any(start <= i and j <= end and (i, j) != (start, end) for i, j in loops)
     ]
-    main_loop = min(inner, key=lambda loop: (-_count(wide_load, loop), len(loop)), default=[])
+    main_loop = min(inner_loops, key=lambda x: (-_count(wide_load, x), len(x)), default=[])
     return [line for line in main_loop if not line.startswith("NOP")]
 
 

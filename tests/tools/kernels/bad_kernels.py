@@ -1,6 +1,6 @@
 """Faulty kernels for the check: violated rules, a wrong variant, and a process that dies.
 
-The kernels resemble the decode kernel. "good" violates no rule. Each further case has one change.
+The kernels resemble the decode kernel. "good" violates no rule. Each other kernel has one fault.
 """
 
 import os
@@ -16,6 +16,7 @@ from hf_fp8kv.ops.triton.target import Target
 from .check import Row, compile_variants, make_row, set_target
 from .variants import Variant
 
+# Changed constants and strides, by the name of a case. None means that `_attend` is not compiled.
 CASES = {
     "good": {},
     "strides unknown": {"stride": 64 * 128 + 1},
@@ -43,24 +44,24 @@ def _attend(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, V_BY_ROWS: tl.constexpr,
     BY_BITS: tl.constexpr, FLOAT64: tl.constexpr,
 ):  # fmt: skip
-    rows, d, n = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM), tl.arange(0, TILE)
-    q = tl.load(q_ptr + rows[:, None] * HEAD_DIM + d[None, :])
+    rows, dims, slots = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM), tl.arange(0, TILE)
+    q = tl.load(q_ptr + rows[:, None] * HEAD_DIM + dims[None, :])
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     page = tl.load(table_ptr)
-    for j in tl.range(0, length, num_stages=3):
-        next_page = tl.load(table_ptr + j + 1)
+    for index in tl.range(0, length, num_stages=3):
+        next_page = tl.load(table_ptr + index + 1)
         base = page.to(tl.int64) * stride
-        k = tl.load(k_ptr + base + n[:, None] * HEAD_DIM + d[None, :])
+        k = tl.load(k_ptr + base + slots[:, None] * HEAD_DIM + dims[None, :])
         logits = tl.dot(q, tl.trans(_convert(k, BY_BITS)))
         if FLOAT64:
             logits = (logits.to(tl.float64) * logits + 1).to(tl.float32)
         if V_BY_ROWS:
-            v = tl.load(v_ptr + base + n[:, None] * HEAD_DIM + d[None, :])
+            v = tl.load(v_ptr + base + slots[:, None] * HEAD_DIM + dims[None, :])
         else:
-            v = tl.trans(tl.load(v_ptr + base + d[:, None] * TILE + n[None, :]))
+            v = tl.trans(tl.load(v_ptr + base + dims[:, None] * TILE + slots[None, :]))
         acc = tl.dot(logits.to(tl.float16), _convert(v, BY_BITS), acc)
         page = next_page
-    tl.store(out_ptr + rows[:, None] * HEAD_DIM + d[None, :], acc)
+    tl.store(out_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc)
 
 
 def compile_bad_kernel(name: str) -> Iterator[Row]:

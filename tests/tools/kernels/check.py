@@ -32,10 +32,10 @@ from .variants import Variant, call_variant, list_variants
 Row: TypeAlias = dict[str, Any]
 
 
-def check_targets(names: Sequence[str], variants: Collection[str] = ()) -> dict[str, list[Row]]:
+def check_targets(targets: Sequence[str], names: Collection[str] = ()) -> dict[str, list[Row]]:
     """Return the rows of each target, for the variants with these names or all variants."""
-    selected = list_variants(variants)
-    return run_in_processes(names, lambda name: compile_variants(name, selected))
+    variants = list_variants(names)
+    return run_in_processes(targets, lambda target: compile_variants(target, variants))
 
 
 def run_in_processes(
@@ -103,11 +103,11 @@ def _make_failed_row(target: str, variant: str, kernel: str, reason: str) -> Row
 
 def set_target(name: str) -> None:
     """Make Triton compile for the GPU `name` from now on."""
-    parsed = Target.parse(name)
-    target = GPUTarget(parsed.vendor, parsed.arch, 32 if parsed.is_nvidia else 64)
+    target = Target.parse(name)
+    triton_target = GPUTarget(target.vendor, target.arch, 32 if target.is_nvidia else 64)
     # A compilation uses only these methods of a driver.
     driver = SimpleNamespace(
-        get_current_target=lambda: target,
+        get_current_target=lambda: triton_target,
         get_active_torch_device=lambda: torch.device("cpu"),
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
@@ -116,7 +116,7 @@ def set_target(name: str) -> None:
 
 
 def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
-    """Return the properties of a compiled kernel, among them the fields of Assembly and these keys:
+    """Return the properties of a compiled kernel: the fields of `Assembly`, names, and these keys:
 
     * rows: Number of query rows of a program.
     * tile: Number of tokens that a round of the main loop reads.
@@ -137,9 +137,9 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
         target, variant, assembly, shared, warps, tile if reads_pages else 0,
         converts=reads_codes and getattr(codec, "method", None) != AS_IS.value,
     )  # fmt: skip
-    tile = tile if assembly.loop else 0
+    tile = tile if assembly.loop_size else 0
     bytes_per_tile = variant.bytes_per_token * tile
-    per_tile = assembly.loop * warps if tile else 0
+    per_tile = assembly.loop_size * warps if tile else 0
     return {
         "target": target.name, "variant": variant.name, "kernel": kernel.strip("_"), "warps": warps,
         **asdict(assembly), "shared": shared, "programs": programs,

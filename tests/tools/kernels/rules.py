@@ -9,25 +9,26 @@ from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, expected_programs, famil
 from .assembly import Assembly
 from .variants import Variant
 
-# Maximum bytes of shared memory of one program, by GPU. NVIDIA reserves one KiB.
+# The GPUs, and the maximum bytes of shared memory of one program. NVIDIA reserves one KiB.
 TARGETS = {
     name: chip.shared - (1024 if name.startswith("sm_") else 0) for name, (_, chip) in CHIPS.items()
 }
-# Newer versions of ptxas keep a few values outside the main loop that are used after it.
-SPILLS_LIMIT = 8
+# Maximum number of spills outside the main loop. During the loop, newer versions of ptxas keep a
+# few values in memory that are used after it.
+MAX_SPILLS = 8
 # A program with latents uses all registers for its 64 rows. Values that the code before and after
 # the main loop needs, and masked tiles, stay in memory. Prompts still take 0.68 to 0.77 of the time
 # of 16 rows without spills (H200).
-LATENT_SPILLS_LIMIT = 48
+MAX_LATENT_SPILLS = 48
 
 
-def _max_spills_outside(target: Target, variant: Variant, assembly: Assembly) -> int:
-    if not assembly.loop or not target.is_nvidia:
+def _get_max_spills(target: Target, variant: Variant, assembly: Assembly) -> int:
+    if not assembly.loop_size or not target.is_nvidia:
         return 0
     rows = variant.groups * variant.tokens
     has_many_rows = family_of(target).latent_many and rows > FEW_LATENT_ROWS
     may_spill = "latent" in variant.extras and has_many_rows
-    return LATENT_SPILLS_LIMIT if may_spill else SPILLS_LIMIT
+    return MAX_LATENT_SPILLS if may_spill else MAX_SPILLS
 
 
 def find_violations(
@@ -39,28 +40,28 @@ def find_violations(
     Args:
         shared: Bytes of shared memory.
         warps: Warps of a program.
-        tile: Number of tokens that a round of the main loop reads. 0 if it need not be fast.
+        tile: Number of tokens that a round of the main loop reads. 0 if the loop need not be fast.
         converts: Whether the kernel reads 8-bit codes of K that no earlier kernel has converted.
     """
     if assembly.loop_spills:
         yield f"{assembly.loop_spills} spills in the main loop"
-    elif assembly.spills > _max_spills_outside(target, variant, assembly):
+    elif assembly.spills > _get_max_spills(target, variant, assembly):
         yield f"{assembly.spills} spills"
     if shared > TARGETS[target.name]:
         yield f"{shared} bytes of shared memory, the limit is {TARGETS[target.name]}"
     if assembly.doubles:
         yield f"{assembly.doubles} float64 instructions"
-    if assembly.fused and "bias" in variant.extras:
+    if assembly.fused_products and "bias" in variant.extras:
         # The lowest value minus itself would not be 0.
-        yield f"{assembly.fused} products with log2(e) fused with sums"
+        yield f"{assembly.fused_products} products with log2(e) fused with sums"
     # Moves of bytes also convert E5M2 to float16, so E5M2 needs no instruction.
-    stored = FORMATS.get(variant.k)
-    is_native = stored is not None and stored.mantissa_bits > 2 and target.converts(stored)
+    fmt = FORMATS.get(variant.k)
+    is_native = fmt is not None and fmt.mantissa_bits > 2 and target.converts(fmt)
     if converts and is_native and not assembly.conversions:
         yield "no native conversion"
     if not tile:
         return
-    if not assembly.loop:
+    if not assembly.loop_size:
         yield "no main loop"
         return
     # The 8-bit RoPE part of latents has too few bytes for 16-byte loads.

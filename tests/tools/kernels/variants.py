@@ -13,7 +13,7 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.blocks import pack_pages
 
-HEADS, BATCH, LENGTH = 8, 3, 2001
+NUM_KV_HEADS, BATCH, LENGTH = 8, 3, 2001  # LENGTH in tokens per sequence
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Variant:
         dims: Head sizes of K and V.
         groups: Number of query heads per KV head.
         tokens: Number of new tokens per sequence.
-        page_size: Slots (tokens) per page.
+        page_size: Number of slots (tokens) per page.
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
-            "complete" is a mask with a row per query token. "latent" means one head whose K holds
+            "complete" is a mask with a row per query token. "latent" means that K of one head holds
             latents, and V their RoPE part. "k" or "v" is the side to gather. "float32" is the dtype
             of new keys, while new values have `dtype`.
         is_main: Whether the variant must be fast.
@@ -63,9 +63,8 @@ class Variant:
         return " ".join(part.removeprefix("fp8_") for part in parts if part)
 
     @property
-    def heads(self) -> int:
-        """Number of KV heads."""
-        return 1 if "latent" in self.extras else HEADS
+    def num_kv_heads(self) -> int:
+        return 1 if "latent" in self.extras else NUM_KV_HEADS
 
     @property
     def bytes_per_token(self) -> int:
@@ -103,7 +102,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page_size": 16}, all_features,
         {"extras": ("mask",)}, {"extras": ("bias",)}, {"dtype": torch.float32},
         {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8}, {"tokens": 5},
-        *({"groups": g, "tokens": 4, **full_mask} for g in (4, 8)),
+        *({"groups": groups, "tokens": 4, **full_mask} for groups in (4, 8)),
         {**rotation, "dims": (256, 256)}, {**rotation, "groups": 8, "tokens": 8}, *mla_calls,
         {**mla, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
         {**mla, "extras": ("latent", "complete"), "tokens": 2},
@@ -135,7 +134,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
 
 
 def call_variant(variant: Variant) -> None:
-    """Call the operation of `variant` with the arguments of a cache."""
+    """Call the operation of a variant with the arguments that a cache would pass."""
     kernels = importlib.import_module(f"hf_fp8kv.ops.triton.{variant.operation}")
     pages = _make_pages(variant)
     lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)
@@ -146,7 +145,7 @@ def call_variant(variant: Variant) -> None:
         kernels.write(pages, *_make_new_tokens(variant), lengths)
     else:
         is_latent, is_complete = "latent" in variant.extras, "complete" in variant.extras
-        q_heads = variant.heads * variant.groups
+        q_heads = variant.num_kv_heads * variant.groups
         q_dim = sum(variant.dims) if is_latent else variant.dims[0]
         query = torch.zeros(BATCH, variant.tokens, q_heads, q_dim, dtype=variant.dtype)
         features = {
@@ -166,7 +165,7 @@ def call_variant(variant: Variant) -> None:
 
 def _make_new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
     """Return keys and values with the strides of a projection: a token's heads are contiguous."""
-    shape = (BATCH, variant.tokens, variant.heads)
+    shape = (BATCH, variant.tokens, variant.num_kv_heads)
     key_dtype = torch.float32 if "float32" in variant.extras else variant.dtype
     return tuple(
         torch.zeros(*shape, dim, dtype=dtype).transpose(1, 2)
@@ -179,19 +178,19 @@ def _make_pages(variant: Variant) -> Pages:
     pages_per_sequence = -(-LENGTH // slots) + variant.tokens
 
     def make_side(name: str, dim: int) -> StoredSide:
-        scales = torch.ones(variant.heads, dim) if name != AUTO and variant.static else None
+        scales = torch.ones(variant.num_kv_heads, dim) if name != AUTO and variant.static else None
         return StoredSide(scales, None, name, dim, "rotated" in variant.extras)
 
     def make_codes(name: str, *shape: int) -> torch.Tensor:
         dtype = variant.dtype if name == AUTO else torch.uint8
-        return torch.zeros((2, variant.heads, *shape), dtype=dtype)
+        return torch.zeros((2, variant.num_kv_heads, *shape), dtype=dtype)
 
     k, v = make_side(variant.k, k_dim), make_side(variant.v, v_dim)
     if "center" in variant.extras:
-        k = k._replace(center=torch.zeros(BATCH, variant.heads, k_dim))
+        k = k._replace(center=torch.zeros(BATCH, variant.num_kv_heads, k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
-        scales = torch.ones(2, variant.heads, slots, 2, dtype=torch.bfloat16)
+        scales = torch.ones(2, variant.num_kv_heads, slots, 2, dtype=torch.bfloat16)
     return pack_pages(
         k, make_codes(variant.k, slots, k_dim), v, make_codes(variant.v, v_dim, slots), scales,
         torch.zeros((BATCH, pages_per_sequence), dtype=torch.int32),
