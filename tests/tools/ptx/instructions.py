@@ -9,7 +9,7 @@ import numpy as np
 from .machine import Copy, Machine, Mask, Step
 from .matrices import MATRICES
 from .memory import Fault
-from .operands import REG_TYPES, make_address_reader, make_reader, register_names
+from .operands import REG_TYPES, list_registers, make_address_reader, make_reader
 from .operations import TYPES, Operation, find_operation
 from .parse import Instruction, Program
 
@@ -62,7 +62,7 @@ def _make_operation(operation: Operation, operands: Any, program: Program) -> St
 
 def _make_move(instruction: Instruction, program: Program) -> Step:
     """Compile a move that packs several registers into one, or unpacks one register."""
-    dst, src = (register_names(x) for x in instruction.operands)
+    dst, src = (list_registers(x) for x in instruction.operands)
     dtype = TYPES[instruction.opcode[-1]]
     part_type = REG_TYPES[8 * dtype.itemsize // max(len(dst), len(src))]
     readers = [make_reader(x, dtype if len(src) == 1 else part_type, program) for x in src]
@@ -83,7 +83,7 @@ def _make_move(instruction: Instruction, program: Program) -> Step:
 
 
 def _make_load(instruction: Instruction, program: Program) -> Step:
-    names, src = register_names(instruction.operands[0]), instruction.operands[1]
+    names, src = list_registers(instruction.operands[0]), instruction.operands[1]
     dtype = TYPES[instruction.opcode[-1]]
     types = [REG_TYPES[program.register_widths[name]] for name in names]
     if "param" in instruction.opcode:
@@ -99,10 +99,10 @@ def _make_load(instruction: Instruction, program: Program) -> Step:
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def load(machine: Machine, mask: Mask) -> None:
-        threads = machine.thread_ids(mask)
+        threads = machine.list_threads(mask)
         addresses = machine.gather(read_addresses(machine), threads)
         if is_global:
-            programs = machine.program_ids_of(threads)
+            programs = machine.find_program_ids(threads)
             values = machine.memory.load(addresses, dtype.itemsize, len(names), programs)
         else:
             values = machine.shared.load(threads, addresses, dtype.itemsize, len(names))
@@ -116,16 +116,16 @@ def _make_store(instruction: Instruction, program: Program) -> Step:
     dst, src = instruction.operands
     dtype = TYPES[instruction.opcode[-1]]
     read_addresses = make_address_reader(dst, program)
-    readers = [make_reader(x, dtype, program) for x in register_names(src)]
+    readers = [make_reader(x, dtype, program) for x in list_registers(src)]
     is_global = "global" in instruction.opcode
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def store(machine: Machine, mask: Mask) -> None:
-        threads = machine.thread_ids(mask)
+        threads = machine.list_threads(mask)
         addresses = machine.gather(read_addresses(machine), threads)
         values = np.stack([machine.gather(read(machine), threads) for read in readers], 1)
         if is_global:
-            machine.memory.store(addresses, values, machine.program_ids_of(threads))
+            machine.memory.store(addresses, values, machine.find_program_ids(threads))
         else:
             machine.shared.store(threads, addresses, values)
 
@@ -149,7 +149,7 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
     read_size = make_reader(optional_size[0] if optional_size else size, REG_TYPES[32], program)
 
     def copy(machine: Machine, mask: Mask) -> None:
-        threads = machine.thread_ids(mask)
+        threads = machine.list_threads(mask)
         addresses, sources = (machine.gather(read(machine), threads) for read in readers)
         sizes = machine.gather(read_size(machine), threads)
         if (sizes > copy_size).any():
@@ -158,7 +158,7 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
         for n in np.unique(sizes[sizes > 0]):
             selected = sizes == n
             unit = copy_size if n == copy_size and copy_size < 16 else 1 if n % 4 else 4
-            programs = machine.program_ids_of(threads[selected])
+            programs = machine.find_program_ids(threads[selected])
             loaded = machine.memory.load(sources[selected], unit, int(n) // unit, programs)
             values[selected, :n] = loaded.view(np.uint8)
         machine.shared.begin_copy(threads, addresses, copy_size)
@@ -190,14 +190,14 @@ def _make_barrier(instruction: Instruction, _: Program) -> Step:
     if "warp" in instruction.opcode:
 
         def synchronize_warps(machine: Machine, mask: Mask) -> None:
-            machine.warp_ids(mask)
-            machine.shared.synchronize_warps(machine.thread_ids(mask))
+            machine.list_warps(mask)
+            machine.shared.synchronize_warps(machine.list_threads(mask))
 
         return synchronize_warps
     assert instruction.operands == ("0",), instruction.text
 
     def synchronize(machine: Machine, mask: Mask) -> None:
-        machine.shared.synchronize(machine.select_programs(mask))
+        machine.shared.synchronize(machine.find_programs(mask))
 
     return synchronize
 
@@ -211,7 +211,7 @@ def _make_shuffle(instruction: Instruction, program: Program) -> Step:
     read, read_offset = (make_reader(x, REG_TYPES[32], program) for x in (src, offset))
 
     def shuffle(machine: Machine, mask: Mask) -> None:
-        warps = machine.warp_ids(mask)
+        warps = machine.list_warps(mask)
         values = machine.select_warps(read(machine), warps)
         offsets = machine.select_warps(read_offset(machine), warps).astype(np.int64)
         lanes = np.arange(32)
@@ -235,7 +235,7 @@ def _make_reduction(instruction: Instruction, program: Program) -> Step:
     read_members = make_reader(members, REG_TYPES[32], program)
 
     def reduce_warps(machine: Machine, mask: Mask) -> None:
-        warps = machine.warp_ids(mask)
+        warps = machine.list_warps(mask)
         if (machine.select_warps(read_members(machine), warps) != 0xFFFFFFFF).any():
             raise Fault("redux: expected all threads of a warp as members")
         values = reduce(machine.select_warps(read(machine), warps), axis=1, keepdims=True)
@@ -248,7 +248,7 @@ def _make_reduction(instruction: Instruction, program: Program) -> Step:
 def _make_fence(instruction: Instruction, _: Program) -> Step:
     """Compile a fence that makes stores to shared memory visible to asynchronous products."""
     assert instruction.opcode[1:3] == ("proxy", "async"), instruction.text
-    return lambda machine, mask: machine.shared.make_visible(machine.select_programs(mask))
+    return lambda machine, mask: machine.shared.make_visible(machine.find_programs(mask))
 
 
 _STEP_MAKERS: dict[str, Callable[[Instruction, Program], Step]] = {

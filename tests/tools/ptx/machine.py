@@ -12,10 +12,10 @@ from .parse import Program
 
 # Maximum number of threads that are executed together.
 MAX_THREADS = 1 << 13
-# The threads that execute an instruction, `[programs, threads]`. None means all threads.
+# Whether each thread executes an instruction, `[programs, threads]`. None means all threads.
 Mask = Any
 Step = Callable[["Machine", Mask], None]
-_GARBAGE = 0xDEADBEEFDEADBEEF  # a large number in each type
+_GARBAGE = 0xDEADBEEFDEADBEEF  # the bits of an unset register, a large number in each type
 
 
 class Copy(NamedTuple):
@@ -75,7 +75,7 @@ class Machine:
         self.products: list[Product] = []
         self.num_product_groups = 0
         self.live_threads = np.ones(self.shape, bool)
-        self.pc_masks: dict[int, Array] = {}  # threads that wait at each instruction
+        self.pc_masks: dict[int, Array] = {}  # masks of threads by their next instruction
         self.num_executed = 0
 
     def run(self) -> None:
@@ -141,12 +141,12 @@ class Machine:
         assert not self.products, "a program ends before the products of another program"
         num_programs = self.shape[0]
         self.shape = int(is_live.sum()), self.shape[1]
-        select_live = lambda x: x[is_live] if len(x) == num_programs else x  # noqa: E731
-        self.registers = {name: select_live(x) for name, x in self.registers.items()}
+        keep_live = lambda x: x[is_live] if len(x) == num_programs else x  # noqa: E731
+        self.registers = {name: keep_live(x) for name, x in self.registers.items()}
         self.pc_masks = {pc: x[is_live] for pc, x in self.pc_masks.items()}
         self.live_threads, self.copy_groups = self.live_threads[is_live], self.copy_groups[is_live]
         self.program_ids = self.program_ids[is_live]
-        self.shared.select_programs(is_live)
+        self.shared.keep_programs(is_live)
         new_index = np.cumsum(is_live) - 1
         for i, copy in enumerate(self.copies):
             program, thread = np.divmod(copy.threads, self.shape[1])
@@ -165,12 +165,12 @@ class Machine:
         self.registers[name] = value
 
     def make_garbage(self, name: str) -> Array:
-        """Return arbitrary values for an unset register. Compilers do not store their results."""
+        """Return an arbitrary value for an unset register. A correct result cannot depend on it."""
         width = self.program.register_widths[name]
         garbage = np.array([[_GARBAGE & (1 << width) - 1]], np.uint64)
         return garbage.astype("?" if width == 1 else f"u{width // 8}")
 
-    def thread_ids(self, mask: Mask) -> Ints:
+    def list_threads(self, mask: Mask) -> Ints:
         """Return the indices of the threads in a mask."""
         return np.arange(math.prod(self.shape)) if mask is None else np.flatnonzero(mask)
 
@@ -179,7 +179,7 @@ class Machine:
         return np.broadcast_to(x, self.shape).reshape(-1)[threads]
 
     def scatter(self, name: str, values: Array, threads: Ints, mask: Mask) -> None:
-        """Overwrite a register of `threads`, which are the threads in `mask`."""
+        """Set a register of `threads`, which are the threads in `mask`."""
         if mask is None:
             self.set_register(name, values.reshape(self.shape), None)
             return
@@ -187,14 +187,14 @@ class Machine:
         all_values.reshape(-1)[threads] = values
         self.set_register(name, all_values, mask)
 
-    def select_programs(self, mask: Mask) -> Array:
+    def find_programs(self, mask: Mask) -> Array:
         """Return whether each program is in a mask, which must have all or none of its threads."""
         threads = np.broadcast_to(True if mask is None else mask, self.shape)
         if (threads.any(1) != threads.all(1)).any():
             raise Fault("some threads of a program do not arrive")
         return threads[:, 0]
 
-    def warp_ids(self, mask: Mask) -> Ints:
+    def list_warps(self, mask: Mask) -> Ints:
         """Return the indices of the warps in a mask, which must contain all of their threads."""
         if mask is None:
             return np.arange(math.prod(self.shape) // 32)
@@ -208,12 +208,12 @@ class Machine:
         return np.broadcast_to(x, self.shape).reshape(-1, 32)[warps]
 
     def set_warps(self, name: str, values: Array, warps: Ints, mask: Mask) -> None:
-        """Overwrite a register of some warps with values `[warps, 32]`."""
+        """Set a register of some warps to values `[warps, 32]`."""
         threads = (warps[:, None] * 32 + np.arange(32)).reshape(-1)
         self.scatter(name, np.ascontiguousarray(values).reshape(-1), threads, mask)
 
-    def program_ids_of(self, threads: Ints) -> Ints:
-        """Return the index in the launch of each thread's program."""
+    def find_program_ids(self, threads: Ints) -> Ints:
+        """Return the index of each thread's program in the launch."""
         return self.program_ids[threads // self.shape[1]]
 
 
@@ -244,13 +244,11 @@ def execute(
     parameters = np.array(arguments, np.uint64)
     program_ids = np.arange(grid[0] * grid[1] * grid[2])
     num_executed = 0
-    for batch in _split_batches(program_ids, max(1, MAX_THREADS // program.num_threads)):
+    num_programs = max(1, MAX_THREADS // program.num_threads)
+    for start in range(0, len(program_ids), num_programs):
+        batch = program_ids[start : start + num_programs]
         machine = Machine(program, steps, parameters, grid, batch, memory, shared_size)
         machine.run()
         num_executed += machine.num_executed
     memory.check_order()
     return num_executed
-
-
-def _split_batches(program_ids: Ints, size: int) -> list[Ints]:
-    return [program_ids[i : i + size] for i in range(0, len(program_ids), size)]

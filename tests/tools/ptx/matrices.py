@@ -1,4 +1,4 @@
-"""Compile matrix instructions of one or four warps, whose threads hold parts of the matrices."""
+"""Compile matrix instructions of one or four warps, whose threads hold elements of matrices."""
 
 import re
 from collections.abc import Callable
@@ -8,18 +8,18 @@ import numpy as np
 
 from .machine import Machine, Mask, Product, Step
 from .memory import Array, Fault, Ints
-from .operands import REG_TYPES, make_address_reader, make_reader, register_names
+from .operands import REG_TYPES, list_registers, make_address_reader, make_reader
 from .operations import from_bfloat16
 from .parse import Instruction, Program
 
 
 def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
-    names, src = register_names(instruction.operands[0]), instruction.operands[1]
+    names, src = list_registers(instruction.operands[0]), instruction.operands[1]
     read_addresses, num_matrices = make_address_reader(src, program), len(names)
     is_transposed = "trans" in instruction.opcode
 
     def load(machine: Machine, mask: Mask) -> None:
-        warps = machine.warp_ids(mask)
+        warps = machine.list_warps(mask)
         addresses = machine.select_warps(read_addresses(machine), warps)[:, : 8 * num_matrices]
         threads = warps[:, None] * 32 + np.arange(8 * num_matrices)
         rows = machine.shared.load(threads.reshape(-1), addresses.reshape(-1), 4, 4)
@@ -34,13 +34,13 @@ def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
 
 
 def _make_stmatrix(instruction: Instruction, program: Program) -> Step:
-    dst, names = instruction.operands[0], register_names(instruction.operands[1])
+    dst, names = instruction.operands[0], list_registers(instruction.operands[1])
     read_addresses, num_matrices = make_address_reader(dst, program), len(names)
     readers = [make_reader(name, REG_TYPES[32], program) for name in names]
     is_transposed = "trans" in instruction.opcode
 
     def store(machine: Machine, mask: Mask) -> None:
-        warps = machine.warp_ids(mask)
+        warps = machine.list_warps(mask)
         addresses = machine.select_warps(read_addresses(machine), warps)[:, : 8 * num_matrices]
         threads = warps[:, None] * 32 + np.arange(8 * num_matrices)
         words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 1)
@@ -61,30 +61,31 @@ _TO_FLOAT32 = {
 
 
 def _make_mma(instruction: Instruction, program: Program) -> Step:
-    """Compile a matrix product by one warp, whose threads hold parts of the matrices.
+    """Compile a matrix product by one warp, whose threads hold elements of the matrices.
 
     Four threads hold a row of A or a column of B. Products are exact. Their sums are rounded to
     float32, in a different order than on tensor cores.
     """
-    dst, a, b, c = (register_names(x) for x in instruction.operands)
+    dst, a, b, c = (list_registers(x) for x in instruction.operands)
     shape, dtype = instruction.opcode[3], instruction.opcode[7]
     depth = {"m16n8k16": 16, "m16n8k8": 8}[shape]
     assert instruction.opcode[4:6] == ("row", "col"), instruction.text
     readers = [[make_reader(x, REG_TYPES[32], program) for x in names] for names in (a, b, c)]
-    convert, per_word = _TO_FLOAT32[dtype], 1 if dtype == "tf32" else 2
+    convert, values_per_word = _TO_FLOAT32[dtype], 1 if dtype == "tf32" else 2
 
     def multiply(machine: Machine, mask: Mask) -> None:
-        warps = machine.warp_ids(mask)
+        warps = machine.list_warps(mask)
         words = [
             np.stack([machine.select_warps(read(machine), warps) for read in operand], 2)
             for operand in readers
         ]  # [warps, 32, words]
-        x = _gather_rows(convert(words[0]), depth)
-        y = convert(words[1]).reshape(len(warps), 8, 4, 2, per_word)  # column, row, half
-        product = x @ y.transpose(0, 3, 2, 4, 1).reshape(len(warps), depth, 8)
-        total = _distribute(product) + words[2].view(np.float32)
+        a_matrix = _gather_rows(convert(words[0]), depth)
+        # The axes after the warps are column, row, half of the rows, and value of a word.
+        columns = convert(words[1]).reshape(len(warps), 8, 4, 2, values_per_word)
+        b_matrix = columns.transpose(0, 3, 2, 4, 1).reshape(len(warps), depth, 8)
+        sums = _distribute(a_matrix @ b_matrix) + words[2].view(np.float32)
         for i, name in enumerate(dst):
-            machine.set_warps(name, total[:, :, i].view(np.uint32), warps, mask)
+            machine.set_warps(name, sums[:, :, i].view(np.uint32), warps, mask)
 
     return multiply
 
@@ -92,18 +93,20 @@ def _make_mma(instruction: Instruction, program: Program) -> Step:
 def _gather_rows(values: Array, depth: int) -> Array:
     """Return A, `[warps, 16, depth]`, from the values of threads, `[warps, 32, values]`.
 
-    The first words belong to rows 8 apart, and the next words to the second half of the columns.
+    The first two words of a thread belong to rows 8 apart, and the next two to the second half of
+    the columns.
     """
-    n = len(values)
-    parts = values.reshape(n, 8, 4, 2, 2, -1)  # row, column, half of columns, of rows, element
-    return parts.transpose(0, 4, 1, 3, 2, 5).reshape(n, 16, depth)
+    # The axes after the warps are row, column, half of the columns, half of the rows, and element.
+    values = values.reshape(len(values), 8, 4, 2, 2, -1)
+    return values.transpose(0, 4, 1, 3, 2, 5).reshape(len(values), 16, depth)
 
 
 def _distribute(product: Array) -> Array:
     """Return the threads' values, `[warps, 32, values]`, of a product `[warps, 16, columns]`."""
-    n, _, columns = product.shape
-    parts = product.reshape(n, 2, 8, columns // 8, 4, 2)  # half, row, 8 columns, pair, element
-    return np.ascontiguousarray(parts.transpose(0, 2, 4, 3, 1, 5)).reshape(n, 32, -1)
+    num_warps, _, num_columns = product.shape
+    # The axes after the warps are half of the rows, row, eight columns, pair, and element.
+    values = product.reshape(num_warps, 2, 8, num_columns // 8, 4, 2)
+    return np.ascontiguousarray(values.transpose(0, 2, 4, 3, 1, 5)).reshape(num_warps, 32, -1)
 
 
 def _make_wgmma(instruction: Instruction, program: Program) -> Step:
@@ -124,38 +127,38 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
     num_columns, depth = int(sizes[1]), int(sizes[2])
     dtype = instruction.opcode[6]
     dst, a, b, *flags = instruction.operands
-    dst = register_names(dst)
-    a_in_registers = isinstance(a, tuple)
-    bits = 32 if a_in_registers else 64
-    readers = [make_reader(x, REG_TYPES[bits], program) for x in register_names(a)]
+    dst = list_registers(dst)
+    is_a_in_registers = isinstance(a, tuple)
+    bits = 32 if is_a_in_registers else 64
+    readers = [make_reader(x, REG_TYPES[bits], program) for x in list_registers(a)]
     read_b = make_reader(b, REG_TYPES[64], program)
     read_accumulates = make_reader(flags[0], REG_TYPES[1], program)
-    transposed = [x == "1" for x in flags[3:]]
+    are_transposed = [x == "1" for x in flags[3:]]
     convert, size = _TO_FLOAT32[dtype], 4 if dtype == "tf32" else 2
 
     def load(machine: Machine, descriptors: Array, groups: Ints, rows: int, trans: bool) -> Any:
-        addresses = _find_addresses(descriptors, rows, depth, size, trans)
-        programs = groups * 128 // machine.shape[1]
-        programs = np.broadcast_to(programs[:, None, None], addresses.shape)
+        addresses = _find_addresses(descriptors, rows, depth, size, is_transposed=trans)
+        programs = (groups * 128 // machine.shape[1])[:, None, None]
+        programs = np.broadcast_to(programs, addresses.shape)
         values, grains = machine.shared.begin_product(programs, addresses, size)
         return convert(values if size == 4 else values.view(np.uint16)), grains
 
     def multiply(machine: Machine, mask: Mask) -> None:
-        warps = machine.warp_ids(mask)
+        warps = machine.list_warps(mask)
         groups = warps[::4] // 4
         if (warps.reshape(-1, 4) != groups[:, None] * 4 + np.arange(4)).any():
             raise Fault("some of the four warps of a group do not arrive")
-        if a_in_registers:
+        if is_a_in_registers:
             words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 2)
-            x, a_grains = _gather_rows(convert(words), depth), []
+            a_matrices, a_grains = _gather_rows(convert(words), depth), []
         else:
             descriptors = machine.select_warps(readers[0](machine), warps)[::4, 0]
-            x, grains = load(machine, descriptors, groups, 64, transposed[0])
-            x, a_grains = x.reshape(-1, 16, depth), [grains]
+            a_matrices, grains = load(machine, descriptors, groups, 64, are_transposed[0])
+            a_matrices, a_grains = a_matrices.reshape(-1, 16, depth), [grains]
         descriptors = machine.select_warps(read_b(machine), warps)[::4, 0]
-        b_transposed = bool(transposed) and transposed[-1]
-        y, grains = load(machine, descriptors, groups, num_columns, b_transposed)
-        product = _distribute(x @ np.repeat(y.transpose(0, 2, 1), 4, 0))
+        is_b_transposed = bool(are_transposed) and are_transposed[-1]
+        columns, grains = load(machine, descriptors, groups, num_columns, is_b_transposed)
+        product = _distribute(a_matrices @ np.repeat(columns.transpose(0, 2, 1), 4, 0))
         accumulates = machine.select_warps(read_accumulates(machine), warps)
         for i, name in enumerate(dst):
             result = machine.unfinished_results.pop(name, None)
@@ -174,7 +177,7 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
 
 
 def _find_addresses(
-    descriptors: Array, rows: int, depth: int, size: int, is_transposed: bool
+    descriptors: Array, rows: int, depth: int, size: int, *, is_transposed: bool
 ) -> Ints:
     """Return the shared-memory addresses, `[n, rows, depth]`, of matrices with these descriptors.
 

@@ -1,4 +1,4 @@
-"""Models of global and shared memory that check each access of a launch before they perform it.
+"""Models of global and shared memory, which check each access of a launch before it happens.
 
 Global memory is the memory of the process. An access must lie in a tensor of the launch, and the
 result must not depend on the order in which programs run. No kernel has fences or atomics, so no
@@ -25,7 +25,7 @@ class Fault(AssertionError):
 
 
 class _ProcessMemory:
-    """All memory of the process, as an array for numpy."""
+    """The memory of the process as an array of `size`-byte integers, for numpy."""
 
     def __init__(self, size: int) -> None:
         self.__array_interface__ = {
@@ -43,34 +43,34 @@ class GlobalMemory:
             if x.numel():
                 last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
                 spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
-        merged: list[tuple[int, int]] = []
+        merged_spans: list[tuple[int, int]] = []
         for begin, end in sorted(spans):
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            if merged_spans and begin <= merged_spans[-1][1]:
+                merged_spans[-1] = merged_spans[-1][0], max(end, merged_spans[-1][1])
             else:
-                merged.append((begin, end))
-        self._span_begins = np.array([0, *(begin for begin, _ in merged)])
-        self._span_ends = np.array([0, *(end for _, end in merged)])
+                merged_spans.append((begin, end))
+        self._span_begins = np.array([0, *(begin for begin, _ in merged_spans)])
+        self._span_ends = np.array([0, *(end for _, end in merged_spans)])
         self._views = {n: np.asarray(_ProcessMemory(n)) for n in (1, 2, 4, 8)}
-        self._loads: dict[int, list[Ints]] = {}  # by size: program << 48 | address
+        self._loads: dict[int, list[Ints]] = {}  # program << 48 | address, by bytes of a load
         self._stores: list[Ints] = []
         self._num_loads = 0
 
     def load(self, addresses: Ints, size: int, count: int, programs: Ints) -> Array:
         """Return `[n, count]` values of `size` bytes from the addresses `[n]`."""
-        self._check(addresses, size * count)
+        self._check_access(addresses, size * count)
         self._loads.setdefault(size * count, []).append(programs << 48 | addresses)
         self._num_loads += len(addresses)
         if self._num_loads > 1 << 20:
             self._loads = {n: [np.unique(np.concatenate(x))] for n, x in self._loads.items()}
             self._num_loads = 0
-        return self._views[size][self._index(addresses, size, count)]
+        return self._views[size][self._find_indices(addresses, size, count)]
 
     def store(self, addresses: Ints, values: Array, programs: Ints) -> None:
         """Store `[n, count]` values at the addresses `[n]`."""
         count, size = values.shape[1], values.itemsize
-        self._check(addresses, size * count)
-        self._views[size][self._index(addresses, size, count)] = values
+        self._check_access(addresses, size * count)
+        self._views[size][self._find_indices(addresses, size, count)] = values
         keys = (programs << 48 | addresses)[:, None] + np.arange(size * count)
         self._stores.append(keys.reshape(-1))
 
@@ -94,10 +94,10 @@ class GlobalMemory:
                 if (programs[stores] != loading_programs[is_shared]).any():
                     raise Fault("a program loads a byte that another program stores")
 
-    def _index(self, addresses: Ints, size: int, count: int) -> Ints:
+    def _find_indices(self, addresses: Ints, size: int, count: int) -> Ints:
         return ((addresses - _FIRST_ADDRESS) // size)[:, None] + np.arange(count)
 
-    def _check(self, addresses: Ints, size: int) -> None:
+    def _check_access(self, addresses: Ints, size: int) -> None:
         spans = np.searchsorted(self._span_begins, addresses, side="right") - 1
         is_outside = addresses + size > self._span_ends[spans]
         if is_outside.any():
@@ -176,21 +176,21 @@ class SharedMemory:
             load_states[contested] = warp_state
             load_states[contested[load_states[contested] != warp_state]] = _SEVERAL_WARPS
             load_states[grains[new_states == _SEVERAL_WARPS]] = _SEVERAL_WARPS
-        return self._view(size)[self._index(threads, addresses, size, count)]
+        return self._view_as(size)[self._find_indices(threads, addresses, size, count)]
 
     def store(self, threads: Ints, addresses: Ints, values: Array) -> None:
         """Store `[n, count]` values of the threads `[n]`."""
         count, size = values.shape[1], values.itemsize
         grains, thread_state, synced_state = self._locate(threads, addresses, size * count)
         self._check_writable(grains, thread_state, synced_state)
-        view, index = self._view(size), self._index(threads, addresses, size, count)
+        view, indices = self._view_as(size), self._find_indices(threads, addresses, size, count)
         store_states = self.store_states.reshape(-1)
         old_states = store_states[grains]
         is_foreign = (old_states > 0) & (old_states != thread_state) & (old_states != synced_state)
-        if is_foreign.any() and _any_differ(view[index], values):
+        if is_foreign.any() and _any_differ(view[indices], values):
             raise Fault("a thread overwrites another thread's store without a barrier")
-        view[index] = values
-        if _any_differ(view[index], values):
+        view[indices] = values
+        if _any_differ(view[indices], values):
             raise Fault("two threads store different values at one address")
         store_states[grains] = thread_state
         self.is_hidden.reshape(-1)[grains] = True
@@ -208,7 +208,7 @@ class SharedMemory:
     def end_copy(self, threads: Ints, addresses: Ints, values: Array) -> None:
         """Store the values of asynchronous copies, and unblock their destinations."""
         grains, thread_state, _ = self._locate(threads, addresses, values.shape[1])
-        self._view(1)[self._index(threads, addresses, 1, values.shape[1])] = values
+        self._view_as(1)[self._find_indices(threads, addresses, 1, values.shape[1])] = values
         self.store_states.reshape(-1)[grains] = thread_state
         self.is_hidden.reshape(-1)[grains] = True
 
@@ -230,7 +230,7 @@ class SharedMemory:
             raise Fault("a product reads a stored value without a fence")
         grains = np.unique(grains)
         self.load_states.reshape(-1)[grains] = _PRODUCT
-        return self._view(size)[(programs * self.size + addresses) // size], grains
+        return self._view_as(size)[(programs * self.size + addresses) // size], grains
 
     def end_products(self, finished: list[Ints], unfinished: list[Ints]) -> None:
         """Release the grains that finished products read. A store still needs a barrier."""
@@ -255,7 +255,7 @@ class SharedMemory:
                 )
                 states[is_inside] = _SYNCED + first_thread // 32
 
-    def select_programs(self, is_kept: Array) -> None:
+    def keep_programs(self, is_kept: Array) -> None:
         """Keep only the programs for which `is_kept` is True."""
         self.bytes, self.store_states, self.load_states, self.is_hidden = (
             x[is_kept] for x in (self.bytes, self.store_states, self.load_states, self.is_hidden)
@@ -287,9 +287,9 @@ class SharedMemory:
         if (self.store_states.reshape(-1)[grains] == _COPYING).any():
             raise Fault("a thread stores to the destination of an asynchronous copy")
 
-    def _index(self, threads: Ints, addresses: Ints, size: int, count: int) -> Ints:
+    def _find_indices(self, threads: Ints, addresses: Ints, size: int, count: int) -> Ints:
         first_index = (threads // self.threads_per_program * self.size + addresses) // size
         return first_index[:, None] + np.arange(count)
 
-    def _view(self, size: int) -> Array:
+    def _view_as(self, size: int) -> Array:
         return self.bytes.reshape(-1).view(f"u{size}")

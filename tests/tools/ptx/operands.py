@@ -49,8 +49,8 @@ def _read_register(machine: Machine, name: str) -> Array:
     return value
 
 
-def register_names(operand: Any) -> tuple[str, ...]:
-    """Return the names of a vector's registers, or a tuple of one name."""
+def list_registers(operand: Any) -> tuple[str, ...]:
+    """Return the names of a vector's registers, or the only name of a scalar operand."""
     return operand if isinstance(operand, tuple) else (operand,)
 
 

@@ -1,7 +1,7 @@
 """PTX arithmetic on NumPy arrays that hold one element per thread.
 
-Names, types and results follow the PTX ISA. The types of a function's arguments and result are in
-the `Operation` that `find_operation` returns.
+Names, types and results follow the PTX ISA. `find_operation` returns an `Operation`, which holds a
+function and the types of its arguments and its result.
 """
 
 import functools
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 _PRED = np.dtype(bool)
 _F32, _F16, _U64, _U32, _U16 = (np.dtype(x) for x in ("<f4", "<f2", "<u8", "<u4", "<u2"))
-# Formats that numpy lacks are represented by their bits.
+# Unsigned integers hold the bits of types that numpy lacks.
 TYPES = {"pred": _PRED, "f16": _F16, "f32": _F32, "f64": np.dtype("<f8"), "bf16": _U16} | {
     f"{kind}{8 * size}": np.dtype(f"{'i' if kind == 's' else 'u'}{size}")
     for kind in "bus"
@@ -44,21 +44,21 @@ class Operation(NamedTuple):
 def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     """Return the operation with this opcode, or None."""
     if "ftz" in opcode:
-        operation = find_operation(tuple(part for part in opcode if part != "ftz"))
+        operation = find_operation(tuple(x for x in opcode if x != "ftz"))
         assert operation is None or {operation.result, *operation.sources} == {_F32}, opcode
         return operation and operation._replace(
             compute=lambda *x: _flush_subnormals(operation.compute(*map(_flush_subnormals, x)))
         )
-    name, *parts = opcode
-    type_names = [part for part in parts if part in TYPES]
+    name, *qualifiers = opcode
+    type_names = [qualifier for qualifier in qualifiers if qualifier in TYPES]
     if name == "cvt":
-        return _find_conversion(parts, *type_names)
+        return _find_conversion(qualifiers, *type_names)
     if not type_names:
         return None
     dtype = TYPES[type_names[0]]
-    key = ".".join([name, *(part for part in parts if part in _MODIFIERS)])
+    key = ".".join([name, *(x for x in qualifiers if x in _KEY_QUALIFIERS)])
     if name == "setp":
-        compare = _COMPARISONS.get(parts[0]) if len(parts) == 2 else None
+        compare = _COMPARISONS.get(qualifiers[0]) if len(qualifiers) == 2 else None
         if compare is not None and type_names[0] == "bf16":
             compare_floats = compare
             compare = lambda a, b: compare_floats(from_bfloat16(a), from_bfloat16(b))  # noqa: E731
@@ -68,13 +68,13 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     if name in ("shl", "shr"):
         return Operation(_shift_left if name == "shl" else _shift_right, [dtype, _U32], dtype)
     if name == "shf":
-        assert parts[:2] == ["l", "wrap"], opcode
+        assert qualifiers[:2] == ["l", "wrap"], opcode
         return Operation(_shf, [dtype, dtype, _U32], dtype)
     if name == "bfe":
         return Operation(_bfe, [dtype, _U32, _U32], dtype)
     if name == "mov":
         return Operation(lambda x: x, [dtype], dtype)
-    if name in ("mul", "mad") and "wide" in parts:
+    if name in ("mul", "mad") and "wide" in qualifiers:
         wide_type = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
         sources = [dtype, dtype, *([wide_type] if name == "mad" else [])]
         return Operation(_multiply_wide, sources, wide_type)
@@ -92,7 +92,7 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     return Operation(compute, [dtype] * arity, dtype)
 
 
-_MODIFIERS = {"lo", "hi", "relu", "approx", "full"}
+_KEY_QUALIFIERS = {"lo", "hi", "relu", "approx", "full"}
 _UNARY = {"abs", "neg", "not", "ex2", "sqrt", "popc"}
 _COMPARISONS: dict[str, Callable[..., Array]] = {
     "eq": operator.eq, "ne": lambda a, b: (a < b) | (a > b) if a.dtype.kind == "f" else a != b,
@@ -251,21 +251,21 @@ def to_tf32(x: Array) -> Array:
     return np.where(np.isfinite(x), rounded.view(np.float32), x)
 
 
-def _pack_pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    """Return a function that packs two converted values, the second in the lower half."""
+def _pack_two(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    """Return a function that converts two values and packs them, the second in the lower half."""
     return lambda high, low: convert(high).astype(np.uint32) << 16 | convert(low)
 
 
-def _to_half(x: Array) -> Array:
+def _to_float16(x: Array) -> Array:
     return x.astype(np.float16).view(np.uint16)
 
 
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16)
-_E4M3_BITS = _E4M3.view(torch.int16).numpy().view(np.uint16)
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16)
+_E4M3_BITS = _E4M3_VALUES.view(torch.int16).numpy().view(np.uint16)
 
 
 def _from_e4m3x2(codes: Array) -> Array:
-    return _pack_pair(lambda x: _E4M3_BITS[x])(codes >> 8, codes & 0xFF)
+    return _pack_two(lambda x: _E4M3_BITS[x])(codes >> 8, codes & 0xFF)
 
 
 def _from_e5m2x2(codes: Array) -> Array:
@@ -285,7 +285,7 @@ def _to_integer(dtype: np.dtype[Any], rounding: Callable[[Array], Array]) -> Cal
 
 _ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 _CONVERSIONS: dict[tuple[str, ...], Callable[..., Array]] = {
-    ("rn", "bf16x2", "f32"): _pack_pair(to_bfloat16), ("rn", "f16x2", "f32"): _pack_pair(_to_half),
+    ("rn", "bf16x2", "f32"): _pack_two(to_bfloat16), ("rn", "f16x2", "f32"): _pack_two(_to_float16),
     ("rn", "bf16", "f32"): to_bfloat16, ("f32", "bf16"): from_bfloat16,
     ("rn", "f16", "f32"): lambda x: x.astype(np.float16), ("rna", "tf32", "f32"): to_tf32,
     ("f32", "f16"): lambda x: x.astype(np.float32), ("f64", "f32"): lambda x: x.astype(np.float64),
@@ -294,21 +294,20 @@ _CONVERSIONS: dict[tuple[str, ...], Callable[..., Array]] = {
 }  # fmt: skip
 
 
-def _find_conversion(parts: list[str], result_name: str, *type_names: str) -> Operation | None:
-    source = type_names[0] if type_names else result_name
-    result, dtype = TYPES[result_name], TYPES[source]
-    conversion = _CONVERSIONS.get(tuple(parts))
+def _find_conversion(
+    qualifiers: list[str], result_name: str, *source_names: str
+) -> Operation | None:
+    source_name = source_names[0] if source_names else result_name
+    result, source = TYPES[result_name], TYPES[source_name]
+    conversion = _CONVERSIONS.get(tuple(qualifiers))
     if conversion is not None:
-        return Operation(
-            conversion,
-            [dtype] * (2 if result_name in ("bf16x2", "f16x2") and dtype == _F32 else 1),
-            result,
-        )
-    if parts[0] in _ROUNDINGS and dtype == _F32:
-        if result == _F32:
-            return Operation(_ROUNDINGS[parts[0]], [dtype], result)
-        return Operation(_to_integer(result, _ROUNDINGS[parts[0]]), [dtype], result)
-    is_integer = dtype.kind in "iu" and source != "bf16"
-    if is_integer and (parts == [result_name, source] or parts == ["rn", "f32", source]):
-        return Operation(lambda x: x.astype(result), [dtype], result)
+        num_sources = 2 if result_name in ("bf16x2", "f16x2") and source == _F32 else 1
+        return Operation(conversion, [source] * num_sources, result)
+    rounding = _ROUNDINGS.get(qualifiers[0])
+    if rounding is not None and source == _F32:
+        compute = rounding if result == _F32 else _to_integer(result, rounding)
+        return Operation(compute, [source], result)
+    is_integer = source.kind in "iu" and source_name != "bf16"
+    if is_integer and qualifiers in ([result_name, source_name], ["rn", "f32", source_name]):
+        return Operation(lambda x: x.astype(result), [source], result)
     return None

@@ -13,7 +13,7 @@ class Instruction(NamedTuple):
     """A parsed instruction.
 
     Attributes:
-        opcode: Parts of the opcode, such as ("add", "s32").
+        opcode: The opcode, split at its dots, such as ("add", "s32").
         operands: Registers, numbers and symbols as they are written. Vectors are tuples.
         guard: Name of the register with the predicate, or "" if all threads execute it.
         is_negated: Whether the guard is negated, so that a thread executes it if the predicate is
@@ -68,7 +68,7 @@ def parse(text: str) -> Program:
     parameters = _PARAMETER.findall(header[2].strip())
     symbols = {"global_smem": 0, **{name: 8 * i for i, name in enumerate(parameters)}}
     register_widths: dict[str, int] = {}
-    # Blocks of inline assembly may declare registers of the same names.
+    # Several blocks of inline assembly may declare registers with the same names.
     scopes: ChainMap[str, str] = ChainMap()
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -111,12 +111,12 @@ def _parse_instruction(text: str, scopes: Mapping[str, str], source_line: str) -
     assert match is not None, f"expected an instruction, got {text!r}"
     negation, guard, opcode, operands_text = match.groups()
     operands: list[str | tuple[str, ...]] = []
-    for part in _OPERAND.findall(operands_text):
-        if part[0] == "{":
-            registers = (x.strip() for x in part[1:-1].split(","))
+    for operand in _OPERAND.findall(operands_text):
+        if operand[0] == "{":
+            registers = (x.strip() for x in operand[1:-1].split(","))
             operands.append(tuple(scopes.get(x, x) for x in registers))
         else:
-            operands.append(scopes.get(part, part))
+            operands.append(scopes.get(operand, operand))
     one_line = " ".join(text.split())
     return Instruction(
         tuple(opcode.split(".")), tuple(operands), scopes.get(guard or "", guard or ""),
