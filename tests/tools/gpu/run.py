@@ -1,10 +1,10 @@
 """`make gpu` runs the tests that need a GPU, and the benchmark, within nine minutes.
 
-The parts are a smoke test, compute-sanitizer, the tests of the kernels, the benchmark, and all
-other GPU tests, in this order. Each part has a time limit, and the logs name the tests that did not
-run. Logs and gpu.json go to the folder `--out`. The last line of the output is a JSON object. The
-exit code is the tests' exit code, or the benchmark's if the tests pass. Without a GPU nothing runs,
-and the exit code is 0. In a dry run, the limit of each part is half an hour.
+The parts of a run are a smoke test, compute-sanitizer, the tests of the kernels, the benchmark, and
+all other GPU tests, in this order. Each part has a time limit, and the logs name the tests that did
+not finish. Logs and gpu.json go to the folder `--out`. The last line of the output is a JSON
+object. The exit code is the tests' exit code, or the benchmark's if the tests pass. Without a GPU
+nothing runs, and the exit code is 0. In a dry run, the limit of each part is half an hour.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-# Limit of each part in seconds. With END_LIMIT for each part and IMPORT_LIMIT for torch's import,
-# the sum is at most TOTAL_LIMIT.
+# Time limit of each part in seconds. With END_SECONDS for each part and IMPORT_SECONDS for torch's
+# import, the sum is at most TOTAL_SECONDS.
 LIMITS = {
     "smoke": 25, "memcheck": 60, "racecheck": 55, "kernels": 70, "benchmark": 225, "table": 14,
     "gpu": 44,
 }  # fmt: skip
 # With --experiments, only the tests of the kernels and the benchmark run.
 EXPERIMENT_LIMITS = {"kernels": 80, "benchmark": 340, "table": 20}
-END_LIMIT, IMPORT_LIMIT, TOTAL_LIMIT = 5, 12, 540
+END_SECONDS, IMPORT_SECONDS, TOTAL_SECONDS = 5, 12, 540
 SANITIZER = "compute-sanitizer"
-GRACE_LIMIT = 15  # seconds that the benchmark may run past its own time limit
-DRY_LIMIT = 1800  # seconds of each part in a dry run
-INTERPRETED_BENCHMARK = """
+GRACE_SECONDS = 15  # time that the benchmark may run past the limit that it gets
+DRY_SECONDS = 1800  # limit of each part in a dry run
+INTERPRETED_BENCHMARK_SCRIPT = """
 from tests.helpers.interpreter import repair
 repair()
 from benchmarks.gpu.__main__ import main
@@ -46,8 +46,8 @@ def main() -> int:
     options = parse_arguments()
     gpu = get_gpu_name()
     if gpu is None and not options.dry:
-        print_line("No GPU: torch finds none, so nothing was run.")
-        print_line(json.dumps({"gpu": None}))
+        print("No GPU: torch finds none, so nothing was run.", flush=True)
+        print(json.dumps({"gpu": None}), flush=True)
         return 0
     # Parts run in the repository's folder, so paths must not be relative to the current folder.
     out: Path = options.out.resolve()
@@ -57,26 +57,26 @@ def main() -> int:
         (out / name).unlink(missing_ok=True)
     limits = EXPERIMENT_LIMITS if options.experiments else LIMITS
     if options.dry:
-        limits = dict.fromkeys(limits, DRY_LIMIT)
+        limits = dict.fromkeys(limits, DRY_SECONDS)
     if options.dry and gpu is None:
         # Kernels run in Triton's interpreter, with the repairs of the tests.
         os.environ["TRITON_INTERPRET"] = "1"
-    codes = [0]
+    exit_codes = [0]
     if "smoke" in limits:
-        codes.append(run_smoke("smoke", [], out, limits["smoke"]))
+        exit_codes.append(run_smoke("smoke", [], out, limits["smoke"]))
     for check in ("memcheck", "racecheck"):
         if check in limits and shutil.which(SANITIZER):
             tool = [SANITIZER, "--tool", check, "--error-exitcode", "1"]
-            codes.append(run_smoke(check, tool, out, limits[check]))
-    kernels = sorted(str(path) for path in ROOT.glob("tests/ops/test_kernels_*.py"))
-    codes.append(run_tests("kernels", options.tests or kernels, out, limits["kernels"]))
+            exit_codes.append(run_smoke(check, tool, out, limits[check]))
+    kernel_tests = sorted(str(path) for path in ROOT.glob("tests/ops/test_kernels_*.py"))
+    exit_codes.append(run_tests("kernels", options.tests or kernel_tests, out, limits["kernels"]))
     benchmark_code = run_benchmark(options, out, limits)
     if "gpu" in limits:
-        other_tests = ["-m", "gpu", *(f"--ignore={path}" for path in kernels)]
-        codes.append(run_tests("gpu", other_tests, out, limits["gpu"]))
-    report = {"gpu": gpu, "tests_exit_code": max(codes), "benchmark_exit_code": benchmark_code}
-    print_line(json.dumps(read_summary(out / "gpu.json") | report))
-    return max(codes) or benchmark_code
+        other_tests = ["-m", "gpu", *(f"--ignore={path}" for path in kernel_tests)]
+        exit_codes.append(run_tests("gpu", other_tests, out, limits["gpu"]))
+    report = {"gpu": gpu, "tests_exit_code": max(exit_codes), "benchmark_exit_code": benchmark_code}
+    print(json.dumps(read_summary(out / "gpu.json") | report), flush=True)
+    return max(exit_codes) or benchmark_code
 
 
 @functools.cache
@@ -96,15 +96,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] = ()) -> int:
     """Run Python with the repository on its path. Return the exit code, or 124 after a timeout.
 
-    `tool` is a command that Python runs under, such as compute-sanitizer.
+    Args:
+        command: Arguments of Python.
+        log: File that gets the output.
+        limit: Time limit in seconds.
+        tool: Command that runs Python, such as compute-sanitizer with its options.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Tests use deterministic algorithms, for which cuBLAS needs a workspace.
@@ -120,35 +119,35 @@ def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] 
             stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            code = process.wait(limit)
+            exit_code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            code = 124
+            exit_code = 124
             # After an interrupt, pytest still prints the failures up to then.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_LIMIT - 1)
+                process.wait(END_SECONDS - 1)
             file.write(f"\nended after {limit:.0f} seconds\n")
         finally:
             # Child processes must also end, because a kernel that hangs would block the GPU.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    print_line(f"({time.monotonic() - start:.0f} s, exit code {code}, {log})")
-    return code
+    print(f"({time.monotonic() - start:.0f} s, exit code {exit_code}, {log})", flush=True)
+    return exit_code
 
 
 def run_smoke(name: str, tool: list[str], out: Path, limit: float) -> int:
-    print_line(f"== {name}")
+    print(f"== {name}", flush=True)
     log = out / f"{name}.log"
-    options = ["tiny"] if tool else []
-    code = run_python(["-W", "ignore", "-m", "tests.tools.gpu.smoke", *options], log, limit, tool)
-    print_line(read_tail(log, 14 if code else 4))
-    return abs(code)
+    command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", *(["tiny"] if tool else [])]
+    exit_code = run_python(command, log, limit, tool)
+    print(read_tail(log, 14 if exit_code else 4), flush=True)
+    return abs(exit_code)
 
 
 def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
     """Return pytest's exit code, or 0 if no test was selected."""
-    print_line(f"== tests: {name}")
+    print(f"== tests: {name}", flush=True)
     options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     options += ["-p", "tests.tools.gpu.unfinished"]
     if importlib.util.find_spec("xdist"):
@@ -160,29 +159,29 @@ def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
     # If a kernel hangs, the log shows the stack of its test.
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"
-    code = run_python(["-m", "pytest", *options, *arguments], log, limit)
-    print_line(read_tail(log, 40 if code == 124 else 14))
-    return 0 if code == 5 else abs(code)
+    exit_code = run_python(["-m", "pytest", *options, *arguments], log, limit)
+    print(read_tail(log, 40 if exit_code == 124 else 14), flush=True)
+    return 0 if exit_code == 5 else abs(exit_code)
 
 
 def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]) -> int:
-    print_line("== benchmark")
+    print("== benchmark", flush=True)
     command = ["-m", "benchmarks.gpu"]
     if options.dry and get_gpu_name() is None:
-        command = ["-c", INTERPRETED_BENCHMARK]
+        command = ["-c", INTERPRETED_BENCHMARK_SCRIPT]
     results, log = out / "gpu.json", out / "benchmark.log"
-    time_limit = options.seconds or limits["benchmark"] - GRACE_LIMIT
+    time_limit = options.seconds or limits["benchmark"] - GRACE_SECONDS
     arguments = ["--seconds", str(time_limit), "--json", str(results)]
     arguments += ["--dry"] * options.dry + ["--experiments"] * options.experiments
-    exit_code = run_python([*command, *arguments], log, time_limit + GRACE_LIMIT)
+    exit_code = run_python([*command, *arguments], log, time_limit + GRACE_SECONDS)
     if exit_code:
-        print_line(read_tail(log))
+        print(read_tail(log), flush=True)
     if results.exists():
         # The file exists even if the benchmark was stopped.
-        table = out / "table.log"
-        if run_python([*command, "--from", str(results)], table, limits["table"]):
+        table_log = out / "table.log"
+        if run_python([*command, "--from", str(results)], table_log, limits["table"]):
             exit_code = exit_code or 1
-        print_line(table.read_text())
+        print(table_log.read_text(), flush=True)
     return abs(exit_code)
 
 

@@ -1,4 +1,4 @@
-"""Print versions, and compare decode calls with the reference: `python -m tests.tools.gpu.smoke`.
+"""Print versions, and compare a decode call with the reference: `python -m tests.tools.gpu.smoke`.
 
 With the argument `tiny`, every kind of kernel runs on tiny shapes, for compute-sanitizer.
 """
@@ -25,7 +25,7 @@ LATENT_HEADS = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
 def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
-    """Return the error of attention over scattered pages, which a plan may split."""
+    """Return the error of attention over scattered pages, whose sequences a plan may split."""
     [pages] = make_layer_pages(stage, fmt, case, 1, 8)
     query = make_query(stage, case)
     make_plan, plan, lengths = make_plan_step(stage, case, "triton")
@@ -34,20 +34,20 @@ def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
 
 
 def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
-    """Return the error of a growing cache after three steps that each write, plan and attend."""
+    """Return the error of a growing cache after three steps, which write, plan and attend."""
     case = Case((130, 130), HEADS)
-    steps = CacheSteps(stage, fmt, case, 2, "triton", preallocated=False)
+    cache_steps = CacheSteps(stage, fmt, case, 2, "triton", preallocated=False)
     for _ in range(3):
         for layer in range(2):
-            output = steps.step(layer)
+            output = cache_steps.step(layer)
     final_case = Case((132, 132), HEADS)
-    return check_output(output, steps.query, pages_of(steps.key), final_case)
+    return check_output(output, cache_steps.query, pages_of(cache_steps.key), final_case)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tiny", nargs="?", choices=["tiny"])
-    is_tiny = parser.parse_args().tiny
+    is_tiny = parser.parse_args().tiny == "tiny"
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.helpers.interpreter import repair
 

@@ -27,10 +27,10 @@ def test_all_parts_fit_into_nine_minutes():
     parts = ["smoke", "memcheck", "racecheck", "kernels", "benchmark", "table", "gpu"]
     assert list(run.LIMITS) == parts
     for limits in (run.LIMITS, run.EXPERIMENT_LIMITS):
-        end_limits = len(limits) * run.END_LIMIT
-        assert sum(limits.values()) + end_limits + run.IMPORT_LIMIT <= run.TOTAL_LIMIT == 540
-    seconds = run.LIMITS["benchmark"] - run.GRACE_LIMIT
-    assert sum(FULL.weights.values()) + COMPILE_SECONDS == seconds
+        end_seconds = len(limits) * run.END_SECONDS
+        assert sum(limits.values()) + end_seconds + run.IMPORT_SECONDS <= run.TOTAL_SECONDS == 540
+    benchmark_seconds = run.LIMITS["benchmark"] - run.GRACE_SECONDS
+    assert sum(FULL.weights.values()) + COMPILE_SECONDS == benchmark_seconds
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_all_parts_fit_into_nine_minutes():
 def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, failing_part, code):
     result = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
 
-    def fake_run_python(command, log, seconds, tool=()):
+    def fake_run_python(command, log, limit, tool=()):
         log.write_text("the log\n")
         logs.append(log.stem)
         if "tests.tools.gpu.smoke" in command:
@@ -64,22 +64,22 @@ def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, 
     assert summary["goals"]
 
 
-@pytest.mark.parametrize(("source", "code"), [("test", 2), ("plugin", 3)])
-def test_the_log_names_failures_and_unfinished_tests(tmp_path, source, code):
-    """An interrupt may come during a test, or break a plugin."""
+@pytest.mark.parametrize(("place", "exit_code"), [("test", 2), ("plugin", 3)])
+def test_the_log_names_failures_and_unfinished_tests(tmp_path, place, exit_code):
+    """An interrupt may come during a test, or in a plugin, which then raises an error."""
     test_file = tmp_path / "test_ended.py"
     test_file.write_text(
         "def test_bad(): assert 1 == 2\n"
-        f"def test_ends(): {'raise KeyboardInterrupt' if source == 'test' else 'pass'}\n"
+        f"def test_ends(): {'raise KeyboardInterrupt' if place == 'test' else 'pass'}\n"
         "def test_late(): pass\n"
     )
-    if source == "plugin":
+    if place == "plugin":
         (tmp_path / "conftest.py").write_text(
             "def pytest_runtest_protocol(item): assert item.name != 'test_ends'\n"
         )
     options = ["-m", "pytest", "-p", "tests.tools.gpu.unfinished", "-p", "no:cacheprovider", "-q"]
     options += [str(test_file), "--rootdir", str(tmp_path)]
-    assert run.run_python(options, tmp_path / "log", 600) == code
+    assert run.run_python(options, tmp_path / "log", 600) == exit_code
     log = (tmp_path / "log").read_text()
     assert "failed: test_ended.py::test_bad" in log
     assert "not finished: 2 of test_ended.py" in log
@@ -97,7 +97,7 @@ def test_a_tool_runs_python_without_cached_memory(tmp_path):
 
 
 def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
-    """A later test passes in a new process, after the first process has lost the GPU."""
+    """After a process has lost the GPU, the next test passes in a new process."""
     pytest.importorskip("xdist")
     # The processes import this file instead of torch, whose import takes seconds.
     (tmp_path / "torch.py").write_text("class cuda: is_initialized = lambda: False\n")
@@ -128,21 +128,21 @@ def test_child_processes_end_with_a_part(tmp_path, signal_number):
         "    pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
         "    time.sleep(600)\n"
     )
-    script = [sys.executable, "-m", "tests.tools.gpu.run", "--dry", str(test_file)]
+    command = [sys.executable, "-m", "tests.tools.gpu.run", "--dry", str(test_file)]
     with subprocess.Popen(
-        [*script, "--out", str(tmp_path / "out")], cwd=run.ROOT, stdout=subprocess.DEVNULL,
+        [*command, "--out", str(tmp_path / "out")], cwd=run.ROOT, stdout=subprocess.DEVNULL,
         # Background jobs of a shell ignore SIGINT, and their child processes inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
-        pid = tmp_path / "pid"
-        while not (pid.exists() and pid.read_text()):
+        pid_file = tmp_path / "pid"
+        while not (pid_file.exists() and pid_file.read_text()):
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal_number)
         assert process.wait() not in (0, None)
     while True:
         try:
-            os.kill(int(pid.read_text()), 0)
+            os.kill(int(pid_file.read_text()), 0)
         except ProcessLookupError:
             return
         time.sleep(0.1)

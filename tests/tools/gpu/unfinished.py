@@ -1,7 +1,7 @@
 """A pytest plugin that prints failures and unfinished tests when a run is interrupted.
 
-pytest-xdist waits for its processes before pytest prints its summary, and this may take too long.
-If a failed test lost the GPU, its process ends, and pytest-xdist starts a new process.
+pytest prints its summary after the processes of pytest-xdist have ended, which may take too long.
+If a failed test has lost the GPU, its process ends, and pytest-xdist starts a new process.
 """
 
 import os
@@ -15,31 +15,31 @@ class UnfinishedTests:
     """Collects test ids, results and failures, and prints them after an interrupt."""
 
     def __init__(self) -> None:
-        self.collected: set[str] = set()
-        self.finished: set[str] = set()
-        self.failed: list[str] = []
+        self.collected_ids: set[str] = set()
+        self.finished_ids: set[str] = set()
+        self.failure_texts: list[str] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.collected.update(item.nodeid for item in session.items)
+        self.collected_ids.update(item.nodeid for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self.collected.update(ids)
+        self.collected_ids.update(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            self.finished.add(report.nodeid)
+            self.finished_ids.add(report.nodeid)
         if report.failed:
-            self.failed.append(f"failed: {report.nodeid}\n{report.longreprtext[-1500:]}")
+            self.failure_texts.append(f"failed: {report.nodeid}\n{report.longreprtext[-1500:]}")
 
     def pytest_internalerror(self) -> None:
         # pytest reports an interrupt within a lock of pytest-xdist as an internal error.
         self.pytest_keyboard_interrupt()
 
     def pytest_keyboard_interrupt(self) -> None:
-        files = Counter(name.partition("::")[0] for name in self.collected - self.finished)
-        lines = [f"not finished: {n} of {file}" for file, n in sorted(files.items())]
-        sys.stdout.write("\n".join(["", *self.failed, *lines, ""]))
+        counts = Counter(x.partition("::")[0] for x in self.collected_ids - self.finished_ids)
+        lines = [f"not finished: {count} of {file}" for file, count in sorted(counts.items())]
+        sys.stdout.write("\n".join(["", *self.failure_texts, *lines, ""]))
         sys.stdout.flush()
 
 
