@@ -2,8 +2,8 @@
 
     python -m tests.tools.client_runs CLIENT URL TOKENIZER
 
-The command prints a JSON line for each run whose name contains the environment variable ONLY, or
-for all runs without it. `make clients` starts the server, and runs this command for every client in
+The command prints a JSON line for each run. The environment variable ONLY selects runs whose
+name contains its value. `make clients` starts the server, and runs this command for every client in
 the clients' environment. Each function imports the packages that it needs.
 """
 
@@ -15,14 +15,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 QUESTION = "What is the capital of France? Answer with one word."
 MESSAGES = [{"role": "user", "content": QUESTION}]
-PERSON = {
+PERSON_SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
     "required": ["name", "age"],
@@ -38,7 +39,7 @@ WEATHER_FUNCTION = {
         "additionalProperties": False,
     },
 }
-TOOL = {"type": "function", "function": WEATHER_FUNCTION}
+WEATHER_TOOL = {"type": "function", "function": WEATHER_FUNCTION}
 
 
 class Target(NamedTuple):
@@ -51,7 +52,7 @@ class Target(NamedTuple):
 
 Run = Callable[[Target], Any]
 CLIENTS: dict[str, dict[str, Run]] = {}  # the runs of each client, by name
-PACKAGES = {"lm-eval": "lm_eval"}  # of clients whose package has a different name
+PACKAGE_NAMES = {"lm-eval": "lm_eval"}  # if the package has a different name than the client
 
 
 def register(client: str) -> Callable[[Run], Run]:
@@ -83,17 +84,18 @@ def _openai__models(target: Target) -> None:
 
 @register("openai")
 def _openai__chat(target: Target) -> None:
-    result = _make_client(target).chat.completions.create(
+    completion = _make_client(target).chat.completions.create(
         model=target.model, messages=MESSAGES, max_completion_tokens=8, n=2, temperature=0.9,
         seed=3, logprobs=True, top_logprobs=2, presence_penalty=0.1, stop=["\n\n"], user="me",
         store=False, metadata={"a": "b"}, service_tier="auto",
     )  # fmt: skip
-    assert [choice.index for choice in result.choices] == [0, 1]
-    for choice in result.choices:
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    for choice in completion.choices:
         assert choice.message.role == "assistant"
         assert choice.finish_reason in ("length", "stop")
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
-    assert result.usage.total_tokens == result.usage.prompt_tokens + result.usage.completion_tokens
+    usage = completion.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
 @register("openai")
@@ -118,12 +120,13 @@ def _openai__streamed_chat(target: Target) -> None:
 @register("openai")
 def _openai__completions(target: Target) -> None:
     client = _make_client(target)
-    result = client.completions.create(
+    completion = client.completions.create(
         model=target.model, prompt=["One, two,", "Monday, Tuesday,"], max_tokens=4, n=2, echo=True,
         logprobs=2, temperature=0.5,
     )  # fmt: skip
-    assert [choice.text.split(",")[0] for choice in result.choices] == ["One"] * 2 + ["Monday"] * 2
-    logprobs = result.choices[0].logprobs
+    words = [choice.text.split(",")[0] for choice in completion.choices]
+    assert words == ["One", "One", "Monday", "Monday"]
+    logprobs = completion.choices[0].logprobs
     assert logprobs.token_logprobs[0] is None
     assert len(logprobs.tokens) == len(logprobs.text_offset) == len(logprobs.top_logprobs)
     chunks = client.completions.create(model=target.model, prompt=[5, 6], max_tokens=4, stream=True)
@@ -133,11 +136,11 @@ def _openai__completions(target: Target) -> None:
 @register("openai")
 def _openai__responses(target: Target) -> None:
     client = _make_client(target)
-    result = client.responses.create(
+    response = client.responses.create(
         model=target.model, input=QUESTION, instructions="Be brief.", max_output_tokens=8
     )
-    assert result.output_text
-    assert result.usage.input_tokens_details.cached_tokens >= 0
+    assert response.output_text
+    assert response.usage.input_tokens_details.cached_tokens >= 0
     with client.responses.stream(
         model=target.model, input=[{"role": "user", "content": QUESTION}], max_output_tokens=8
     ) as stream:
@@ -156,10 +159,10 @@ def _openai__structured_output(target: Target) -> None:
 
     client = _make_client(target)
     messages = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
-    result = client.chat.completions.parse(
+    completion = client.chat.completions.parse(
         model=target.model, messages=messages, response_format=Person, max_tokens=60
     )
-    assert isinstance(result.choices[0].message.parsed, Person)
+    assert isinstance(completion.choices[0].message.parsed, Person)
     response = client.responses.parse(
         model=target.model, input=messages, text_format=Person, max_output_tokens=60
     )
@@ -174,49 +177,49 @@ def _openai__structured_output(target: Target) -> None:
 def _openai__tools(target: Target) -> None:
     client = _make_client(target)
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-    for stream in (False, True):
+    for is_streamed in (False, True):
         options = {
-            "model": target.model, "messages": messages, "tools": [TOOL], "max_tokens": 60,
-            "tool_choice": "required" if stream else {
+            "model": target.model, "messages": messages, "tools": [WEATHER_TOOL], "max_tokens": 60,
+            "tool_choice": "required" if is_streamed else {
                 "type": "function", "function": {"name": "get_weather"},
             },
         }  # fmt: skip
-        if stream:
-            with client.chat.completions.stream(**options, parallel_tool_calls=False) as events:
-                result = events.get_final_completion()
+        if is_streamed:
+            with client.chat.completions.stream(**options, parallel_tool_calls=False) as stream:
+                completion = stream.get_final_completion()
         else:
-            result = client.chat.completions.create(**options)
-        (call,) = result.choices[0].message.tool_calls
-        assert result.choices[0].finish_reason == "tool_calls"
+            completion = client.chat.completions.create(**options)
+        (call,) = completion.choices[0].message.tool_calls
+        assert completion.choices[0].finish_reason == "tool_calls"
         assert call.function.name == "get_weather"
         assert "city" in json.loads(call.function.arguments)
     message = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    messages += [result.choices[0].message.model_dump(exclude_none=True), message]
-    final_result = client.chat.completions.create(
-        model=target.model, messages=messages, tools=[TOOL], max_tokens=16
+    messages += [completion.choices[0].message.model_dump(exclude_none=True), message]
+    final_completion = client.chat.completions.create(
+        model=target.model, messages=messages, tools=[WEATHER_TOOL], max_tokens=16
     )
-    assert final_result.choices[0].message.content
+    assert final_completion.choices[0].message.content
 
 
 @register("openai")
 def _openai__tools_of_responses(target: Target) -> None:
     client = _make_client(target)
-    tool, items = {"type": "function", **WEATHER_FUNCTION, "strict": True}, []
-    items.append({"role": "user", "content": "How is the weather in Paris?"})
+    tool, input_items = {"type": "function", **WEATHER_FUNCTION, "strict": True}, []
+    input_items.append({"role": "user", "content": "How is the weather in Paris?"})
     options = {"model": target.model, "tools": [tool], "max_output_tokens": 60}
-    result = client.responses.create(**options, input=items, tool_choice="required")
-    calls = [item for item in result.output if item.type == "function_call"]
+    response = client.responses.create(**options, input=input_items, tool_choice="required")
+    calls = [item for item in response.output if item.type == "function_call"]
     assert calls[0].name == "get_weather"
     with client.responses.stream(
-        **options, input=items, tool_choice={"type": "function", "name": "get_weather"}
+        **options, input=input_items, tool_choice={"type": "function", "name": "get_weather"}
     ) as stream:
         list(stream)
         last_response = stream.get_final_response()
     (call,) = [item for item in last_response.output if item.type == "function_call"]
     assert "city" in json.loads(call.arguments)
-    items += [item.model_dump(exclude_none=True) for item in last_response.output]
-    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
-    assert client.responses.create(**options, input=items).output_text
+    input_items += [item.model_dump(exclude_none=True) for item in last_response.output]
+    input_items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    assert client.responses.create(**options, input=input_items).output_text
 
 
 @register("openai")
@@ -225,17 +228,18 @@ def _openai__async_client(target: Target) -> None:
 
     async def send_requests() -> list[Any]:
         async with AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0) as client:
-            create = client.chat.completions.create
-            calls = (create(model=target.model, messages=MESSAGES, max_tokens=4) for _ in range(8))
-            return await asyncio.gather(*calls)
+            arguments = {"model": target.model, "messages": MESSAGES, "max_tokens": 4}
+            requests = (client.chat.completions.create(**arguments) for _ in range(8))
+            return await asyncio.gather(*requests)
 
-    assert len({result.choices[0].message.content for result in asyncio.run(send_requests())}) == 1
+    completions = asyncio.run(send_requests())
+    assert len({completion.choices[0].message.content for completion in completions}) == 1
 
 
 # -- langchain-openai ------------------------------------------------------------------------------
 
 
-def _make_chat(target: Target, **options: Any) -> Any:
+def _make_model(target: Target, **options: Any) -> Any:
     from langchain_openai import ChatOpenAI
 
     defaults = {"base_url": target.url, "api_key": "-", "model": target.model, "max_retries": 0}
@@ -244,21 +248,22 @@ def _make_chat(target: Target, **options: Any) -> Any:
 
 @register("langchain-openai")
 def _langchain__chat(target: Target) -> None:
-    chat = _make_chat(target, max_tokens=8, seed=5, logprobs=True)
-    result = chat.invoke([("system", "Be brief."), ("human", QUESTION)])
-    assert result.content
-    assert result.usage_metadata["output_tokens"] <= 8
-    assert result.response_metadata["logprobs"]["content"]
-    assert len(chat.batch([QUESTION, "Hello!"])) == 2
-    assert asyncio.run(chat.ainvoke(QUESTION)).content == chat.invoke(QUESTION).content
+    model = _make_model(target, max_tokens=8, seed=5, logprobs=True)
+    message = model.invoke([("system", "Be brief."), ("human", QUESTION)])
+    assert message.content
+    assert message.usage_metadata["output_tokens"] <= 8
+    assert message.response_metadata["logprobs"]["content"]
+    assert len(model.batch([QUESTION, "Hello!"])) == 2
+    assert asyncio.run(model.ainvoke(QUESTION)).content == model.invoke(QUESTION).content
 
 
 @register("langchain-openai")
 def _langchain__streamed_chat(target: Target) -> None:
-    chat = _make_chat(target, max_tokens=8, stream_usage=True)
-    chunks = list(chat.stream(QUESTION))
-    assert "".join(chunk.content for chunk in chunks) == chat.invoke(QUESTION).content
-    assert sum(x.usage_metadata["output_tokens"] for x in chunks if x.usage_metadata) <= 8
+    model = _make_model(target, max_tokens=8, stream_usage=True)
+    chunks = list(model.stream(QUESTION))
+    assert "".join(chunk.content for chunk in chunks) == model.invoke(QUESTION).content
+    usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert sum(usage["output_tokens"] for usage in usages) <= 8
 
 
 @register("langchain-openai")
@@ -271,8 +276,8 @@ def _langchain__completions(target: Target) -> None:
     )  # fmt: skip
     text = model.invoke("One, two, three,")
     assert text == "".join(model.stream("One, two, three,"))
-    result = model.generate(["One, two,", "Monday, Tuesday,"])
-    assert len(result.generations) == 2
+    completions = model.generate(["One, two,", "Monday, Tuesday,"])
+    assert len(completions.generations) == 2
     two_answers = OpenAI(
         base_url=target.url, api_key="-", model=target.model, max_tokens=6, n=2, best_of=2,
         logprobs=1, max_retries=0,
@@ -293,12 +298,12 @@ def _langchain__structured_output(target: Target) -> None:
 
     question = "Ann is 30 years old. Answer with her name and age in JSON."
     for method in ("json_schema", "function_calling"):
-        model = _make_chat(target).with_structured_output(Person, method=method)
+        model = _make_model(target).with_structured_output(Person, method=method)
         assert isinstance(model.invoke(question), Person), method
         assert isinstance(list(model.stream(question))[-1], Person), method
-    model = _make_chat(target).with_structured_output(Person, method="json_schema", strict=True)
+    model = _make_model(target).with_structured_output(Person, method="json_schema", strict=True)
     assert isinstance(model.invoke(question), Person)
-    model = _make_chat(target, max_tokens=120).with_structured_output(None, method="json_mode")
+    model = _make_model(target, max_tokens=120).with_structured_output(None, method="json_mode")
     assert isinstance(model.invoke(question), dict)
 
 
@@ -314,29 +319,29 @@ def _langchain__tools(target: Target) -> None:
 
     messages: list[Any] = [HumanMessage("How is the weather in Paris?")]
     for choice in ("any", "get_weather"):
-        result = (
-            _make_chat(target)
+        message = (
+            _make_model(target)
             .bind_tools([get_weather], tool_choice=choice, strict=True)
             .invoke(messages)
         )
-        assert result.tool_calls[0]["name"] == "get_weather"
-    for call in result.tool_calls:
+        assert message.tool_calls[0]["name"] == "get_weather"
+    for call in message.tool_calls:
         assert isinstance(get_weather.invoke(call), ToolMessage)
-    messages += [result, *(get_weather.invoke(call) for call in result.tool_calls)]
-    assert _make_chat(target).bind_tools([get_weather]).invoke(messages).content
+    messages += [message, *(get_weather.invoke(call) for call in message.tool_calls)]
+    assert _make_model(target).bind_tools([get_weather]).invoke(messages).content
 
 
 @register("langchain-openai")
 def _langchain__responses(target: Target) -> None:
-    chat = _make_chat(target, max_tokens=16, use_responses_api=True)
-    assert chat.invoke(QUESTION).text
-    assert "".join(chunk.text for chunk in chat.stream(QUESTION))
+    model = _make_model(target, max_tokens=16, use_responses_api=True)
+    assert model.invoke(QUESTION).text
+    assert "".join(chunk.text for chunk in model.stream(QUESTION))
 
 
 # -- litellm ---------------------------------------------------------------------------------------
 
 
-def _make_route(target: Target, provider: str = "openai") -> dict[str, Any]:
+def _make_options(target: Target, provider: str = "openai") -> dict[str, Any]:
     name = f"{provider}/{target.model}"
     return {"model": name, "api_base": target.url, "api_key": "-", "timeout": 300}
 
@@ -346,37 +351,37 @@ def _litellm__chat(target: Target) -> None:
     import litellm
 
     for provider in ("openai", "hosted_vllm", "litellm_proxy"):
-        result = litellm.completion(
-            **_make_route(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
+        completion = litellm.completion(
+            **_make_options(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
         )
-        assert result.choices[0].message.content
+        assert completion.choices[0].message.content
         chunks = litellm.completion(
-            **_make_route(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
+            **_make_options(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
             stream=True, stream_options={"include_usage": True},
         )  # fmt: skip
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        assert text == result.choices[0].message.content
+        assert text == completion.choices[0].message.content
 
 
 @register("litellm")
 def _litellm__async_chat(target: Target) -> None:
     import litellm
 
-    options = {**_make_route(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True}
-    result = asyncio.run(litellm.acompletion(**options, n=2))
-    assert len(result.choices) == 2
-    assert result.choices[0].logprobs.content
+    options = {**_make_options(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True}
+    completion = asyncio.run(litellm.acompletion(**options, n=2))
+    assert len(completion.choices) == 2
+    assert completion.choices[0].logprobs.content
 
 
 @register("litellm")
 def _litellm__completions(target: Target) -> None:
     import litellm
 
-    route = _make_route(target, "text-completion-openai")
-    options = {**route, "prompt": "One, two,", "max_tokens": 6}
-    result = litellm.text_completion(**options, temperature=0)
+    options = _make_options(target, "text-completion-openai")
+    options |= {"prompt": "One, two,", "max_tokens": 6}
+    completion = litellm.text_completion(**options, temperature=0)
     chunks = litellm.text_completion(**options, temperature=0, stream=True)
-    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == result.choices[0].text
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == completion.choices[0].text
 
 
 @register("litellm")
@@ -389,14 +394,14 @@ def _litellm__structured_output(target: Target) -> None:
         age: int
 
     messages = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
-    for fmt in (Person, {"type": "json_object"}):
-        options = {**_make_route(target), "messages": messages, "max_tokens": 400}
-        response = litellm.completion(**options, response_format=fmt, temperature=0)
-        if response.choices[0].finish_reason == "length":  # an object may have any length
-            assert fmt is not Person
+    for response_format in (Person, {"type": "json_object"}):
+        options = {**_make_options(target), "messages": messages, "max_tokens": 400}
+        completion = litellm.completion(**options, response_format=response_format, temperature=0)
+        if completion.choices[0].finish_reason == "length":  # an object may have any length
+            assert response_format is not Person
             continue
-        content = json.loads(response.choices[0].message.content)
-        assert fmt is not Person or Person(**content)
+        content = json.loads(completion.choices[0].message.content)
+        assert response_format is not Person or Person(**content)
 
 
 @register("litellm")
@@ -404,11 +409,11 @@ def _litellm__tools(target: Target) -> None:
     import litellm
 
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-    options = {**_make_route(target), "tools": [TOOL], "max_tokens": 60}
-    result = litellm.completion(**options, messages=messages, tool_choice="required")
-    calls = result.choices[0].message.tool_calls
+    options = {**_make_options(target), "tools": [WEATHER_TOOL], "max_tokens": 60}
+    completion = litellm.completion(**options, messages=messages, tool_choice="required")
+    calls = completion.choices[0].message.tool_calls
     messages += [
-        result.choices[0].message.model_dump(),
+        completion.choices[0].message.model_dump(),
         *(
             {"role": "tool", "tool_call_id": x.id, "name": x.function.name, "content": "sunny"}
             for x in calls
@@ -422,9 +427,9 @@ def _litellm__tools(target: Target) -> None:
 def _litellm__responses(target: Target) -> None:
     import litellm
 
-    result = litellm.responses(**_make_route(target), input=QUESTION, max_output_tokens=16)
-    assert result.output[0].content[0].text
-    options = {**_make_route(target), "input": QUESTION, "max_output_tokens": 8}
+    response = litellm.responses(**_make_options(target), input=QUESTION, max_output_tokens=16)
+    assert response.output[0].content[0].text
+    options = {**_make_options(target), "input": QUESTION, "max_output_tokens": 8}
     *_, last_event = litellm.responses(**options, stream=True)
     assert last_event.type in ("response.completed", "response.incomplete")
 
@@ -433,7 +438,7 @@ def _litellm__responses(target: Target) -> None:
 def _litellm__router(target: Target) -> None:
     from litellm import Router
 
-    deployment = {"model_name": "demo", "litellm_params": _make_route(target)}
+    deployment = {"model_name": "demo", "litellm_params": _make_options(target)}
     router = Router(model_list=[{**deployment} for _ in range(2)], num_retries=1)
     for _ in range(3):
         assert router.completion("demo", MESSAGES, max_tokens=4).choices[0].message.content
@@ -464,8 +469,8 @@ def _make_instructor_run(mode: str, **options: Any) -> Run:
             {"role": "user", "content": "Ann is 30 years old. Give her name and age."}
         ]}  # fmt: skip
         arguments |= {"max_output_tokens" if "RESPONSES" in mode else "max_tokens": 300}
-        result = client.create(response_model=person_class, **arguments, **options)
-        assert isinstance(result, person_class)
+        person = client.create(response_model=person_class, **arguments, **options)
+        assert isinstance(person, person_class)
 
     return run
 
@@ -485,18 +490,16 @@ CLIENTS["instructor"] = {
 
 @register("instructor")
 def _instructor__mode_PARALLEL_TOOLS(target: Target) -> None:
-    from collections.abc import Iterable
-
     import instructor
 
     person_class = _make_person_class()
     client = instructor.from_openai(_make_client(target), mode=instructor.Mode.PARALLEL_TOOLS)
-    result = client.create(
+    people = client.create(
         response_model=Iterable[person_class], model=target.model, max_tokens=200, max_retries=0,
         messages=[{"role": "user", "content": "Ann is 30 and Bob is 40. Call the tool for both."}],
         extra_body={"tool_choice": "required", "parallel_tool_calls": False},
     )  # fmt: skip
-    assert all(isinstance(item, person_class) for item in result)
+    assert all(isinstance(person, person_class) for person in people)
 
 
 @register("instructor")
@@ -515,6 +518,8 @@ def _instructor__streams(target: Target) -> None:
 
 # -- openai-agents ---------------------------------------------------------------------------------
 
+REQUESTED_CITIES: list[str] = []  # arguments of `get_weather`, in the order of its calls
+
 
 def _make_agent(target: Target, api: str, **options: Any) -> Any:
     from agents import (
@@ -532,7 +537,7 @@ def _make_agent(target: Target, api: str, **options: Any) -> Any:
     @function_tool
     def get_weather(city: str) -> str:
         """Return the weather of a city."""
-        TOOL_CALLS.append(city)
+        REQUESTED_CITIES.append(city)
         return f"It is sunny in {city}."
 
     client = AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0)
@@ -545,18 +550,15 @@ def _make_agent(target: Target, api: str, **options: Any) -> Any:
     )  # fmt: skip
 
 
-TOOL_CALLS: list[str] = []
-
-
 @register("openai-agents")
 def _agents__tools(target: Target) -> None:
     from agents import Runner
 
     for api in ("chat", "responses"):
-        TOOL_CALLS.clear()
+        REQUESTED_CITIES.clear()
         agent = _make_agent(target, api, settings={"tool_choice": "required"})
         result = Runner.run_sync(agent, "How is the weather in Paris?", max_turns=4)
-        assert TOOL_CALLS
+        assert REQUESTED_CITIES
         assert result.final_output, api
 
 
@@ -572,9 +574,9 @@ def _agents__streams(target: Target) -> None:
         return result.final_output
 
     for api in ("chat", "responses"):
-        TOOL_CALLS.clear()
+        REQUESTED_CITIES.clear()
         assert asyncio.run(run(api)), api
-        assert TOOL_CALLS
+        assert REQUESTED_CITIES
 
 
 @register("openai-agents")
@@ -643,10 +645,10 @@ def _llm__completion(target: Target) -> None:
 @register("llm")
 def _llm__schema(target: Target) -> None:
     with _configure_llm(target) as llm:
-        arguments = ("-m", "demo", "-o", "max_tokens", "60", "--schema", json.dumps(PERSON))
+        arguments = ("-m", "demo", "-o", "max_tokens", "60", "--schema", json.dumps(PERSON_SCHEMA))
         for options in ((), ("--no-stream",)):
-            result = json.loads(llm(*arguments, *options, "Ann is 30 years old."))
-            assert result.keys() == {"name", "age"}
+            person = json.loads(llm(*arguments, *options, "Ann is 30 years old."))
+            assert person.keys() == {"name", "age"}
 
 
 @register("llm")
@@ -702,12 +704,12 @@ _GENERATION_TASK = {
 
 @register("lm-eval")
 def _lm_eval__loglikelihood(target: Target) -> None:
-    for tokenized in (True, False):
-        result = _evaluate(
+    for sends_tokens in (True, False):
+        samples = _evaluate(
             target, "local-completions", _CHOICE_TASK, tokenizer=target.tokenizer,
-            tokenizer_backend="huggingface", tokenized_requests=tokenized, batch_size=4,
+            tokenizer_backend="huggingface", tokenized_requests=sends_tokens, batch_size=4,
         )  # fmt: skip
-        assert [row["acc"] for row in result] == [1, 1, 1]
+        assert [sample["acc"] for sample in samples] == [1, 1, 1]
 
 
 @register("lm-eval")
@@ -716,26 +718,26 @@ def _lm_eval__rolling_loglikelihood(target: Target) -> None:
         "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
         "metric_list": [{"metric": "word_perplexity"}],
     }  # fmt: skip
-    result = _evaluate(
+    samples = _evaluate(
         target, "local-completions", task, tokenizer=target.tokenizer, max_length=128,
         tokenizer_backend="huggingface",
     )  # fmt: skip
-    assert all(-200 < row["filtered_resps"][0] < 0 for row in result)
+    assert all(-200 < sample["filtered_resps"][0] < 0 for sample in samples)
 
 
 @register("lm-eval")
 def _lm_eval__generate(target: Target) -> None:
-    result = _evaluate(
+    samples = _evaluate(
         target, "local-completions", _GENERATION_TASK, tokenizer=target.tokenizer, num_concurrent=3,
         tokenizer_backend="huggingface",
     )  # fmt: skip
-    assert all(isinstance(row["resps"][0][0], str) for row in result)
+    assert all(isinstance(sample["resps"][0][0], str) for sample in samples)
 
 
 @register("lm-eval")
 def _lm_eval__chat(target: Target) -> None:
-    result = _evaluate(target, "local-chat-completions", _GENERATION_TASK, num_concurrent=3)
-    assert all(row["resps"][0][0] for row in result)
+    samples = _evaluate(target, "local-chat-completions", _GENERATION_TASK, num_concurrent=3)
+    assert all(sample["resps"][0][0] for sample in samples)
 
 
 # -- guidellm --------------------------------------------------------------------------------------
@@ -751,12 +753,12 @@ def _run_guidellm(target: Target, path: str) -> dict[str, Any]:
              "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
              "--tokenizer", f"kind=huggingface_auto,model={target.tokenizer}",
              "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
-             "--output", f"kind=json,path={folder}/result.json"],
+             "--output", f"kind=json,path={folder}/benchmark.json"],
             env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert process.returncode == 0, process.stderr[-2000:]
-        (result,) = json.loads(Path(folder, "result.json").read_text())["benchmarks"]
-    return result["metrics"]
+        (benchmark,) = json.loads(Path(folder, "benchmark.json").read_text())["benchmarks"]
+    return benchmark["metrics"]
 
 
 @register("guidellm")
@@ -767,19 +769,17 @@ def _guidellm__chat(target: Target) -> None:
 
 @register("guidellm")
 def _guidellm__completions(target: Target) -> None:
-    result = _run_guidellm(target, "/v1/completions")
-    assert result["request_totals"]["successful"] == 6
-    assert result["output_token_count"]["successful"]["mean"] == 8
+    metrics = _run_guidellm(target, "/v1/completions")
+    assert metrics["request_totals"]["successful"] == 6
+    assert metrics["output_token_count"]["successful"]["mean"] == 8
 
 
 def main(client: str, url: str, tokenizer: str) -> int:
-    """Run all functions of a client, print a line for each, and return the number of failures."""
-    import urllib.request
-
-    with urllib.request.urlopen(f"{url}/models") as answer:
-        model = json.loads(answer.read())["data"][0]["id"]
+    """Run a client's functions, print a line for each, and return the number of failures."""
+    with urllib.request.urlopen(f"{url}/models") as response:
+        model = json.loads(response.read())["data"][0]["id"]
     num_failed = 0
-    print(json.dumps({"client": client, "version": version(PACKAGES.get(client, client))}))
+    print(json.dumps({"client": client, "version": version(PACKAGE_NAMES.get(client, client))}))
     name_filter = os.environ.get("ONLY", "")
     for name, run in CLIENTS[client].items():
         if name_filter not in name:

@@ -28,7 +28,7 @@ CLIENTS = (
     "openai", "langchain-openai", "litellm", "instructor", "openai-agents", "llm", "lm-eval",
     "guidellm",
 )  # fmt: skip
-TIME_LIMIT = 600  # seconds for each client
+CLIENT_SECONDS = 600  # time limit of each client
 SERVER_OPTIONS = ("--cb-num-blocks", "512", "--max-model-len", "2048")
 
 
@@ -36,7 +36,7 @@ class Recorder(http.server.ThreadingHTTPServer):
     """Forwards requests to a server, and keeps the requests of each client that have a body."""
 
     def __init__(self, port: int) -> None:
-        self.server_port, self.client = port, ""
+        self.server_port, self.client_name = port, ""
         self.requests: dict[str, dict[str, Any]] = {name: {} for name in CLIENTS}
         super().__init__(("127.0.0.1", 0), ForwardingHandler)
 
@@ -46,12 +46,12 @@ class Recorder(http.server.ThreadingHTTPServer):
     def add_request(self, path: str, content: bytes) -> None:
         """Keep the request unless a kept request of the client has the same form."""
         body = json.loads(content)
-        key = json.dumps([path, describe_form(body)])
-        self.requests[self.client].setdefault(key, {"path": path, "body": body})
+        form = json.dumps([path, describe_form(body)])
+        self.requests[self.client_name].setdefault(form, {"path": path, "body": body})
 
 
 class ForwardingHandler(http.server.BaseHTTPRequestHandler):
-    """One connection of a Recorder. It uses HTTP/1.0, so the connection ends with the answer."""
+    """One connection of a Recorder. It uses HTTP/1.0, so the connection ends with the response."""
 
     server: Recorder
 
@@ -60,7 +60,7 @@ class ForwardingHandler(http.server.BaseHTTPRequestHandler):
         if content:
             self.server.add_request(self.path, content)
         port = self.server.server_port
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIME_LIMIT)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CLIENT_SECONDS)
         with contextlib.closing(connection):
             headers = {"content-type": self.headers.get("content-type", "")}
             connection.request(self.command, self.path, content or None, headers)
@@ -78,12 +78,13 @@ class ForwardingHandler(http.server.BaseHTTPRequestHandler):
 
 
 def describe_form(value: Any) -> Any:
-    """Return a JSON value in which types replace strings and numbers, except in some fields."""
+    """Return a JSON value with types in place of strings and numbers, except in some fields."""
     if isinstance(value, dict):
-        kept_keys = ("type", "role", "tool_choice", "stream")
-        return {k: x if k in kept_keys else describe_form(x) for k, x in sorted(value.items())}
+        kept_fields = ("type", "role", "tool_choice", "stream")
+        fields = sorted(value.items())
+        return {name: x if name in kept_fields else describe_form(x) for name, x in fields}
     if isinstance(value, list):
-        forms = [describe_form(item) for item in value]
+        forms = [describe_form(element) for element in value]
         return [form for i, form in enumerate(forms) if form not in forms[:i]]
     return type(value).__name__
 
@@ -104,10 +105,10 @@ def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[s
     try:
         process = subprocess.run(
             [*command, f"http://127.0.0.1:{port}/v1", tokenizer], cwd=ROOT, text=True,
-            capture_output=True, timeout=TIME_LIMIT,
+            capture_output=True, timeout=CLIENT_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        return [{"run": "all", "error": f"not done within {TIME_LIMIT} s: {error.stdout!r}"}]
+        return [{"run": "all", "error": f"not done within {CLIENT_SECONDS} s: {error.stdout!r}"}]
     lines = [line for line in process.stdout.splitlines() if line.startswith('{"')]
     if not lines:
         return [{"run": "all", "error": process.stderr[-1000:]}]
@@ -134,13 +135,14 @@ def main() -> int:
         for name in options.only:
             port = server.port
             if recorder is not None:
-                recorder.client, port = name, recorder.server_address[1]
+                recorder.client_name, port = name, recorder.server_address[1]
             header, *runs = run_client(options.python, name, port, model)
-            runs = runs if "client" in header else [header, *runs]
+            if "client" not in header:  # the client has printed no version
+                header, runs = {}, [header, *runs]
             failed_runs = [run for run in runs if run["error"] is not None]
             num_failed += len(failed_runs)
-            passed = f"{len(runs) - len(failed_runs)} of {len(runs)}"
-            print(f"{name:17} {header.get('version', '?'):9} {passed:>7}", flush=True)
+            passed_text = f"{len(runs) - len(failed_runs)} of {len(runs)}"
+            print(f"{name:17} {header.get('version', '?'):9} {passed_text:>7}", flush=True)
             for run in failed_runs:
                 print(f"    {run['run']}: {run['error']}")
             if recorder is not None:
@@ -152,11 +154,11 @@ def main() -> int:
 
 def format_requests(requests_by_client: dict[str, list[dict[str, Any]]]) -> str:
     """Return JSON with one request per line."""
-    fields = []
+    entries = []
     for name, requests in requests_by_client.items():
         lines = ",\n".join(f"  {json.dumps(request, ensure_ascii=False)}" for request in requests)
-        fields.append(f"{json.dumps(name)}: [\n{lines}\n]")
-    return "{\n" + ",\n".join(fields) + "\n}\n"
+        entries.append(f"{json.dumps(name)}: [\n{lines}\n]")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ answers, penalties, structured output and forced tools. Bad clients send incompl
 chunks and floods of connections, read slowly, or close connections. Some requests make the logits
 of the tiny model NaN. The program prints a table of all requests, and all violations:
 
-* an answer with status 5xx (except for logits that are NaN), a different answer to a repeated
-  request, or a request without an answer at its deadline
+* a response with status 5xx (except for logits that are NaN), a different response to a repeated
+  request, or a request without a response at its deadline
 * memory that still grows in the second half of the time
-* pages that are not freed: the last request needs all pages
+* pages that are not freed, so the last request, which needs all pages, fails
 * a traceback in the log, or a nonzero exit code after SIGTERM while requests run
 
 With `--hostile`, all clients except one send requests that must not harm a server: many prompts
-with a large field, pipelined requests whose answers are never read, endless headers, bodies without
-the last byte, and names of foreign hosts. Two further violations are a 99th percentile of /health
-above 0.5 s, and memory that grows by 200 MiB.
+with a large field, pipelined requests whose responses are never read, endless headers, bodies
+without the last byte, and names of foreign hosts. There are two further violations: the 99th
+percentile of /health exceeds 0.5 s, or memory grows by more than 200 MiB.
 """
 
 import argparse
@@ -49,13 +49,13 @@ from tests.helpers.serve_process import (
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 NUM_PAGES, PAGE_SIZE = 96, 16
 CONTEXT_LENGTH = 2 * NUM_PAGES * PAGE_SIZE
-TIMEOUT = 180.0  # maximum seconds of a request, among 60 clients on two cores
-MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
-MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
-MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
-CLIENT_TIMEOUT = 5.0  # seconds that a client may neither send nor read
-BODY_SIZE = 4 * 2**20 - 1  # bytes of a body whose last byte is not sent
-LARGE_BODIES = [
+MAX_SECONDS = 180.0  # time limit of a request, among 60 clients on two cores
+MAX_GROWTH_BYTES = 24 * 2**20  # limit for the growth of memory from the second to the last quarter
+MAX_HOSTILE_GROWTH_BYTES = 200 * 2**20  # limit since the start, if clients are hostile
+MAX_HEALTH_SECONDS = 0.5  # limit for the 99th percentile of /health, if clients are hostile
+MAX_IDLE_SECONDS = 5.0  # time that a client may neither send nor read
+HELD_BODY_BYTES = 4 * 2**20 - 1  # size of a body whose last byte is not sent
+LARGE_REQUESTS = [
     (path, json.dumps(body | field).encode())
     for path, body in (
         (COMPLETIONS, {"prompt": ["a"] * 1024}), (CHAT, {"n": 128, "messages": [{}]})
@@ -64,7 +64,7 @@ LARGE_BODIES = [
         {"user": [""] * 9 * 10**5}, {"metadata": {"x": [0] * 10**6}}, {"user": "x" * 3 * 10**6}
     )
 ]  # fmt: skip
-HOSTILE_ACTIONS = ("do_many_prompts", "do_pipeline", "do_headers", "do_hold", "do_foreign_host")
+HOSTILE_ACTIONS = ("do_many_prompts", "do_pipeline", "do_headers", "do_stall", "do_foreign_host")
 REPEATED_BODY = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
@@ -83,8 +83,8 @@ BAD_BODIES = (
 )  # fmt: skip
 
 
-class NoAnswerError(Exception):
-    """Raised if a request has no answer at its deadline."""
+class NoResponseError(Exception):
+    """Raised if a request has no response at its deadline."""
 
 
 class AbuseRun:
@@ -103,16 +103,16 @@ class AbuseRun:
     ) -> None:
         self.server, self.seed, self.is_hostile = server, seed, is_hostile
         self.can_overflow = can_overflow
-        self.times: dict[str, list[float]] = defaultdict(list)  # seconds of requests, by action
+        self.request_seconds: dict[str, list[float]] = defaultdict(list)  # by action
         self.status_counts: Counter[tuple[str, object]] = Counter()  # by action and status
         self.violations: list[str] = []
         self.lock = threading.Lock()
-        self.repeated_answer = self.ask(COMPLETIONS, REPEATED_BODY)[1]["choices"][0]["text"]
+        self.repeated_text = self.send(COMPLETIONS, REPEATED_BODY)[1]["choices"][0]["text"]
         self.deadline = time.monotonic() + seconds
 
-    def run_client(self, number: int) -> None:
-        """Run client `number` until the deadline of the run."""
-        rng = random.Random(self.seed * 1000 + number)
+    def run_client(self, index: int) -> None:
+        """Run client `index` until the deadline of the run."""
+        rng = random.Random(self.seed * 1000 + index)
         other_names = {x for x in dir(self) if x.startswith("do_")}.difference(HOSTILE_ACTIONS)
         names = HOSTILE_ACTIONS if self.is_hostile else sorted(other_names)
         actions = [getattr(self, name) for name in names]
@@ -120,12 +120,12 @@ class AbuseRun:
             # Among hostile clients, client 0 is good. Otherwise half of the requests are good, so
             # bad requests have clients to disturb.
             good_action = self.do_repeat if self.is_hostile else self.do_request
-            is_good = number == 0 if self.is_hostile else rng.random() < 0.5
+            is_good = index == 0 if self.is_hostile else rng.random() < 0.5
             action = good_action if is_good else rng.choice(actions)
             name, start = action.__name__.removeprefix("do_"), time.monotonic()
             try:
                 status: object = action(rng)
-            except NoAnswerError as error:
+            except NoResponseError as error:
                 status = "hang"
                 self.add_violation(f"{name}: {error}")
             except OSError as error:
@@ -137,7 +137,7 @@ class AbuseRun:
                 self.add_violation(f"{name}: {error!r}"[:500])
             with self.lock:
                 self.status_counts[name, status] += 1
-                self.times[name].append(time.monotonic() - start)
+                self.request_seconds[name].append(time.monotonic() - start)
 
     def add_violation(self, text: str) -> None:
         with self.lock:
@@ -145,9 +145,9 @@ class AbuseRun:
 
     # -- good clients -----------------------------------------------------------------------------
 
-    def ask(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Return the status and the JSON of an answer, or of the last event of a stream."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=TIMEOUT)
+    def send(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Return the status and the JSON of a response, or of the last event of a stream."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=MAX_SECONDS)
         try:
             with contextlib.closing(connection):
                 content = json.dumps(body).encode()
@@ -155,8 +155,8 @@ class AbuseRun:
                 response = connection.getresponse()
                 text = response.read().decode()
         except TimeoutError:
-            raise NoAnswerError(
-                f"no answer within {TIMEOUT:g} s to {json.dumps(body):.300}"
+            raise NoResponseError(
+                f"no response within {MAX_SECONDS:g} s to {json.dumps(body):.300}"
             ) from None
         if not body.get("stream") or response.status != 200:
             return response.status, json.loads(text)
@@ -167,22 +167,22 @@ class AbuseRun:
 
     def do_request(self, rng: random.Random) -> object:
         path, body = make_request(rng)
-        status, answer = self.ask(path, body)
-        has_error = "error" in answer and answer["error"] is not None
+        status, response = self.send(path, body)
+        has_error = "error" in response and response["error"] is not None
         if status >= 500 or (status == 200 and has_error):
-            self.add_violation(f"{status} to {json.dumps(body):.300}: {json.dumps(answer):.300}")
+            self.add_violation(f"{status} to {json.dumps(body):.300}: {json.dumps(response):.300}")
         elif status not in (200, 429):
-            self.add_violation(f"{status}: {json.dumps(answer):.200} to {json.dumps(body):.300}")
+            self.add_violation(f"{status}: {json.dumps(response):.200} to {json.dumps(body):.300}")
         return status
 
     def do_repeat(self, rng: random.Random) -> object:
-        status, answer = self.ask(COMPLETIONS, REPEATED_BODY)
+        status, response = self.send(COMPLETIONS, REPEATED_BODY)
         if self.is_hostile:
             time.sleep(1)
-        if status == 200 and answer["choices"][0]["text"] != self.repeated_answer:
-            self.add_violation(f"a different answer: {answer['choices'][0]['text']!r}")
+        if status == 200 and response["choices"][0]["text"] != self.repeated_text:
+            self.add_violation(f"a different response: {response['choices'][0]['text']!r}")
         elif status not in (200, 429):
-            self.add_violation(f"{status} to the repeated request: {json.dumps(answer):.300}")
+            self.add_violation(f"{status} to the repeated request: {json.dumps(response):.300}")
         return status
 
     def do_bad_body(self, rng: random.Random) -> object:
@@ -198,18 +198,18 @@ class AbuseRun:
             return self.do_repeat(rng)
         body = {"prompt": _random_text(rng, 60) + NAN_CHARACTER, "max_tokens": 9}
         stream = rng.random() < 0.5
-        status, answer = self.ask(COMPLETIONS, body | {"stream": stream})
+        status, response = self.send(COMPLETIONS, body | {"stream": stream})
         if status == 429:
             return status
         is_expected = status == (200 if stream else 500)
-        if not is_expected or "finite logits" not in answer["error"]["message"]:
-            self.add_violation(f"logits of NaN: {status} {json.dumps(answer):.300}")
+        if not is_expected or "finite logits" not in response["error"]["message"]:
+            self.add_violation(f"logits of NaN: {status} {json.dumps(response):.300}")
         return f"{status} NaN"
 
     # -- bad clients ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _connect(self, timeout: float = TIMEOUT) -> Any:
+    def _connect(self, timeout: float = MAX_SECONDS) -> Any:
         address = ("127.0.0.1", self.server.port)
         with contextlib.closing(socket.create_connection(address, timeout=timeout)) as connection:
             yield connection
@@ -223,8 +223,8 @@ class AbuseRun:
             b"content-length: %d\r\n\r\n%s" % (path.encode(), size, content)
         )
 
-    def do_leave(self, rng: random.Random) -> object:
-        """Close the connection during the body, the prefill or the answer, with or without RST."""
+    def do_disconnect(self, rng: random.Random) -> object:
+        """Disconnect during the body, the prefill or the response, with or without RST."""
         path, body = make_request(rng)
         content = json.dumps(body).encode()
         with self._connect() as connection:
@@ -275,7 +275,7 @@ class AbuseRun:
     def do_many_prompts(self, rng: random.Random) -> object:
         """Send many prompts in a body of several MB, whose shared fields must be read only once."""
         with self._connect() as connection:
-            path, content = rng.choice(LARGE_BODIES)
+            path, content = rng.choice(LARGE_REQUESTS)
             self._send_post(connection, path, content)
             status = _read_status(connection)
         if status not in (400, 429):
@@ -283,9 +283,9 @@ class AbuseRun:
         return status
 
     def do_pipeline(self, rng: random.Random) -> object:
-        """Repeat requests in one connection, without reading an answer."""
+        """Repeat requests in one connection, without reading a response."""
         requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
-        with self._connect(12 * CLIENT_TIMEOUT) as connection:
+        with self._connect(12 * MAX_IDLE_SECONDS) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             try:
                 while time.monotonic() < self.deadline:
@@ -308,11 +308,11 @@ class AbuseRun:
         self.add_violation("20 MB of headers were read")
         return "read"
 
-    def do_hold(self, rng: random.Random) -> object:
+    def do_stall(self, rng: random.Random) -> object:
         """Send a body except its last byte, and wait."""
         with self._connect(30) as connection:
             self._send_post(
-                connection, COMPLETIONS, b"[" + b" " * (BODY_SIZE - 2), length=BODY_SIZE
+                connection, COMPLETIONS, b"[" + b" " * (HELD_BODY_BYTES - 2), length=HELD_BODY_BYTES
             )
             connection.settimeout(rng.uniform(1, 20))
             try:
@@ -321,7 +321,7 @@ class AbuseRun:
                 return "left"
 
     def do_foreign_host(self, rng: random.Random) -> object:
-        with self._connect(TIMEOUT) as connection:
+        with self._connect(MAX_SECONDS) as connection:
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: evil.example\r\n\r\n")
             status = _read_status(connection)
         time.sleep(0.1)
@@ -329,19 +329,19 @@ class AbuseRun:
             self.add_violation(f"a foreign host name: expected 421, got {status}")
         return status
 
-    def probe(self) -> None:
-        """Request /health repeatedly, while the clients run."""
+    def request_health(self) -> None:
+        """Request /health repeatedly while the clients run."""
         while time.monotonic() < self.deadline:
             start = time.monotonic()
             status = self.server.ask("/health")[0]
             with self.lock:
-                self.times["health"].append(time.monotonic() - start)
+                self.request_seconds["health"].append(time.monotonic() - start)
                 self.status_counts["health", status] += 1
             time.sleep(0.05)
 
 
 def _read_status(connection: socket.socket) -> object:
-    """Return the status of the answer on a connection, or "closed" without an answer."""
+    """Return the status of the response on a connection, or "closed" without a response."""
     header = connection.recv(4000)
     return int(header.split()[1]) if header.startswith(b"HTTP/1.1 ") else "closed"
 
@@ -404,7 +404,7 @@ class MemoryMonitor(threading.Thread):
             self.samples.append(int(line.split()[1]) * 1024)
 
     def average_quarters(self) -> list[float]:
-        """Return the mean memory in each quarter of the time."""
+        """Return the mean memory in bytes in each quarter of the time."""
         size = max(len(self.samples) // 4, 1)
         return [statistics.mean(self.samples[n * size : (n + 1) * size]) for n in range(4)]
 
@@ -416,19 +416,19 @@ def check_shutdown(abuse: AbuseRun) -> dict[str, float]:
         The metrics of the server before these requests.
     """
     server = abuse.server
-    metrics = server.wait_until(TIMEOUT, requests_active=0, requests_waiting=0)
+    metrics = server.wait_until(MAX_SECONDS, requests_active=0, requests_waiting=0)
     if abuse.can_overflow:  # the tiny model, whose tokens are characters
-        status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
-        if status != 200 or answer["usage"]["completion_tokens"] != 9:
-            abuse.add_violation(f"the last request: {status} {json.dumps(answer):.200}")
+        status, response = abuse.send(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
+        if status != 200 or response["usage"]["completion_tokens"] != 9:
+            abuse.add_violation(f"the last request: {status} {json.dumps(response):.200}")
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(abuse.ask, COMPLETIONS, REPEATED_BODY | {"n": 4}) for _ in range(8)]
+        futures = [pool.submit(abuse.send, COMPLETIONS, REPEATED_BODY | {"n": 4}) for _ in range(8)]
         with contextlib.suppress(AssertionError):
             server.wait_until(10, requests_active=8)
-        code = server.stop()
+        exit_code = server.stop()
     statuses = {future.result()[0] for future in futures}
-    if code != 0 or not statuses <= {200, 503}:
-        abuse.add_violation(f"after SIGTERM: exit code {code}, statuses {statuses}")
+    if exit_code != 0 or not statuses <= {200, 503}:
+        abuse.add_violation(f"after SIGTERM: exit code {exit_code}, statuses {statuses}")
     if num_tracebacks := server.log.count("Traceback"):
         start = server.log.index("Traceback")
         first_traceback = server.log[start : start + 3000]
@@ -454,7 +454,7 @@ def main() -> int:
             model = save_chat_model(folder, context=CONTEXT_LENGTH)
             add_overflow(model)
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
-        arguments += ("--client-timeout", str(CLIENT_TIMEOUT))
+        arguments += ("--client-timeout", str(MAX_IDLE_SECONDS))
         with Server(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
             abuse = AbuseRun(
                 server, options.minutes * 60, options.seed, can_overflow=not options.demo,
@@ -463,9 +463,9 @@ def main() -> int:
             memory = MemoryMonitor(server.process.pid)
             memory.start()
             with ThreadPoolExecutor(options.clients + 1) as pool:
-                probe = pool.submit(abuse.probe)
+                health_task = pool.submit(abuse.request_health)
                 list(pool.map(abuse.run_client, range(options.clients)))
-                probe.result()
+                health_task.result()
             memory.ended.set()
             memory.join()
             metrics = check_shutdown(abuse)
@@ -474,26 +474,26 @@ def main() -> int:
 
 
 def check_limits(abuse: AbuseRun, memory: MemoryMonitor, metrics: dict[str, float]) -> None:
-    """Check the limits of memory and time, and print a table of all actions and the violations."""
+    """Check the limits of memory and time. Print a table of all actions, and the violations."""
     quarters, growth = memory.average_quarters(), max(memory.samples) - memory.samples[0]
-    health_time = statistics.quantiles(abuse.times["health"], n=100)[-1]
-    if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH:
+    health_seconds = statistics.quantiles(abuse.request_seconds["health"], n=100)[-1]
+    if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH_BYTES:
         abuse.add_violation("memory grows")
-    if abuse.is_hostile and growth > MAX_HOSTILE_GROWTH:
+    if abuse.is_hostile and growth > MAX_HOSTILE_GROWTH_BYTES:
         abuse.add_violation("memory grew by more than hostile clients may use")
-    if abuse.is_hostile and health_time > MAX_HEALTH_SECONDS:
+    if abuse.is_hostile and health_seconds > MAX_HEALTH_SECONDS:
         abuse.add_violation("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
-    for name, times in sorted(abuse.times.items()):
+    for name, seconds in sorted(abuse.request_seconds.items()):
         counts = {x: n for (action, x), n in abuse.status_counts.items() if action == name}
         statuses = ", ".join(f"{x}: {n}" for x, n in sorted(counts.items(), key=str))
-        median = statistics.median(times)
-        print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {statuses}")
-    sizes = ", ".join(f"{size / 2**20:.0f}" for size in quarters)
-    print(f"mean memory in each quarter of the time: {sizes} MiB, pages in use at the end: "
+        median = statistics.median(seconds)
+        print(f"{name:12} {len(seconds):7} {median:7.2f} {max(seconds):7.2f}  {statuses}")
+    means = ", ".join(f"{mean / 2**20:.0f}" for mean in quarters)
+    print(f"mean memory in each quarter of the time: {means} MiB, pages in use at the end: "
           f"{metrics['pages_used']:.0f} of {metrics['pages_total']:.0f}, prefix hits: "
           f"{metrics['prefix_hits_total']:.0f}")  # fmt: skip
-    print(f"/health, 99th percentile: {health_time:.3f} s, memory grew by at most "
+    print(f"/health, 99th percentile: {health_seconds:.3f} s, memory grew by at most "
           f"{growth / 2**20:.0f} MiB")  # fmt: skip
     print(f"violations: {len(abuse.violations)}")
     for violation, count in Counter(abuse.violations).most_common(20):

@@ -38,7 +38,7 @@ def run_killed_writers(folder: Path, num_kills: int) -> dict[str, int]:
 
 
 def run_concurrent_writers(folder: Path, num_processes: int) -> dict[str, int]:
-    """Run `write_concurrently` in a separate process, for the same reason."""
+    """Run `write_concurrently` in a separate process, because it also forks."""
     return _run_module("--together", str(num_processes), "--folder", str(folder))
 
 
@@ -49,8 +49,8 @@ def _run_module(*arguments: str) -> dict[str, int]:
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert not process.returncode, process.stderr[-3000:]
-    result: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
-    return result
+    counts: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
+    return counts
 
 
 class Workload:
@@ -104,7 +104,7 @@ class Workload:
         return total
 
     def fork_writer(self, num_answers: int, seed: int, result_path: Path | None = None) -> int:
-        """Answer prompts in a child process, which writes its counts to a file. Return its ID."""
+        """Answer prompts in a child process, which writes its counts to a file. Return its pid."""
         pid = os.fork()
         if pid:
             return pid
@@ -117,17 +117,17 @@ class Workload:
 
 
 def kill_writers(workload: Workload, num_kills: int) -> dict[str, int]:
-    """Kill `num_kills` writers at random moments. Return the summed counts of all reads."""
+    """Kill `num_kills` writers at random moments. Return the summed counts of the new stores."""
     start = time.monotonic()
     workload.answer_prompts(NUM_PROMPTS, 0)
-    duration = time.monotonic() - start
+    max_seconds = time.monotonic() - start
     totals = Counter(kills=num_kills)
     rng = random.Random(1)
     for seed in range(num_kills):
         for path in list(workload.folder.glob("*.safetensors"))[:: rng.randint(1, 3)]:
             path.unlink()  # so that the writer has pages to write
         pid = workload.fork_writer(1000, seed=seed)
-        time.sleep(rng.uniform(0, duration))
+        time.sleep(rng.uniform(0, max_seconds))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         totals["partial_files"] += len(list(workload.folder.glob(".*.part")))
@@ -157,13 +157,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0, help="number of writers to kill")
     parser.add_argument("--together", type=int, default=0, help="processes to run without kills")
     parser.add_argument("--folder", type=Path, help="parent of the store's folder")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (args.folder or Path(scratch)) / "store"
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = (options.folder or Path(temporary_folder)) / "store"
         folder.mkdir(parents=True, exist_ok=True)
         workload = Workload(folder)
-        totals = write_concurrently(workload, args.together) if args.together else None
-        sys.stdout.write(json.dumps(totals or kill_writers(workload, args.kills)) + "\n")
+        totals = write_concurrently(workload, options.together) if options.together else None
+        sys.stdout.write(json.dumps(totals or kill_writers(workload, options.kills)) + "\n")
 
 
 if __name__ == "__main__":
