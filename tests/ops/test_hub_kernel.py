@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.tools.hub_kernel import BACKENDS, NAME, make_kernel
+from tests.tools.hub_kernel import BACKENDS, MODULE_NAME, write_kernel
 
 LOAD_SCRIPT = """
 import sys
@@ -24,7 +24,7 @@ assert not [name for name in sys.modules if name.startswith("hf_fp8kv")]
 def folder(tmp_path_factory):
     """Return the folder of the kernel's repository."""
     path = tmp_path_factory.mktemp("kernel") / "repository"
-    make_kernel(path)
+    write_kernel(path)
     return path
 
 
@@ -40,13 +40,13 @@ def run_python(folder, *command: str) -> None:
 
 def test_the_kernel_imports_only_torch_and_triton(folder):
     allowed_packages = {"torch", "triton", *sys.stdlib_module_names}
-    for path in (folder / "torch-ext" / NAME).rglob("*.py"):
+    for path in (folder / "torch-ext" / MODULE_NAME).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names.append(node.module)
             assert {name.split(".")[0] for name in names} <= allowed_packages, path
-    sources = {path.relative_to(folder / "torch-ext" / NAME) for path in folder.rglob("*.py")
+    sources = {path.relative_to(folder / "torch-ext" / MODULE_NAME) for path in folder.rglob("*.py")
                if path.is_relative_to(folder / "torch-ext")}  # fmt: skip
     for backend in BACKENDS:
         build_folder = folder / "build" / f"torch-{backend}"

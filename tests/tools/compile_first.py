@@ -19,9 +19,7 @@ from tests.helpers.tiny_models import build_variant
 
 Logits = list[torch.Tensor]
 MAX_CACHE_LEN = 40
-
-
-# All cases with one model, and each case again with a model with windows or with sinks.
+# One model runs all cases. Each case also runs on a model with windows or on a model with sinks.
 CASES = {
     "llama": (
         "no cache", "DynamicCache", "StaticCache", "preallocated", "preallocated, stored", "export",
@@ -54,26 +52,27 @@ def clear_caches(model: PreTrainedModel) -> None:
 
 
 def compute_logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> Logits:
-    """Return the logits of the prompt and, with a cache, of two single tokens after it."""
+    """Return the logits of the prompt and, with a cache, of two decoding steps after it."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    outputs = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
+    step_logits = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
     for step in range(2 if cache is not None else 0):
         mask = torch.cat([mask, mask[:, -1:]], 1)
         token = ids[:, step + 3 : step + 4]
-        outputs.append(forward(input_ids=token, attention_mask=mask, past_key_values=cache).logits)
-    return outputs
+        output = forward(input_ids=token, attention_mask=mask, past_key_values=cache)
+        step_logits.append(output.logits)
+    return step_logits
 
 
 def continue_cache(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> Logits:
-    """Return the logits of one more token in a fork and in the cache, after eager operations."""
+    """Reorder and crop a cache. Return the logits of one more token in a fork and in the cache."""
     assert cache.host_length() == inputs["input_ids"].shape[1] + 2
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-1)
     mask = torch.ones(2, cache.host_length() + 1, dtype=torch.long)
     token = inputs["input_ids"][:, :1]
     return [
-        model(input_ids=token, attention_mask=mask, past_key_values=x).logits
-        for x in (cache.fork(), cache)
+        model(input_ids=token, attention_mask=mask, past_key_values=each_cache).logits
+        for each_cache in (cache.fork(), cache)
     ]
 
 
@@ -93,31 +92,31 @@ def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Ten
         return
     # AOTAutograd splits the `PagedKV` handles into tensors. All other cases only check the tracing.
     backend = "aot_eager" if case == "preallocated" else "eager"
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled_model = torch.compile(model, fullgraph=True, backend=backend)
     is_preallocated = case.startswith("preallocated")
     caches = [make_cache(case, model.config) for _ in range(1 + is_preallocated)]
-    actual = [compute_logits(compiled, cache, inputs) for cache in caches]
+    logits_by_cache = [compute_logits(compiled_model, cache, inputs) for cache in caches]
     assert not counters["graph_break"]
     if is_preallocated:
-        assert counters["stats"]["unique_graphs"] == 2, "a second cache was compiled again"
+        assert counters["stats"]["unique_graphs"] == 2, "the second cache caused a compilation"
     eager_cache = make_cache(case, model.config)
     expected = compute_logits(model, eager_cache, inputs)
-    for x in actual:
-        assert_close(x, expected)
-    if is_preallocated:
-        actual, expected = (continue_cache(model, x, inputs) for x in (caches[0], eager_cache))
+    for actual in logits_by_cache:
         assert_close(actual, expected)
+    if is_preallocated:
+        actual = continue_cache(model, caches[0], inputs)
+        assert_close(actual, continue_cache(model, eager_cache, inputs))
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name, cases in CASES.items():
-        model, inputs = build_variant(name, attn_implementation="fp8_paged")
-        assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "not the first"
+    for variant, cases in CASES.items():
+        model, inputs = build_variant(variant, attn_implementation="fp8_paged")
+        assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "called before"
         for case in cases:
             compile_first(case, model, inputs)
-            print(name, case, flush=True)
+            print(variant, case, flush=True)
 
 
 if __name__ == "__main__":

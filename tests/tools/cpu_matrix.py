@@ -32,19 +32,19 @@ CHOICES = {
 Setting = dict[str, str]
 
 
-def list_settings(product: bool) -> list[Setting]:
-    """Return one setting for each pair of instruction sets, or all settings with `product`."""
-    if product:
+def list_settings(*, all_combinations: bool) -> list[Setting]:
+    """Return one setting for each pair of instruction sets, or all combinations of choices."""
+    if all_combinations:
         rows = list(itertools.product(*CHOICES.values()))
     else:
-        pairs = itertools.product(*list(CHOICES.values())[:2])
-        rows = [(*pair, CHOICES["threads"][i % 2]) for i, pair in enumerate(pairs)]
-    return [dict(zip(CHOICES, values, strict=True)) for values in rows]
+        isa_pairs = itertools.product(*list(CHOICES.values())[:2])
+        rows = [(*pair, CHOICES["threads"][i % 2]) for i, pair in enumerate(isa_pairs)]
+    return [dict(zip(CHOICES, row, strict=True)) for row in rows]
 
 
-def parse_only(text: str) -> Setting:
+def parse_choices(text: str) -> Setting:
     """Return the choices that `text` names, such as "ATEN_CPU_CAPABILITY=default,threads=1"."""
-    choices = dict(part.partition("=")[::2] for part in text.split(","))
+    choices = dict(choice.partition("=")[::2] for choice in text.split(","))
     for name, value in choices.items():
         if value not in CHOICES.get(name, ()):
             allowed = "; ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
@@ -52,17 +52,17 @@ def parse_only(text: str) -> Setting:
     return choices
 
 
-def make_environment(setting: Setting, logs: Path) -> dict[str, str]:
-    """Return this process's environment with the variables of the setting, and no other choices.
+def make_environment(setting: Setting, log_folder: Path) -> dict[str, str]:
+    """Return this process's environment, in which the setting replaces the variables of `CHOICES`.
 
     Each setting has a separate cache, because torch would reuse code compiled for a different one.
     """
     other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
-    values = {name: value for name, value in setting.items() if value != UNSET}
-    cache = logs / "inductor" / "-".join(setting.values())
+    variables = {name: value for name, value in setting.items() if value != UNSET}
+    cache = log_folder / "inductor" / "-".join(setting.values())
     return {
         **other_variables, "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "OMP_NUM_THREADS": values.pop("threads"), **values,
+        "OMP_NUM_THREADS": variables.pop("threads"), **variables,
     }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def run_pytest(setting: Setting, arguments: list[str], log: Path) -> tuple[bool,
     """Run pytest under a setting. Return whether all tests pass, and the line of the summary."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
-        code = subprocess.run(
+        exit_code = subprocess.run(
             command, cwd=ROOT, env=make_environment(setting, log.parent), stdout=file,
             stderr=subprocess.STDOUT, check=False,
         ).returncode  # fmt: skip
@@ -79,35 +79,35 @@ def run_pytest(setting: Setting, arguments: list[str], log: Path) -> tuple[bool,
         if re.match("(FAILED|ERROR) ", line):
             print("   ", line, flush=True)
     summaries = (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line))
-    return code == 0, next(summaries, f"exit code {code}").strip("= ")
+    return exit_code == 0, next(summaries, f"exit code {exit_code}").strip("= ")
 
 
 def main() -> int:
-    """Run all settings in order. Return 1 if a test failed under one of them."""
+    """Run the selected settings in order. Return 1 if a test failed under one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--product", action="store_true", help="run all combinations")
     parser.add_argument("--all", action="store_true", help="run all tests, not only `-m text`")
     parser.add_argument(
-        "--only", action="append", type=parse_only, metavar="NAME=VALUE,...",
+        "--only", action="append", type=parse_choices, metavar="NAME=VALUE,...",
         help="run the settings with these choices (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix")
     parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT")
     options = parser.parse_args()
-    chosen_settings = [
+    selected_settings = [
         setting
-        for setting in list_settings(options.product or bool(options.only))
+        for setting in list_settings(all_combinations=options.product or bool(options.only))
         if any(choices.items() <= setting.items() for choices in options.only or [{}])
     ]
     options.logs.mkdir(parents=True, exist_ok=True)
     arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
     rows = []
-    for index, setting in enumerate(chosen_settings, 1):
+    for number, setting in enumerate(selected_settings, 1):
         name = ", ".join(f"{key}={value}" for key, value in setting.items())
         start = time.monotonic()
-        has_passed, summary = run_pytest(setting, arguments, options.logs / f"{index:02}.txt")
+        has_passed, summary = run_pytest(setting, arguments, options.logs / f"{number:02}.txt")
         rows.append((has_passed, *setting.values(), summary))
         print(f"{name}: {summary} ({time.monotonic() - start:.0f} s)", flush=True)
     print("\n|  |", " | ".join(CHOICES), "| pytest |\n|---|---|---|---|---|")

@@ -15,47 +15,46 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fp8kv"
-NAME, TITLE = "fp8_paged_attention", "fp8-paged-attention"
+MODULE_NAME, HUB_NAME = "fp8_paged_attention", "fp8-paged-attention"
 VERSION = 1
 # Triton needs no build step. "cpu" is for Triton's interpreter.
 BACKENDS = ("cuda", "rocm", "cpu")
-_BACKEND_FILE = "ops/triton/backend.py"
-
-# Files that do not come from the package: public names, tests, benchmark and card.
+BACKEND_FILE = "ops/triton/backend.py"
+# Folder of the files that do not come from the package: public names, tests, benchmark and card.
 EXTRA_FILES = ROOT / "tests" / "data" / "hub_kernel"
 
 
-def find_sources(root: str = _BACKEND_FILE) -> list[str]:
+def find_sources(first_file: str = BACKEND_FILE) -> list[str]:
     """Return a file of the package, and all files that its relative imports load."""
-    sources: dict[str, None] = {}
-    queue = [root]
+    sources = set[str]()
+    queue = [first_file]
     while queue:
         path = queue.pop()
         if path in sources:
             continue
-        sources[path] = None
+        sources.add(path)
         folder = Path(path).parent.parts
         for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
-            base = folder[: len(folder) - node.level + 1]
-            source = Path(*base, *(node.module or "").split("."))
-            for module in [source, *(source / alias.name for alias in node.names)]:
+            base_folder = folder[: len(folder) - node.level + 1]
+            imported = Path(*base_folder, *(node.module or "").split("."))
+            for module in [imported, *(imported / alias.name for alias in node.names)]:
                 for file in (module.with_suffix(".py"), module / "__init__.py"):
-                    if (PACKAGE / file).is_file() and not _is_emptied(file):
+                    if (PACKAGE / file).is_file() and not is_emptied(file):
                         queue.append(file.as_posix())
     return sorted(sources)
 
 
-def _is_emptied(file: Path) -> bool:
-    """Return whether an empty file replaces `file`, because `file` imports too much."""
+def is_emptied(file: Path) -> bool:
+    """Return whether a file without code replaces `file`, because `file` imports too much."""
     return file.as_posix() in ("__init__.py", "ops/__init__.py")
 
 
-def make_kernel(folder: Path) -> None:
-    """Write the kernel's repository to a folder, after deleting the folder's contents."""
+def write_kernel(folder: Path) -> None:
+    """Delete the contents of a folder, and write the kernel's repository to the folder."""
     shutil.rmtree(folder, ignore_errors=True)
-    source_folder = folder / "torch-ext" / NAME
+    source_folder = folder / "torch-ext" / MODULE_NAME
     for path in find_sources():
         (source_folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / path, source_folder / path)
@@ -68,25 +67,25 @@ def make_kernel(folder: Path) -> None:
         shutil.copy(EXTRA_FILES / source, folder / target)
     shutil.copy(ROOT / "LICENSE", folder)
     card = (EXTRA_FILES / "CARD.md").read_text()
-    for field, value in (("title", TITLE), ("version", VERSION), ("commit", _read_commit())):
+    for field, value in (("title", HUB_NAME), ("version", VERSION), ("commit", read_commit())):
         card = card.replace(f"{{{field}}}", str(value))
     (folder / "CARD.md").write_text(card)
     (folder / "build.toml").write_text(
-        f'[general]\nname = "{TITLE}"\nversion = {VERSION}\nedition = 5\nlicense = "Apache-2.0"\n'
-        f"backends = {json.dumps(BACKENDS[:2])}\n\n[general.hub]\n"
-        f'repo-id = "<owner>/{TITLE}"\n\n[torch-noarch]\n'
+        f'[general]\nname = "{HUB_NAME}"\nversion = {VERSION}\nedition = 5\n'
+        f'license = "Apache-2.0"\nbackends = {json.dumps(BACKENDS[:2])}\n\n'
+        f'[general.hub]\nrepo-id = "<owner>/{HUB_NAME}"\n\n[torch-noarch]\n'
     )
     for backend in BACKENDS:
         build_folder = folder / "build" / f"torch-{backend}"
         shutil.copytree(source_folder, build_folder)
         metadata = {
-            "name": TITLE, "id": f"{NAME}_{backend}_{VERSION}", "version": VERSION,
+            "name": HUB_NAME, "id": f"{MODULE_NAME}_{backend}_{VERSION}", "version": VERSION,
             "license": "Apache-2.0", "python-depends": [], "backend": {"type": backend},
         }  # fmt: skip
         (build_folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
 
 
-def _read_commit() -> str:
+def read_commit() -> str:
     git_folder = ROOT / ".git"
     if not git_folder.exists():
         return "(no commit)"
@@ -99,4 +98,4 @@ def _read_commit() -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder to which the kernel is written")
-    make_kernel(parser.parse_args().folder)
+    write_kernel(parser.parse_args().folder)

@@ -2,11 +2,11 @@
 
     python -m tests.tools.mutants [--only NAME ...] [--jobs N] [--list]
 
-Each mutant replaces one piece of text in a copy of the tree. Its named test files run first, up to
-the first failure. If they pass, the whole fast tier runs, and then the full tier. The command fails
-if a patch does not apply, if the named tests fail without a mutation, if a mutant cannot be
-imported, if a mutant survives the full tier, or if more than `MAX_SURVIVORS` mutants survive the
-fast tier.
+Each mutant replaces one piece of text in a copy of the repository. The test files that it names
+run first, up to the first failure. If they pass, the whole fast tier runs, and then the full tier.
+The command fails if a replacement does not apply, if the named tests fail without a mutation, if a
+mutant cannot be imported, if a mutant survives the full tier, or if more than `MAX_SURVIVORS`
+mutants survive the fast tier.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-IGNORED_FILES = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "__pycache__")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "__pycache__")
 # Maximum number of mutants that survive the fast tier.
 MAX_SURVIVORS = 3
 # Exit codes of pytest if all tests pass, and if some tests fail.
 PASSED, FAILED = 0, 1
-TIMEOUT = 1800.0  # seconds of a run of pytest
+PYTEST_SECONDS = 1800.0  # time limit of a run of pytest
 PARALLEL_OPTIONS = ["-n", "2", "--dist", "worksteal"]
 
 
 class Mutant(NamedTuple):
-    """A fault: `new` replaces the only occurrence of `old` in `file`. Then `tests` should fail."""
+    """A fault: `new` replaces the only `old` in `file` of the package. Then `tests` should fail."""
 
     name: str
     file: str
@@ -41,6 +41,7 @@ class Mutant(NamedTuple):
     tests: str
 
 
+# Files with several mutants, relative to the package.
 REFERENCE, CODEC = "ops/reference.py", "formats/codec.py"
 TABLE, GROUP = "paging/block_table.py", "paging/layer_group.py"
 TORCH, WRITE = "ops/torch/backend.py", "ops/triton/write.py"
@@ -148,7 +149,7 @@ MUTANTS = (
         "torch: older sums do not fade", TORCH, "        out *= alpha\n", "",
         "tests/ops/test_ops.py",
     ),
-    # Triton, interpreted.
+    # The Triton kernels, in the interpreter.
     Mutant(
         "triton: the first new token is lost", WRITE,
         "is_new = (t >= 0) & (t < tokens)", "is_new = (t > 0) & (t < tokens)",
@@ -192,7 +193,7 @@ MUTANTS = (
         "range(0, tl.minimum(num_splits, SPLITS_AT_ONCE), SPLITS_AT_ONCE)",
         "tests/ops/test_kernels_attention.py",
     ),
-    # C++.
+    # The C++ kernels.
     Mutant(
         "cpu: the last page is dropped", "ops/cpu/kernels.cpp",
         "first = c.start, high = c.stop",
@@ -396,10 +397,10 @@ MUTANTS = (
 
 def apply_mutant(tree: Path, mutant: Mutant) -> None:
     path = tree / "hf_fp8kv" / mutant.file
-    text = path.read_text()
-    if (count := text.count(mutant.old)) != 1:
-        raise SystemExit(f"{mutant.name}: its text occurs {count} times in {mutant.file}")
-    path.write_text(text.replace(mutant.old, mutant.new))
+    source = path.read_text()
+    if (count := source.count(mutant.old)) != 1:
+        raise SystemExit(f"{mutant.name}: `old` occurs {count} times in {mutant.file}, not once")
+    path.write_text(source.replace(mutant.old, mutant.new))
     compile_kernels(tree, mutant)
 
 
@@ -414,14 +415,14 @@ def compile_kernels(tree: Path, mutant: Mutant) -> None:
 
 
 def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
-    """Return pytest's exit code (None after `TIMEOUT` seconds) and the last lines of its output."""
+    """Return pytest's exit code, or None after a timeout, and the last lines of its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     try:
         process = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT,
-            check=False,
+            command, cwd=tree, env=environment, capture_output=True, text=True, check=False,
+            timeout=PYTEST_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None, "timeout"
@@ -431,7 +432,7 @@ def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
 def find_failing_tier(tree: Path, mutant: Mutant) -> str:
     """Return the first tests that fail: "named tests", "fast tier", "full tier", or "" for none.
 
-    "timeout" means that a run took `TIMEOUT` seconds, which does not count as a failure.
+    "timeout" means that a run took `PYTEST_SECONDS`, which does not count as a failure.
     """
     arguments_by_tier = {
         "named tests": mutant.tests.split(),
@@ -441,23 +442,23 @@ def find_failing_tier(tree: Path, mutant: Mutant) -> str:
     apply_mutant(tree, mutant)
     try:
         for tier, arguments in arguments_by_tier.items():
-            code, tail = run_tests(tree, *arguments)
-            if code is None:
+            exit_code, last_lines = run_tests(tree, *arguments)
+            if exit_code is None:
                 return "timeout"
-            if code == FAILED:
+            if exit_code == FAILED:
                 return tier
-            if code != PASSED:
-                raise SystemExit(f"{mutant.name}: pytest ended with {code}:\n{tail}")
+            if exit_code != PASSED:
+                raise SystemExit(f"{mutant.name}: pytest ended with {exit_code}:\n{last_lines}")
         return ""
     finally:
         restore_file(tree, mutant)
 
 
 def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
-    files = sorted({name for mutant in mutants for name in mutant.tests.split()})
-    code, tail = run_tests(tree, *PARALLEL_OPTIONS, *files)
-    if code != PASSED:
-        raise SystemExit(f"the tests fail without a mutation: pytest ended with {code}:\n{tail}")
+    test_files = sorted({file for mutant in mutants for file in mutant.tests.split()})
+    exit_code, last_lines = run_tests(tree, *PARALLEL_OPTIONS, *test_files)
+    if exit_code != PASSED:
+        raise SystemExit(f"tests fail without a mutation, exit code {exit_code}:\n{last_lines}")
 
 
 def main() -> None:
@@ -468,15 +469,15 @@ def main() -> None:
     options = parser.parse_args()
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names), "two mutants have the same name"
-    parts = options.only or [""]
-    chosen_mutants = [mutant for mutant in MUTANTS if any(part in mutant.name for part in parts)]
-    start, tiers = time.monotonic(), dict[str, str]()
+    name_parts = options.only or [""]
+    selected = [mutant for mutant in MUTANTS if any(part in mutant.name for part in name_parts)]
+    start, failing_tiers = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = SimpleQueue[Path]()
         for index in range(1 if options.list else options.jobs):
-            trees.put(shutil.copytree(ROOT, Path(folder) / str(index), ignore=IGNORED_FILES))
+            trees.put(shutil.copytree(ROOT, Path(folder) / str(index), ignore=NOT_COPIED))
         first_tree = trees.get()
-        for mutant in chosen_mutants:
+        for mutant in selected:
             apply_mutant(first_tree, mutant)
             restore_file(first_tree, mutant)
             if options.list:
@@ -484,26 +485,26 @@ def main() -> None:
         if options.list:
             return
         trees.put(first_tree)
-        check_unmutated(first_tree, chosen_mutants)
+        check_unmutated(first_tree, selected)
         print(f"{time.monotonic() - start:.0f} s: the tests pass without a mutation", flush=True)
 
         def test_mutant(mutant: Mutant) -> None:
             tree = trees.get()
             try:
-                tiers[mutant.name] = tier = find_failing_tier(tree, mutant)
+                failing_tiers[mutant.name] = tier = find_failing_tier(tree, mutant)
             finally:
                 trees.put(tree)
             elapsed = time.monotonic() - start
             print(f"{elapsed:.0f} s: {mutant.name}: {tier or 'SURVIVED'}", flush=True)
 
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(test_mutant, chosen_mutants))
-    num_fast = sum(tier in ("named tests", "fast tier") for tier in tiers.values())
-    survivors = [name for name, tier in tiers.items() if tier in ("", "timeout")]
+            list(pool.map(test_mutant, selected))
+    num_detected = sum(tier in ("named tests", "fast tier") for tier in failing_tiers.values())
+    survivors = [name for name, tier in failing_tiers.items() if tier in ("", "timeout")]
     minutes = (time.monotonic() - start) / 60
-    print(f"{num_fast} of {len(chosen_mutants)} mutants detected by the fast tier, "
+    print(f"{num_detected} of {len(selected)} mutants detected by the fast tier, "
           f"{len(survivors)} by no tier, {minutes:.1f} minutes")  # fmt: skip
-    if survivors or len(chosen_mutants) - num_fast > MAX_SURVIVORS:
+    if survivors or len(selected) - num_detected > MAX_SURVIVORS:
         raise SystemExit(1)
 
 

