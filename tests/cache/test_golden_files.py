@@ -24,7 +24,7 @@ from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.ops.page_layout import page_layout
 from hf_fp8kv.utils.digests import digest_of
-from tests.data.caches.make import CASES, continue_cache, feed, make_cache, make_config
+from tests.data.caches.make import CASES, append_tokens, continue_cache, make_cache, make_config
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
 
@@ -320,7 +320,7 @@ def valid_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     caches["large"] = FP8PagedCache(dtype="fp8_e4m3", page_size=8)
     caches["large"].update(*torch.ones(2, 1, 8, 1024, 128), 0)
     for name in ("offloaded", "indexed", "indexed and preallocated"):
-        feed(caches[name], 21, 0)
+        append_tokens(caches[name], 21, 0)
         for layer in caches[name].layers if "indexed" in name else ():
             layer.update_indexer(torch.ones(2, 21, 4))
     return golden + [cache.save(folder / name) for name, cache in caches.items()]

@@ -1,8 +1,8 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case has two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version
-3 of the format, and hold the tokens of the version 2 files that they replaced. Write the files
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 3 of
+the format, and hold the same keys and values as the files of version 2 before them. Write the files
 again only for a new version of the format.
 """
 
@@ -15,7 +15,7 @@ import torch
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
 from hf_fp8kv.formats import LayerPlan
 
-HEADS, DIM, PROMPT_TOKENS = 2, 16, 13
+NUM_HEADS, HEAD_DIM, PROMPT_TOKENS = 2, 16, 13
 
 
 def make_config(model_type: str) -> Any:
@@ -29,8 +29,8 @@ def _make_model_config(model_type: str) -> Any:
     from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
     sizes: dict[str, Any] = {
-        "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": HEADS,
-        "head_dim": DIM, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64,
+        "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": NUM_HEADS,
+        "head_dim": HEAD_DIM, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64,
     }  # fmt: skip
     if model_type == "llama":
         return LlamaConfig(**sizes)
@@ -42,7 +42,8 @@ def _make_model_config(model_type: str) -> Any:
 
 def make_scales(*, has_center: bool) -> KVScales:
     k, v = torch.tensor([[0.01], [0.04]]), torch.tensor([[0.5], [0.002]])
-    k_center = torch.arange(HEADS * DIM).reshape(HEADS, DIM) / 8 if has_center else None
+    channels = torch.arange(NUM_HEADS * HEAD_DIM).reshape(NUM_HEADS, HEAD_DIM)
+    k_center = channels / 8 if has_center else None
     return KVScales({i: LayerScales(k * (i + 1), v * (i + 1), k_center) for i in range(2)})
 
 
@@ -79,19 +80,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def feed(cache: FP8PagedCache, num_tokens: int, seed: int) -> None:
+def append_tokens(cache: FP8PagedCache, num_tokens: int, seed: int) -> None:
     """Append random keys and values of `num_tokens` tokens to both layers."""
     generator = torch.Generator().manual_seed(seed)
     for layer in range(2):
-        x = torch.randint(-64, 65, (2, HEADS, num_tokens, DIM), generator=generator) / 8
-        cache.update(x, x.flip(-1) + layer, layer)
+        shape = 2, NUM_HEADS, num_tokens, HEAD_DIM
+        keys = torch.randint(-64, 65, shape, generator=generator) / 8
+        cache.update(keys, keys.flip(-1) + layer, layer)
 
 
 def make_cache(name: str) -> FP8PagedCache:
     model_type, options = CASES[name]
     cache = FP8PagedCache(make_config(model_type) if model_type else None, page_size=8, **options)
     if name != "empty":
-        feed(cache, PROMPT_TOKENS, 0)
+        append_tokens(cache, PROMPT_TOKENS, 0)
         cache.reorder_cache(torch.tensor([1, 1]))
     return cache
 
@@ -99,9 +101,9 @@ def make_cache(name: str) -> FP8PagedCache:
 def continue_cache(cache: FP8PagedCache) -> None:
     """Append 4 steps of one token, swap the sequences, and append 6 more tokens."""
     for step in range(4):
-        feed(cache, 1, 1 + step)
+        append_tokens(cache, 1, 1 + step)
     cache.reorder_cache(torch.tensor([1, 0]))
-    feed(cache, 6, 9)
+    append_tokens(cache, 6, 9)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def new_pages(
 ) -> Pages:
     """Return empty pages with dynamic scales for one layer.
 
-    `table` is `[B, M]`, int32. Its rows hold the page numbers of each sequence, all below `pages`.
+    `table` is `[B, M]`, int32. Each row holds the page numbers of a sequence, all below `pages`.
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")

@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("format", sorted(fp8.FORMATS))
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_attention_equals_attention_over_gathered_values(format, num_tokens):
+def test_attention_over_pages_equals_attention_over_gathered_values(format, num_tokens):
     torch.manual_seed(0)
     table = torch.tensor([[3, 0, 2]], dtype=torch.int32, device=DEVICE)
     pages = fp8.new_pages(table, 4, 2, 32, page_size=16, format=format)
