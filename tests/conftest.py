@@ -36,17 +36,17 @@ if not HAS_GPU:
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _IS_WORKER else 2))
 
-# Examples have no time limits, because the first one may compile a kernel. CI draws the same
-# examples in every run. Tests do not set a number of examples. `make test` uses the fast profile,
-# which does not shrink failures, because that takes minutes. The full profile shrinks them.
-_CI = bool(os.environ.get("CI"))
+# Examples have no time limits, because the first example may compile a kernel. CI draws the same
+# examples in every run. The profiles set the number of examples, not the tests. Only the full
+# profile shrinks failures, which takes minutes. `make test` uses the fast profile.
+_IS_CI = bool(os.environ.get("CI"))
 for _name, _max_examples, _max_steps in (("fast", 25, 20), ("full", 60, 30)):
     hypothesis.settings.register_profile(
         _name,
         deadline=None,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
-        derandomize=_CI,
-        print_blob=_CI,
+        derandomize=_IS_CI,
+        print_blob=_IS_CI,
         max_examples=_max_examples,
         stateful_step_count=_max_steps,
         phases=[phase for phase in hypothesis.Phase if _name == "full" or phase.name != "shrink"],
@@ -55,10 +55,10 @@ for _name, _max_examples, _max_steps in (("fast", 25, 20), ("full", 60, 30)):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need a GPU on a machine without one."""
-    no_gpu = pytest.mark.skip(reason="needs a GPU, and torch finds none")
+    skip_mark = pytest.mark.skip(reason="needs a GPU, and torch finds none")
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
-            item.add_marker(no_gpu)
+            item.add_marker(skip_mark)
 
 
 def _list_devices() -> list[object]:
@@ -83,17 +83,17 @@ def interpreted() -> None:
 @pytest.fixture
 def poisoned_outputs() -> Iterator[None]:
     """Fill the tensors that torch.empty allocates with NaN, or with the largest integer."""
-    old_value = torch.utils.deterministic.fill_uninitialized_memory
+    was_filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.utils.deterministic.fill_uninitialized_memory = old_value
+    torch.utils.deterministic.fill_uninitialized_memory = was_filled
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_objects() -> None:
-    """Exclude objects of earlier modules from garbage collection. Each engine collects twice."""
+    """Exclude objects of earlier modules from garbage collection, which each engine runs twice."""
     gc.collect()
     gc.freeze()
 
@@ -112,16 +112,16 @@ def _set_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _remove_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove COLUMNS, which pytest-xdist sets to 80, so that output has the width of a pipe."""
+    """Remove COLUMNS, which pytest-xdist sets to 80, so that output has its default width."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def _restore_default_dtype() -> Iterator[None]:
     """Restore torch's default dtype after each test."""
-    dtype = torch.get_default_dtype()
+    old_dtype = torch.get_default_dtype()
     yield
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(old_dtype)
 
 
 @pytest.fixture(scope="session")
@@ -134,5 +134,5 @@ def demo_model_path() -> Path:
         return demo_model.demo_model_path()
     except ConfigError as error:
         if os.environ.get("CI"):
-            raise  # CI installs the model, so a skip would hide half of the tests
+            raise  # CI installs the model, and a skip would hide half of the tests
         pytest.skip(str(error))

@@ -29,15 +29,15 @@ def shallow_model_path(demo_model_path, tmp_path_factory):
 
 @pytest.fixture
 def run_pages(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Return a function that runs the blocks of pages in order, and returns their global names.
+    """Return a function that runs the blocks of pages in order, and returns their global variables.
 
     A comment after a print() must be a line that the block prints. The answers of 16-bit models
-    differ between CPUs, so they have no such comment, and only their prompts are compared.
+    differ between CPUs, so the calls that print them have no comment. Only the prompt is checked.
     """
     monkeypatch.chdir(tmp_path)  # some blocks write files
 
     def scale_number(match: re.Match[str]) -> str:
-        """Scale numbers of layers and of bytes, which are multiples of the model's 30 layers."""
+        """Scale counts of layers and of bytes, which are multiples of the model's 30 layers."""
         value = int(match[0])
         return str(value if value % 30 else value // 30 * num_layers)
 
@@ -76,7 +76,7 @@ def test_the_blocks_of_the_tutorial_run(run_pages):
 )
 def test_the_blocks_of_a_page_run_after_the_tutorial(run_pages, page):
     namespace = run_pages("docs/quickstart.md", f"docs/{page}.md")
-    # Each page disables the caches that it enables.
+    # The attention of the tutorial remains, because each page disables the caches that it enables.
     assert namespace["model"].config._attn_implementation == "fp8_paged"
 
 

@@ -31,7 +31,7 @@ def find_anchors(page: Path) -> set[str]:
 
 
 @for_each_page
-def test_targets_of_links_exist(page: Path):
+def test_link_targets_exist(page: Path):
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if target.startswith("https://"):
             continue
@@ -43,8 +43,8 @@ def test_targets_of_links_exist(page: Path):
 @for_each_page
 def test_named_files_and_folders_exist(page: Path):
     text = page.read_text()
-    scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # the page shows these in full
-    names = set(re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b", text)) - set(scripts)
+    shown_scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # in code blocks
+    names = set(re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b", text)) - set(shown_scripts)
     names |= set(re.findall(rf"`((?:{'|'.join(TOP_LEVEL_FOLDERS)})/[\w./-]+?)/?`", text))
     missing = [x for x in sorted(names) if not any(p.endswith(f"/{x}") for p in KNOWN_PATHS)]
     assert not missing
@@ -55,7 +55,7 @@ def test_named_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
-    # Packages whose names are not also variables on a page.
+    # Subpackages whose names no page uses for a variable.
     package_pattern = "attention|calibration|formats|ops|paging|serving"
     dotted_names = re.findall(rf"`((?:{package_pattern})(?:\.(?!py\b)[a-z]\w*)+)", text)
     names |= {f"hf_fp8kv.{name}" for name in dotted_names}

@@ -16,7 +16,7 @@ from hf_fp8kv.errors import (
     ScaleError,
 )
 
-# The built-in base class of each error, for code that catches built-in errors.
+# The built-in base class of each error. Code that catches the built-in class catches the error.
 BUILT_IN_BASES = {
     ConfigError: ValueError,
     ScaleError: ValueError,

@@ -33,7 +33,7 @@ ARGUMENTS = {
     "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
 }
-# Examples that need additional packages, and where each of them is run.
+# Examples that need additional packages, and the place where each of them is run.
 TESTED_ELSEWHERE = {
     "rl.py": "make rl",
     "ray_serve.py": "docs/serving.md: tried manually, since tests do not install Ray",
@@ -60,13 +60,13 @@ def run_example(num_layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F8
     return run_script
 
 
-def _read_numbers(pattern: str, text: str) -> tuple[float, ...]:
+def read_numbers(pattern: str, text: str) -> tuple[float, ...]:
     match = re.search(pattern, text)
     assert match, f"{pattern!r} is not in:\n{text}"
     return tuple(float(group.replace(",", "")) for group in match.groups())
 
 
-def _count_pages(num_tokens: int) -> int:
+def count_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
 
 
@@ -94,18 +94,18 @@ def test_help_lists_the_options(monkeypatch, capsys, name):
 
 def test_quickstart_counts_both_caches(run_example, num_layers):  # noqa: F811
     output = run_example("quickstart.py")
-    num_tokens, dense_bytes, page_bytes, ratio, kl = _read_numbers(
+    num_tokens, dense_bytes, page_bytes, ratio, kl = read_numbers(
         r"tokens held: (\d+)\nin 16 bits: ([\d,]+) bytes\n"
         r"8-bit pages: ([\d,]+) bytes, ([\d.]+) of it\nmean KL .*: (.+)\n",
         output,
     )
     assert num_tokens == 400 + 8  # the last new token is never stored
     assert dense_bytes == num_tokens * num_layers * DENSE_BYTES
-    assert page_bytes == _count_pages(int(num_tokens)) * PAGE_SIZE * num_layers * PAGED_BYTES
+    assert page_bytes == count_pages(int(num_tokens)) * PAGE_SIZE * num_layers * PAGED_BYTES
     assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
     assert 0 < kl < 0.1
-    answers = r"^(?:DynamicCache|FP8PagedCache), [\d.]+ tokens per second: '.+'$"
-    assert len(re.findall(answers, output, re.MULTILINE)) == 2
+    answer_pattern = r"^(?:DynamicCache|FP8PagedCache), [\d.]+ tokens per second: '.+'$"
+    assert len(re.findall(answer_pattern, output, re.MULTILINE)) == 2
 
 
 def test_forks_share_pages_and_give_the_answers_of_separate_caches(run_example, num_layers):  # noqa: F811
@@ -115,14 +115,14 @@ def test_forks_share_pages_and_give_the_answers_of_separate_caches(run_example, 
     # With only the first layers, answers hardly depend on the question.
     assert len(answers) == 2
     assert num_layers < 30 or len(set(answers)) == 2
-    shared_tokens, shared_pages = _read_numbers(r"shared: (\d+) tokens in (\d+) pages", output)
-    fork_pages, separate_pages = _read_numbers(r"pages: (\d+) with forks, (\d+) without", output)
+    shared_tokens, shared_pages = read_numbers(r"shared: (\d+) tokens in (\d+) pages", output)
+    fork_pages, separate_pages = read_numbers(r"pages: (\d+) with forks, (\d+) without", output)
     assert shared_tokens > 256
-    assert shared_pages == _count_pages(int(shared_tokens))
+    assert shared_pages == count_pages(int(shared_tokens))
     # Each fork has a separate last page, and at most one more page for its question and answer.
     assert shared_pages + 2 <= fork_pages <= shared_pages + 4
     assert separate_pages >= 2 * shared_pages
-    assert _read_numbers(r"seconds: ([\d.]+) with forks, ([\d.]+) without", output)
+    assert read_numbers(r"seconds: ([\d.]+) with forks, ([\d.]+) without", output)
     output = run_example("fork_chat.py", "--characters", "300", "--questions", "Who?")
     assert "the same answers without forks: True" in output
 
@@ -139,9 +139,9 @@ def test_a_chat_computes_only_new_tokens(run_example):
 def test_an_exhausted_budget_shortens_the_text(run_example, num_layers, monkeypatch):  # noqa: F811
     output = run_example("long_context.py")
     assert "out of pages: a chunk needs 2, 0 are left" in output
-    num_read, num_total = _read_numbers(r"read (\d+) of (\d+) tokens", output)
+    num_read, num_total = read_numbers(r"read (\d+) of (\d+) tokens", output)
     assert 8 * PAGE_SIZE - 40 < num_read < 8 * PAGE_SIZE - 24 < num_total
-    num_pages, page_bytes, ratio, dense_bytes = _read_numbers(
+    num_pages, page_bytes, ratio, dense_bytes = read_numbers(
         r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", output
     )
     assert num_pages == 8
@@ -154,23 +154,23 @@ def test_an_exhausted_budget_shortens_the_text(run_example, num_layers, monkeypa
     monkeypatch.setitem(pydoc_data.topics.topics, "string-methods", short_text)
     output = run_example("long_context.py")
     assert "out of pages" not in output
-    num_read, num_total = _read_numbers(r"read (\d+) of (\d+) tokens", output)
+    num_read, num_total = read_numbers(r"read (\d+) of (\d+) tokens", output)
     assert num_read == num_total
 
 
 def test_an_encoder_decoder_gives_the_same_tokens_in_half_the_bytes(run_example):
     output = run_example("encoder_decoder.py")
     assert "the same tokens with dtype='model': True" in output
-    num_tokens, num_distinct = _read_numbers(r"(\d+) tokens, (\d+) of them distinct", output)
+    num_tokens, num_distinct = read_numbers(r"(\d+) tokens, (\d+) of them distinct", output)
     assert num_tokens == 251
     assert num_distinct > 3
     for kind, length in (("self", 250), ("cross", 500)):
-        dense_bytes, page_bytes, ratio = _read_numbers(
+        dense_bytes, page_bytes, ratio = read_numbers(
             rf"{kind}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)",
             output,
         )
         assert dense_bytes == 2 * 4 * length * 2 * 64 * 2
-        assert page_bytes == 2 * 4 * _count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
+        assert page_bytes == 2 * 4 * count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
         assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
 
 
@@ -194,14 +194,14 @@ def test_calibrated_scales_are_saved_and_loaded(run_example, num_layers, tmp_pat
     assert re.search(
         rf"^KVScales\({num_layers} layers, per tensor, .*from \d+ tokens in \d+ s$", output, re.M
     )
-    kl = dict(
+    kl_by_cache = dict(
         re.findall(r"^(\w.+): KL ([\d.e+-]+), same top-1 [\d.]+%, over \d+ tokens$", output, re.M)
     )
-    assert {"static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"} <= kl.keys()
-    assert 0 < float(kl["static fp8_e4m3"]) < 0.1
-    json_scales = _read_numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", output)
-    k, v = _read_numbers(r"copy: compressed-tensors, layer 0: K ([\d.]+), V ([\d.]+)", output)
-    assert json_scales == (max(k, v), max(k, v))
+    assert {"static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"} <= kl_by_cache.keys()
+    assert 0 < float(kl_by_cache["static fp8_e4m3"]) < 0.1
+    json_scales = read_numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", output)
+    k, v = read_numbers(r"copy: compressed-tensors, layer 0: K ([\d.]+), V ([\d.]+)", output)
+    assert json_scales == (max(k, v), max(k, v))  # this format has one scale for K and V
     assert k != v
     assert "London is the capital of" in output.splitlines()[-1]
     sizes = [path.stat().st_size for path in (scales_folder / "copy").glob("*.safetensors")]
@@ -221,15 +221,15 @@ def test_the_notebook_measures_each_cache(num_layers, capsys):  # noqa: F811
     output = capsys.readouterr().out
     assert f"LlamaForCausalLM: {num_layers} layers: {num_layers} fused" in output
     for title in ("DynamicCache", "default", "adaptive", "E4M3"):
-        (token_bytes,) = _read_numbers(rf"{title} +([\d,]+) bytes per token", output)
+        (token_bytes,) = read_numbers(rf"{title} +([\d,]+) bytes per token", output)
         assert token_bytes == num_layers * (DENSE_BYTES if title == "DynamicCache" else PAGED_BYTES)
-        kl, agreement = _read_numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", output)
+        kl, agreement = read_numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", output)
         assert kl == 0 if title == "DynamicCache" else 0 < kl < 0.1
         assert 80 < agreement <= 100
-        assert _read_numbers(rf"{title} +([\d.]+) ms, ([\d.]+) of DynamicCache", output)
+        assert read_numbers(rf"{title} +([\d.]+) ms, ([\d.]+) of DynamicCache", output)
 
 
-@pytest.mark.full  # the fast tier of tests/serving has several clients of one server
+@pytest.mark.full  # in the fast tier, tests/serving tests several clients of one server
 def test_one_server_answers_sixteen_clients(monkeypatch, capsys, tmp_path):
     # The model is in float32, where answers do not depend on the batch.
     model = save_chat_model(tmp_path)
@@ -241,5 +241,5 @@ def test_one_server_answers_sixteen_clients(monkeypatch, capsys, tmp_path):
     assert len(answers) == len(set(answers)) == 8
     assert re.findall(r"^at once  (.+)$", output, re.MULTILINE) == answers
     assert 'requests_total{status="200"} 16.0\n' in output
-    assert _read_numbers(r"generated_tokens_total (\d+)", output) == (16 * 8,)
+    assert read_numbers(r"generated_tokens_total (\d+)", output) == (16 * 8,)
     assert "the server ended with 0" in output

@@ -37,12 +37,12 @@ BUDGETS = {
 }  # fmt: skip
 
 
-def module_name(path: Path) -> str:
+def get_module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {get_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def find_imports(name: str) -> Iterator[str]:
@@ -53,8 +53,8 @@ def find_imports(name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1]
-            source = ".".join([*(base if node.level else []), *filter(None, [node.module])])
+            base_parts = package.split(".")[: len(package.split(".")) - node.level + 1]
+            source = ".".join([*(base_parts if node.level else []), *filter(None, [node.module])])
             for alias in node.names:
                 member = f"{source}.{alias.name}"
                 if member in MODULES or source in MODULES:
@@ -62,21 +62,21 @@ def find_imports(name: str) -> Iterator[str]:
 
 
 @functools.cache
-def read_graph() -> dict[str, set[str]]:
+def build_import_graph() -> dict[str, set[str]]:
     return {name: set(find_imports(name)) - {name} for name in MODULES}
 
 
-def folder_of(module: str) -> str:
+def get_folder(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
 def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return the groups of modules that import each other, directly or through other modules."""
     reachable = {name: set(targets) for name, targets in graph.items()}
-    for middle in graph:
+    for module in graph:
         for targets in reachable.values():
-            if middle in targets:
-                targets |= reachable[middle]
+            if module in targets:
+                targets |= reachable[module]
     groups = {
         frozenset(target for target in reachable[name] if name in reachable[target])
         for name in graph
@@ -86,7 +86,7 @@ def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_the_package_has_no_import_cycles():
-    cycles = find_cycles(read_graph())
+    cycles = find_cycles(build_import_graph())
     print(f"{len(cycles)} import cycles among {len(MODULES)} modules")
     assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
 
@@ -98,19 +98,19 @@ def test_a_cycle_is_detected():
 
 def test_imports_point_to_lower_floors():
     floor = {name: index for index, names in enumerate(FLOORS) for name in names}
-    assert {folder_of(module) for module in MODULES} == set(floor)
-    imports = ((x, y) for x, targets in read_graph().items() for y in sorted(targets))
+    assert {get_folder(module) for module in MODULES} == set(floor)
+    imports = ((x, y) for x, targets in build_import_graph().items() for y in sorted(targets))
     wrong_imports = [
         f"{module} imports {target}"
         for module, target in imports
-        if folder_of(module) != folder_of(target)
-        and floor[folder_of(target)] >= floor[folder_of(module)]
+        if get_folder(module) != get_folder(target)
+        and floor[get_folder(target)] >= floor[get_folder(module)]
     ]
     print(f"{len(wrong_imports)} imports against the order")
     assert not wrong_imports, "\n".join(wrong_imports)
 
 
-def test_docs_show_the_same_floors():
+def test_docs_list_the_same_floors():
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     table = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert table == [(str(n), name) for n, names in enumerate(FLOORS, 1) for name in names]
@@ -119,10 +119,10 @@ def test_docs_show_the_same_floors():
 def test_no_folder_exceeds_its_budget():
     num_lines = Counter[str]()
     for path in [*MODULES.values(), *PACKAGE.rglob("*.cpp")]:
-        num_lines[folder_of(module_name(path))] += len(path.read_text().splitlines())
+        num_lines[get_folder(get_module_name(path))] += len(path.read_text().splitlines())
     root_files = [path.name for path in PACKAGE.glob("*.py")]
     print(f"{len(MODULES)} files, {num_lines.total()} lines: {dict(num_lines)}")
-    excess = {k: (n, BUDGETS.get(k, 0)) for k, n in num_lines.items() if n > BUDGETS.get(k, 0)}
+    excess = {x: (n, BUDGETS.get(x, 0)) for x, n in num_lines.items() if n > BUDGETS.get(x, 0)}
     assert not excess, f"lines and budget of a folder: {excess}. Delete lines before adding more"
     assert BUDGETS.keys() == num_lines.keys()
     assert len(root_files) <= 6, root_files

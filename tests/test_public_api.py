@@ -17,8 +17,7 @@ from tests.helpers.tiny_models import build_variant
 
 def find_public_names(module: ModuleType) -> set[str]:
     """Return the names in a module, except private names and submodules."""
-    members = vars(module).items()
-    return {name for name, x in members if name[0] != "_" and not inspect.ismodule(x)}
+    return {name for name, x in vars(module).items() if name[0] != "_" and not inspect.ismodule(x)}
 
 
 STABLE_NAMES = {
@@ -42,8 +41,8 @@ def test_all_of_each_submodule_names_existing_members():
             assert hasattr(module, name), f"{module.__name__}.__all__ names {name}"
 
 
-# This script runs in a new process. It imports transformers and then the package, and prints what
-# the second import has changed.
+# This script runs in a new process. It imports transformers and then the package, and prints the
+# changes that the second import makes.
 IMPORT_SCRIPT = """
 import json, sys, warnings
 from transformers import AttentionInterface, cache_utils
@@ -51,7 +50,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import transformers.modeling_utils
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
-def registries():
+def read_registries():
     return {
         "attention": dict(AttentionInterface._global_mapping),
         "mask": dict(AttentionMaskInterface._global_mapping),
@@ -60,9 +59,9 @@ def registries():
         "cache": {n: o for n, o in vars(cache_utils).items() if not n.startswith("__")},
     }
 
-old, old_modules, num_filters = registries(), set(sys.modules), len(warnings.filters)
+old, old_modules, num_filters = read_registries(), set(sys.modules), len(warnings.filters)
 import hf_fp8kv
-new, new_modules = registries(), set(sys.modules) - old_modules
+new, new_modules = read_registries(), set(sys.modules) - old_modules
 print(json.dumps({
     "added": {k: sorted(new[k].keys() - old[k].keys()) for k in old},
     "changed": {k: [n for n in old[k] if new[k].get(n) is not old[k][n]] for k in old},
