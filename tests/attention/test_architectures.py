@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.tiny_models import build_model, build_variant, type_names
+from tests.helpers.tiny_models import build_model, build_variant, list_types
 from tests.tools.sweep import check_type, compare, count_outcomes, generate, run_baseline, sweep
 
 # transformers warns about the tiny configurations.
@@ -54,13 +54,13 @@ def mark_tiers(names: Iterable[str]) -> list[Any]:
     return [name if name in FAST_TYPES else pytest.param(name, marks=full) for name in names]
 
 
-@pytest.mark.parametrize("name", mark_tiers(type_names()))
+@pytest.mark.parametrize("name", mark_tiers(list_types()))
 def test_a_type_gives_the_tokens_of_dynamic_cache(name):
     row = check_type(name)
-    if name not in PATHS and not row.runs:
-        pytest.skip(row.baseline)
-    assert row.runs, row.baseline
-    assert not row.failures()
+    if name not in PATHS and not row.has_baseline:
+        pytest.skip(row.baseline_error)
+    assert row.has_baseline, row.baseline_error
+    assert not row.find_failures()
     assert row.own is not None
     assert row.own.status == "equal"
     assert row.paged is not None
@@ -89,7 +89,7 @@ def test_prompts_are_read_from_pages(name):
     assert compare(expected, generate(model, inputs, cache)).status == "equal"
 
 
-@pytest.mark.parametrize("name", mark_tiers(x for x in PATHS if x in type_names("causal")))
+@pytest.mark.parametrize("name", mark_tiers(x for x in PATHS if x in list_types("causal")))
 def test_a_lost_token_is_detected(name):
     model, inputs = build_model(name)
 
@@ -130,5 +130,5 @@ def test_swapped_heads_are_detected(name, attention):
 
 @pytest.mark.full
 def test_enough_types_run_with_dynamic_cache():
-    counts = count_outcomes(list(sweep(type_names(), only_baseline=True)))
+    counts = count_outcomes(list(sweep(list_types(), only_baseline=True)))
     assert counts["run under DynamicCache"] >= 140

@@ -13,7 +13,7 @@ import torch
 import hf_fp8kv
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
 from tests.helpers.assertions import assert_same
-from tests.helpers.margins import wide_margins
+from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
 
 # Python reports an exception in `__del__` as a warning and continues.
@@ -78,7 +78,7 @@ class Chat:
         shared_prompt = torch.cat([first_ids[:, :33], third_ids[:, :90]], 1)
         self.later_prompts = third_ids[:, :110], shared_prompt
         self.answers = [
-            self.generate(self.make_cache(), ids, logits_processor=wide_margins(1e-5))
+            self.generate(self.make_cache(), ids, logits_processor=require_wide_margins(1e-5))
             for ids in self.later_prompts
         ]
         self.folder = folder

@@ -19,7 +19,7 @@ from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
 from hf_fp8kv.utils import warn_once
 from tests.helpers.grids import pairwise
-from tests.helpers.tiny_models import build_model, type_names
+from tests.helpers.tiny_models import build_model, list_types
 from tests.tools.sweep import Watch
 
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
@@ -43,7 +43,7 @@ MODELS: dict[str, Any] = {}
 
 def copy_model(name: str) -> Any:
     """Return a copy of a family's model, and inputs that are padded on the left."""
-    if name not in type_names():
+    if name not in list_types():
         pytest.skip(f"this version of transformers has no {name}")
     if name not in MODELS:
         MODELS[name] = build_model(name, SEEDS.get(name, 0))
@@ -200,7 +200,7 @@ def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:
     expected = generate_stock(model, inputs)
     enable(model, dtype="auto")
     assert_same_outputs(generate(model, inputs, None), expected)
-    assert watch.path() == "fused, latent"
+    assert watch.list_paths() == "fused, latent"
     model.set_attn_implementation("sdpa")
     assert_same_outputs(generate(model, inputs, make_cache(model)), expected)
     disable(model)
@@ -274,7 +274,7 @@ def assert_same_as_sdpa(model: Any, inputs: Any, *, path: str | None = "fused, l
     watch = Watch()
     with watch():
         assert_same_outputs(generate(model, inputs, make_cache(model)), expected)
-    assert path in (None, watch.path())
+    assert path in (None, watch.list_paths())
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_autocast_has_a_small_error(dtype: torch.dtype, num_heads: int, watch: W
         model(inputs["input_ids"], past_key_values=cache)
         actual = model(next_ids, past_key_values=cache).logits[1, -1]
     assert actual.dtype == dtype
-    assert watch.path() == "fused, latent"
+    assert watch.list_paths() == "fused, latent"
     error = float((actual - expected).abs().max() / expected.std())
     assert error < 16 * torch.finfo(dtype).eps
 

@@ -22,7 +22,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run_command(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
+    return command_line.make_runner(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -18,7 +18,7 @@ from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import share_variant
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
-from tests.helpers.margins import wide_margins
+from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
@@ -51,7 +51,7 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) ->
     Beams are not checked. Neither are drafts, whose model would use the same logits processors.
     """
     if keywords.keys().isdisjoint({"num_beams", "prompt_lookup_num_tokens", "assistant_model"}):
-        keywords.setdefault("logits_processor", wide_margins(MIN_MARGIN))
+        keywords.setdefault("logits_processor", require_wide_margins(MIN_MARGIN))
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **keywords})
 
 

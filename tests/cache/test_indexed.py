@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
-from tests.helpers.tiny_models import build_model, type_names
+from tests.helpers.tiny_models import build_model, list_types
 
 pytestmark = [
     pytest.mark.text,
@@ -32,7 +32,7 @@ def make_model(name):
 def model(request):
     """Return a model whose layers have separate indexers."""
     name = getattr(request, "param", MODEL_TYPES[0])
-    if name not in type_names():
+    if name not in list_types():
         pytest.skip(f"this version of transformers has no {name}")
     return make_model(name)
 
@@ -152,7 +152,7 @@ def test_skipped_indexed_layers_are_transformers_layers(model, ids):
     assert_same_continuation(model, cache, ids)
 
 
-@pytest.mark.skipif("mistral_large4" not in type_names(), reason="transformers is too old")
+@pytest.mark.skipif("mistral_large4" not in list_types(), reason="transformers is too old")
 def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
     model = make_model("mistral_large4")
     cache = fill_cache(model, ids, **cache_options)

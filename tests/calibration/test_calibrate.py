@@ -14,7 +14,7 @@ from hf_fp8kv.calibration.scoring import warn_if_worse
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.model_support import caches_latents
 from hf_fp8kv.scales.report import REPORT_FILE
-from tests.helpers.tiny_models import VOCAB, build_variant, type_names
+from tests.helpers.tiny_models import VOCAB, build_variant, list_types
 
 pytestmark = pytest.mark.text
 
@@ -319,7 +319,7 @@ def test_every_architecture_is_calibrated(name):
 
 
 def test_layers_without_keys_and_values_are_rejected():
-    if "glm5_next" not in type_names():
+    if "glm5_next" not in list_types():
         pytest.skip("this version of transformers does not have the model")
     model, _ = build_variant("glm5_next")
     if not caches_latents(model.config.get_text_config(decoder=True)):

@@ -34,7 +34,7 @@ from hf_fp8kv.scales import LayerScales
 from tests.cache.test_plans import round_by_plan
 from tests.calibration.test_calibrate import HELD_OUT_0, HELD_OUT_24, make_texts, observe_kv
 from tests.calibration.test_texts import make_tokenizer
-from tests.helpers.tiny_models import VOCAB, build_variant, type_names
+from tests.helpers.tiny_models import VOCAB, build_variant, list_types
 
 E4M3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
 EXPLICIT_PLAN = {
@@ -321,7 +321,7 @@ FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rota
         ("position_bias", {FALLBACK}, {FALLBACK}),
         *(
             pytest.param(name, None, None, marks=pytest.mark.full)
-            for name in type_names()
+            for name in list_types()
             # Calibration cannot run these models either.
             if name not in ("dory", "seq2seq/switch_transformers")
         ),

@@ -53,7 +53,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture
 def run_command(monkeypatch, capsys):
     monkeypatch.setitem(measure.SIZES, "quick", SIZE)
-    return command_line.runner(monkeypatch, capsys)
+    return command_line.make_runner(monkeypatch, capsys)
 
 
 def remove_times(card: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture
 def run(monkeypatch, capsys) -> Command:
     monkeypatch.setenv("COLUMNS", "200")
-    return Command(command_line.runner(monkeypatch, capsys))
+    return Command(command_line.make_runner(monkeypatch, capsys))
 
 
 @pytest.fixture

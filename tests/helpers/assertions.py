@@ -5,13 +5,14 @@ from typing import Any
 import torch
 
 Axes = tuple[str, ...]
-# Axes of a pool of pages, and of tensors made from it.
-K: Axes = ("page", "head", "slot", "dim")
-V: Axes = ("page", "head", "dim", "slot")
-SCALES: Axes = ("page", "head", "slot", "side")
-DENSE: Axes = ("sequence", "head", "token", "dim")
-TOKENS: Axes = ("sequence", "token")
-_AXES_BY_RANK = {2: TOKENS, 4: DENSE}
+# Names of the axes of a pool of pages, and of tensors that are read from it.
+K_AXES: Axes = ("page", "head", "slot", "dim")
+V_AXES: Axes = ("page", "head", "dim", "slot")
+SCALES_AXES: Axes = ("page", "head", "slot", "side")
+POOL_AXES = {"k_codes": K_AXES, "v_codes": V_AXES, "token_scales": SCALES_AXES}
+DENSE_AXES: Axes = ("sequence", "head", "token", "dim")
+TOKENS_AXES: Axes = ("sequence", "token")
+_AXES_BY_RANK = {2: TOKENS_AXES, 4: DENSE_AXES}
 _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,7 +25,7 @@ def assert_same(
         actual: Tensor of any shape and dtype.
         expected: Tensor of the same shape and dtype.
         label: Description of the tensors, such as "layer 1, K", which begins the message.
-        axes: Names of the axes. None means `TOKENS` or `DENSE`, by the number of axes.
+        axes: Names of the axes. None means `TOKENS_AXES` or `DENSE_AXES`, by the number of axes.
     """
     _assert_none_differs(actual, expected, torch.ne, label, axes)
 
@@ -46,7 +47,7 @@ def assert_same_bytes(
 
 def assert_same_pool(actual: Any, expected: Any, label: Any = "") -> None:
     """Assert that two `Pages` hold the same bytes: codes of K and V, and dynamic scales."""
-    for field, axes in (("k_codes", K), ("v_codes", V), ("token_scales", SCALES)):
+    for field, axes in POOL_AXES.items():
         x, y = (getattr(pages, field) for pages in (actual, expected))
         field_label = f"{label} {field}".strip()
         assert (x is None) == (y is None), f"{field_label}: expected it in both pools or in none"
@@ -62,16 +63,16 @@ def _assert_none_differs(
     axes: Axes | None,
 ) -> None:
     prefix = f"{label}: " if label != "" else ""
-    types = [f"{x.dtype} of shape {list(x.shape)}" for x in (expected, actual)]
-    assert types[0] == types[1], f"{prefix}expected {types[0]}, got {types[1]}"
+    expected_type, actual_type = (f"{x.dtype} of shape {list(x.shape)}" for x in (expected, actual))
+    assert expected_type == actual_type, f"{prefix}expected {expected_type}, got {actual_type}"
     differences = find_differences(actual, expected).nonzero()
     if len(differences) == 0:
         return
-    names = _AXES_BY_RANK.get(actual.ndim, ()) if axes is None else axes
-    if len(names) != actual.ndim:
-        names = tuple(f"axis {i}" for i in range(actual.ndim))
+    axes = _AXES_BY_RANK.get(actual.ndim, ()) if axes is None else axes
+    if len(axes) != actual.ndim:
+        axes = tuple(f"axis {i}" for i in range(actual.ndim))
     index = tuple(differences[0].tolist())
-    location = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
+    location = ", ".join(f"{name} {i}" for name, i in zip(axes, index, strict=True))
     raise AssertionError(
         f"{prefix}{len(differences)} of {actual.numel()} differ, "
         f"first at {location or 'the only value'}: "

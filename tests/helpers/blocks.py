@@ -8,12 +8,12 @@ from hf_fp8kv.ops.blocks import blocks_of, locate_pages, put_pages, take_pages
 
 
 def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
-    """Return the same pages on `device`, in blocks of `size` pages with unordered addresses."""
+    """Return the same pages on `device`, in blocks of `size` pages that are not in page order."""
     rows, device = _read_pages(pages), device or pages.table.device
     # Bytes outside the pages decode to NaN, so a test fails if they are read.
     blocks = [
-        torch.full((len(part), part.shape[1]), 0xFF, dtype=torch.uint8, device=device)
-        for part in rows.split(size)
+        torch.full((len(block_rows), rows.shape[1]), 0xFF, dtype=torch.uint8, device=device)
+        for block_rows in rows.split(size)
     ]
     if len(blocks) > 2 and blocks[-1].shape == blocks[0].shape:
         blocks[-1], blocks[0] = blocks[0], blocks[-1]

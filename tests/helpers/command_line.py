@@ -1,4 +1,4 @@
-"""A function that runs the command line in this process, and a tiny model for it."""
+"""A function that runs the command line in this process, and a tiny model for its commands."""
 
 import io
 import sys
@@ -14,7 +14,7 @@ from hf_fp8kv import cli
 
 WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(chr, range(97, 123))]
 
-# A function of command-line arguments and `stdin` that returns the exit code, stdout and stderr.
+# A function of command-line arguments and `stdin`. It returns the exit code, stdout and stderr.
 Runner = Callable[..., tuple[int, str, str]]
 
 
@@ -22,9 +22,9 @@ def save_tiny_model(
     folder: Path, dtype: torch.dtype = torch.bfloat16, *, positions: int = 256
 ) -> str:
     """Save a tiny Llama with a word tokenizer, without an end token. Return the folder."""
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -36,7 +36,7 @@ def save_tiny_model(
     return str(folder)
 
 
-def runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
+def make_runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
     """Return a `Runner` that expects the command to end with SystemExit."""
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:

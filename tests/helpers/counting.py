@@ -11,7 +11,7 @@ class BytesWritten(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = 0  # in bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -20,7 +20,7 @@ class BytesWritten(TorchDispatchMode):
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for output, schema in zip(outputs, function._schema.returns, strict=False):
             is_view = schema.alias_info is not None and not schema.alias_info.is_write
-            for x in output if isinstance(output, (tuple, list)) else (output,):
-                if isinstance(x, torch.Tensor) and not is_view:
-                    self.total += x.nbytes
+            for tensor in output if isinstance(output, (tuple, list)) else (output,):
+                if isinstance(tensor, torch.Tensor) and not is_view:
+                    self.total += tensor.nbytes
         return result

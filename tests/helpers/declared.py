@@ -1,6 +1,6 @@
 """Checkpoints that declare a KV cache in the format of compressed-tensors, and their models.
 
-The declared scales are much too small, so rounding with them destroys K and V.
+The declared scales are much too small, so a model that applies them computes wrong K and V.
 """
 
 import json
@@ -50,7 +50,7 @@ def save_plain(folder: Path) -> Path:
 
 
 def save_w8a8(folder: Path) -> Path:
-    """Save the model with FP8 weights and activations, and without a declared KV cache."""
+    """Save this Llama with FP8 weights and activations, without a declared KV cache."""
     model = build_variant("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
     tensors = model.state_dict()
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -72,17 +72,17 @@ def declare(checkpoint: Path, folder: Path) -> Path:
 
 
 def save_projections(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint to an older format, which declares the scales of projections' outputs.
+    """Copy a checkpoint, and declare scales in an older format, for the outputs of projections.
 
-    `kv_cache_scheme` has replaced this format.
+    `kv_cache_scheme` has replaced this format. Return the folder of the copy.
     """
     tensors = load_file(checkpoint / "model.safetensors")
     for layer in range(LAYERS):
         for side, scale in (("k", 0.002), ("v", 0.0015)):
             name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
             tensors[name] = torch.tensor([scale])
-    output_format = {**_FP8_FIELDS, "strategy": "tensor", "dynamic": False}
-    group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": output_format}
+    output_scheme = {**_FP8_FIELDS, "strategy": "tensor", "dynamic": False}
+    group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": output_scheme}
     quantization = {**_W8A8_CONFIG, "format": "dense", "config_groups": {"group_0": group}}
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = quantization

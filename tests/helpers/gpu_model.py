@@ -1,12 +1,12 @@
 """A simulation of a GPU that runs the decode kernel, to compute the time of a work plan.
 
-The model covers the properties of an H200 (132 SMs, 4.3 TB/s of usable bandwidth) that the plan
-depends on. Programs start in order, each on an SM with a free slot. An SM with one to six programs
-reads a fixed number of bytes per clock, and all SMs together cannot read more than the memory
-delivers. A program reads nothing at its beginning and end. A second kernel merges parts after the
-last program. Nothing else is modeled, so only ratios are meaningful.
+The model has the properties of an H200 (132 SMs, 4.3 TB/s of usable bandwidth) that a good plan
+depends on. Programs start in order, each on an SM that has room for it. An SM with one to six
+programs reads a fixed number of bytes per clock cycle, and all SMs together cannot read more than
+the memory delivers. A program reads nothing at its beginning and end. A second kernel merges parts
+after the last program. Nothing else is modeled, so only ratios of times are meaningful.
 
-Six programs of two warps read 40 bytes per clock, according to a cycle model of one SM that runs
+Six programs of two warps read 40 bytes per cycle, according to a cycle model of one SM that runs
 the machine code of the main loop. The rate of one program, 10 bytes, is an estimate: its warps have
 489 instructions for a tile, and an earlier program of four warps had 464 and reached 10.7 in the
 cycle model. The remaining rates lie in between.
@@ -21,23 +21,23 @@ from typing import NamedTuple
 
 from hf_fp8kv.ops.triton.tuning import PlanConfig
 
-__all__ = ["UNIT", "Part", "best_time", "lower_bound", "plan_time"]
+__all__ = ["UNIT_TOKENS", "Part", "compute_best_time", "compute_lower_bound", "compute_plan_time"]
 
 # Bytes of K and V per token and head: 2 x 128 codes, and two scales of 2 bytes.
 BYTES_PER_TOKEN = 260
-UNIT = PlanConfig().unit  # tokens
+UNIT_TOKENS = PlanConfig().unit
 
 NUM_SMS = 132
-# Bytes per clock that an SM with one to six programs reads. An SM has six slots for programs.
+# Bytes per cycle that an SM with one to six programs reads. An SM has room for six programs.
 SM_RATES = (10.0, 18.0, 25.0, 31.0, 36.0, 40.0)
-CLOCK = 1980.0  # MHz
-BANDWIDTH = 4.3e6  # memory bandwidth in bytes per microsecond
+CLOCK_MHZ = 1980.0
+BYTES_PER_US = 4.3e6  # memory bandwidth
 # Microseconds before a program's first bytes (its launch, its row of the plan, the page table, the
 # query) and after its last bytes (sums over warps, and the stores).
-START_TIME, END_TIME = 1.5, 0.5
-# Estimated microseconds of the second kernel: its start, and each part of the sequence with the
+START_US, END_US = 1.5, 0.5
+# Estimated microseconds of the second kernel: its start, and each part of the sequence that has the
 # most parts.
-MERGE_TIME, PART_TIME = 1.9, 0.033
+MERGE_US, PART_US = 1.9, 0.033
 
 
 class Part(NamedTuple):
@@ -54,9 +54,9 @@ class _SM:
     """An SM and its programs.
 
     Attributes:
-        bytes_read: Bytes that each program has read if it has run since the start.
+        bytes_read: Bytes that a program has read if it has run since the start.
         update_flow: `flow` at the last update of `bytes_read`.
-        targets: Heap of the programs, by the value of `bytes_read` at which they have read all.
+        targets: Heap of the programs, by the value of `bytes_read` at which each has read all.
         version: Number of changes of `targets`.
     """
 
@@ -66,26 +66,26 @@ class _SM:
     version: int = 0
 
 
-def run_parts(sizes: Iterable[int]) -> float:
+def simulate_programs(sizes: Iterable[int]) -> float:
     """Return the microseconds until all programs end. Program `i` reads `sizes[i]` bytes.
 
-    `flow` is the time in clocks that would have passed if the memory did not limit the SMs' rates.
+    `flow` is the time in cycles that would have passed if the memory did not limit the SMs' rates.
     """
     programs = enumerate(sizes)
     sms = [_SM() for _ in range(NUM_SMS)]
-    # Time, order, index of the SM, program, and bytes to read. None marks the end of a program.
+    # Time, order, index of the SM, program, and bytes to read, or None at the end of the program.
     timers: list[tuple[float, int, int, int, float | None]] = []
     drain_heap: list[tuple[float, int, int]] = []  # flow, index of the SM, its version
     order = itertools.count()
     time = flow = demand = 0.0
     num_running = 0
-    bytes_per_clock = BANDWIDTH / CLOCK
+    bytes_per_cycle = BYTES_PER_US / CLOCK_MHZ
 
     def start_program(index: int) -> int:
         program, size = next(programs, (0, None))
         if size is None:
             return 0
-        heapq.heappush(timers, (time + START_TIME, next(order), index, program, float(size)))
+        heapq.heappush(timers, (time + START_US, next(order), index, program, float(size)))
         return 1
 
     def get_rate(num_programs: int) -> float:
@@ -112,7 +112,7 @@ def run_parts(sizes: Iterable[int]) -> float:
     while num_running:
         while drain_heap and drain_heap[0][2] != sms[drain_heap[0][1]].version:
             heapq.heappop(drain_heap)
-        speed = CLOCK * min(1.0, bytes_per_clock / demand) if demand else CLOCK
+        speed = CLOCK_MHZ * min(1.0, bytes_per_cycle / demand) if demand else CLOCK_MHZ
         drain_time = time + (drain_heap[0][0] - flow) / speed if drain_heap else float("inf")
         timer_time = timers[0][0] if timers else float("inf")
         flow += (min(drain_time, timer_time) - time) * speed
@@ -130,37 +130,37 @@ def run_parts(sizes: Iterable[int]) -> float:
             sm = update_reads(index)
             demand -= get_rate(len(sm.targets))
             _, program = heapq.heappop(sm.targets)
-            end_time = time + END_TIME
-            heapq.heappush(timers, (end_time, next(order), index, program, None))
+            heapq.heappush(timers, (time + END_US, next(order), index, program, None))
         demand += get_rate(len(sm.targets))
         schedule_drain(index)
     return time
 
 
-def plan_time(parts: Sequence[Part], lengths: Sequence[int], num_heads: int) -> float:
+def compute_plan_time(parts: Sequence[Part], lengths: Sequence[int], num_heads: int) -> float:
     """Return the microseconds that a plan takes for sequences of these lengths."""
     part_lengths = [
-        min(part.end * UNIT, lengths[part.sequence]) - part.begin * UNIT for part in parts
+        min(part.end * UNIT_TOKENS, lengths[part.sequence]) - part.begin * UNIT_TOKENS
+        for part in parts
     ]
-    read_time = run_parts([n * BYTES_PER_TOKEN for n in part_lengths for _ in range(num_heads)])
+    sizes = [length * BYTES_PER_TOKEN for length in part_lengths for _ in range(num_heads)]
+    read_us = simulate_programs(sizes)
     part_counts = Counter(part.sequence for part in parts if not part.is_whole)
-    return read_time + (MERGE_TIME + PART_TIME * max(part_counts.values()) if part_counts else 0.0)
+    return read_us + (MERGE_US + PART_US * max(part_counts.values()) if part_counts else 0.0)
 
 
-def lower_bound(lengths: Sequence[int], num_heads: int) -> float:
+def compute_lower_bound(lengths: Sequence[int], num_heads: int) -> float:
     """Return the microseconds in which the memory can deliver all bytes."""
-    return sum(lengths) * num_heads * BYTES_PER_TOKEN / BANDWIDTH
+    return sum(lengths) * num_heads * BYTES_PER_TOKEN / BYTES_PER_US
 
 
-def best_time(lengths: Sequence[int], num_heads: int) -> float:
-    """Return the shortest time in microseconds, over plans of whole sequences or even parts."""
+def compute_best_time(lengths: Sequence[int], num_heads: int) -> float:
+    """Return the time in microseconds of the fastest plan, of plans that split sequences evenly."""
 
     def cut_evenly(max_parts: int) -> list[Part]:
-        max_units = -(-max(lengths) // UNIT)
-        max_part_units = -(-max_units // max_parts)
+        max_part_units = -(-max(lengths) // (UNIT_TOKENS * max_parts))
         parts = []
         for sequence, length in enumerate(lengths):
-            num_units = max(1, -(-length // UNIT))
+            num_units = max(1, -(-length // UNIT_TOKENS))
             num_parts = -(-num_units // max_part_units)
             step = -(-num_units // num_parts)
             spans = [(i, min(i + step, num_units)) for i in range(0, num_units, step)]
@@ -168,4 +168,4 @@ def best_time(lengths: Sequence[int], num_heads: int) -> float:
         return sorted(parts, key=lambda part: part.begin - part.end)
 
     part_limits = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)
-    return min(plan_time(cut_evenly(n), lengths, num_heads) for n in part_limits)
+    return min(compute_plan_time(cut_evenly(n), lengths, num_heads) for n in part_limits)

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return cases that contain every pair of values of every two axes, in a fixed order.
+    """Return cases that contain every pair of values of any two axes, in a fixed order.
 
-    The cover is greedy. Faults of a kernel that need three particular values at once are rare,
-    and the full product of five axes has five to ten times more cases.
+    Each case covers the most missing pairs. The full product of five axes has five to ten times
+    more cases, but few faults of a kernel need three particular values at once.
     """
     axis_pairs = list(itertools.combinations(range(len(axes)), 2))
 

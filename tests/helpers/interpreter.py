@@ -1,4 +1,4 @@
-"""Repairs of Triton's interpreter (3.6 to 3.9), so that it computes what a GPU computes.
+"""Repairs of Triton's interpreter (3.6 to 3.9), so that it computes the same values as a GPU.
 
 The repairs replace private functions of `triton.runtime.interpreter`, which may differ in other
 versions. TRITON_INTERPRET=1 must be set before Triton is imported, which conftest.py does.
@@ -10,8 +10,8 @@ comparing scalars is a number, and a loop whose bound is loaded needs numpy < 2.
 
 Further changes save three quarters of the time, which the interpreter spends on types instead of
 values. The language is patched once per launch instead of in every call of a device function.
-Integer overflow is not computed, because its check is off. The type of a block is created once for
-each shape, and attributes that follow from a type alone are not computed again for every tensor.
+Integer overflow is not checked, because only debug mode uses the check. The type of a block is
+created once for each shape, and attributes that depend only on the type once for each type.
 """
 
 import functools
@@ -40,9 +40,7 @@ _TORCH_DTYPES = {
 }
 # The types whose values the interpreter stores as bit patterns.
 _BIT_TYPES = tuple(t for t in _TORCH_DTYPES if t not in (tl.float16, tl.float32, tl.float64))
-_SIGNED_DTYPES = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _POINTER_DTYPE = np.dtype(np.uint64)
-_UNSIGNED_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
@@ -69,12 +67,12 @@ def repair() -> None:
 
 
 def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """Convert `data`, values of type `source`, to bit patterns of type `target`.
+    """Return the bit patterns of `data`, values of type `source`, in the type `target`.
 
-    Values are rounded to nearest, ties to even. 8-bit floats saturate, as in `cvt.rn.satfinite` of
-    PTX. NaN stays NaN.
+    Values are rounded to nearest, ties to even, unless `rounding` is RTZ. 8-bit floats saturate, as
+    in `cvt.rn.satfinite` of PTX. NaN stays NaN.
     """
-    bits = np.ascontiguousarray(data).view(_SIGNED_DTYPES[data.dtype.itemsize])
+    bits = np.ascontiguousarray(data).view(f"i{data.dtype.itemsize}")
     x = torch.from_numpy(bits.reshape(-1).copy()).view(_TORCH_DTYPES[source])
     x = x.double() if source == tl.float64 else x.float()
     dtype = _TORCH_DTYPES[target]
@@ -83,9 +81,8 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
         x = (x.float().view(torch.int32) & -0x10000).view(torch.float32)
     if dtype.itemsize == 1:
         x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-    int_dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    result = x.to(dtype).view(int_dtype).numpy().view(_UNSIGNED_DTYPES[dtype.itemsize])
-    return result.reshape(data.shape)
+    patterns = x.to(dtype).view(torch.uint8).numpy().view(f"u{dtype.itemsize}")
+    return patterns.reshape(data.shape)
 
 
 def _to_float32(handle: Any) -> Any:
@@ -105,14 +102,14 @@ def _to_bfloat16(handle: Any) -> Any:
 
 
 def _has_bfloat16(values: tuple[Any, ...]) -> bool:
-    for value in values:  # noqa: SIM110 (a generator would take longer than the rest)
+    for value in values:  # noqa: SIM110 (any() takes longer than the loop)
         if isinstance(value, Handle) and value.dtype.scalar.name == "bf16":
             return True
     return False
 
 
 def _repair_casts() -> None:
-    cast = Builder.cast_impl
+    stock_cast = Builder.cast_impl
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         if source.dtype.scalar == target.scalar:
@@ -120,14 +117,14 @@ def _repair_casts() -> None:
         if source.dtype.scalar == tl.bfloat16:
             source = _to_float32(source)
         if target.scalar == tl.bfloat16:
-            return _to_bfloat16(cast(self, source, tl.float32))
-        return cast(self, source, target)
+            return _to_bfloat16(stock_cast(self, source, tl.float32))
+        return stock_cast(self, source, target)
 
     Builder.cast_impl = cast_impl
 
 
 def _repair_arithmetic() -> None:
-    def in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_operation(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def run_in_float32(self: Any, *operands: Any) -> Any:
             if _has_bfloat16(operands):
@@ -141,12 +138,12 @@ def _repair_arithmetic() -> None:
         return run_in_float32
 
     for name in ("binary_op", "unary_op", "ternary_op", "create_fma"):
-        setattr(Builder, name, in_float32(getattr(Builder, name)))
+        setattr(Builder, name, wrap_operation(getattr(Builder, name)))
 
-    dot = Builder.create_dot
+    stock_dot = Builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, *options: Any) -> Any:
-        return dot(self, _to_float32(a), _to_float32(b), *options)
+        return stock_dot(self, _to_float32(a), _to_float32(b), *options)
 
     Builder.create_dot = create_dot
 
@@ -165,7 +162,7 @@ def _repair_maximum() -> None:
 
 
 def _repair_reductions() -> None:
-    reduce = interpreter.ReduceOps.apply_impl
+    stock_reduce = interpreter.ReduceOps.apply_impl
     ufuncs = {tl.standard._elementwise_max: np.fmax, tl.standard._elementwise_min: np.fmin}
 
     def convert_bfloat16(x: Any) -> Any:
@@ -181,7 +178,7 @@ def _repair_reductions() -> None:
             data = ufunc.reduce(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
             output = self.to_tensor(data, inputs[0].dtype)
         else:
-            output = reduce(self, inputs)
+            output = stock_reduce(self, inputs)
         results = output if isinstance(output, list | tuple) else [output]
         for result, operand, converted in zip(results, operands, inputs, strict=False):
             if operand is not converted and result.dtype.scalar == tl.float32:
@@ -225,7 +222,7 @@ def _patch_language_once_per_launch() -> None:
 
     Device functions of any module then run without patching the language again.
     """
-    patch = interpreter._patch_lang
+    stock_patch = interpreter._patch_lang
     language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
     def call_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +239,7 @@ def _patch_language_once_per_launch() -> None:
         scope.set_attr(owner, name, call_with_semantic)
 
     interpreter._patch_attr = patch_attr
-    interpreter._patch_lang = lambda _: patch(language)
+    interpreter._patch_lang = lambda _: stock_patch(language)
     interpreter.InterpretedFunction.__call__ = call_kernel
 
 
@@ -258,9 +255,9 @@ def _cache_numpy_dtypes() -> None:
 
 
 def _cache_block_types() -> None:
-    """Cache the type of blocks by element type and shape, and the attributes of its tensors."""
+    """Cache the types of blocks by element type and shape, and the attributes of their tensors."""
     block_type, tensor = tl.block_type, tl.tensor
-    make_type, make_tensor = block_type.__init__, tensor.__init__
+    stock_init_type, stock_init_tensor = block_type.__init__, tensor.__init__
     types: dict[tuple[Any, ...], Any] = {}
     shapes: dict[tuple[int, ...], Any] = {}
 
@@ -268,22 +265,22 @@ def _cache_block_types() -> None:
         if cls is not block_type:
             return object.__new__(cls)
         key = id(element), *(x.value if isinstance(x, tl.constexpr) else x for x in shape)
-        result = types.get(key)
-        if result is None:
-            result = object.__new__(cls)
-            make_type(result, element, shape)
-            types[key] = result  # keeps the element alive, so no different element gets its id
-        return result
+        created_type = types.get(key)
+        if created_type is None:
+            created_type = object.__new__(cls)
+            stock_init_type(created_type, element, shape)
+            types[key] = created_type  # keeps the element alive, so its id stays unique
+        return created_type
 
     def init_type(self: Any, element: Any, shape: Any) -> None:
         if type(self) is not block_type:
-            make_type(self, element, shape)
+            stock_init_type(self, element, shape)
 
     def init_tensor(self: Any, handle: Any, type_: Any) -> None:
         try:
             self.shape, self.numel, self.dtype = type_.tensor_attributes
         except AttributeError:
-            make_tensor(self, handle, type_)
+            stock_init_tensor(self, handle, type_)
             sizes = tuple(x.value for x in self.shape)
             self.shape = shapes.setdefault(sizes, self.shape)
             type_.tensor_attributes = self.shape, self.numel, self.dtype
@@ -291,18 +288,18 @@ def _cache_block_types() -> None:
 
     block_type.__new__, block_type.__init__ = new_type, init_type
     tensor.__init__ = init_tensor
-    broadcast = TritonSemantic.broadcast_impl_value
+    stock_broadcast = TritonSemantic.broadcast_impl_value
 
     def broadcast_impl_value(self: Any, x: Any, y: Any) -> Any:
         # All scalars share one empty shape.
-        return (x, y) if x.shape is y.shape else broadcast(self, x, y)
+        return (x, y) if x.shape is y.shape else stock_broadcast(self, x, y)
 
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
 
 def _cache_converted_numbers() -> None:
-    """Cache the conversion of a Python number to a block's type, and convert no equal types."""
-    check = TritonSemantic.binary_op_type_checking_impl
+    """Cache conversions of numbers to the type of a block. Do not convert between equal types."""
+    stock_check = TritonSemantic.binary_op_type_checking_impl
     number_types = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
     entries: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -311,7 +308,7 @@ def _cache_converted_numbers() -> None:
         entry = entries.get(key)
         if entry is None:
             operands = (number, block) if is_left else (block, number)
-            operands = check(self, *operands, *rules)
+            operands = stock_check(self, *operands, *rules)
             block_operand, operand = operands[::-1] if is_left else operands
             if block_operand is not block:
                 return operands
@@ -330,7 +327,7 @@ def _cache_converted_numbers() -> None:
                 return convert_number(self, y, x, rules, False)
         elif type(x) in (int, float) and type(y) is tl.tensor and y.dtype.name in number_types:
             return convert_number(self, x, y, rules, True)
-        return check(self, x, y, *rules, **options)
+        return stock_check(self, x, y, *rules, **options)
 
     TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
 
@@ -347,24 +344,24 @@ def _compare_types_by_identity() -> None:
 
 def _set_handle_attributes_directly() -> None:
     """Set a handle's attributes directly, and check the type only of values wider than a byte."""
-    check = Handle.__post_init__
+    stock_check = Handle.__post_init__
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
         if data.itemsize > 1:
-            check(self)
+            stock_check(self)
 
     Handle.__init__ = init
 
 
 def _silence_warnings() -> None:
-    """Silence numpy's warnings of overflow, division by zero and NaN, which a GPU does not have."""
-    run = interpreter.GridExecutor.__call__
+    """Silence numpy's warnings of overflow, division by zero and NaN. A GPU gives no warnings."""
+    stock_run = interpreter.GridExecutor.__call__
 
-    @functools.wraps(run)
+    @functools.wraps(stock_run)
     def run_silently(self: Any, *args: Any, **kwargs: Any) -> None:
         with np.errstate(all="ignore"):
-            run(self, *args, **kwargs)
+            stock_run(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = run_silently
 

@@ -1,4 +1,4 @@
-"""Checks that greedy tokens do not depend on the CPU, because the best logit leads by a margin."""
+"""Checks that greedy tokens do not depend on the CPU: the best logit must lead by a margin."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 class WideMargins(LogitsProcessor):
     """Asserts at each step of generate() that the best logit leads the second by `min_margin`.
 
-    A different order of sums changes logits by less, so all CPUs choose the same tokens.
+    A different order of sums must change logits by less. Then all CPUs choose the same tokens.
     """
 
     def __init__(self, min_margin: float) -> None:
@@ -25,18 +25,18 @@ class WideMargins(LogitsProcessor):
         return scores
 
 
-def wide_margins(min_margin: float) -> LogitsProcessorList:
+def require_wide_margins(min_margin: float) -> LogitsProcessorList:
     """Return a `logits_processor` for generate() that asserts margins of at least `min_margin`."""
     return LogitsProcessorList([WideMargins(min_margin)])
 
 
 @torch.no_grad()
-def greedy_deficit(model: Any, prompt: list[int], answer: list[int]) -> float:
+def compute_greedy_deficit(model: Any, prompt: list[int], answer: list[int]) -> float:
     """Return the largest gap between the best logit of a step and the logit of the answer's token.
 
     The model reads prompt and answer in one call, without a cache. In 16 bits, two CPUs may choose
-    differently between two nearly equal tokens, and continue differently. Each answer is then still
-    greedy up to rounding, but an answer that is computed from a wrong page is not.
+    different tokens if two logits are nearly equal, and then continue differently. Both answers are
+    greedy up to rounding. An answer that is computed from a wrong page is not.
     """
     logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0].float()
     step_logits = logits[len(prompt) - 1 : -1]

@@ -17,29 +17,29 @@ PLANS = (
 
 def planned_scales(
     num_layers: int = 3,
-    heads: int = 2,
+    num_heads: int = 2,
     dim: int = 16,
     *,
     is_dynamic: bool = False,
-    coarse: bool = False,
+    is_coarse: bool = False,
 ) -> KVScales:
     """Return static scales for values up to about 4, or dynamic scales, with `PLANS` in order.
 
-    Static scales are per head, and differ between K and V. With `coarse`, they are so large that
-    values use few codes, so a different plan changes the tokens of a model.
+    Static scales differ between heads, and between K and V. With `is_coarse`, they are so large
+    that values use few codes, so a different plan changes the tokens of a model.
     """
-    generator = torch.Generator().manual_seed(5)
+    rng = torch.Generator().manual_seed(5)
 
     def make_scale(max_value: float, side: SidePlan) -> torch.Tensor | None:
-        head_factors, fmt = 1 + torch.rand(heads, 1, generator=generator), FORMATS[side.format]
-        if coarse:
+        head_factors, fmt = 1 + torch.rand(num_heads, 1, generator=rng), FORMATS[side.format]
+        if is_coarse:
             return head_factors / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
         return None if is_dynamic else max_value * head_factors / 448
 
     layer_scales = {}
     for index in range(num_layers):
         plan = PLANS[index % len(PLANS)]
-        center = torch.randn(heads, dim, generator=generator) / 2 if plan.k.centered else None
+        center = torch.randn(num_heads, dim, generator=rng) / 2 if plan.k.centered else None
         layer_scales[index] = LayerScales(
             make_scale(6.0, plan.k), make_scale(4.0, plan.v), center, plan=plan
         )
@@ -48,13 +48,13 @@ def planned_scales(
 
 
 def as_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
-    """Return these scales as the keyword of a cache that accepts them: `plan` or `scales`."""
+    """Return scales as a keyword argument of a cache: `plan` for a StoragePlan, else `scales`."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
-def planned_scales_for(model: PreTrainedModel, **keywords: bool) -> KVScales:
+def planned_scales_for(model: PreTrainedModel, **options: bool) -> KVScales:
     """Return `planned_scales` with the number of layers, heads and channels of a model."""
     config = model.config.get_text_config()
     num_heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return planned_scales(config.num_hidden_layers, num_heads, dim, **keywords)
+    return planned_scales(config.num_hidden_layers, num_heads, dim, **options)

@@ -1,9 +1,9 @@
 """Check that replayed calls of the Triton backend launch the same kernels as direct calls.
 
 Each check records a call, runs a call that differs in one argument, and repeats the first call. All
-launches must have the same arguments as the launches of a call without replay. Triton specializes
-kernels as on a GPU, but the fake compiler returns only a name. This module patches Triton globally,
-so it must run in a separate process without Triton's interpreter.
+launches must have the same arguments as the launches of direct calls, without replay. Triton
+specializes kernels as on a GPU, but the fake compiler returns only a name. This module patches
+Triton globally, so it must run in a separate process without Triton's interpreter.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def _fake_compile(src: Any, **_: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def fake_gpu() -> None:
+def set_fake_gpu() -> None:
     """Make Triton target a fake GPU, and record its launches in `launches`."""
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
@@ -64,8 +64,8 @@ def fake_gpu() -> None:
         )
     )
     compiler.compile = sys.modules["triton.compiler"].compile = _fake_compile
-    run = jit.JITFunction.run
-    jit.JITFunction.run = lambda *args, **kwargs: (next(_jit_calls), run(*args, **kwargs))[1]
+    stock_run = jit.JITFunction.run
+    jit.JITFunction.run = lambda *args, **kwargs: (next(_jit_calls), stock_run(*args, **kwargs))[1]
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -85,7 +85,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int | None = None) -> Any:
-    """Return the arguments with `change` applied to tensor number `index`, or to all by default."""
+    """Return the arguments with `change` applied to tensor `index`. None means all tensors."""
     leaves, tree_spec = tree_flatten(args)
     indices = itertools.count()
     new_leaves = [
@@ -116,8 +116,8 @@ def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     with AllocationRecorder() as allocated:
         result = operation(*args)
     sizes = [(x.shape, x.dtype) for x in allocated.tensors]
-    result_name = None if result is None else (replace_address(result.data_ptr()), result.shape)
-    return [*tree_map(replace_address, launches), sizes, result_name]
+    output = None if result is None else (replace_address(result.data_ptr()), result.shape)
+    return [*tree_map(replace_address, launches), sizes, output]
 
 
 def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bool:
@@ -132,11 +132,11 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     old_count = next(_jit_calls)
     actual = trace_call(operation, args)
     assert actual == expected, f"{label}:\n{actual}\n{expected}"
-    return next(_jit_calls) == old_count + 1  # Triton did not launch a kernel itself
+    return next(_jit_calls) == old_count + 1  # the call did not run Triton's own launch code
 
 
-def make_tokens(heads: int, num_tokens: int = 1) -> torch.Tensor:
-    return torch.zeros(BATCH, num_tokens, heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
+def make_tokens(num_heads: int, num_tokens: int = 1) -> torch.Tensor:
+    return torch.zeros(BATCH, num_tokens, num_heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
 
 
 def make_plan_rows(num_rows: int) -> torch.Tensor:
@@ -186,26 +186,26 @@ def vary_arguments(args: Any) -> Iterator[tuple[str, Any]]:
     for i in range(next(counter)):
         yield f"tensor {i}, new address", map_tensors(args, make_strided, i)
         yield f"tensor {i}, not aligned", map_tensors(args, make_misaligned, i)
-    # Different values of fields, and different dtypes and strides of queries, keys and values.
+    # Vary fields, and the dtypes and strides of queries, keys and values.
     for name, values in FIELD_VALUES[type(args)].items():
-        for i, value in enumerate(values):
-            yield f"{name}, value {i}", args._replace(**{name: value})
+        for i, field_value in enumerate(values):
+            yield f"{name}, value {i}", args._replace(**{name: field_value})
     for name in {"query", "key", "value"} & set(args._fields):
-        for i, change in enumerate(_TOKEN_CHANGES):
+        for i, change in enumerate(TOKEN_CHANGES):
             changed = map_tensors(getattr(args, name), change)
             yield f"{name}, change {i}", args._replace(**{name: changed})
     if "pages" in args._fields:
-        for i, change in enumerate(_PAGE_CHANGES):
+        for i, change in enumerate(PAGE_CHANGES):
             yield f"pages {i}", args._replace(pages=change(args.pages))
     shared_tokens = make_tokens(HEADS)
     if isinstance(args, WriteArgs):
         yield "key and value share memory", args._replace(key=shared_tokens, value=shared_tokens)
-        for n in (2, 40):
-            new_tokens = make_tokens(HEADS, n), make_tokens(HEADS, n)
-            yield f"{n} tokens", args._replace(key=new_tokens[0], value=new_tokens[1])
+        for num_tokens in (2, 40):
+            key, value = make_tokens(HEADS, num_tokens), make_tokens(HEADS, num_tokens)
+            yield f"{num_tokens} tokens", args._replace(key=key, value=value)
     if isinstance(args, AttendArgs):
         yield "two tokens", args._replace(query=make_tokens(QUERY_HEADS, 2))
-        for i, values in enumerate(_SPEC_CHANGES):
+        for i, values in enumerate(SPEC_CHANGES):
             yield f"spec {i}", args._replace(spec=args.spec._replace(**values))
         wide_spec = args.spec._replace(sinks=torch.zeros(2 * QUERY_HEADS))
         yield "more query heads", args._replace(query=make_tokens(2 * QUERY_HEADS), spec=wide_spec)
@@ -223,7 +223,7 @@ def make_bounds(batch: int = BATCH, columns: int = 2, step: int = 1) -> torch.Te
     return torch.zeros(batch, columns, dtype=torch.int32)[:, : 2 * step : step]
 
 
-_SPEC_CHANGES: list[dict[str, Any]] = [
+SPEC_CHANGES: list[dict[str, Any]] = [
     {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
     {"sinks": torch.zeros(QUERY_HEADS, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
     {"mask": make_mask(dtype=torch.bool)}, {"mask": make_mask(1), "bounds": make_bounds(1)},
@@ -231,12 +231,12 @@ _SPEC_CHANGES: list[dict[str, Any]] = [
     {"bounds": make_bounds(columns=4)}, {"bounds": make_bounds(columns=4, step=2)},
     {"bias": torch.zeros(1, 1, 1, 48)},
 ]  # fmt: skip
-_TOKEN_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+TOKEN_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     torch.Tensor.half,
     lambda x: make_strided(x, stride_factor=2),
     lambda x: x.repeat(1, 1, 1, 2)[..., :DIM],
 ]
-_PAGE_CHANGES: list[Callable[[Pages], Pages]] = [
+PAGE_CHANGES: list[Callable[[Pages], Pages]] = [
     lambda p: p._replace(k=p.k._replace(format="fp8_e3m4"), v=p.v._replace(format="fp8_e3m4")),
     lambda p: p._replace(k=p.k._replace(rotated=True)),
     lambda p: p._replace(v=p.v._replace(rotated=True)),
@@ -286,7 +286,7 @@ def compare_calls() -> dict[str, int]:
     Raises:
         AssertionError: A replayed call differs from a direct call.
     """
-    fake_gpu()
+    set_fake_gpu()
     spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=make_mask(),
                          bounds=make_bounds())  # fmt: skip
     lengths = torch.zeros(BATCH, dtype=torch.int32)

@@ -31,6 +31,7 @@ from transformers import (
 from hf_fp8kv import FP8PagedCache, cli
 
 ROOT = Path(__file__).parents[2]
+# A chat template that refuses the role "wizard", and takes long for the role "sloth".
 TEMPLATE = (
     "{% if messages[0]['role'] == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
     "{% if messages[0]['role'] == 'sloth' %}{% for i in range(200) %}{% for j in range(50000) %}"
@@ -62,7 +63,7 @@ NAN_CHARACTER = "~"  # after `add_overflow`, the logits of a prompt with this ch
 
 
 def make_step(sequences: Sequence[Any], position: int) -> list[Any]:
-    """Return the requests of an engine's step with one new token per sequence, at `position`."""
+    """Return the requests of an engine's step, with one new token per sequence at `position`."""
     return [
         SimpleNamespace(
             state=SimpleNamespace(logit_processor_kwargs={"sequence": x}, position_offset=position),
@@ -92,7 +93,7 @@ def save_chat_model(folder: Path, *, vocab_size: int = 95, context: int = CONTEX
 
 
 def add_overflow(folder: str) -> None:
-    """Change a model so that `NAN_CHARACTER` makes its logits NaN. No answer contains it."""
+    """Change a saved model so that `NAN_CHARACTER` makes its logits NaN. No answer contains it."""
     model, token = LlamaForCausalLM.from_pretrained(folder), ord(NAN_CHARACTER) - 32
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.nan
@@ -118,19 +119,19 @@ def generate_paged(folder: str, question: str, num_tokens: int, **options: objec
 
 
 def parse_events(text: str) -> list[Any]:
-    """Parse the events of a streamed answer, except the final [DONE]."""
+    """Parse the events of a streamed response, except the final [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
-def text_in(answer: Any) -> str:
-    """Return the text of a parsed answer of any endpoint, or of the events of a streamed answer."""
-    if isinstance(answer, list):
-        return "".join(map(text_in, answer))
-    if "output" in answer:
-        return answer["output"][0]["content"][0]["text"]
-    choice = answer["choices"][0]
+def text_in(response: Any) -> str:
+    """Return the text of a parsed response of any endpoint, or of the events of a stream."""
+    if isinstance(response, list):
+        return "".join(map(text_in, response))
+    if "output" in response:
+        return response["output"][0]["content"][0]["text"]
+    choice = response["choices"][0]
     message = choice.get("message") or choice.get("delta") or {}
     return choice.get("text") or message.get("content") or ""
 
@@ -183,24 +184,25 @@ class Endpoint:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str, dict[str, str]]:
-        """Send a POST request, or GET without a body. Return the status, text and headers."""
+        """Send POST with `body` as JSON or `raw`, else GET. Return the status, text and headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         with contextlib.closing(connection):
-            data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+            content = None if body is None else json.dumps(body).encode()
+            content = content if raw is None else raw
             all_headers = {"content-type": "application/json", **(headers or {})}
-            connection.request("GET" if data is None else "POST", path, data, all_headers)
+            connection.request("GET" if content is None else "POST", path, content, all_headers)
             response = connection.getresponse()
             return response.status, response.read().decode(), dict(response.getheaders())
 
     def answer(self, path: str, **body: object) -> Any:
-        """Return the parsed answer to a request that must succeed, or the events of a stream."""
+        """Return the parsed response to a request that must succeed, or the events of a stream."""
         status, text, _ = self.ask(path, body)
         assert status == 200, text
         return parse_events(text) if body.get("stream") else json.loads(text)
 
     @contextlib.contextmanager
     def abandon_request(self, path: str, **body: object) -> Iterator[None]:
-        """Send a request. When the block ends, close the connection without reading the answer."""
+        """Send a request. When the block ends, close the connection, and read no response."""
         content = json.dumps(body).encode()
         header = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
@@ -263,11 +265,11 @@ class HostedServer(Endpoint):
             self._error = error
 
     def cpu_ticks(self) -> int:
-        """Return the CPU time of this process, in ticks of 10 ms."""
+        """Return the CPU time of this process in ticks of 10 ms."""
         return int(100 * time.process_time())
 
     def wait(self, seconds: float) -> BaseException | None:
-        """Wait until the command has ended, and return its error, or None."""
+        """Wait until the command has ended. Return the error that it raised, or None."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "the server has not ended"
         return self._error
@@ -290,7 +292,7 @@ class Server(Endpoint):
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         )  # fmt: skip
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         try:
             self.port = int(self.wait_for_log(r"serving .* at http://[\d.]+:(\d+)")[1])
@@ -302,7 +304,7 @@ class Server(Endpoint):
     def log(self) -> str:
         return "".join(self.lines)
 
-    def _read(self) -> None:
+    def _read_log(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)

@@ -61,25 +61,25 @@ SGLANG_PATTERNS = (
 
 
 def group_scales(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
-    """Return the scales by layer and side, without the tensors that the server does not remap."""
-    layers: dict[int, dict] = {}
+    """Return the scales by layer and side, without tensors that the server does not rename."""
+    scales: dict[int, dict] = {}
     for name, tensor in tensors.items():
         side = next((m[1] for m in (re.search(p, name) for p in SGLANG_PATTERNS) if m), None)
         layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
         if side and layer:
-            layers.setdefault(int(layer[1]), {})["k" if side == "kv" else side] = tensor
-    return layers
+            scales.setdefault(int(layer[1]), {})["k" if side == "kv" else side] = tensor
+    return scales
 
 
-def read_scalars(layers: dict[int, dict], num_layers: int) -> ScalePairs:
-    """Return a positive number for K and for V of each layer. K's scale replaces a missing V's."""
+def read_scalars(scales: dict[int, dict], num_layers: int) -> ScalePairs:
+    """Return a positive scale for K and V of each layer. V without a scale gets the scale of K."""
     pairs = {}
     for layer in range(num_layers):
-        sides = layers.get(layer, {})
-        for tensor in sides.values():
+        layer_scales = scales.get(layer, {})
+        for tensor in layer_scales.values():
             if tensor.numel() != 1:
-                raise LoadError(f"layer {layer}: expects a scalar, got {tuple(tensor.shape)}")
-        k, v = (sides[side].float().item() if side in sides else -1.0 for side in "kv")
+                raise LoadError(f"layer {layer}: expected a scalar, got {tuple(tensor.shape)}")
+        k, v = (layer_scales[x].float().item() if x in layer_scales else -1.0 for x in "kv")
         if k <= 0 and v <= 0:
             raise LoadError(f"layer {layer}: 1.0 is used")
         if not k > 0:
@@ -106,14 +106,14 @@ def read_as_sglang(folder: Path) -> ScalePairs:
 def read_scaling_factors(
     path: Path, *, num_layers: int, model_type: str, rank: int = 0, num_ranks: int = 1
 ) -> dict[int, float]:
-    """Return the factors that SGLang and old versions of vLLM read from `kv_cache_scales.json`."""
-    data = json.loads(path.read_text())
-    if "model_type" not in data or data["model_type"] != model_type:
+    """Return the factor of each layer that SGLang and old vLLM read from kv_cache_scales.json."""
+    content = json.loads(path.read_text())
+    if "model_type" not in content or content["model_type"] != model_type:
         raise LoadError("the scaling factors are for a different model type")
-    cache = data["kv_cache"]
-    if cache["dtype"] != "float8_e4m3fn":
+    cache_field = content["kv_cache"]
+    if cache_field["dtype"] != "float8_e4m3fn":
         raise LoadError("the scaling factors are for a different dtype")
-    rank_factors = {int(key): value for key, value in cache["scaling_factor"].items()}
+    rank_factors = {int(key): value for key, value in cache_field["scaling_factor"].items()}
     if len(rank_factors) != num_ranks or rank not in rank_factors:
         raise LoadError(f"the file is for {len(rank_factors)} ranks")
     factors = {int(key): float(value) for key, value in rank_factors[rank].items()}
@@ -123,7 +123,7 @@ def read_scaling_factors(
 
 
 def read_as_tgi(folder: Path) -> ScalePairs:
-    """Return the scales that TGI 3 uses: one number for K and one for V of each layer.
+    """Return the scales that TGI 3 uses: a scalar for K and a scalar for V of each layer.
 
     TGI reads every file in the folder, regardless of the index.
     """

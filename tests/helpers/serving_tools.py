@@ -16,27 +16,29 @@ from transformers.generation.continuous_batching import offloading_manager
 
 from hf_fp8kv import FP8PagedCache, KVScales, serving
 from hf_fp8kv.scales import LayerScales
-from tests.helpers.margins import wide_margins
+from tests.helpers.margins import require_wide_margins
 
 NEW_TOKENS = 18
-PAGE = 16
+PAGE = 16  # page size in tokens
 TokenLists = list[list[int]]
 Prompts = Sequence[list[int]]
 
 
 def batching(*, page_size: int = PAGE, pages: int | None = 64, **options: Any) -> Any:
+    """Return a config of continuous batching with `pages` pages. None means that memory decides."""
     options = {"max_batch_tokens": 256, **options}
     return ContinuousBatchingConfig(page_size=page_size, num_blocks=pages, **options)
 
 
 class OpenAIPenalties(LogitsProcessor):
-    """Applies OpenAI's presence and frequency penalties after `prompt_tokens` tokens."""
+    """Applies OpenAI's presence and frequency penalties to the tokens after the prompt."""
 
-    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
-        self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency
+    def __init__(self, num_prompt_tokens: int, presence: float, frequency: float) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._presence, self._frequency = presence, frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = input_ids[0, self._prompt_tokens :].bincount(minlength=scores.shape[1])
+        counts = input_ids[0, self._num_prompt_tokens :].bincount(minlength=scores.shape[1])
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
@@ -57,7 +59,7 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     """
     config = model.config.get_text_config()
     num_heads = config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     generator = torch.Generator().manual_seed(1)
 
     def draw_scales(low: float, high: float) -> torch.Tensor:
@@ -68,21 +70,21 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
             i: LayerScales(
                 draw_scales(10, 60),
                 draw_scales(20, 80),
-                torch.randn((num_heads, dim), generator=generator) if center else None,
+                torch.randn((num_heads, head_dim), generator=generator) if center else None,
             )
             for i in range(config.num_hidden_layers)
         }
     )
 
 
-def prompts(vocab: int = 99, seed: int = 6) -> TokenLists:
+def prompts(vocab_size: int = 99, seed: int = 6) -> TokenLists:
     """Return eight prompts of 3 to 64 tokens. Three begin with the same 48 tokens."""
     # The default is the first seed for which the answers of all tested models have wide margins,
     # with all kinds of scales.
     generator = torch.Generator().manual_seed(seed)
 
     def draw_tokens(count: int) -> list[int]:
-        return torch.randint(3, vocab, (count,), generator=generator).tolist()
+        return torch.randint(3, vocab_size, (count,), generator=generator).tolist()
 
     prefix = draw_tokens(48)
     return [
@@ -99,7 +101,7 @@ def generate_each(model: PreTrainedModel, prompts: Prompts, **options: Any) -> T
         output = model.generate(
             torch.tensor([prompt], device=model.device), past_key_values=cache,
             max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
-            logits_processor=wide_margins(1e-4) if model.dtype == torch.float32 else None,
+            logits_processor=require_wide_margins(1e-4) if model.dtype == torch.float32 else None,
         )  # fmt: skip
         answers.append(output[0, len(prompt) :].tolist())
     return answers

@@ -1,4 +1,4 @@
-"""A checkpoint with the first layers of the demo model, which need a tenth of the computation."""
+"""A checkpoint with the first layers of the demo model, which needs a tenth of the computation."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def save_first_layers(
         if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < num_layers
     }
     folder.mkdir()
-    for path in checkpoint.glob("*"):
+    for path in checkpoint.iterdir():
         if path.name != "model.safetensors":
             shutil.copy(path, folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""A stand-in for the "triton" backend that rejects a plan that was made for a different step."""
+"""A stand-in for the "triton" backend, which rejects a plan that was made for a different step."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ class PlanCall(NamedTuple):
 
 
 def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> list[PlanCall]:
-    """Replace the "triton" backend with the reference, which then also makes and checks plans.
+    """Replace the "triton" backend with the reference, extended by plans.
 
-    Each row of a plan stores one of the lengths for which the plan was made.
+    The rows of a plan store its lengths, and attention asserts that the step has the same lengths.
 
     Args:
         compute: Whether to compute attention. Pass False on the device "meta".
@@ -69,13 +69,13 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
         if compute:
             reference.write(*arguments[:4])
 
-    module = SimpleNamespace(
+    stand_in = SimpleNamespace(
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
         plan_rows=plan_rows,
     )  # fmt: skip
     load_backend = api.load_backend
     monkeypatch.setattr(
-        api, "load_backend", lambda name: module if name == "triton" else load_backend(name)
+        api, "load_backend", lambda name: stand_in if name == "triton" else load_backend(name)
     )
     monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
     return plan_calls

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.assertions import SCALES, K, V, assert_same, assert_same_bytes, assert_same_pool
+from tests.helpers.assertions import POOL_AXES, assert_same, assert_same_bytes, assert_same_pool
 
 
 def make_pool(**fields: torch.Tensor | None) -> SimpleNamespace:
@@ -26,10 +26,8 @@ def test_the_message_locates_the_first_difference():
         assert_same(actual, expected, "layer 1")
 
 
-@pytest.mark.parametrize(
-    ("field", "axes"), [("k_codes", K), ("v_codes", V), ("token_scales", SCALES)]
-)
-def test_a_value_of_a_pool_is_located_by_the_names_of_its_axes(field, axes):
+@pytest.mark.parametrize(("field", "axes"), POOL_AXES.items())
+def test_a_different_value_of_a_pool_is_located_by_the_names_of_its_axes(field, axes):
     tensor = getattr(make_pool(), field).clone()
     index = {"page": 3, "head": 1, "slot": 6, "dim": 5, "side": 1}
     tensor[tuple(index[axis] for axis in axes)] = 7
@@ -39,7 +37,7 @@ def test_a_value_of_a_pool_is_located_by_the_names_of_its_axes(field, axes):
         assert_same_pool(make_pool(**{field: tensor}), make_pool(), "layer 2")
 
 
-def test_equal_values_with_different_bits_differ_only_in_bytes():
+def test_signs_of_zero_differ_as_bytes_and_nan_differs_as_a_value():
     with pytest.raises(AssertionError, match=r"axis 0 0: got 0\.0, expected -0\.0"):
         assert_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
     with pytest.raises(AssertionError, match="got nan, expected nan"):

@@ -1,13 +1,13 @@
 """Tiny random models of nearly every generative model type of transformers, for tests.
 
-`type_names()` lists the types. `build_model(name)` makes `(model, inputs)` for a type in about a
+`list_types()` lists the types. `build_model(name)` makes `(model, inputs)` for a type in about a
 tenth of a second. `build_variant` also accepts names of features, such as "gqa", and both accept
 fields of the config, such as `head_dim=64`. Names contain model types of transformers: `llama`
 (decoder-only), `seq2seq/bart` (encoder-decoder), `vision/llava` (text model and image encoder).
 
 Every model is in fp32 on the CPU, in eval mode, without an end token, and is reproducible from its
-seed. The weights are rescaled, because with transformers' standard deviation of 0.02 the answers
-of a tiny model depend only on its embedding, and a broken cache would go unnoticed.
+seed. The weights are rescaled. With transformers' standard deviation of 0.02, the answers of a tiny
+model would depend only on its embedding, and a test would not notice a broken cache.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ ENCODER_FIELDS: Fields = {
 _NO_HEAD_DIM: Fields = {"head_dim": None}
 _MAMBA2: Fields = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 _INDEXER: Fields = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
-_BLT_PART: Fields = {
+_BLT_MODULE: Fields = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
 }  # fmt: skip
 _DECODER_FIELDS: Fields = {
     "is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False,
 }  # fmt: skip
 # Encoder-decoders whose decoder is also a separate causal model.
-DECODERS = (
+DECODER_TYPES = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp",
     "pegasus", "plbart", "prophetnet", "whisper",
 )  # fmt: skip
@@ -114,7 +114,7 @@ CAUSAL_EXTRAS: dict[str, Fields] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
     "blt": {
         "encoder_hash_byte_group_vocab": 32,
-        **{f"{part}_config": {**_BLT_PART} for part in ("patcher", "encoder", "decoder", "global")},
+        **{f"{x}_config": {**_BLT_MODULE} for x in ("patcher", "encoder", "decoder", "global")},
     },
     "codegen": {"rotary_dim": 8, **_NO_HEAD_DIM},
     "cohere_compass_text": {
@@ -226,7 +226,7 @@ CAUSAL_EXTRAS["qwen4_exp"] = CAUSAL_EXTRAS["qwen4_exp_text"]
 # Text models that transformers lists with the models for images and text.
 TEXT_TYPES_LISTED_AS_VISION = ("glm5_next", "mistral4", "mistral_large4")
 SEQ2SEQ_EXTRAS: dict[str, Fields] = {
-    **{name: {} for name in DECODERS},
+    **{name: {} for name in DECODER_TYPES},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "blenderbot": {"encoder_no_repeat_ngram_size": 0},
     "fsmt": {"langs": ["en", "de"], "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB},
@@ -246,8 +246,8 @@ SEQ2SEQ_EXTRAS: dict[str, Fields] = {
     "moonshine": {"encoder_num_key_value_heads": 4},
 }
 # Encoder-decoders whose config consists of two complete configs.
-NESTED = ("encoder-decoder", "t5gemma", "t5gemma2", "vision-encoder-decoder")
-VISION = ("gemma3", "internvl", "llava", "paligemma", "qwen2_vl")
+NESTED_TYPES = ("encoder-decoder", "t5gemma", "t5gemma2", "vision-encoder-decoder")
+VISION_TYPES = ("gemma3", "internvl", "llava", "paligemma", "qwen2_vl")
 TEXT_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, VIDEO_TOKEN, IMAGE_TOKEN = 7, 95, 96, 97, 98
 # Fields that composite types need outside the config of their text part.
 OUTER_EXTRAS: dict[str, Fields] = {
@@ -262,18 +262,18 @@ OUTER_EXTRAS: dict[str, Fields] = {
         "vision_end_token_id": VISION_END_TOKEN,
     },
 }
-AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
+NUM_AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
 
 
-def type_names(kind: str | None = None) -> list[str]:
-    """Return the types of one kind ("causal", "seq2seq", "vision") or of all kinds."""
-    types = set(TEXT_TYPES_LISTED_AS_VISION) & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+def list_types(kind: str | None = None) -> list[str]:
+    """Return the types of one kind ("causal", "seq2seq", "vision"), or of all kinds."""
+    available = set(TEXT_TYPES_LISTED_AS_VISION) & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
     names = {
-        "causal": sorted(types.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
-        "seq2seq": sorted(f"seq2seq/{name}" for name in (*SEQ2SEQ_EXTRAS, *NESTED)),
-        "vision": [f"vision/{name}" for name in VISION],
+        "causal": sorted(available.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
+        "seq2seq": sorted(f"seq2seq/{name}" for name in (*SEQ2SEQ_EXTRAS, *NESTED_TYPES)),
+        "vision": [f"vision/{name}" for name in VISION_TYPES],
     }
-    return names[kind] if kind else [name for group in names.values() for name in group]
+    return names[kind] if kind else [name for kind_names in names.values() for name in kind_names]
 
 
 # Types and arguments of `build_variant`, by the name of a feature to test.
@@ -302,7 +302,7 @@ VARIANTS: dict[str, tuple[str, Fields]] = {
 
 
 def build_variant(name: str, seed: int = 0, *, key_bias: float = 0.0, **fields: Any) -> ModelInputs:
-    """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of K's bias."""
+    """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of the bias of K."""
     name, variant_fields = VARIANTS.get(name, (name, {}))
     fields = variant_fields | fields
     key_bias = key_bias or fields.pop("key_bias", 0.0)
@@ -322,7 +322,7 @@ def build_model(
     """Return a model, and arguments of `generate` with a batch of two that contains padding.
 
     Args:
-        name: One of `type_names()`.
+        name: One of `list_types()`.
         seed: Seed of the weights and the prompt.
         attn_implementation: Attention implementation. None means the model's default.
         **fields: Fields of the config, or of the decoder's or text model's config if it has one.
@@ -357,17 +357,16 @@ def make_prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TO
 
 
 def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
-    """Rescale each matrix so that its gain is about `gain`, and randomize the biases and sinks."""
+    """Rescale each matrix to a gain of about `gain`, and randomize the biases and sinks."""
     generator = torch.Generator().manual_seed(seed + 2)
     has_unscaled_logits = str(getattr(model.config, "model_type", "")).startswith("gemma4")
-    head = model.get_output_embeddings()
-    head_weight = getattr(head, "weight", None)
+    output_weight = getattr(model.get_output_embeddings(), "weight", None)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and any(part in name for part in _EMBEDDING_PARTS):
                 # With larger weights, an embedding that is also the output layer would always
                 # predict the last token again.
-                weight.mul_((0.1 if weight is head_weight else 1.0) / weight.float().std())
+                weight.mul_((0.1 if weight is output_weight else 1.0) / weight.float().std())
             if any(part in name for part in _UNCHANGED_PARTS) or not weight.is_floating_point():
                 continue
             if weight.ndim == 2:
@@ -408,8 +407,8 @@ def make_causal_config(name: str, **overrides: Any) -> PreTrainedConfig:
     if _has_field(text, "kv_lora_rank", default_fields):
         common_fields.update(LATENT_FIELDS)
         del common_fields["head_dim"]
-    fields = _select_fields(text, common_fields, {}) | _get_layers(name, text)
-    if name in DECODERS:
+    fields = _select_fields(text, common_fields, {}) | _make_layer_fields(name, text)
+    if name in DECODER_TYPES:
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
             fields.pop(key, None)
         fields.update(_DECODER_FIELDS)
@@ -420,23 +419,25 @@ def make_causal_config(name: str, **overrides: Any) -> PreTrainedConfig:
     if text_key is not None:
         fields = {text_key: {"model_type": text.model_type, **fields}}
         outer_fields = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})}
-    return _make_config(type(base), {**_get_encoders(base, text), **outer_fields, **fields})
+    return _make_config(type(base), {**_make_encoder_fields(base, text), **outer_fields, **fields})
 
 
+# Fields for which None is a value. Otherwise None removes a field.
 _NULLABLE_FIELDS = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
 
 
-def _get_layers(name: str, text: PreTrainedConfig) -> Fields:
+def _make_layer_fields(name: str, text: PreTrainedConfig) -> Fields:
     """Return fields for at least two layers, with every kind of layer that the type has."""
-    types = getattr(text, "layer_types", None)
-    if types is None or not _has_field(text, "layer_types", _get_fields(text)) or "mamba" in name:
+    all_types = getattr(text, "layer_types", None)
+    is_settable = all_types is not None and _has_field(text, "layer_types", _get_fields(text))
+    if not is_settable or "mamba" in name:
         return {}
-    types = list(dict.fromkeys(types))
-    types = (2 * types)[: max(2, len(types))]
-    return {"layer_types": types, "num_hidden_layers": len(types)}
+    types = list(dict.fromkeys(all_types))
+    layer_types = (2 * types)[: max(2, len(types))]
+    return {"layer_types": layer_types, "num_hidden_layers": len(layer_types)}
 
 
-def _get_encoders(base: PreTrainedConfig, text: PreTrainedConfig) -> Fields:
+def _make_encoder_fields(base: PreTrainedConfig, text: PreTrainedConfig) -> Fields:
     """Return small configs for the image and audio encoders of a composite config."""
     sub_configs = {key: getattr(base, key, None) for key in base.sub_configs}
     return {
@@ -479,7 +480,7 @@ def _has_field(config: PreTrainedConfig, key: str, fields: Fields | None) -> boo
 
 
 def _select_fields(config: PreTrainedConfig, candidates: Fields, extra: Fields) -> Fields:
-    """Return `extra`, and candidates that the config has. None removes fields, unless nullable."""
+    """Return the candidates that the config has, and `extra`. Drop fields that are set to None."""
     default_fields = _get_fields(config)
     fields = {k: v for k, v in candidates.items() if _has_field(config, k, default_fields)} | extra
     return {k: v for k, v in fields.items() if v is not None or k in _NULLABLE_FIELDS}
@@ -491,7 +492,7 @@ def _build_seq2seq(name: str, seed: int, fields: Fields, attention: Fields) -> M
     target = make_prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
     target[:, 0] = 1
     generator = torch.Generator().manual_seed(seed + 1)
-    if name in NESTED:
+    if name in NESTED_TYPES:
         config = _make_nested_config(name, fields)
     else:
         base = AutoConfig.for_model(name)
@@ -501,9 +502,9 @@ def _build_seq2seq(name: str, seed: int, fields: Fields, attention: Fields) -> M
     if name == "vision-encoder-decoder":
         auto_class = AutoModelForImageTextToText
         source = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
-    elif name in AUDIO_FRAMES:
-        auto_class, frames = AutoModelForSpeechSeq2Seq, AUDIO_FRAMES[name]
-        shape = (2, 16, frames) if name == "whisper" else (2, frames, 16)
+    elif name in NUM_AUDIO_FRAMES:
+        auto_class, num_frames = AutoModelForSpeechSeq2Seq, NUM_AUDIO_FRAMES[name]
+        shape = (2, 16, num_frames) if name == "whisper" else (2, num_frames, 16)
         source = {"input_features": torch.randn(shape, generator=generator)}
     elif name == "moonshine":
         auto_class = AutoModelForSpeechSeq2Seq
@@ -516,10 +517,10 @@ def _make_nested_config(name: str, overrides: Fields) -> PreTrainedConfig:
     if name.startswith("t5gemma"):
         base = AutoConfig.for_model(name)
         fields = _select_fields(base.decoder, COMMON_FIELDS, {})
-        fields |= _get_layers(name, base.decoder) | overrides
+        fields |= _make_layer_fields(name, base.decoder) | overrides
         encoder = dict(fields)
         if name == "t5gemma2":
-            encoders = _get_encoders(base.encoder, base.encoder.text_config)
+            encoders = _make_encoder_fields(base.encoder, base.encoder.text_config)
             encoder = {"text_config": fields, **encoders}
         return type(base)(encoder=encoder, decoder=fields, vocab_size=VOCAB, **special_ids)
     decoder = make_causal_config("bert", add_cross_attention=True, **overrides)

@@ -319,17 +319,17 @@ def test_plans_are_nearly_as_fast_as_the_best_plan(heads):
         for lengths in ([4096] * batch, [max_length] * batch, ramp, ragged):
             with assuming(Target("cuda", 90, 132, interpreted=True)):
                 rows, _ = make_plan(lengths, heads)
-            unit, min_time = gpu_model.UNIT, gpu_model.lower_bound(lengths, heads)
+            unit, min_time = gpu_model.UNIT_TOKENS, gpu_model.compute_lower_bound(lengths, heads)
             units = [-(-n // unit) for n in lengths]
             parts = [
                 gpu_model.Part(b, begin // unit, min(end // unit, units[b]), slot < 0)
                 for b, begin, end, slot in rows
             ]
-            time = gpu_model.plan_time(parts, lengths, heads)
+            time = gpu_model.compute_plan_time(parts, lengths, heads)
             efficiency = min_time / time
             # From 0.5 GB on, the fixed times of a program are negligible.
             if efficiency < 0.95 and (min_time < 120 or len(set(lengths)) > 1):
-                efficiency = max(efficiency, gpu_model.best_time(lengths, heads) / time)
+                efficiency = max(efficiency, gpu_model.compute_best_time(lengths, heads) / time)
             min_efficiency = 0.95 if time > 30 else 0.88
             assert efficiency >= min_efficiency, (batch, lengths[:3], time, efficiency)
 

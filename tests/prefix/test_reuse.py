@@ -13,7 +13,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enabl
 from hf_fp8kv.cache.tokens import Tokens
 from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
 from tests.helpers.assertions import assert_same
-from tests.helpers.margins import wide_margins
+from tests.helpers.margins import require_wide_margins
 from tests.helpers.serve_process import save_chat_model
 from tests.helpers.tiny_models import build_variant
 
@@ -61,7 +61,7 @@ class Chat:
         answer = self.model.generate(ids, past_key_values=self.cache, **keywords)
         num_computed = sum(self.call_lengths) - keywords["max_new_tokens"] + 1
         if "num_beams" not in keywords:
-            keywords["logits_processor"] = wide_margins(MIN_MARGIN)
+            keywords["logits_processor"] = require_wide_margins(MIN_MARGIN)
         expected = self.model.generate(ids, past_key_values=self.make_cache(), **keywords)
         assert_same(answer, expected, f"{ids.shape[1]} tokens on a cache of {num_cached}")
         return answer, num_computed

@@ -40,7 +40,7 @@ from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.prefix.file import Page, pack
 from hf_fp8kv.prefix.pages import check_store
 from tests.helpers.assertions import assert_same
-from tests.helpers.margins import wide_margins
+from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
 from tests.tools.store_kills import run_concurrent_writers, run_killed_writers
 
@@ -93,7 +93,7 @@ class Reader:
         self.store.flush()
         num_computed = self.call_lengths[0]
         if "num_beams" not in keywords:
-            keywords["logits_processor"] = wide_margins(MIN_MARGIN)
+            keywords["logits_processor"] = require_wide_margins(MIN_MARGIN)
         enable(self.model, prefill="stored", **self.keywords)
         expected = self.model.generate(ids, **keywords)
         self.enable()

@@ -120,10 +120,10 @@ def test_a_plan_changes_the_digest_and_is_split_with_the_scales() -> None:
     rotated_scales = KVScales({0: LayerScales(ONE, ONE, plan=rotated_plan)})
     scales = KVScales({0: LayerScales(ONE, ONE)})
     assert plain_scales.digest != rotated_scales.digest != scales.digest
-    rank_layer = planned_scales(heads=4).for_layer(
+    rank_layer = planned_scales(num_heads=4).for_layer(
         0, num_kv_heads=2, k_head_dim=16, v_head_dim=16, tp_rank=1, tp_size=2
     )
-    full_layer = planned_scales(heads=4).layers[0]
+    full_layer = planned_scales(num_heads=4).layers[0]
     assert rank_layer.plan == PLANS[0]
     assert torch.equal(rank_layer.k_center, full_layer.k_center[2:])
     assert torch.equal(rank_layer.k, full_layer.k[2:].expand(2, 16))

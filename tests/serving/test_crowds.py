@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from tests.helpers.margins import wide_margins
+from tests.helpers.margins import require_wide_margins
 from tests.helpers.serve_process import Endpoint, generate_dense, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import OpenAIPenalties
 
@@ -47,7 +47,7 @@ class SeededSampling(LogitsProcessor):
 
 def make_prompts() -> list[str]:
     """Return prompts of 2 to 130 characters. Most share their beginning with a different prompt."""
-    # This is the first seed for which all margins between tokens are wide (see `wide_margins`).
+    # This is the first seed for which all margins between tokens are wide (`require_wide_margins`).
     rng = random.Random(0)
 
     def draw_text(max_length: int) -> str:
@@ -106,7 +106,7 @@ def generate_answers(folder: str, kind: str, num_requests: int) -> list[str]:
             ],
             "seeds": [SeededSampling(index // 2)],
         }[kind]  # fmt: skip
-        answer = generate_dense(model, prompt, NEW_TOKENS, *processors, *wide_margins(1e-4))
+        answer = generate_dense(model, prompt, NEW_TOKENS, *processors, *require_wide_margins(1e-4))
         answers.append(answer.replace("?", ""))  # "?" is the tokenizer's special token
     return answers
 

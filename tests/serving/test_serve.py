@@ -71,7 +71,7 @@ def server(model):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
+    return command_line.make_runner(monkeypatch, capsys)
 
 
 def chat(**fields: object) -> dict:

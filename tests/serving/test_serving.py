@@ -24,7 +24,7 @@ from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, make_decode_work
-from tests.helpers.margins import greedy_deficit
+from tests.helpers.margins import compute_greedy_deficit
 from tests.helpers.planned import planned_scales, planned_scales_for
 from tests.helpers.serving_tools import (
     NEW_TOKENS,
@@ -139,7 +139,7 @@ class TestSameTokens:
     def test_different_plans_per_layer(self, name: str) -> None:
         """The static scales are so coarse that a wrong plan for a layer changes the tokens."""
         model = make_model(name)
-        check_tokens(model, scales=planned_scales_for(model, coarse=True))
+        check_tokens(model, scales=planned_scales_for(model, is_coarse=True))
 
     def test_plans_with_dynamic_scales(self, tmp_path: Path) -> None:
         model = make_model("gemma2")
@@ -186,10 +186,10 @@ class TestSameTokens:
         serving.enable(model, dtype="auto")
         answers = generate_batch(model, prompts())
         for prompt, answer in zip(prompts(), answers, strict=True):
-            assert greedy_deficit(reference, prompt, answer) < 0.1
+            assert compute_greedy_deficit(reference, prompt, answer) < 0.1
         # The answers of a different prompt have a larger deficit.
         for prompt, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
-            assert greedy_deficit(reference, prompt, answer) > 0.3
+            assert compute_greedy_deficit(reference, prompt, answer) > 0.3
 
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
     def test_steps_as_a_block_table(

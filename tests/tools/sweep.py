@@ -36,20 +36,20 @@ from hf_fp8kv import FP8KVError, FP8PagedCache, check_model
 from hf_fp8kv.attention.latent import reads_stored_latents
 from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.utils.environment import describe_hardware
-from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build_model, type_names
+from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build_model, list_types
 
 FP8_PAGED = "fp8_paged"
 FP8 = "fp8_e4m3"
-TYPE_TIME_LIMIT = 60
+TYPE_SECONDS = 60  # time limit of a type
 # Tolerance for a different order of sums in fp32, as a share of the logits' standard deviation.
 TOLERANCE = 1e-3
 OUTCOMES = ("own", "own_fp8", "paged", "paged_fp8")
 
-CacheMaker = Callable[[str], Any]
+CacheMaker = Callable[[str], Any]  # makes a cache with a dtype
 
 
 class TypeTimeout(BaseException):
-    """Raised if a type takes longer than its limit. `except Exception` does not catch this."""
+    """Raised if a type takes longer than `TYPE_SECONDS`. `except Exception` does not catch it."""
 
 
 class Answer(NamedTuple):
@@ -79,31 +79,32 @@ class Outcome:
 
 @dataclasses.dataclass
 class Row:
-    """Results of one type."""
+    """Results of one model type."""
 
     name: str
-    baseline: str = ""  # the reason that the type fails with `DynamicCache`, or ""
+    baseline_error: str = ""  # why the type fails with `DynamicCache`, or ""
     attention: str = ""  # the model's own attention implementation
     own: Outcome | None = None  # with this attention, in the model's dtype
     own_fp8: Outcome | None = None  # with this attention, in E4M3
     paged: Outcome | None = None  # with "fp8_paged", in the model's dtype
     paged_fp8: Outcome | None = None  # with "fp8_paged", in E4M3
-    path: str = ""  # `Watch.path` of "fp8_paged", or why the model does not use it
-    report: str = ""  # the path that `check_model` reports, or its error
+    path: str = ""  # `Watch.list_paths` of "fp8_paged", or why the model does not use it
+    reported_path: str = ""  # the path that `check_model` reports, or its error
     seconds: float = 0.0
 
     @property
-    def runs(self) -> bool:
-        return not self.baseline
+    def has_baseline(self) -> bool:
+        return not self.baseline_error
 
     @property
-    def accepts(self) -> bool:
-        return self.runs and bool(self.path) and not self.path.startswith(("refused", "not"))
+    def accepts_paged(self) -> bool:
+        is_refused = self.path.startswith(("refused", "not"))
+        return self.has_baseline and bool(self.path) and not is_refused
 
-    def failures(self) -> list[str]:
+    def find_failures(self) -> list[str]:
         """Describe the failed outcomes. A type that refuses "fp8_paged" has not failed."""
         failures = []
-        for label in OUTCOMES if self.runs else ():
+        for label in OUTCOMES if self.has_baseline else ():
             allowed_statuses = {"equal"} | ({"refused"} if label.startswith("paged") else set())
             allowed_statuses |= {"close", "differs"} if label.endswith("fp8") else set()
             outcome: Outcome | None = getattr(self, label)
@@ -113,42 +114,42 @@ class Row:
 
 
 def generate(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
-    """Return the greedy answer with the cache, or with the model's default cache."""
+    """Return the greedy answer with a cache. None means the model's default cache."""
     arguments = {name: value.clone() for name, value in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
     with torch.inference_mode():
-        result = model.generate(
+        output = model.generate(
             **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-    logits = torch.stack([x.float() for x in result["logits"]], dim=1)
-    return Answer(result["sequences"][:, -logits.shape[1] :].clone(), logits)
+    logits = torch.stack([x.float() for x in output["logits"]], dim=1)
+    return Answer(output["sequences"][:, -logits.shape[1] :].clone(), logits)
 
 
 def compare(expected: Answer, actual: Answer) -> Outcome:
-    """Compare all tokens, and the logits before the first different token of each row."""
+    """Compare all tokens, and the logits up to the first different token of each row."""
     if expected.tokens.shape != actual.tokens.shape:
         note = f"{actual.tokens.shape[1]} tokens instead of {expected.tokens.shape[1]}"
         return Outcome("differs", agreement=0.0, note=note)
     is_same = (expected.tokens == actual.tokens).long()
-    is_shared = torch.cumprod(
+    has_same_prefix = torch.cumprod(
         torch.cat([torch.ones_like(is_same[:, :1]), is_same[:, :-1]], 1), 1
     ).bool()
-    is_compared = expected.logits.isfinite() & actual.logits.isfinite() & is_shared[..., None]
+    is_compared = expected.logits.isfinite() & actual.logits.isfinite() & has_same_prefix[..., None]
     logits_std = expected.logits[expected.logits.isfinite()].std().clamp_min(1e-12)
-    error = float(((expected.logits - actual.logits).abs() / logits_std)[is_compared].max())
-    if not bool((expected.logits.isfinite() == actual.logits.isfinite())[is_shared].all()):
-        error = float("inf")
+    gap = float(((expected.logits - actual.logits).abs() / logits_std)[is_compared].max())
+    if not bool((expected.logits.isfinite() == actual.logits.isfinite())[has_same_prefix].all()):
+        gap = float("inf")
     agreement = float(is_same.float().mean())
     if agreement < 1.0:
         row, step = (int(index) for index in (is_same == 0).nonzero()[0])
-        return Outcome("differs", error, agreement, f"row {row} from token {step}")
-    return Outcome("equal" if error <= TOLERANCE else "close", error, agreement)
+        return Outcome("differs", gap, agreement, f"row {row} from token {step}")
+    return Outcome("equal" if gap <= TOLERANCE else "close", gap, agreement)
 
 
 def make_cache_makers(model: PreTrainedModel, accepts_single: bool) -> dict[str, CacheMaker]:
-    """Return the ways to pass an `FP8PagedCache`.
+    """Return functions that make an `FP8PagedCache`, by the way in which the model gets the cache.
 
     An encoder-decoder gets a pair of caches, for the decoder's and the encoder's tokens. It also
     gets a single cache if it accepts a single `DynamicCache` (`accepts_single`).
@@ -160,19 +161,19 @@ def make_cache_makers(model: PreTrainedModel, accepts_single: bool) -> dict[str,
 
     makers: dict[str, CacheMaker] = {}
     # These types replace the encoder's cache with a new cache of its class, without options.
-    remakes_cache = model.config.model_type in ("t5gemma", "t5gemma2")
+    replaces_cache = model.config.model_type in ("t5gemma", "t5gemma2")
     if accepts_single:
         makers["alone"] = lambda dtype: make_cache(dtype, model.config)
     if model.config.is_encoder_decoder:
         # The encoder's keys have no window, as in transformers.
         makers["pair"] = lambda dtype: EncoderDecoderCache(
-            make_cache(dtype, model.config), DynamicCache() if remakes_cache else make_cache(dtype)
+            make_cache(dtype, model.config), DynamicCache() if replaces_cache else make_cache(dtype)
         )
     return makers
 
 
 def run_baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
-    """Return the answer with transformers' cache.
+    """Return the answer with `DynamicCache`.
 
     Raises:
         ValueError: The type stores no keys and values.
@@ -180,10 +181,10 @@ def run_baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
-    result = generate(model, inputs, cache)
+    answer = generate(model, inputs, cache)
     if not cache.get_seq_length():
         raise ValueError("stores no keys and values")
-    return result
+    return answer
 
 
 def accepts_single_cache(model: PreTrainedModel, inputs: Inputs, expected: Answer) -> bool:
@@ -229,7 +230,7 @@ def shorten_error(error: BaseException) -> str:
 
 
 class Watch:
-    """Counts the calls of "fp8_paged" with pages and with dense tensors in decoding steps."""
+    """Counts the calls of "fp8_paged" in decoding steps, by their path."""
 
     def __init__(self) -> None:
         self.path_counts: Counter[str] = Counter()
@@ -255,12 +256,12 @@ class Watch:
         finally:
             AttentionInterface.register(FP8_PAGED, stock_attention)
 
-    def path(self) -> str:
+    def list_paths(self) -> str:
         """Return the paths of calls ("fused", "fused, latent", "dense"), or "own" without calls."""
         return ", ".join(sorted(self.path_counts, reverse=True)) or "own"
 
 
-def measure_paged(
+def run_paged_attention(
     row: Row, expected: Answer, model: PreTrainedModel, inputs: Inputs,
     makers: dict[str, CacheMaker],
 ) -> None:  # fmt: skip
@@ -271,10 +272,10 @@ def measure_paged(
         with watch():
             row.paged = find_worst_outcome(expected, model, inputs, "auto", makers)
             row.paged_fp8 = find_worst_outcome(expected, model, inputs, FP8, makers)
-        row.path = watch.path()
+        row.path = watch.list_paths()
         return
 
-    # Here transformers warns and keeps the old attention. from_pretrained would change it.
+    # transformers has warned and kept the old attention. from_pretrained would change it.
     def run_forced() -> Outcome:
         model, inputs = build_model(row.name, attn_implementation=FP8_PAGED)
         accepts_single = not model.config.is_encoder_decoder
@@ -284,7 +285,7 @@ def measure_paged(
             )
 
     row.paged = attempt(run_forced)
-    row.path = f"not switched; from_pretrained: {watch.path()}"
+    row.path = f"not switched; from_pretrained: {watch.list_paths()}"
     if row.paged.status == "error":
         row.paged, row.path = dataclasses.replace(row.paged, status="refused"), "refused"
     row.paged_fp8 = Outcome("refused")
@@ -305,21 +306,21 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
         row.attention = get_attention(model)
         expected = run_baseline(model, inputs)
     except Exception as error:  # the table lists a type that cannot run, with the reason
-        row.baseline = shorten_error(error)
+        row.baseline_error = shorten_error(error)
     else:
         if not only_baseline:
             makers = make_cache_makers(model, accepts_single_cache(model, inputs, expected))
             row.own = find_worst_outcome(expected, model, inputs, "auto", makers)
             row.own_fp8 = find_worst_outcome(expected, model, inputs, FP8, makers)
-            measure_paged(row, expected, model, inputs, makers)
+            run_paged_attention(row, expected, model, inputs, makers)
             report = attempt(lambda: Outcome(check_model(model).path))
-            row.report = report.note or report.status
+            row.reported_path = report.note or report.status
     row.seconds = time.perf_counter() - start
     return row
 
 
 @contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
+def limit_time(seconds: int) -> Iterator[None]:
     """Raise TypeTimeout in the context after `seconds`, if the system has SIGALRM."""
 
     def raise_timeout(signum: int, frame: Any) -> None:
@@ -341,16 +342,16 @@ def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
     """Yield a row per type, in order. A type that exceeds its time limit is stopped."""
     for name in names:
         try:
-            with time_limit(TYPE_TIME_LIMIT):
+            with limit_time(TYPE_SECONDS):
                 yield check_type(name, only_baseline=only_baseline)
         except TypeTimeout as error:
-            yield Row(name, baseline=shorten_error(error), seconds=TYPE_TIME_LIMIT)
+            yield Row(name, baseline_error=shorten_error(error), seconds=TYPE_SECONDS)
 
 
 def count_outcomes(rows: list[Row]) -> dict[str, int]:
     """Return the counts above the table, by label."""
-    runnable = [row for row in rows if row.runs]
-    accepting = [row for row in runnable if row.accepts]
+    runnable = [row for row in rows if row.has_baseline]
+    accepting = [row for row in runnable if row.accepts_paged]
 
     def count_equal(outcomes: list[Outcome | None]) -> int:
         return sum(outcome is not None and outcome.status == "equal" for outcome in outcomes)
@@ -402,26 +403,26 @@ attention. *not switched*: `set_attn_implementation` does not change the model, 
 
 | type | own attention | equal | E4M3 | "fp8_paged" | equal | E4M3 | note |
 |---|---|---|---|---|---|---|---|
-{"".join(_format_row(row) + chr(10) for row in rows if row.runs)}
+{"".join(format_row(row) + chr(10) for row in rows if row.has_baseline)}
 ## Types that did not run under DynamicCache
 
 | type | reason |
 |---|---|
-{"".join(_format_row(row) + chr(10) for row in rows if not row.runs)}"""
+{"".join(format_row(row) + chr(10) for row in rows if not row.has_baseline)}"""
 
 
-def _format_row(row: Row) -> str:
-    if not row.runs:
-        return f"| {row.name} | {row.baseline} |"
+def format_row(row: Row) -> str:
+    if not row.has_baseline:
+        return f"| {row.name} | {row.baseline_error} |"
     own, own_fp8, paged, paged_fp8 = outcomes = [getattr(row, x) or Outcome("") for x in OUTCOMES]
     hidden_notes = {"", *(x.note for x in (own_fp8, paged_fp8) if x.status == "differs")}
     notes = dict.fromkeys(x.note for x in outcomes if x.note not in hidden_notes)
-    cells = [row.name, row.attention, own.status, _format_share(own_fp8)]
-    cells += [row.path, paged.status, _format_share(paged_fp8), "; ".join(notes)]
+    cells = [row.name, row.attention, own.status, format_share(own_fp8)]
+    cells += [row.path, paged.status, format_share(paged_fp8), "; ".join(notes)]
     return "| " + " | ".join(cells) + " |"
 
 
-def _format_share(outcome: Outcome) -> str:
+def format_share(outcome: Outcome) -> str:
     return outcome.status if outcome.agreement is None else f"{outcome.agreement:.2f}"
 
 
@@ -441,20 +442,20 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    names = options.types.split(",") if options.types else type_names()
+    names = options.types.split(",") if options.types else list_types()
     rows = []
     for row in sweep(names, only_baseline=options.baseline):
         rows.append(row)
-        print(f"{row.seconds:6.2f} s  {_format_row(row)}", flush=True)
+        print(f"{row.seconds:6.2f} s  {format_row(row)}", flush=True)
     for label, count in count_outcomes(rows).items():
         print(f"{count:5d}  {label}")
     command = " ".join(["python -m tests.tools.sweep", *(arguments or sys.argv[1:])])
     if options.out:
         options.out.write_text(format_page(rows, command), encoding="utf-8")
     if options.json:
-        text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
-    failures = [] if options.baseline else [text for row in rows for text in row.failures()]
+        content = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+        options.json.write_text(content + "\n", encoding="utf-8")
+    failures = [] if options.baseline else [x for row in rows for x in row.find_failures()]
     for failure in failures:
         print("FAILED", failure)
     return int(bool(failures))

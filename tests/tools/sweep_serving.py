@@ -1,17 +1,16 @@
-"""Determine which model types run in transformers' engine, with its cache and with FP8 pages.
+"""Determine which model types run in transformers' engine, with its cache and with our pages.
 
     python -m tests.tools.sweep_serving [--json PATH]
 
-A tiny random model of each type answers five prompts with `generate_batch`, in chunks. It runs
-with transformers' cache, and then with pages in the model's dtype, which must give the same tokens.
-Both answers are compared with the answer of `generate()`. The sweep takes about five minutes.
+A tiny random model of each type answers five prompts with `generate_batch`, in chunks. It first
+runs with transformers' cache, and then with pages in the model's dtype, which round no values. The
+answers of each run must equal the answers of `generate()`. The sweep takes about five minutes.
 """
 
 import argparse
 import contextlib
 import json
 import logging
-import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -20,11 +19,9 @@ from typing import Any
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from hf_fp8kv import FP8KVError, serving
 from tests.helpers.serving_tools import generate_batch, greedy, prompts
-from tests.helpers.tiny_models import build_variant, type_names
+from tests.helpers.tiny_models import build_variant, list_types
 
 NEW_TOKENS = 6
 
@@ -32,29 +29,29 @@ NEW_TOKENS = 6
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     rows: dict[str, list[str]] = {}
-    for name in type_names():
+    for name in list_types():
         if "/" not in name and (row := compare_caches(name)) is not None:
             rows[name] = stock, paged, reason = row
-            print_line(f"{name:24} transformers: {stock:8} FP8 pages: {paged:8} {reason}")
-    print_line("")
+            print(f"{name:24} transformers: {stock:8} pages: {paged:8} {reason}", flush=True)
+    print()
     outcome_counts = Counter((stock, paged) for stock, paged, _ in rows.values())
     for (stock, paged), count in outcome_counts.most_common():
-        print_line(f"{count:4}  transformers: {stock:8} FP8 pages: {paged}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{count:4}  transformers: {stock:8} pages: {paged}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def compare_caches(name: str) -> list[str] | None:
-    """Return the outcome with transformers' cache, the outcome with pages, and a reason.
+    """Return the outcomes with transformers' cache and with pages, and the error with pages or "".
 
-    An outcome is "equal", "differs", "fails" or "refused". The result is None if the type does not
-    run with `generate()`.
+    An outcome is "equal", "differs", "fails" or "refused". None means that the type does not run
+    with `generate()`.
     """
     prompt_ids = prompts(90)[:5]
     try:
@@ -91,11 +88,6 @@ def run_batched(
     except Exception as error:
         return "fails", f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
     return ("equal" if outputs == expected else "differs"), ""
-
-
-def print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

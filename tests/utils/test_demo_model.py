@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils import demo_model
-from tests.helpers.margins import wide_margins
+from tests.helpers.margins import require_wide_margins
 
 pytestmark = pytest.mark.text
 
@@ -140,7 +140,7 @@ def test_the_model_generates_text(demo_model_path):
     assert model.dtype == torch.bfloat16
     inputs = tokenizer("London is the capital of", return_tensors="pt")
     answer = model.float().generate(
-        **inputs, max_new_tokens=3, do_sample=False, logits_processor=wide_margins(0.1)
+        **inputs, max_new_tokens=3, do_sample=False, logits_processor=require_wide_margins(0.1)
     )
     assert tokenizer.decode(answer[0]) == "London is the capital of the United Kingdom"
 

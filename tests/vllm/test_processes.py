@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv import demo_model_path
-from tests.helpers.margins import greedy_deficit
+from tests.helpers.margins import compute_greedy_deficit
 
 from .conftest import generate_hf, make_scales
 
@@ -93,5 +93,5 @@ def test_the_example_gives_greedy_answers():
     ]
     for index, (ids, answer) in enumerate(zip(prompt_ids, answers, strict=True)):
         assert 1 <= len(answer) <= 8
-        assert greedy_deficit(model, ids, answer) < MAX_DEFICIT
-        assert greedy_deficit(model, ids, answers[index - 1]) > 2 * MAX_DEFICIT
+        assert compute_greedy_deficit(model, ids, answer) < MAX_DEFICIT
+        assert compute_greedy_deficit(model, ids, answers[index - 1]) > 2 * MAX_DEFICIT
