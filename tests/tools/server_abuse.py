@@ -202,7 +202,7 @@ class AbuseRun:
         if status == 429:
             return status
         is_expected = status == (200 if stream else 500)
-        if not is_expected or "finite logits" not in response["error"]["message"]:
+        if not is_expected or "is finite" not in response["error"]["message"]:
             self.add_violation(f"logits of NaN: {status} {json.dumps(response):.300}")
         return f"{status} NaN"
 
