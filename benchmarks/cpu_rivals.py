@@ -42,7 +42,7 @@ from hf_fp8kv.utils.demo_model import find_gguf_file
 from hf_fp8kv.utils.environment import describe_run, version
 
 from .other_cpu_kernels import Attend, make_other_steps
-from .shared import TURNS, Result, main
+from .shared import TURNS_OPTION, Result, main
 
 SHAPES: tuple[Heads, ...] = ((32, 8, 128), (9, 3, 64), (4, 1, 256))
 # Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit 24 GiB.
@@ -324,7 +324,7 @@ def _run_llama() -> Iterator[Slopes]:
 
 
 OPTIONS = {
-    **TURNS,
+    **TURNS_OPTION,
     "--parts": {"help": "layers, slopes, or layers,slopes."},
     "--context": {"type": int, "nargs": "+", "help": "Numbers of stored tokens."},
     "--batches": {"type": int, "nargs": "+", "help": "Numbers of sequences."},

@@ -22,7 +22,7 @@ from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import MODEL, Result, main, with_model
+from .shared import MODEL_OPTIONS, Result, load_model_before, main
 
 # Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
@@ -151,9 +151,9 @@ def _scale_row(projection: torch.nn.Linear, row: int, factor: float) -> None:
 if __name__ == "__main__":
     main(
         __doc__,
-        with_model(measure_outliers),
+        load_model_before(measure_outliers),
         {
-            **MODEL,
+            **MODEL_OPTIONS,
             "--factor": {"type": float},
             "--heads": {"type": int, "help": "Every n-th head gets outliers."},
         },

@@ -21,7 +21,7 @@ from hf_fp8kv.bench.reporting import median_and_quartiles
 from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import MODEL, Result, main, make_environment, run_process
+from .shared import MODEL_OPTIONS, Result, main, make_environment, run_process
 
 STORES = ("none", "empty", "full")
 
@@ -128,4 +128,4 @@ def _write_answer(task: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     numbers = {"--tokens": {"type": int}, "--rounds": {"type": int}}
-    main(__doc__, measure_prefix, {"--model": MODEL["--model"], **numbers})
+    main(__doc__, measure_prefix, {"--model": MODEL_OPTIONS["--model"], **numbers})

@@ -19,7 +19,7 @@ from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
 from .serve_clients import Load, Server, run_server
-from .shared import MODEL, TURNS, Result, main
+from .shared import MODEL_OPTIONS, TURNS_OPTION, Result, main
 
 STOCK, OURS, PLAIN = "transformers serve", "hf-fp8kv serve", "hf-fp8kv serve, auto"
 SERVERS = (STOCK, OURS, PLAIN)
@@ -165,4 +165,4 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_serving, {**MODEL, **TURNS})
+    main(__doc__, measure_serving, {**MODEL_OPTIONS, **TURNS_OPTION})

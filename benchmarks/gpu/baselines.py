@@ -64,7 +64,7 @@ def measure_flex(record: Record, section: str, case: Case) -> None:
     if record.seconds_left() < COMPILE_SECONDS:
         record.skip(f"{section}, {case}, flex: no time left")
         return
-    is_dry = record.stage.dry
+    is_dry = record.stage.is_dry
     attend = flex_attention if is_dry else torch.compile(flex_attention, dynamic=False)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _measure_sdpa(
 ) -> None:
     stage, heads, num_bytes = record.stage, case.heads, case.bytes_read(BF16)
     attend = functools.partial(_attend_all, backend, attention)
-    if stage.compiling:  # a baseline has no kernel of this package
+    if stage.is_compiling:  # a baseline has no kernel of this package
         return
 
     def measure_row() -> dict[str, Any]:

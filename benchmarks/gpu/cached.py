@@ -114,7 +114,7 @@ def measure_attention(
             for step in steps:
                 output = step()
         error = check_output(output, cache_steps.query, pages_of(cache_steps.key), case)
-        times = stage.time_steps(steps, eager=eager)
+        times = stage.time_steps(steps, is_eager=eager)
         launches = stage.count_launches(steps) if full_step else None
         fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
         return {**times, "error": error, "launches": launches, **fields}

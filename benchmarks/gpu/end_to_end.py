@@ -212,7 +212,7 @@ def _measure_cache(
     _drop_graphs(model)
     model.set_attn_implementation(attention)
     # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
-    is_flash = name == FLASH and stage.is_gpu and not stage.dry
+    is_flash = name == FLASH and stage.is_gpu and not stage.is_dry
     sdpa_context = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else nullcontext()
     try:
         cache = make_cache()

@@ -44,7 +44,7 @@ LATENT_CASES = ("16 heads, 16 x 16k", "128 heads, 1 x 16k")
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add a row for each set of launch parameters, with fields for its `kind` and `parameters`."""
-    is_dry = record.stage.dry
+    is_dry = record.stage.is_dry
     latents = [case for case in sizes.latent_cases if is_dry or str(case) in LATENT_CASES]
     cases = [*sizes.decode_cases[:1], *latents] if is_dry else [*CASES[:1], *latents, *CASES[1:]]
     formats = sorted(PAGE_FORMATS, key=lambda fmt: fmt.full_cases_only)[: 1 if is_dry else None]
@@ -60,7 +60,7 @@ def _search_best(
     fastest = _measure_parameters(record, sizes, backend, case, fmt, best)
     for values in (LATENT_SEARCHES if case.heads.rope_dim else SEARCHES).values():
         next_best = best
-        for value in values[:2] if record.stage.dry else values:
+        for value in values[:2] if record.stage.is_dry else values:
             parameters = {**best, **value}
             us = _measure_parameters(record, sizes, backend, case, fmt, parameters)
             if us < fastest:

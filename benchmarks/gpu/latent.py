@@ -38,7 +38,7 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
         for case in group:
             for fmt in sizes.layer_formats:
                 _measure_paged(record, case, fmt, backend)
-            if not record.stage.compiling:
+            if not record.stage.is_compiling:
                 _measure_absorbed(record, case)
                 _measure_stock(record, case)
         for case in group:

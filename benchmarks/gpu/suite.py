@@ -77,7 +77,7 @@ def run_suite(
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
         `rows` and `goals`. `seconds` is None for a section that did not finish.
     """
-    stage, all_sections = Stage(device, dry=dry), {**SECTIONS, **OPTIONAL_SECTIONS}
+    stage, all_sections = Stage(device, is_dry=dry), {**SECTIONS, **OPTIONAL_SECTIONS}
     settings: dict[str, Any] = {
         "device": device, "backend": backend, "dry": dry, "seconds": seconds,
     }  # fmt: skip
@@ -163,7 +163,7 @@ def compile_kernels(
 def compile_shard(device: str, backend: str, dry: bool, index: int, processes: int) -> list[Row]:
     """Run every `processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
-    record = Record(Stage(device, dry=dry, compiling=True), shard=(index, processes))
+    record = Record(Stage(device, is_dry=dry, is_compiling=True), shard=(index, processes))
     with torch.no_grad():
         for name in COMPILED_SECTIONS:
             SECTIONS[name](record, shorten_sizes(TINY if dry else FULL), backend)

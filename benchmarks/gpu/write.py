@@ -19,7 +19,7 @@ STORED_TOKENS = 1000
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add rows for writes of K and V of one layer, with the strides of a model's tensors."""
-    max_layers = 2 if record.stage.dry or record.stage.compiling else NUM_LAYERS
+    max_layers = 2 if record.stage.is_dry or record.stage.is_compiling else NUM_LAYERS
     tokens = sizes.written_tokens
     cases = [
         Case((STORED_TOKENS + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")

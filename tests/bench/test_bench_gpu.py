@@ -57,7 +57,7 @@ LATENT_KERNELS = {f"{name} kernel" for name in LATENT_STEPS}
 
 @pytest.fixture
 def record() -> Record:
-    return Record(Stage("cpu", dry=True))
+    return Record(Stage("cpu", is_dry=True))
 
 
 def measure_failures(record, measure, *args):
@@ -344,7 +344,7 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
 
 def test_a_step_is_compiled_once():
     calls = []
-    stage = Stage("cpu", compiling=True)
+    stage = Stage("cpu", is_compiling=True)
     assert stage.time_steps([lambda: calls.append(1)] * 3) == {}
     assert (len(calls), stage.count_buffers(1)) == (1, 1)
 
@@ -450,7 +450,7 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
 
 def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    record = Record(Stage(device, dry=True))
+    record = Record(Stage(device, is_dry=True))
     for name in ("SEARCHES", "LATENT_SEARCHES"):
         monkeypatch.setattr(experiments, name, {"tile": [{"tile": 32}, {"tile": 64}]})
     sizes = replace(TINY, decode_cases=(Case((70,), TINY.heads),))

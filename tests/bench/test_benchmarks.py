@@ -30,14 +30,16 @@ def test_latent_attention_is_compared_with_absorbed_and_dynamic(monkeypatch, cap
     """The command prints rows and conditions, or JSON. Wrong results raise an error."""
 
     def measure(**kwargs):
-        return latent.measure_latents(context=(70,), heads=(4,), backend="torch", **kwargs)
+        return latent.measure_latents(
+            context_lengths=(70,), head_counts=(4,), backend="torch", **kwargs
+        )
 
     monkeypatch.setattr(sys, "argv", ["latent", "--turns", "1"])
-    shared.main("Doc.", measure, shared.TURNS)
+    shared.main("Doc.", measure, shared.TURNS_OPTION)
     out = capsys.readouterr().out
     assert all(name in out for name in (*latent.PAGED, "commit: ", "'turns': 1"))
     monkeypatch.setattr(sys, "argv", ["latent", "--json", "-", "--turns", "1"])
-    shared.main("Doc.", measure, shared.TURNS)
+    shared.main("Doc.", measure, shared.TURNS_OPTION)
     rows = json.loads(capsys.readouterr().out)["rows"]
     values = {(row["cache"], row["against"]): row["value"] for row in rows}
     baselines = (latent.ABSORBED, latent.DYNAMIC)
@@ -78,7 +80,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     kernels, length = json.loads(process.stdout)
     # The layers share a plan, and each layer attends.
     assert (kernels.count("_plan"), kernels.count("_attend")) == (1, 2), kernels
-    assert length == host.TOKENS + 1
+    assert length == host.STORED_TOKENS + 1
     rows = host.measure_host(turns=2, progress=ignore_progress)["rows"]
     values = {(row["cache"], row["layers"]): row["value"] for row in rows}
     stock_name = f"{host.STOCK}, tiny"
@@ -111,7 +113,9 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
 
 @pytest.mark.full
 def test_memory_is_measured_in_a_separate_process():
-    result = measure_windows(models=("Gemma 3 270M",), tokens=(80,), progress=ignore_progress)
+    result = measure_windows(
+        models=("Gemma 3 270M",), prompt_lengths=(80,), progress=ignore_progress
+    )
     assert len(result["rows"]) == 6
     assert all(row["peak"] is None or row["peak"] >= 0 for row in result["rows"])
     with pytest.raises(RuntimeError, match="ended with 1"):
@@ -184,8 +188,9 @@ def test_a_loop_restores_its_cache():
 @pytest.mark.full
 def test_two_trees_are_measured_alternately(tmp_path: Path, capfd):
     options = {"turns": 2, "progress": ignore_progress}
-    rows = compare_trees(THIS_TREE, backend="torch", loops="host, update, ", **options)["rows"]
-    assert [row["loop"] for row in rows] == [n for n in LOOPS if n.startswith("host, update, ")]
+    prefix = "host, update, "
+    rows = compare_trees(THIS_TREE, backend="torch", loop_prefix=prefix, **options)["rows"]
+    assert [row["loop"] for row in rows] == [name for name in LOOPS if name.startswith(prefix)]
     assert all(row["old"] > 0 and row["new"] > 0 for row in rows)
     (tmp_path / "hf_fp8kv.py").write_text("raise ImportError('no package here')")
     with pytest.raises(RuntimeError, match="ended with 1"):

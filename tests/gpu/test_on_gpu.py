@@ -39,7 +39,7 @@ pytestmark = MARKS
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 [STATIC] = (fmt for fmt in PAGE_FORMATS if fmt.name == "e4m3 static")
-STAGE = Stage(DEVICE, dry=not ON_GPU)
+STAGE = Stage(DEVICE, is_dry=not ON_GPU)
 
 
 @pytest.fixture(autouse=True)
