@@ -19,7 +19,12 @@ pytestmark = pytest.mark.text
 @pytest.mark.full
 def test_the_default_stores_latents_better_than_a_scale_per_128_values():
     result = latent_accuracy.measure_latent_accuracy(
-        texts=1, prefill=64, score=32, layers=2, rank=128, progress=lambda _message: None
+        num_texts=1,
+        prefill_tokens=64,
+        scored_tokens=32,
+        num_layers=2,
+        rank=128,
+        progress=lambda _message: None,
     )
     for kind in latent_accuracy.MODEL_KINDS:
         rows = {row["cache"]: row for row in result["rows"] if row["model"] == kind}
