@@ -14,7 +14,7 @@ from benchmarks.compare import THIS_TREE, compare_trees
 from benchmarks.hot_loops import LOOPS, make_loops
 from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts, measure_windows
 from benchmarks.prefix import measure_prefix
-from benchmarks.serve_clients import Answer, Load, Server
+from benchmarks.serve_clients import Answer, Load, PageUsage, Server
 from benchmarks.shared import make_environment
 from tests.helpers.serve_process import save_chat_model
 
@@ -125,7 +125,7 @@ def test_memory_is_measured_in_a_separate_process():
 @pytest.mark.full
 def test_a_prefix_store_is_measured_in_separate_processes(tmp_path: Path):
     model = save_chat_model(tmp_path)
-    result = measure_prefix(model=model, tokens=200, rounds=1, progress=ignore_progress)
+    result = measure_prefix(model=model, prefix_tokens=200, rounds=1, progress=ignore_progress)
     stores = [(row["store"], row["found"]) for row in result["rows"]]
     assert stores == [("none", 0), ("empty", 0), ("full", 192)]
     assert result["difference"] < 0.1
@@ -134,12 +134,15 @@ def test_a_prefix_store_is_measured_in_separate_processes(tmp_path: Path):
 
 def test_summary_has_medians_of_rounds_and_percentiles_of_answers():
     servers = {}
-    for name, factor in zip(serve.SERVERS, (1.0, 2.0, 1.5), strict=True):
+    for name, factor in zip(serve.SERVER_NAMES, (1.0, 2.0, 1.5), strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
         times = [n / factor for n in range(1, 101)]
-        server.answers = [Answer(first_time=time, last_time=3 * time, tokens=3) for time in times]
+        server.answers = [
+            Answer(first_time=time, last_time=3 * time, num_tokens=3) for time in times
+        ]
         server.throughputs = [10 * factor, 12 * factor, 14 * factor]
-    servers[serve.OURS].pages, servers[serve.STOCK].num_failed = [5, 15, 2**21], 1
+    servers[serve.OURS].page_usage = PageUsage(peak_used=5, total=15, total_bytes=2**21)
+    servers[serve.STOCK].num_failed = 1
     summary = serve.summarize_load(SMALL_LOAD, servers)
     rows = {(row["measure"], row["server"]): row for row in summary}
     assert rows["first token, p50", serve.STOCK]["value"] == 50_000
@@ -149,7 +152,7 @@ def test_summary_has_medians_of_rounds_and_percentiles_of_answers():
     throughput = rows["throughput", serve.STOCK]
     assert (throughput["value"], throughput["low"], throughput["high"]) == (12, 11, 13)
     assert throughput["failed"] == 1
-    assert rows["throughput ratio", serve.PLAIN]["value"] == 1.5
+    assert rows["throughput ratio", serve.UNQUANTIZED]["value"] == 1.5
     assert rows["pages in use, of 15", serve.OURS]["value"] == 5
 
 
@@ -171,7 +174,7 @@ def test_all_servers_answer_under_load(tmp_path):
         progress=ignore_progress,
     )  # fmt: skip
     rows = {(row["measure"], row["server"]): row for row in result["rows"]}
-    for server in serve.SERVERS:
+    for server in serve.SERVER_NAMES:
         assert rows["throughput", server]["failed"] == 0
         for measure in ("throughput", "first token, p50", "largest gap of a stream"):
             assert rows[measure, server]["value"] > 0
