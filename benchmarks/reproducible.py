@@ -80,12 +80,12 @@ class Reader:
         self.model: Any = model
         self.rng, self.num_tokens, self.num_texts = rng, num_tokens, num_texts
         self.num_evicted = 0  # requests that engines evicted
-        self.enable()
+        self.enable_pages()
         self.texts = torch.randint(3, VOCABULARY, (num_texts, num_tokens)).to(model.device)
         self.has_windows = any(layer.is_sliding for layer in self.make_cache().layers)
         self.logits, self.states = self.read(self.texts[:1], [num_tokens])
 
-    def enable(self, **keywords: Any) -> None:
+    def enable_pages(self, **keywords: Any) -> None:
         enable(self.model, deterministic=True, page_size=PAGE_SIZE, **keywords)
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
@@ -95,7 +95,7 @@ class Reader:
     def read(
         self, ids: Tensor, chunk_sizes: list[int], cache: Any = None, row: int = 0
     ) -> tuple[Tensor, list[Tensor]]:
-        """Read texts in chunks. Return logits `[T, V]`, and keys and values by layer, of a row."""
+        """Read `ids` `[B, T]` in chunks. Return logits `[T, V]`, keys and values of a row."""
         cache = self.make_cache() if cache is None else cache
         logits = [
             self.model(chunk, **with_cache(self.model, cache)).logits[row]
@@ -114,7 +114,7 @@ class Reader:
         return sizes
 
     def compare(self, outputs: tuple[Tensor, list[Tensor]], start: int = 0) -> Comparison:
-        """Compare outputs for the first text from the token `start` on."""
+        """Compare logits from token `start` on, and keys and values, with the first outputs."""
         logits, states = outputs
         num_values, num_different = logits.numel(), 0
         for actual, expected in zip(states, self.states[: len(states)], strict=True):
@@ -184,7 +184,7 @@ class Reader:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for length in sorted(self.rng.sample(range(PAGE_SIZE, self.num_tokens), 3)):
                 store = PrefixStore(folder)
-                self.enable(prefix_store=store)
+                self.enable_pages(prefix_store=store)
                 output = self.model.generate(
                     self.texts[:1, :length], max_new_tokens=1, output_logits=True,
                     return_dict_in_generate=True,
@@ -192,7 +192,7 @@ class Reader:
                 num_values += output.logits[0].numel()
                 num_different += int((output.logits[0][0] != self.logits[length - 1]).sum())
                 store.flush()
-        self.enable()
+        self.enable_pages()
         return Comparison(num_values, num_different)
 
     def serve_in_engine(self) -> Comparison:
@@ -237,7 +237,7 @@ class Reader:
                 if answer is not None and answer.request_id == streamed_request:
                     manager.cancel_request(streamed_request)
         serving.disable(self.model)
-        self.enable()
+        self.enable_pages()
         ids = torch.tensor([prompt + answer.generated_tokens], device=self.texts.device)
         logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
         probabilities = logits[length - 1 :].float().softmax(-1)

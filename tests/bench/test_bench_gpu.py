@@ -136,8 +136,8 @@ def test_a_dry_run_measures_every_section(device, request):
     failed_names = {row["name"] for row in result["rows"] if "failed" in row}
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
     end_rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
-    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CACHES[-1][0]} <= end_rows.keys()
-    assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.AUTO]["cache_bytes"]
+    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CACHES[-1].name} <= end_rows.keys()
+    assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.PAGED_AUTO]["cache_bytes"]
     plans = {r["name"]: r["planned_tokens"] for r in result["rows"] if r["section"] == "serving"}
     assert plans["fp8 static"] > plans["fp8 dynamic"] > plans["bf16 sdpa"]
     if cuda is not None:

@@ -19,7 +19,7 @@ def make_row(section, case, name, **values):
     return {"section": section, "case": case, "name": name, **values}
 
 
-def make_decode_row(case, name, us, share=0.9, read=goals.LARGE_STEP):
+def make_decode_row(case, name, us, share=0.9, read=goals.LARGE_STEP_TOKENS):
     return make_row("decode", case, name, us=us, moved=us * share * 4e6, read=read)
 
 
@@ -36,7 +36,7 @@ def make_good_rows():
     for name, rate in (("e4m3", 90.0), ("sdpa flash", 100.0)):
         rows.append(make_row("extend", "512 over 8192", name, us=1.0, flops=rate * 1e6))
     for name, speed, size in (
-        (goals.PAGED, 170.0, 52), (goals.FLASH, 60.0, 100), (goals.AUTO, 100.0, 100),
+        (goals.PAGED, 170.0, 52), (goals.FLASH, 60.0, 100), (goals.PAGED_AUTO, 100.0, 100),
         ("StaticCache (repeats K and V) compiled", 20.0, 100),
     ):  # fmt: skip
         rows.append(make_row("end to end", "8 x 32k", name, tokens_per_s=speed, cache_bytes=size))
@@ -139,7 +139,7 @@ def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
     strong_row = make_row("end to end", "8 x 32k", goals.ALTERNATIVES[3], tokens_per_s=110.0)
     result = get_goal([*make_good_rows(), strong_row], SPEED)
     assert (result["state"], result["worst"]) == ("missed", pytest.approx(170 / 110))
-    small_row = make_decode_row("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE_STEP - 1)
+    small_row = make_decode_row("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE_STEP_TOKENS - 1)
     assert get_goal([*make_good_rows(), small_row], SHARE)["state"] == "met"
     case = "128 heads, 1 x 4k"
     rows = [make_row("latent", case, name, us=10.0) for name in ("e4m3", goals.STOCK)]
@@ -152,7 +152,7 @@ def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
         (SHARE, "decode", "50 x 32k", "e4m3"),
         (LAUNCHES, "layer", "1 x 1k", "e4m3"),
         (SPEED, "end to end", "8 x 32k", goals.FLASH),
-        (SPEED, "end to end", "8 x 32k", goals.AUTO),
+        (SPEED, "end to end", "8 x 32k", goals.PAGED_AUTO),
         (LATENT, "latent", "128 heads, 1 x 16k", goals.STOCK),
     ],
 )
