@@ -242,7 +242,7 @@ DEFECTS = [
     (cached, "fp8_paged_attention", _drop_mask, CACHED_CALL, {"e4m3"}),
     (latent, "fp8_paged_attention", _scale_output, LATENT_CALL, LATENT_STEPS),
     (latent, "sdpa_attention_forward", _scale_output, LATENT_CALL, {goals.STOCK}),
-    (latent, "absorb", _scale_output, LATENT_CALL, {goals.ABSORBED}),
+    (latent, "attend_absorbed", _scale_output, LATENT_CALL, {goals.ABSORBED}),
     # Attention to expanded latents is correct, but the row is for stored latents.
     (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENT_CALL, LATENT_STEPS),
     (baselines, "attend_grouped", _scale_output, SDPA_CALL, {"sdpa math"}),

@@ -18,7 +18,7 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.latent import LatentLayers
-from benchmarks.gpu.pools import check_output, make_layer_pages, poison_memory, relative_error
+from benchmarks.gpu.pools import check_output, compute_error, make_layer_pages, poison_memory
 from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, PAGE_FORMATS, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
@@ -138,7 +138,7 @@ def test_tokens_match_the_reference(name, keywords, cache_kind):
         forced = LogitsProcessorList([ForcedTokens(expected)])
         options |= {"logits_processor": forced, **LOGITS_OPTIONS}
         output = generate(model, inputs, cache, **options)
-        errors = map(relative_error, output.logits, reference_output.logits)
+        errors = map(compute_error, output.logits, reference_output.logits)
         assert max(errors) < 1e-3
         return
     assert torch.equal(generate(model, inputs, cache, **options), expected)
@@ -187,7 +187,7 @@ def test_forks_continue_independently():
     half = len(logits) // 2
     for actual, expected in zip(logits[:half], logits[half:], strict=True):
         # A different code of one token changes the logits by 1e-3, and a wrong token by 6e-2.
-        assert relative_error(actual, expected) < TOLERANCE
+        assert compute_error(actual, expected) < TOLERANCE
 
 
 # -- layers in host memory -----------------------------------------------------------------------
@@ -468,12 +468,12 @@ def test_layer_steps_with_latents_match_the_reference(fmt, heads, preallocated):
             layers.modules[0].config, dtype=fmt.dtype, backend="triton",
             max_cache_len=length + 8 if preallocated else None,
         )  # fmt: skip
-        steps, handles = layers.fill(cache, fp8_paged_attention)
+        steps, stored = layers.fill(cache, fp8_paged_attention)
         for index in range(3):
             for step in steps:
                 output = step()
             layers.case = replace(layers.case, lengths=(length + index,) * 2)
-            assert layers.relative_error(output, *handles) < TOLERANCE
+            assert layers.measure_error(output, *stored) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
