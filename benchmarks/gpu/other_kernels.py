@@ -1,4 +1,4 @@
-"""Measure vLLM's Triton kernel, if vLLM is installed or `VARIABLE` contains the kernel's path."""
+"""Measure vLLM's Triton kernel, if vLLM is installed or `PATH_VARIABLE` names its file."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from .pools import PAGE_SIZE, check_output
 from .record import Record
 from .shapes import Case, RunSizes
 from .stage import Stage
-from .vllm_file import VLLM_ATTENTION, load_vllm_attention
+from .vllm_file import ATTENTION_MODULE, load_vllm_attention
 
 # vLLM splits each sequence into `NUM_SPLITS` parts, unless a batch has `MIN_GRID_SIZE` programs.
 NUM_SPLITS, MIN_GRID_SIZE = 16, 128
@@ -49,9 +49,9 @@ class VllmKernel:
 def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
     """Add a row for each decode case and each format of pages."""
     try:
-        vllm = load_vllm_attention(VLLM_ATTENTION)
+        vllm = load_vllm_attention(ATTENTION_MODULE)
     except Exception as error:  # the import runs code of a different project
-        record.skip(f"{VLLM_ATTENTION}: {type(error).__name__}: {error}")
+        record.skip(f"{ATTENTION_MODULE}: {type(error).__name__}: {error}")
         return
     kernels = [VllmKernel("vllm triton e4m3", E4M3), VllmKernel("vllm triton bf16", BF16)]
     if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:

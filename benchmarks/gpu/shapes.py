@@ -177,7 +177,7 @@ class RunSizes(ModelShape):
     warmup_tokens: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
     serving: ServingLoad
     num_pages: int  # number of different random pages
-    weights: dict[str, float]  # relative time of each section
+    time_weights: dict[str, float]  # relative time of each section
 
 
 # The cases on which goals depend come first, because the time may run out.
@@ -226,7 +226,7 @@ FULL = RunSizes(
     timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded_shapes=((1, 32768), (1, 131072)),
     serving=ServingLoad(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256,
                         8192), num_pages=64,
-    weights={
+    time_weights={
         "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 17,
         "end to end": 76, "offloaded": 6, "others": 3, "other kernels": 1, "serving": 5,
     },
@@ -250,7 +250,7 @@ TINY = replace(
     generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
     timed_tokens=(3, 3), warmup_tokens=(2, 2), num_pages=4,
     serving=ServingLoad(2, 32, 64, _SMALL_HEADS, (3,), (3, 20), 3, 2, 8, 32),
-    weights=dict.fromkeys(FULL.weights, 120.0),
+    time_weights=dict.fromkeys(FULL.time_weights, 120.0),
 )  # fmt: skip
 
 # Maximum number of stored tokens for compilation. More tokens use the same kernels.

@@ -80,7 +80,7 @@ def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, 
     )
     path = tmp_path / "gpu.json"
     sections = [name for name in suite.SECTIONS if name != "serving"]
-    result = suite.run_suite(**DRY_RUN, sections=sections, save=path)
+    result = suite.run_suite(**DRY_RUN, sections=sections, json_path=path)
     assert json.loads(path.read_text()) == json.loads(json.dumps(result))
     assert not [row for row in result["rows"] if "failed" in row]
     # No kernels of other projects are installed.
@@ -293,7 +293,7 @@ def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp
 
     monkeypatch.setitem(suite.SECTIONS, "write", lose_device)
     monkeypatch.setattr(Stage, "is_lost", lambda _self: bool(losses))
-    result = suite.run_suite(**DRY_RUN, sections=("write", "decode"), save=path)
+    result = suite.run_suite(**DRY_RUN, sections=("write", "decode"), json_path=path)
     assert json.loads(path.read_text())["rows"] == result["rows"]
     assert [row.get("us") for row in result["rows"]] == [1.0, None]
     assert result["sections"][0]["error"].startswith("lost the device: write, a case, bad: ")
@@ -385,7 +385,7 @@ def test_a_process_that_fails_or_hangs_does_not_end_the_run(
 ):
     monkeypatch.setattr(suite, "compile_shard", compile_shard)
     monkeypatch.setattr(suite, "COMPILE_SECONDS", seconds)
-    result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, processes=2)
+    result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, num_processes=2)
     compiling = result["settings"]["compiling"]
     assert (compiling["processes"], compiling["failed"]) == (2, num_failed)
     assert result["rows"]
@@ -423,7 +423,7 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     names = [str(case) for case in (*FULL.decode_cases, *FULL.latent_cases)]
     assert set(goals.REQUIRED_CASES) == set(names[: FULL.num_full_cases])
     assert set(FULL.padded_cases) | set(experiments.LATENT_CASES) < set(names)
-    assert list(FULL.weights) == list(suite.SECTIONS)
+    assert list(FULL.time_weights) == list(suite.SECTIONS)
     assert {kind.dtype for kind in PAGE_FORMATS} == {"auto", *(fmt.name for fmt in DISTINCT)}
     switches = itertools.chain(*experiments.LATENT_SEARCHES.values())
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
@@ -506,13 +506,13 @@ def test_the_kernel_of_vllm_is_measured(record, monkeypatch, tmp_path):
         f"import torch\n{inspect.getsource(attend_by_table)}"
     )
     (file := tmp_path / "triton_unified_attention.py").write_text(VLLM_FILE)
-    monkeypatch.setenv(vllm_file.VARIABLE, str(file))
+    monkeypatch.setenv(vllm_file.PATH_VARIABLE, str(file))
     assert not measure_failures(record, other_kernels.measure, TINY, "torch"), record.rows
     assert {row["name"] for row in record.rows} == VLLM_NAMES
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
     sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),), other_cases=())
     assert measure_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
     assert "vllm" not in sys.modules
-    monkeypatch.setenv(vllm_file.VARIABLE, str(tmp_path / "none.py"))
+    monkeypatch.setenv(vllm_file.PATH_VARIABLE, str(tmp_path / "none.py"))
     other_kernels.measure(record, TINY, "torch")
     assert any("none.py" in text for text in record.skipped)
