@@ -120,7 +120,7 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(Stage, "is_gpu", property(lambda _self: True))
     # A CPU has neither cuDNN nor a profiler for CUDA.
     flash = {"flash": baselines.SDPBackend.FLASH_ATTENTION}
-    monkeypatch.setattr(baselines, "_find_backends", lambda _stage: flash)
+    monkeypatch.setattr(baselines, "_list_backends", lambda _stage: flash)
     return cuda
 
 
