@@ -17,7 +17,7 @@ def _list_values(name: str, *values: Any) -> list[Parameters]:
     return [{name: value} for value in values]
 
 
-# Values to try, the least certain parameter first. Each search starts from the best values so far.
+# Parameters to try, the least certain first. Each search starts from the best parameters so far.
 SEARCHES: dict[str, list[Parameters]] = {
     # The product is codes times rows, or rows times codes, which is designed for four warps.
     "operands": [{"swapped": True}, {"swapped": False, "warps": 4}],
@@ -56,12 +56,13 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
 def _search_best(
     record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat
 ) -> None:
+    """Measure the default, then the candidates of each search on top of the best parameters."""
     best: Parameters = {}
     fastest = _measure_parameters(record, sizes, backend, case, fmt, best)
-    for values in (LATENT_SEARCHES if case.heads.rope_dim else SEARCHES).values():
+    for candidates in (LATENT_SEARCHES if case.heads.rope_dim else SEARCHES).values():
         next_best = best
-        for value in values[:2] if record.stage.is_dry else values:
-            parameters = {**best, **value}
+        for candidate in candidates[:2] if record.stage.is_dry else candidates:
+            parameters = {**best, **candidate}
             us = _measure_parameters(record, sizes, backend, case, fmt, parameters)
             if us < fastest:
                 fastest, next_best = us, parameters
@@ -73,8 +74,8 @@ def _measure_parameters(
     parameters: Parameters,
 ) -> float:  # fmt: skip
     """Return the time in us, which is infinite if the parameters fail or the row is skipped."""
-    setting = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
-    name = f"{fmt.name}: {setting}"
+    description = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
+    name = f"{fmt.name}: {description}"
     if previous_rows := record.find(SECTION, case=str(case), name=name):
         return float(previous_rows[0]["us"])
     # Rows of impossible parameters, such as tiles larger than shared memory, fail.
