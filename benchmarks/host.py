@@ -80,13 +80,9 @@ def make_driver() -> SimpleNamespace:
         get_active_torch_device=lambda: torch.device("cpu"),
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
-        launcher_cls=lambda _source, _metadata: _ignore_launch,
+        launcher_cls=lambda _source, _metadata: lambda *_arguments: None,
         utils=utils,
     )
-
-
-def _ignore_launch(*_: Any) -> None:
-    pass
 
 
 class LayerStack:

@@ -110,10 +110,7 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:
-    """Write the names of the loops to stdout. Then run each loop named on stdin, and write its µs.
-
-    The names are a line of JSON. A time is in microseconds per layer and step.
-    """
+    """Write the names of the loops, as JSON. Then run each loop whose name is read, and write µs."""
     loops = make_loops(backend, prefix)
     sys.stdout.write(json.dumps(list(loops)) + "\n")
     sys.stdout.flush()

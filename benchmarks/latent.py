@@ -66,12 +66,8 @@ def make_module(
 ) -> Any:
     """Return a random attention layer of DeepSeek V3, bfloat16, that stores latents.
 
-    Args:
-        num_heads: Number of query heads.
-        rank: Size of a latent.
-        rope_dim: Size of the RoPE part next to it.
-        num_layers: Number of layers of the model.
-        layer: Index of this layer.
+    `rank` and `rope_dim` are the sizes of a latent and of its RoPE part. The layer has the index
+    `layer` in a model of `num_layers` layers.
     """
     config = DeepseekV3Config(
         hidden_size=256, num_attention_heads=num_heads, num_key_value_heads=num_heads,

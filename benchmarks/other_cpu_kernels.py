@@ -103,11 +103,7 @@ def _make_openvino_step(
 ) -> Attend:
     """Return a step over pages of 8-bit integers: K with scales by channel, V by token.
 
-    Args:
-        precision: Precision of OpenVINO's matrix products.
-        query: As in `make_other_steps`.
-        states: As in `make_other_steps`.
-        history: As in `make_other_steps`.
+    `precision` is the precision of OpenVINO's matrix products.
     """
     import openvino
     from openvino import opset13

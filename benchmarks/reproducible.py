@@ -256,15 +256,6 @@ class Reader:
         return Comparison(actual.numel(), int((actual != expected).sum()))
 
 
-# The methods that compare outputs, by the name in a result.
-COMBINATIONS = {
-    "batch": Reader.read_in_batch, "fork": Reader.continue_fork,
-    "recompute": Reader.recompute_tail, "preallocated": Reader.read_preallocated,
-    "restart": Reader.continue_loaded, "prefix": Reader.reuse_prefixes,
-    "engine": Reader.serve_in_engine, "decode": Reader.decode_tokens,
-}  # fmt: skip
-
-
 def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the demo model, or a small model with random weights."""
     if name == DEMO:
@@ -354,16 +345,24 @@ def measure_reproducibility(
         model = build_model(name, dtype, device)
         sizes = DEMO_TEXT_SIZES if name == DEMO else TEXT_SIZES
         reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
-        kinds = ["batch", "fork", "recompute", "preallocated", "restart"]
+        compare_by_kind = {
+            "batch": reader.read_in_batch, "fork": reader.continue_fork,
+            "recompute": reader.recompute_tail, "preallocated": reader.read_preallocated,
+            "restart": reader.continue_loaded,
+        }  # fmt: skip
         if not reader.has_windows:
-            kinds += ["prefix"] + ([] if name == "deepseek_v3" else ["engine"])
+            compare_by_kind["prefix"] = reader.reuse_prefixes
+            if name != "deepseek_v3":
+                compare_by_kind["engine"] = reader.serve_in_engine
+        kinds = list(compare_by_kind)
         # The demo model takes far longer, so it gets half the number, and each kind at least once.
         num_draws = num_per_case // 2 if name == DEMO else num_per_case
         counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, num_draws - len(kinds) - 1)))
-        for kind, count in [*counts.items(), ("decode", 1)]:
+        compare_by_kind["decode"], counts["decode"] = reader.decode_tokens, 1
+        for kind, count in counts.items():
             progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind}")
             start, reader.num_evicted = time.perf_counter(), 0
-            comparisons = [COMBINATIONS[kind](reader) for _ in range(count)]
+            comparisons = [compare_by_kind[kind]() for _ in range(count)]
             total = Comparison(*map(sum, zip(*comparisons, strict=True)))
             rows.append({
                 "model": name, "dtype": dtype, "kind": kind, "combinations": count,

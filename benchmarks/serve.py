@@ -125,26 +125,25 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
     for name, server in servers.items():
         row = _make_row(load, "throughput", name, server.throughputs, "tokens/s")
         rows.append({**row, "failed": server.num_failed})
+        measures: list[tuple[str, list[float], str]] = []
         for measure, unit, values in (
             ("first token", "ms", [1e3 * answer.first_time for answer in server.answers]),
             ("next token", "ms", [1e3 * answer.seconds_per_token for answer in server.answers]),
             ("whole answer", "s", [answer.last_time for answer in server.answers]),
         ):
-            for percent in _PERCENTILES:
-                value = _find_percentile(values, percent)
-                rows.append(_make_row(load, f"{measure}, p{percent}", name, [value], unit))
+            measures += [(f"{measure}, p{percent}", [_find_percentile(values, percent)], unit)
+                         for percent in _PERCENTILES]  # fmt: skip
         if server.streamed_answers and server.long_prompt_answers:
             gaps = [answer.longest_gap for answer in server.streamed_answers]
-            rows.append(_make_row(load, "largest gap of a stream", name, gaps, "s"))
             first_times = [answer.first_time for answer in server.long_prompt_answers]
-            rows.append(_make_row(load, "first token of the long prompt", name, first_times, "s"))
-        peak_mib = server.peak_bytes / 2**20
-        rows.append(_make_row(load, "memory of the process", name, [peak_mib], "MiB"))
-        if usage := server.page_usage:
-            measure = f"pages in use, of {usage.total:.0f}"
-            rows.append(_make_row(load, measure, name, [usage.peak_used], "pages"))
-            total_mib = usage.total_bytes / 2**20
-            rows.append(_make_row(load, "bytes of all pages", name, [total_mib], "MiB"))
+            measures.append(("largest gap of a stream", gaps, "s"))
+            measures.append(("first token of the long prompt", first_times, "s"))
+        measures.append(("memory of the process", [server.peak_bytes / 2**20], "MiB"))
+        if metrics := server.metrics:
+            title = f"pages in use, of {metrics['pages_total']:.0f}"
+            measures.append((title, [metrics["pages_used"]], "pages"))
+            measures.append(("bytes of all pages", [metrics["bytes_total"] / 2**20], "MiB"))
+        rows += [_make_row(load, measure, name, values, unit) for measure, values, unit in measures]
     for name in (OURS, UNQUANTIZED):
         throughputs = zip(servers[name].throughputs, servers[STOCK].throughputs, strict=True)
         ratios = [ours / stock for ours, stock in throughputs]

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from hf_fp8kv.errors import ConfigError
 
@@ -57,14 +56,6 @@ class Answer:
         return (self.last_time - self.first_time) / max(self.num_tokens - 1, 1)
 
 
-class PageUsage(NamedTuple):
-    """The pages of a server: the peak of pages in use, the number of all pages, their bytes."""
-
-    peak_used: float
-    total: float
-    total_bytes: float
-
-
 class Server:
     """A server in a separate process, and the measurements of its clients."""
 
@@ -78,7 +69,8 @@ class Server:
         self.streamed_answers: list[Answer] = []
         # Number of requests without an answer, and peak of the process's memory.
         self.num_failed, self.peak_bytes = 0, 0
-        self.page_usage: PageUsage | None = None  # None if the server has no such metrics
+        # Metrics of the server, with the peak of pages in use. Empty if the server has no metrics.
+        self.metrics: dict[str, float] = {}
 
     def run_load(self, load: Load, *, is_measured: bool, seed: int) -> None:
         """Run the load once, and keep its answers if `is_measured`."""
@@ -170,11 +162,8 @@ class Server:
                 self.peak_bytes = max(self.peak_bytes, process.memory_info().rss)
             metrics = self._read_metrics()
             if "pages_used" in metrics:
-                previous_peak = self.page_usage.peak_used if self.page_usage else 0
-                peak_used = max(metrics["pages_used"], previous_peak)
-                self.page_usage = PageUsage(
-                    peak_used, metrics["pages_total"], metrics["bytes_total"]
-                )
+                peak = max(metrics["pages_used"], self.metrics.get("pages_used", 0))
+                self.metrics = {**metrics, "pages_used": peak}
 
     def _read_metrics(self) -> dict[str, float]:
         """Return the metrics of an hf-fp8kv server by name. Other servers have none."""

@@ -101,11 +101,11 @@ def _format_cell(value: object) -> str:
 def make_environment() -> dict[str, str]:
     """Return the environment variables of a process that compiles kernels."""
     # Triton's variables (interpreter, debugger, dumps) are for other runs, except its cache.
-    excluded_names = {name for name in os.environ if name.startswith("TRITON_")}
-    excluded_names -= {"TRITON_CACHE_DIR", "TRITON_HOME"}
-    variables = {name: value for name, value in os.environ.items() if name not in excluded_names}
+    names = {name for name in os.environ if not name.startswith("TRITON_")}
+    names |= {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys()
     # The new process must find the package where this process found it.
-    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    return {**{name: os.environ[name] for name in names}, "PYTHONPATH": path}
 
 
 def run_process(target: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 from hf_fp8kv.ops.triton.target import assuming, target_of
 
 from .attention import measure_pages
+from .goals import find_rows
 from .record import Record
 from .shapes import PAGE_FORMATS, Case, PageFormat, RunSizes
 
@@ -76,7 +77,7 @@ def _measure_parameters(
     """Return the time in us, which is infinite if the parameters fail or the row is skipped."""
     description = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
     name = f"{fmt.name}: {description}"
-    if previous_rows := record.find(SECTION, case=str(case), name=name):
+    if previous_rows := find_rows(record.rows, SECTION, case=str(case), name=name):
         return float(previous_rows[0]["us"])
     # Rows of impossible parameters, such as tiles larger than shared memory, fail.
     with assuming(replace(target_of(record.stage.device), parameters=parameters)):

@@ -109,10 +109,6 @@ class Record:
             raise DeviceLost(f"lost the device: {label}: {device_error}") from device_error
         return row
 
-    def find(self, section: str, **fields: Any) -> list[Row]:
-        """Return the rows of a section that have these fields and did not fail."""
-        return find_rows(self.rows, section, **fields)
-
 
 def complete(result: dict[str, Any]) -> dict[str, Any]:
     """Return a copy with `ceilings`, `goals`, and the rates of each row and their shares."""

@@ -267,18 +267,15 @@ def test_a_wrong_contender_fails_without_a_time(
 # -- failures --------------------------------------------------------------------------------------
 
 
-def make_failing(error):
-    return mock.Mock(side_effect=error)
-
-
 def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
-    monkeypatch.setattr(ops, "attend", make_failing(ValueError("no such kernel")))
+    monkeypatch.setattr(ops, "attend", mock.Mock(side_effect=ValueError("no such kernel")))
     assert find_failures(record, *RAGGED_CALL) == {"e4m3"}
     assert record.rows[0]["failed"] == "ValueError: no such kernel"
-    monkeypatch.setattr(ops, "attend", make_failing(torch.OutOfMemoryError("2 GiB")))
+    monkeypatch.setattr(ops, "attend", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
     assert attention.measure_pages(record, *RAGGED_CALL[1:-1], BF16) is None
     assert record.skipped == ["decode, ragged, bf16 pages: out of memory"]
-    monkeypatch.setitem(suite.SECTIONS, "write", make_failing(AttributeError("a mistake")))
+    failing_section = mock.Mock(side_effect=AttributeError("a mistake"))
+    monkeypatch.setitem(suite.SECTIONS, "write", failing_section)
     result = suite.run_suite(**DRY_RUN, sections=("write", "ceilings"))
     errors = [section["error"] for section in result["sections"]]
     assert errors == ["AttributeError: a mistake", None]

@@ -14,7 +14,7 @@ from benchmarks.compare import THIS_TREE, compare_trees
 from benchmarks.hot_loops import LOOPS, make_loops
 from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts, measure_windows
 from benchmarks.prefix import measure_prefix
-from benchmarks.serve_clients import Answer, Load, PageUsage, Server
+from benchmarks.serve_clients import Answer, Load, Server
 from benchmarks.shared import make_environment
 from tests.helpers.serve_process import save_chat_model
 
@@ -141,7 +141,7 @@ def test_summary_has_medians_of_turns_and_percentiles_of_answers():
             Answer(first_time=time, last_time=3 * time, num_tokens=3) for time in times
         ]
         server.throughputs = [10 * factor, 12 * factor, 14 * factor]
-    servers[serve.OURS].page_usage = PageUsage(peak_used=5, total=15, total_bytes=2**21)
+    servers[serve.OURS].metrics = {"pages_used": 5, "pages_total": 15, "bytes_total": 2**21}
     servers[serve.STOCK].num_failed = 1
     summary = serve.summarize_load(SMALL_LOAD, servers)
     rows = {(row["measure"], row["server"]): row for row in summary}
