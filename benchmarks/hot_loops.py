@@ -110,7 +110,7 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:
-    """Write the names of the loops as JSON, then the µs of each loop whose name is read from stdin."""
+    """Write the names of the loops as JSON, and the µs of each loop whose name is then read."""
     loops = make_loops(backend, prefix)
     sys.stdout.write(json.dumps(list(loops)) + "\n")
     sys.stdout.flush()
