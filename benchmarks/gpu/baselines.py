@@ -1,4 +1,4 @@
-"""Measure baselines with the shapes of the other rows: torch's attention to dense K and V, bf16."""
+"""Measure baselines in the same cases: torch's attention to dense K and V in bf16."""
 
 import contextlib
 import functools
