@@ -2,7 +2,8 @@
 
 This benchmark runs in the environment of `make vllm`. Each row is for a value of
 `--kv-cache-dtype`. Some rows have scales that are calibrated on texts that are not scored. Each
-text is one prompt. vLLM computes log-probabilities of its tokens, and a hook records all logits.
+scored text is one prompt. The log-probabilities of the prompt are requested, so that vLLM computes
+the logits of all its tokens. A hook records these logits.
 """
 
 import os
@@ -29,7 +30,8 @@ BASE_DTYPE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
 )  # fmt: skip
-# Calibrated scales by dtype. vLLM's own dtypes read scales from a copy of the checkpoint.
+# Options of `calibrate`, by the dtype and the description of the scales. vLLM's own dtypes read
+# scales from a copy of the checkpoint.
 CALIBRATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
     ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
@@ -48,25 +50,23 @@ class Variant(NamedTuple):
     options: dict[str, str]  # options of the plugin for vLLM
 
 
-def split_topics(
-    tokenizer: Any, num_topics: int, length: int
-) -> tuple[list[torch.Tensor], list[str]]:
-    """Return the first tokens of topics to score, `[1, length]`, and texts to calibrate on.
+def split_topics(tokenizer: Any, num_topics: int, length: int) -> tuple[list[list[int]], list[str]]:
+    """Return the first `length` token ids of topics to score, and texts to calibrate on.
 
     No text to calibrate on shares a paragraph with a scored topic.
     """
     paragraphs = {name: _find_paragraphs(text) for name, text in TOPICS.items()}
     topics = sorted(TOPICS.keys() - set(FIRST_TOPICS), key=lambda name: (len(TOPICS[name]), name))
-    scored_ids: list[torch.Tensor] = []
+    prompts: list[list[int]] = []
     scored_paragraphs: set[str] = set()
     for name in (*FIRST_TOPICS, *topics):
-        ids = tokenizer(TOPICS[name], truncation=True, max_length=length, return_tensors="pt")
+        ids = tokenizer(TOPICS[name], truncation=True, max_length=length).input_ids
         is_new = not paragraphs[name] & scored_paragraphs
-        if len(scored_ids) < num_topics and is_new and ids.input_ids.shape[1] == length:
-            scored_ids.append(ids.input_ids)
+        if len(prompts) < num_topics and is_new and len(ids) == length:
+            prompts.append(ids)
             scored_paragraphs |= paragraphs[name]
-    corpus = [TOPICS[name] for name in sorted(TOPICS) if not paragraphs[name] & scored_paragraphs]
-    return scored_ids, corpus
+    texts = [TOPICS[name] for name in sorted(TOPICS) if not paragraphs[name] & scored_paragraphs]
+    return prompts, texts
 
 
 def _find_paragraphs(text: str) -> set[str]:
@@ -98,11 +98,11 @@ def calibrate_variants(
     return [*variants, Variant("hf_fp8kv", "chosen plan", checkpoint, {"plan": path})]
 
 
-def predict(variant: Variant, texts: Sequence[list[int]]) -> Any:
-    """Return the log-probabilities at each token of each text, `[tokens, vocabulary]`."""
+def predict(variant: Variant, prompts: Sequence[list[int]]) -> Any:
+    """Return the log-probabilities after each token of each prompt, `[tokens, vocabulary]`."""
     from vllm import LLM, SamplingParams
 
-    length = max(map(len, texts))
+    length = max(map(len, prompts))
     llm = LLM(
         variant.checkpoint, kv_cache_dtype=variant.dtype, dtype="bfloat16", max_num_seqs=1,
         additional_config={"hf_fp8kv": variant.options}, max_model_len=length + 1,
@@ -124,9 +124,9 @@ def predict(variant: Variant, texts: Sequence[list[int]]) -> Any:
 
     llm.apply_model(record_logits)
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
-    assert [len(rows) for rows in logprobs] == [len(text) - 1 for text in texts]
+    assert [len(rows) for rows in logprobs] == [len(ids) - 1 for ids in prompts]
     return torch.cat(logprobs)
 
 
@@ -157,20 +157,19 @@ def measure_vllm(
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     checkpoint = str(demo_model_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    scored_ids, corpus = split_topics(tokenizer, 4, scored_tokens)
-    texts = [ids[0].tolist() for ids in scored_ids]
+    prompts, texts = split_topics(tokenizer, 4, scored_tokens)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         variants = [Variant(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
         if calibration_tokens:  # before vLLM starts, because it changes classes of transformers
             variants += calibrate_variants(
-                checkpoint, corpus, tokenizer, calibration_tokens, Path(folder)
+                checkpoint, texts, tokenizer, calibration_tokens, Path(folder)
             )
         progress(BASE_DTYPE)
-        expected = predict(Variant(BASE_DTYPE, "", checkpoint, {}), texts)
+        expected = predict(Variant(BASE_DTYPE, "", checkpoint, {}), prompts)
         for variant in variants:
             progress(f"{variant.dtype}, {variant.scales}")
-            actual = predict(variant, texts)
+            actual = predict(variant, prompts)
             kl = (expected.exp() * (expected - actual)).sum(-1)
             top1 = (expected.argmax(-1) == actual.argmax(-1)).float().mean()
             rows.append({
