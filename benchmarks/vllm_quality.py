@@ -19,7 +19,7 @@ from hf_fp8kv import choose_plan, demo_model_path
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import Result, main
+from .shared import Options, Result, main
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
 # The first topics to score. If more are needed, the shortest other topics follow.
@@ -183,7 +183,7 @@ def measure_vllm(
 
 
 if __name__ == "__main__":
-    options = {
+    options: Options = {
         "--dtypes": {"nargs": "*"},
         "--tokens": {"type": int, "dest": "scored_tokens"},
         "--calibrated": {"type": int, "dest": "calibration_tokens"},
