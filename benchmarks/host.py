@@ -162,7 +162,7 @@ def _write_rows(task: dict[str, Any]) -> None:
             contexts.enter_context(assuming(Target.parse(GPU)))
         # A default device during the measurement would slow down every call of torch.
         with torch.device(device):
-            paged_stacks = {count: make_stack(count) for count in LAYER_COUNTS}
+            paged_stacks = {num_layers: make_stack(num_layers) for num_layers in LAYER_COUNTS}
             dynamic_cache = DynamicCache(config=make_config(heads, max_layers))
             stock_stack = LayerStack(dynamic_cache, "sdpa", heads, num_tokens, max_layers)
         for num_layers, stack in paged_stacks.items():

@@ -69,8 +69,8 @@ def _round_to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
     return round_to_format(x / scale, _E4M3) * scale
 
 
-def _find_amax(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, -1).abs().amax(-1, keepdim=True)
+def _find_amax(*states: Tensor) -> Tensor:
+    return torch.cat(states, -1).abs().amax(-1, keepdim=True)
 
 
 def _round_by_blocks(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         names = ["experiments"] if options.experiments else options.sections
         result = run_suite(
-            device=device, backend=_choose_backend(device), dry=options.dry,
+            device=device, backend=_choose_backend(device), is_dry=options.dry,
             sections=tuple(dict.fromkeys(["ceilings", *names])) if names else tuple(SECTIONS),
             seconds=options.seconds, json_path=options.json, progress=_print_progress,
             num_processes=0 if options.dry or options.experiments else _choose_num_processes(),

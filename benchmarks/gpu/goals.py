@@ -148,10 +148,10 @@ def _make_generate_goal(
     )  # fmt: skip
 
 
-def _make_latent_goal(heads: int, bound: float) -> Goal:
-    cases = tuple(f"{heads} heads, {batch} x 16k" for batch in (1, 16))
+def _make_latent_goal(num_heads: int, bound: float) -> Goal:
+    cases = tuple(f"{num_heads} heads, {batch} x 16k" for batch in (1, 16))
     labels = tuple(f"{case}, {name} over {STOCK}" for case in cases for name in FORMATS)
-    title = f"latent, {heads} heads, 16k, time over expanding"
+    title = f"latent, {num_heads} heads, 16k, time over expanding"
     return Goal(
         title, "<=", bound, LATENT, "us", FORMATS, (STOCK,), cases=cases, required_labels=labels
     )

@@ -129,9 +129,9 @@ class Case:
         )  # fmt: skip
 
 
-def format_tokens(tokens: int) -> str:
+def format_tokens(num_tokens: int) -> str:
     """Return a short string for a number of tokens, for example "32k"."""
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+    return f"{num_tokens // 1024}k" if num_tokens % 1024 == 0 else str(num_tokens)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def run_suite(
     *,
     device: str = "cuda",
     backend: str = "triton",
-    dry: bool = False,
+    is_dry: bool = False,
     sections: Sequence[str] = tuple(SECTIONS),
     seconds: float = 210.0,
     num_processes: int = 0,
@@ -66,7 +66,7 @@ def run_suite(
     Args:
         device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
-        dry: Whether to run all sections untimed on tiny shapes, on any machine.
+        is_dry: Whether to run all sections untimed on tiny shapes, on any machine.
         sections: Names from `SECTIONS` and `OPTIONAL_SECTIONS`, in the order in which they run.
         seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
         num_processes: Number of processes that compile kernels first.
@@ -77,9 +77,9 @@ def run_suite(
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
         `rows` and `goals`. `seconds` is None for a section that did not finish.
     """
-    stage, all_sections = Stage(device, is_dry=dry), {**SECTIONS, **OPTIONAL_SECTIONS}
+    stage, all_sections = Stage(device, is_dry=is_dry), {**SECTIONS, **OPTIONAL_SECTIONS}
     settings: dict[str, Any] = {
-        "device": device, "backend": backend, "dry": dry, "seconds": seconds,
+        "device": device, "backend": backend, "dry": is_dry, "seconds": seconds,
     }  # fmt: skip
     section_results: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
@@ -99,12 +99,12 @@ def run_suite(
 
     record = Record(stage, progress, save_result)
     result["rows"] = record.rows
-    sizes, deadline = TINY if dry else FULL, time.perf_counter() + seconds
+    sizes, deadline = TINY if is_dry else FULL, time.perf_counter() + seconds
     save_result()
     if num_processes:
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
-        compiling = compile_kernels(device, backend, dry, num_processes, limit)
+        compiling = compile_kernels(device, backend, is_dry, num_processes, limit)
         settings["compiling"] = compiling
         progress(f"compiled in {compiling['seconds']} s")
         save_result()
@@ -134,7 +134,7 @@ def run_suite(
 
 
 def compile_kernels(
-    device: str, backend: str, dry: bool, num_processes: int, max_seconds: float
+    device: str, backend: str, is_dry: bool, num_processes: int, max_seconds: float
 ) -> dict[str, float]:
     """Fill Triton's cache on disk. Return `seconds`, `processes`, and how many `failed`.
 
@@ -143,7 +143,7 @@ def compile_kernels(
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     workers = [
         context.Process(
-            target=compile_shard, args=(device, backend, dry, index, num_processes), daemon=True
+            target=compile_shard, args=(device, backend, is_dry, index, num_processes), daemon=True
         )
         for index in range(num_processes)
     ]
@@ -162,14 +162,14 @@ def compile_kernels(
 
 
 def compile_shard(
-    device: str, backend: str, dry: bool, index: int, num_processes: int
+    device: str, backend: str, is_dry: bool, index: int, num_processes: int
 ) -> list[Row]:
     """Run every `num_processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
-    record = Record(Stage(device, is_dry=dry, is_compiling=True), shard=(index, num_processes))
+    record = Record(Stage(device, is_dry=is_dry, is_compiling=True), shard=(index, num_processes))
     with torch.no_grad():
         for name in COMPILED_SECTIONS:
-            SECTIONS[name](record, shorten_sizes(TINY if dry else FULL), backend)
+            SECTIONS[name](record, shorten_sizes(TINY if is_dry else FULL), backend)
     return record.rows
 
 

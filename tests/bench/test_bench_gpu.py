@@ -50,7 +50,7 @@ from hf_fp8kv.formats import DISTINCT
 from hf_fp8kv.ops.triton import tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-DRY_RUN = {"device": "cpu", "backend": "torch", "dry": True}
+DRY_RUN = {"device": "cpu", "backend": "torch", "is_dry": True}
 # Names of contenders.
 LATENT_STEPS = {"e3m4", "e4m3", "bf16 pages"}
 LATENT_KERNELS = {f"{name} kernel" for name in LATENT_STEPS}

@@ -38,7 +38,7 @@ def test_all_parts_fit_into_nine_minutes():
     [("none", 0), ("smoke", 7), ("memcheck", 7), ("racecheck", 7), ("tests", 1), ("benchmark", 2)],
 )
 def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, failing_part, code):
-    result = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
+    result = run_suite(device="cpu", backend="torch", is_dry=True, sections=("ceilings",))
 
     def fake_run_python(command, log, seconds, tool=()):
         log.write_text("the log\n")
