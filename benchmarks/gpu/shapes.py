@@ -1,6 +1,7 @@
 """Define the cases of the GPU benchmark, at full size and for a dry run."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from hf_fp8kv.formats import AUTO, DISTINCT
 from hf_fp8kv.ops import AttentionSpec
@@ -220,7 +221,7 @@ FULL = RunSizes(
         Case(_LONG_LENGTHS, softcap=50.0, label="4 x 32k, softcap"),
     ),
     write_batches=(1, 4, 16, 64), written_tokens=8192,
-    extend_shapes=tuple((old, new) for old in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
+    extend_shapes=tuple(product((8192, 0, 32768), (2048, 512, 64, 8192))),
     num_layers=32, hidden_size=4096, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
     timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded_shapes=((1, 32768), (1, 131072)),
@@ -268,7 +269,7 @@ def shorten_sizes(sizes: RunSizes) -> RunSizes:
         return tuple(dict.fromkeys(short_cases))
 
     decode_cases = shorten_cases(sizes.decode_cases)
-    shapes = ((min(old, _COMPILED_TOKENS), new) for old, new in sizes.extend_shapes)
+    shapes = ((min(stored, _COMPILED_TOKENS), new) for stored, new in sizes.extend_shapes)
     return replace(
         sizes, decode_cases=decode_cases, padded_cases=(str(decode_cases[0]),), num_full_cases=1,
         layer_cases=shorten_cases(sizes.layer_cases), write_batches=sizes.write_batches[:1],

@@ -32,7 +32,7 @@ _KVQuantMode = enum.IntEnum(
 
 
 class _FalsyModule(ModuleType):
-    """A stand-in for settings and platforms. Its attributes are falsy, and so are its results."""
+    """A stand-in for settings and platforms. Its attributes are falsy, and calls return False."""
 
     def __bool__(self) -> bool:
         return False
