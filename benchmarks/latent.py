@@ -56,8 +56,10 @@ def measure_latents(
             for num_tokens in context_lengths:
                 progress(f"latents, {num_heads} heads, {num_tokens} tokens")
                 rows += _measure_steps(module, num_heads, num_tokens, backend, turns)
-    settings = {"context": list(context_lengths), "heads": list(head_counts)}
-    settings |= {"turns": turns, "backend": backend}
+    settings = {
+        "context": list(context_lengths), "heads": list(head_counts), "turns": turns,
+        "backend": backend,
+    }  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
 
 
