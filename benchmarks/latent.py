@@ -22,20 +22,20 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.modeling.model_support import ATTENTION
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import TURNS, Result, main
+from .shared import TURNS_OPTION, Result, main
 
 ABSORBED = "cat + absorbed, bf16"
 PAGED = {f"FP8PagedCache {name}": f"fp8_{name}" for name in ("e4m3", "e3m4")}
 RANK, ROPE_DIM = 512, 64
 # Maximum relative RMS difference between steps with 8 and with 16 bits.
 _TOLERANCE = 0.1
-_CHUNK = 1024
+_CHUNK_TOKENS = 1024
 
 
 def measure_latents(
     *,
-    context: Sequence[int] = (4096, 16384, 32768),
-    heads: Sequence[int] = (16, 128),
+    context_lengths: Sequence[int] = (4096, 16384, 32768),
+    head_counts: Sequence[int] = (16, 128),
     backend: str = "auto",
     turns: int = 9,
     progress: Callable[[str], None],
@@ -43,38 +43,37 @@ def measure_latents(
     """Return rows of decode steps over latents of 512 values and RoPE parts of 64, batch 1.
 
     Args:
-        context: Numbers of stored tokens.
-        heads: Numbers of query heads.
+        context_lengths: Numbers of stored tokens.
+        head_counts: Numbers of query heads.
         backend: Backend of `FP8PagedCache`.
-        turns: Number of turns. The step of transformers takes seconds, so it has at most three.
+        turns: Number of turns. A step of transformers takes seconds, so it has at most three turns.
         progress: Function that is called with the name of the next measurement.
     """
     run, rows = describe_run("latent"), []
     with torch.inference_mode():
-        for num_heads in heads:
+        for num_heads in head_counts:
             module = make_module(num_heads)
-            for tokens in context:
-                progress(f"latents, {num_heads} heads, {tokens} tokens")
-                rows += _measure_steps(module, num_heads, tokens, backend, turns)
-    settings = {"context": list(context), "heads": list(heads), "turns": turns, "backend": backend}
+            for num_tokens in context_lengths:
+                progress(f"latents, {num_heads} heads, {num_tokens} tokens")
+                rows += _measure_steps(module, num_heads, num_tokens, backend, turns)
+    settings = {
+        "context": list(context_lengths), "heads": list(head_counts), "turns": turns,
+        "backend": backend,
+    }  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
 
 
 def make_module(
-    heads: int, rank: int = RANK, rope_dim: int = ROPE_DIM, layers: int = 1, layer: int = 0
+    num_heads: int, rank: int = RANK, rope_dim: int = ROPE_DIM, num_layers: int = 1, layer: int = 0
 ) -> Any:
     """Return a random attention layer of DeepSeek V3, bfloat16, that stores latents.
 
-    Args:
-        heads: Number of query heads.
-        rank: Size of a latent.
-        rope_dim: Size of the RoPE part next to it.
-        layers: Number of layers of the model.
-        layer: Index of this layer.
+    `rank` and `rope_dim` are the sizes of a latent and of its RoPE part. The layer has the index
+    `layer` in a model of `num_layers` layers.
     """
     config = DeepseekV3Config(
-        hidden_size=256, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=rank,
-        qk_rope_head_dim=rope_dim, q_lora_rank=64, num_hidden_layers=layers,
+        hidden_size=256, num_attention_heads=num_heads, num_key_value_heads=num_heads,
+        kv_lora_rank=rank, qk_rope_head_dim=rope_dim, q_lora_rank=64, num_hidden_layers=num_layers,
     )  # fmt: skip
     config._attn_implementation = ATTENTION
     module = DeepseekV3Attention(config, layer).to(torch.bfloat16).eval().requires_grad_(False)
@@ -84,34 +83,32 @@ def make_module(
 
 
 def _measure_steps(
-    module: Any, heads: int, tokens: int, backend: str, turns: int
+    module: Any, num_heads: int, num_tokens: int, backend: str, turns: int
 ) -> list[dict[str, Any]]:
-    steps = make_steps(module, heads, tokens, backend)
+    steps = make_steps(module, num_heads, num_tokens, backend)
     expanded_seconds = take_turns({name: steps[name] for name in (*PAGED, DYNAMIC)}, min(turns, 3))
     absorbed_seconds = take_turns({name: steps[name] for name in (*PAGED, ABSORBED)}, turns)
-    label = f"latent, {heads} heads"
+    make_case_row = functools.partial(make_row, f"latent, {num_heads} heads", context=num_tokens)
     rows = [
-        make_row(label, name, [1e3 * x for x in durations], "ms", context=tokens)
+        make_case_row(name, [1e3 * duration for duration in durations], "ms")
         for name, durations in {**absorbed_seconds, DYNAMIC: expanded_seconds[DYNAMIC]}.items()
     ]
     return rows + [
-        make_row(
-            label, name, compute_ratios(durations, name, other), "×", context=tokens, baseline=other
-        )
-        for other, durations in ((DYNAMIC, expanded_seconds), (ABSORBED, absorbed_seconds))
+        make_case_row(name, compute_ratios(seconds, name, baseline), "×", baseline=baseline)
+        for baseline, seconds in ((DYNAMIC, expanded_seconds), (ABSORBED, absorbed_seconds))
         for name in PAGED
     ]
 
 
-def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, Step]:
-    """Return a decode step of each cache, which holds `tokens` tokens.
+def make_steps(module: Any, num_heads: int, num_tokens: int, backend: str) -> dict[str, Step]:
+    """Return a decode step of each cache, which holds `num_tokens` tokens.
 
     Raises:
         RuntimeError: A step of this package does not compute absorbed attention.
     """
-    query = draw_states(heads, 1, module.qk_head_dim)
+    query = draw_states(num_heads, 1, module.qk_head_dim)
     new_states = draw_states(1, 1, RANK), draw_states(1, 1, ROPE_DIM)
-    history = draw_states(1, tokens, RANK), draw_states(1, tokens, ROPE_DIM)
+    history = draw_states(1, num_tokens, RANK), draw_states(1, num_tokens, ROPE_DIM)
 
     def step(cache: Cache, attend: Callable[..., Any]) -> torch.Tensor:
         states = module.expand_kv(*cache.update(*new_states, 0))
@@ -121,9 +118,8 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
     steps: dict[str, Step] = {}
     for name, dtype in PAGED.items():
         cache = FP8PagedCache(module.config, dtype=dtype, backend=backend)
-        for start in range(0, tokens, _CHUNK):
-            key, value = (x[:, :, start : start + _CHUNK] for x in history)
-            cache.update(key, value, 0)
+        for latents, rope_parts in zip(*(x.split(_CHUNK_TOKENS, 2) for x in history), strict=True):
+            cache.update(latents, rope_parts, 0)
         steps[name] = functools.partial(step, cache, fp8_paged_attention)
     dynamic_cache = DynamicCache()
     dynamic_cache.update(*history, 0)
@@ -134,23 +130,23 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
         output: Any = steps[name]()
         error = float((output.float() - expected.float()).norm() / expected.float().norm())
         if not error < _TOLERANCE:
-            raise RuntimeError(f"{name}: expected absorbed attention, got {error:.1e} error")
+            raise RuntimeError(f"{name}: expected absorbed attention, got an error of {error:.1e}")
     return steps
 
 
 def _attend_absorbed(
     module: Any, query: torch.Tensor, states: tuple[torch.Tensor, ...], history: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Attend to latents in bfloat16 with torch's matrix products."""
-    history[:] = [torch.cat([past, x], 2) for past, x in zip(history, states, strict=True)]
+    """Append `states` to `history`, and attend to it in bfloat16 with torch's matrix products."""
+    history[:] = [torch.cat([past, new], 2) for past, new in zip(history, states, strict=True)]
     projections = latent.find_projections(module, history[0])
     assert projections is not None
-    key, rope_part = history[0][0, 0], history[1][0, 0]
-    absorbed = projections.absorb(query)[0, :, 0]
-    logits = absorbed[:, :RANK] @ key.T + absorbed[:, RANK:] @ rope_part.T
-    weights = (logits.float() * module.scaling).softmax(-1).to(key.dtype)
-    return projections.expand((weights @ key)[None, None])
+    latents, rope_parts = (x[0, 0] for x in history)
+    absorbed_query = projections.absorb(query)[0, :, 0]
+    logits = absorbed_query[:, :RANK] @ latents.T + absorbed_query[:, RANK:] @ rope_parts.T
+    weights = (logits.float() * module.scaling).softmax(-1).to(latents.dtype)
+    return projections.expand((weights @ latents)[None, None])
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_latents, TURNS)
+    main(__doc__, measure_latents, TURNS_OPTION)

@@ -1,9 +1,9 @@
 """Measure predictions of random MLA models with different formats of latents and RoPE parts.
 
-No small MLA model exists. These models have DeepSeek V3's code, head sizes and rank, and the
-properties that make real models hard to store: decaying singular values, larger channels of the
-latent, and RoPE parts larger than latents. Every cache gets bfloat16 values. Rounding before
-transformers' own cache imitates the formats of other software.
+No small MLA model exists. These models have DeepSeek V3's code, head sizes and rank. Their weights
+imitate the properties that make real latents hard to store: decaying singular values, outlier
+channels of the latent, and RoPE parts larger than latents. Every cache gets bfloat16 values. To
+imitate the formats of other software, values are rounded before transformers' cache stores them.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _E4M3 = FORMATS["fp8_e4m3"]
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A random model.
+    """The properties of a random model.
 
     Attributes:
         rope_magnitude: Magnitude of the RoPE part relative to the latents.
@@ -69,8 +69,8 @@ def _round_to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
     return round_to_format(x / scale, _E4M3) * scale
 
 
-def _find_amax(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, -1).abs().amax(-1, keepdim=True)
+def _find_amax(*states: Tensor) -> Tensor:
+    return torch.cat(states, -1).abs().amax(-1, keepdim=True)
 
 
 def _round_by_blocks(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,33 +90,34 @@ def _round_by_latent(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]
     return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
 
 
-# Bytes of a token with a latent of 512 and a RoPE part of 64 values, and its rounding.
+# For other formats, the bytes of a latent of 512 values with a RoPE part of 64, and the rounding.
 IMITATIONS: dict[str, tuple[int, Rounding]] = {
     "bfloat16": (1152, round_to_bfloat16),
     "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
     "e4m3, one scale for both": (580, _round_together),
     "e4m3, the latent's scale for both": (580, _round_by_latent),
 }
+# Formats of latents and of RoPE parts.
 PLANS = (
-    ("fp8_e4m3", "auto"), ("fp8_e2m5 rotated", "auto"),
-    ("int8 rotated", "auto"), ("int8", "auto"), ("fp8_e3m4", "fp8_e4m3"),
-    ("fp8_e3m4", "fp8_e3m4"), ("fp8_e3m4", "int8"),
+    ("fp8_e4m3", "auto"), ("fp8_e2m5 rotated", "auto"), ("int8 rotated", "auto"), ("int8", "auto"),
+    ("fp8_e3m4", "fp8_e4m3"), ("fp8_e3m4", "fp8_e3m4"), ("fp8_e3m4", "int8"),
 )  # fmt: skip
 DEFAULT_CACHE = "FP8PagedCache, the default"
 
 
 def measure_latent_accuracy(
     *,
-    texts: int = 3,
-    prefill: int = 512,
-    score: int = 256,
-    layers: int = 4,
+    num_texts: int = 3,
+    prefill_tokens: int = 512,
+    scored_tokens: int = 256,
+    num_layers: int = 4,
     rank: int = 512,
     progress: Callable[[str], None],
 ) -> Result:
     """Score predictions of random models with each format of latents and RoPE parts.
 
-    Texts are random tokens with the frequencies of words in text.
+    A text has `prefill_tokens` and then `scored_tokens` random tokens. `rank` is the size of a
+    latent. `progress` is called with the name of each text.
 
     Returns:
         The entries of `describe_run`, `settings`, and `rows` with `model` (of `MODEL_KINDS`),
@@ -124,62 +125,60 @@ def measure_latent_accuracy(
         values) and the fields of `summarize_scores`.
     """
     run, rows = describe_run("latent-accuracy"), []
-    call_sizes: dict[str, Any] = {"num_prefill": prefill, "chunk_size": 128}
-    for name, kind in MODEL_KINDS.items():
-        model = make_model(kind, layers=layers, rank=rank)
-        caches = _make_caches(model)
-        sizes = dict.fromkeys(caches, 0) | {name: size for name, (size, _) in IMITATIONS.items()}
+    imitated_bytes = {name: num_bytes for name, (num_bytes, _) in IMITATIONS.items()}
+    for model_name, kind in MODEL_KINDS.items():
+        model = make_model(kind, num_layers=num_layers, rank=rank)
+        cache_makers = _list_cache_makers(model)
         scores: dict[str, list[Scores]] = {}
-        for text in range(texts):
-            ids = _draw_text(prefill + score, seed=text)
-            progress(f"{name}, text {text + 1} of {texts}")
+        for index in range(num_texts):
+            progress(f"{model_name}, text {index + 1} of {num_texts}")
+            ids = _draw_text(prefill_tokens + scored_tokens, seed=index)
             with paged_attention(model):
-                scores_by_cache = compare_caches(model, ids, caches, **call_sizes)
-            for cache, text_scores in scores_by_cache.items():
-                scores.setdefault(cache, []).append(text_scores)
+                text_scores = compare_caches(
+                    model, ids, cache_makers, prefill=prefill_tokens, chunk=128
+                )
+            for cache_name, cache_scores in text_scores.items():
+                scores.setdefault(cache_name, []).append(cache_scores)
         del scores[UNQUANTIZED]
-        rows += [
-            {
-                "model": name,
-                "cache": cache,
-                "bytes_per_token": sizes[cache] or _measure_bytes(caches[cache]),
-                **summarize_scores(cache_scores),
-            }
-            for cache, cache_scores in scores.items()
-        ]
+        for name, all_scores in scores.items():
+            num_bytes = imitated_bytes.get(name) or _measure_bytes_per_token(cache_makers[name])
+            row = {"model": model_name, "cache": name, "bytes_per_token": num_bytes}
+            rows.append({**row, **summarize_scores(all_scores)})
     settings = {
-        "texts": texts, "prefill": prefill, "score": score, "layers": layers, "rank": rank,
+        "texts": num_texts, "prefill": prefill_tokens, "score": scored_tokens,
+        "layers": num_layers, "rank": rank,
     }  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
 
 
-def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
+def _list_cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     config: Any = model.config
-    return {
-        DEFAULT_CACHE: partial(_PagedBf16, config),
-        **{n: partial(_RoundedBf16, config, rounding) for n, (_, rounding) in IMITATIONS.items()},
-        **{
-            f"latents {k}, positions {v}": partial(_PagedBf16, config, plan=LayerPlan.parse(k, v))
-            for k, v in PLANS
-        },
-    }
+    makers: dict[str, Callable[[], Any]] = {DEFAULT_CACHE: partial(_PagedBf16, config)}
+    for name, (_, rounding) in IMITATIONS.items():
+        makers[name] = partial(_RoundedBf16, config, rounding)
+    for latents, rope_parts in PLANS:
+        plan = LayerPlan.parse(latents, rope_parts)
+        makers[f"latents {latents}, positions {rope_parts}"] = partial(
+            _PagedBf16, config, plan=plan
+        )
+    return makers
 
 
-def _measure_bytes(make: Callable[[], Any]) -> float:
+def _measure_bytes_per_token(make_cache: Callable[[], Any]) -> float:
     """Return the bytes of a token in one layer of DeepSeek's sizes, for a model in bf16."""
-    cache, tokens = make(), 64
-    latent = torch.ones((1, 1, tokens, 512), dtype=torch.bfloat16)
-    cache.update(latent, latent[..., :64], 0)
-    return float(cache.memory_footprint().used_bytes) / tokens
+    cache, num_tokens = make_cache(), 64
+    latents = torch.ones((1, 1, num_tokens, 512), dtype=torch.bfloat16)
+    cache.update(latents, latents[..., :64], 0)
+    return float(cache.memory_footprint().used_bytes) / num_tokens
 
 
-def make_model(kind: ModelKind, *, layers: int, rank: int, seed: int = 0) -> PreTrainedModel:
+def make_model(kind: ModelKind, *, num_layers: int, rank: int, seed: int = 0) -> PreTrainedModel:
     """Return a random model, float32, with attention that differs between tokens."""
     generator = torch.Generator().manual_seed(seed)
     config = DeepseekV3Config(
-        vocab_size=_VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=8, kv_lora_rank=rank, q_lora_rank=256,
-        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=layers,
+        vocab_size=_VOCABULARY, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
+        num_hidden_layers=num_layers, num_key_value_heads=8, kv_lora_rank=rank, q_lora_rank=256,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=num_layers,
         n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
         max_position_embeddings=4096,
     )  # fmt: skip
@@ -193,7 +192,7 @@ def make_model(kind: ModelKind, *, layers: int, rank: int, seed: int = 0) -> Pre
         gains = torch.exp(0.5 * torch.randn(rank, generator=generator))
         gains[torch.randperm(rank, generator=generator)[: kind.num_outliers]] *= 8
         attention.kv_a_layernorm.weight.copy_(gains)
-        # The projection compensates for the gains of the norm.
+        # The projection compensates for the gains of the norm, except for gains below 0.2.
         attention.kv_b_proj.weight.div_(gains.clamp(min=0.2))
         attention.kv_a_proj_with_mqa.weight[rank:].mul_(kind.rope_magnitude)
         attention.q_b_proj.weight.mul_(3)
@@ -215,12 +214,13 @@ def _draw_matrix(shape: torch.Size, generator: torch.Generator, *, is_flat: bool
     return matrix
 
 
-def _draw_text(tokens: int, seed: int) -> Tensor:
+def _draw_text(num_tokens: int, seed: int) -> Tensor:
+    """Return random tokens, `[1, num_tokens]`, whose frequencies follow Zipf's law, as words do."""
     frequencies = 1 / torch.arange(1, _VOCABULARY + 1).float()
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.multinomial(frequencies, tokens, replacement=True, generator=generator)
+    ids = torch.multinomial(frequencies, num_tokens, replacement=True, generator=generator)
     return ids[None]
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_latent_accuracy, {"--texts": {"type": int}})
+    main(__doc__, measure_latent_accuracy, {"--texts": {"type": int, "dest": "num_texts"}})

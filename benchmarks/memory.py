@@ -47,7 +47,7 @@ MAX_CHUNK_SIZE = 1024
 def measure_windows(
     *,
     models: Sequence[str] = tuple(MODELS),
-    tokens: Sequence[int] = PROMPT_LENGTHS,
+    prompt_lengths: Sequence[int] = PROMPT_LENGTHS,
     backend: str = "auto",
     progress: Callable[[str], None],
 ) -> Result:
@@ -55,15 +55,16 @@ def measure_windows(
 
     Args:
         models: Keys of `MODELS`.
-        tokens: Lengths of the prompts.
+        prompt_lengths: Numbers of tokens of the prompts.
         backend: Backend of FP8PagedCache.
         progress: Function that is called with the name of each measurement.
 
     Returns:
         The entries of `describe_run`, `settings`, and `rows` with `model`, `form` ("dynamic" or
-        "preallocated"), `prompt` (of `PREFILL_MODES`), `tokens`, the bytes `held` after the prompt
-        and the `peak` growth of the process (None if Linux does not report it), `stock_held` and
-        `stock_peak` of transformers' cache, and `ratio` of the held bytes.
+        "preallocated"), `prompt` (a key of `PREFILL_MODES`) and `tokens`. `held` is the number of
+        bytes after the prompt, and `peak` the growth of the process in bytes (None if Linux does
+        not report it). `stock_held` and `stock_peak` are for transformers' cache. `ratio` is `held`
+        over `stock_held`.
 
     Raises:
         RuntimeError: The process that measures a model failed.
@@ -71,9 +72,9 @@ def measure_windows(
     run, rows = describe_run("windows"), []
     for name in models:
         progress(name)
-        task = {"model": name, "tokens": tokens, "backend": backend}
+        task = {"model": name, "prompt_lengths": prompt_lengths, "backend": backend}
         rows += run_process("benchmarks.memory:_write_rows", task, make_environment())
-    settings = {"models": list(models), "tokens": list(tokens), "backend": backend}
+    settings = {"models": list(models), "tokens": list(prompt_lengths), "backend": backend}
     return {**run, "settings": settings, "rows": rows}
 
 
@@ -86,54 +87,53 @@ def make_config(name: str) -> PreTrainedConfig:
 @torch.inference_mode()
 def _write_rows(task: dict[str, Any]) -> None:
     """Write the rows of a model to stdout, as JSON."""
-    list(measure_prompts(task["model"], 64, task["backend"]))  # compiles kernels before measuring
-    rows = [
-        row
-        for tokens in task["tokens"]
-        for row in measure_prompts(task["model"], tokens, task["backend"])
-    ]
+    model_name, backend = task["model"], task["backend"]
+    list(measure_prompts(model_name, 64, backend))  # compiles kernels before measuring
+    rows: list[dict[str, Any]] = []
+    for length in task["prompt_lengths"]:
+        rows += measure_prompts(model_name, length, backend)
     sys.stdout.write(json.dumps(rows) + "\n")
 
 
-def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, Any]]:
-    """Measure a model with prompts of `tokens` tokens in this process, and yield the rows."""
-    config: Any = make_config(name)
-    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+def measure_prompts(model_name: str, length: int, backend: str) -> Iterator[dict[str, Any]]:
+    """Measure a model with prompts of `length` tokens in this process, and yield the rows."""
+    config: Any = make_config(model_name)
+    shape = (1, config.num_key_value_heads, length, config.head_dim)
     key, value = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
-    for form, capacity in (("dynamic", None), ("preallocated", tokens)):
+    for form, capacity in (("dynamic", None), ("preallocated", length)):
         for mode, (options, num_calls) in PREFILL_MODES.items():
-            chunk_size = tokens if num_calls == 1 else min(-(-tokens // num_calls), MAX_CHUNK_SIZE)
+            chunk_size = length if num_calls == 1 else min(-(-length // num_calls), MAX_CHUNK_SIZE)
             paged_cache = FP8PagedCache(config, max_cache_len=capacity, backend=backend, **options)
-            held_bytes, peak = _store_prompt(paged_cache, key, value, chunk_size)
+            held_bytes, peak_growth = _store_prompt(paged_cache, key, value, chunk_size)
             del paged_cache
             stock_cache: Cache = DynamicCache(config=config)
             if capacity is not None:
                 stock_cache = StaticCache(config=config, max_cache_len=capacity)
-            stock_bytes, stock_peak = _store_prompt(stock_cache, key, value, chunk_size)
+            stock_bytes, stock_peak_growth = _store_prompt(stock_cache, key, value, chunk_size)
             del stock_cache
             yield {
-                "model": name, "form": form, "prompt": mode, "tokens": tokens, "held": held_bytes,
-                "peak": peak, "stock_held": stock_bytes, "stock_peak": stock_peak,
-                "ratio": held_bytes / stock_bytes,
+                "model": model_name, "form": form, "prompt": mode, "tokens": length,
+                "held": held_bytes, "peak": peak_growth, "stock_held": stock_bytes,
+                "stock_peak": stock_peak_growth, "ratio": held_bytes / stock_bytes,
             }  # fmt: skip
 
 
 def _store_prompt(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk_size: int
 ) -> tuple[int, int | None]:
-    """Store a prompt in all layers. Return the cache's bytes and the process's peak growth."""
+    """Store a prompt in all layers. Return the bytes of the cache, and the growth of the peak."""
     bytes_before = _reset_peak()
     for start in range(0, key.shape[2], chunk_size):
         chunk_slice = slice(start, start + chunk_size)
         for layer in range(len(cache.layers)):
             cache.update(key[:, :, chunk_slice], value[:, :, chunk_slice], layer)
     # Linux updates its counters late, so the peak after a small prompt may seem below the start.
-    peak = None if bytes_before is None else max(_read_peak() - bytes_before, 0)
-    return count_bytes(cache), peak
+    peak_growth = None if bytes_before is None else max(_read_peak() - bytes_before, 0)
+    return count_bytes(cache), peak_growth
 
 
 def _reset_peak() -> int | None:
-    """Reset this process's peak, and return its resident bytes, or None if /proc has no peak."""
+    """Reset the process's peak, and return the resident bytes, or None if /proc has no peak."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return count_resident_bytes()
@@ -142,6 +142,7 @@ def _reset_peak() -> int | None:
 
 
 def _read_peak() -> int:
+    """Return the largest number of resident bytes since `_reset_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     kibibytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
     return int(kibibytes) * 1024

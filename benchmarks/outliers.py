@@ -2,7 +2,7 @@
 
 Some models have keys that are far larger in a few pairs of channels. RoPE rotates these pairs with
 the position, so they have no center, and rotation spreads them over the whole head. No small model
-has such keys. This benchmark therefore multiplies K by a factor, and divides Q by it.
+has such keys. This benchmark therefore multiplies K by a factor in such pairs, and divides Q by it.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,15 +22,16 @@ from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import MODEL, Result, main, with_model
+from .shared import MODEL_OPTIONS, Result, load_model_before, main
 
 # Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
 _PROBE_TOKENS = 32
 # Attributes by which attention modules are found.
 _REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
+# Kinds of texts, number of tokens before the scored tokens, and number of scored tokens.
 _TEXT_KINDS, _POSITION, _SCORED_TOKENS = ("code", "prose", "manual"), 768, 256
-_PLAN = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
+_E2M5_PLAN = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
 
 
 def measure_outliers(
@@ -39,42 +40,42 @@ def measure_outliers(
     *,
     name: str,
     factor: float = 50.0,
-    heads: int = 1,
+    head_stride: int = 1,
     progress: Callable[[str], None],
 ) -> Result:
-    """Return rows with `cache`, `kl`, `kl_error` and `k_rotated`, the layers whose K is rotated.
+    """Return rows with `cache`, `kl`, `kl_error` and `k_rotated` (layers whose K is rotated).
 
     Args:
         model: The model, in float32.
         tokenizer: The model's tokenizer.
         name: The model's name in the result.
         factor: Factor by which planted outliers multiply K.
-        heads: Every `heads`-th head gets outliers. 1 means every head.
+        head_stride: Every `head_stride`-th head gets outliers. 1 means every head.
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
-    e2m5 = Contender(str(_PLAN), lambda model: FP8PagedCache(model.config, plan=_PLAN))
+    e2m5 = Contender(str(_E2M5_PLAN), lambda model: FP8PagedCache(model.config, plan=_E2M5_PLAN))
     caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")} | {"e2m5": e2m5}
-    scores = []
-    with planted_outliers(model, factor, heads), paged_attention(model):
+    all_scores = []
+    with planted_outliers(model, factor, head_stride), paged_attention(model):
         for kind in _TEXT_KINDS:
             progress(kind)
             ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
             states = prefill(model, ids).states
-            scores.append(
+            all_scores.append(
                 score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED_TOKENS)
             )
         plans = {key: cache.make(model).plan for key, cache in caches.items()}
-    return {
-        **run,
-        "settings": {"model": name, "factor": factor, "heads": heads, "texts": list(_TEXT_KINDS),
-                     "position": _POSITION, "scored": _SCORED_TOKENS},
-        "rows": [
-            {"cache": cache.title, **summarize_scores([score[_POSITION, key] for score in scores]),
-             "k_rotated": sum(plan.k.rotated for plan in plans[key].values())}
-            for key, cache in caches.items()
-        ],
+    rows = []
+    for key, cache in caches.items():
+        summary = summarize_scores([text_scores[_POSITION, key] for text_scores in all_scores])
+        num_rotated = sum(layer_plan.k.rotated for layer_plan in plans[key].values())
+        rows.append({"cache": cache.title, **summary, "k_rotated": num_rotated})
+    settings = {
+        "model": name, "factor": factor, "heads": head_stride, "texts": list(_TEXT_KINDS),
+        "position": _POSITION, "scored": _SCORED_TOKENS,
     }  # fmt: skip
+    return {**run, "settings": settings, "rows": rows}
 
 
 @contextmanager
@@ -93,9 +94,14 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
         ConfigError: RoPE is not applied directly to the outputs of `q_proj` and `k_proj`.
     """
     modules: list[Any] = [
-        m for m in model.modules() if all(hasattr(m, name) for name in _REQUIRED_ATTRIBUTES)
+        module
+        for module in model.modules()
+        if all(hasattr(module, name) for name in _REQUIRED_ATTRIBUTES)
     ]
-    weights = [w for m in modules for p in (m.q_proj, m.k_proj) for w in p.parameters()]
+    projections = [
+        projection for module in modules for projection in (module.q_proj, module.k_proj)
+    ]
+    weights = [weight for projection in projections for weight in projection.parameters()]
     originals = [weight.detach().clone() for weight in weights]
     logits_before = _compute_logits(model)
     try:
@@ -104,7 +110,7 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
         if not num_planted or not change < _TOLERANCE:
             raise ConfigError(
                 "model: expected q_proj and k_proj that RoPE follows directly, got "
-                f"{type(model).__name__}"
+                f"{type(model).__name__}. Choose a model without norms of Q and K."
             )
         yield
     finally:
@@ -124,16 +130,16 @@ def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_str
     """Plant outliers in one attention module, and return the number of planted channels."""
     config, layer = model.config.get_text_config(decoder=True), module.layer_idx
     rope, dim = RopeRotation.from_config(config)(layer), module.head_dim
-    pairs = int(dim * rope.rotary_fraction) // 2
-    if not pairs:
+    num_pairs = int(dim * rope.rotary_fraction) // 2
+    if not num_pairs:
         return 0
     num_planted = 0
     num_heads = module.k_proj.out_features // dim
     group_size = module.q_proj.out_features // dim // num_heads  # query heads of a KV head
     for head in range(layer % min(head_stride, num_heads), num_heads, head_stride):
         # Together, the outliers of all layers have every frequency of RoPE.
-        for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
-            channels = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + pairs)
+        for pair in {(5 + 7 * layer) % num_pairs, (20 + 3 * layer + head) % num_pairs}:
+            channels = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + num_pairs)
             num_planted += len(channels)
             for channel in channels:
                 _scale_row(module.k_proj, head * dim + channel, factor)
@@ -143,6 +149,7 @@ def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_str
 
 
 def _scale_row(projection: torch.nn.Linear, row: int, factor: float) -> None:
+    """Multiply a row of the weight and an element of the bias, which make one channel."""
     with torch.no_grad():
         for weight in projection.parameters():
             weight[row] *= factor
@@ -151,10 +158,10 @@ def _scale_row(projection: torch.nn.Linear, row: int, factor: float) -> None:
 if __name__ == "__main__":
     main(
         __doc__,
-        with_model(measure_outliers),
+        load_model_before(measure_outliers),
         {
-            **MODEL,
+            **MODEL_OPTIONS,
             "--factor": {"type": float},
-            "--heads": {"type": int, "help": "Every n-th head gets outliers."},
+            "--heads": {"type": int, "dest": "head_stride", "help": "Plant in every n-th head."},
         },
     )

@@ -1,9 +1,9 @@
 """Time the first answer of a new process that finds pages of its prompt in a `PrefixStore`.
 
 Each process loads the model, calls `enable` and loads the CPU's kernels. Then its first `generate`
-is timed: a prompt, and one token. A third of the processes have a store that an earlier process
-filled. A third have an empty store, which shows the cost of storing. The remaining processes have
-no store. The three kinds alternate, so a busy machine slows all of them down.
+is timed, which computes a prompt and one token. A third of the processes have a store that an
+earlier process filled. A third have an empty store, which shows the cost of storing. The remaining
+processes have no store. The three kinds alternate, so a busy machine slows all of them down.
 """
 
 import json
@@ -21,15 +21,15 @@ from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import MODEL, Result, main, make_environment, run_process
+from .shared import MODEL_OPTIONS, Options, Result, main, make_environment, run_process
 
-STORES = ("none", "empty", "full")
+STORE_KINDS = ("none", "empty", "full")
 
 
 def measure_prefix(
     *,
     model: str | None = None,
-    tokens: int = 1500,
+    prefix_tokens: int = 1500,
     rounds: int = 3,
     progress: Callable[[str], None],
 ) -> Result:
@@ -37,26 +37,29 @@ def measure_prefix(
 
     Args:
         model: A folder or a Hub id. None means the demo model.
-        tokens: Number of tokens of the prefix. A question of about ten tokens follows.
+        prefix_tokens: Number of tokens of the prefix. A question of about ten tokens follows.
         rounds: Number of processes without a store, with an empty store and with a full store.
         progress: Function that is called with the name of each measurement.
 
     Returns:
-        The entries of `describe_run`, `settings`, `rows` with `store` (one of `STORES`), `seconds`
-        (all), `median`, `low`, `high`, `enable` (seconds of that call) and `found` (tokens from the
-        store), `ratio` of the medians without a store and with a full store, `difference`, the
-        largest difference of their logits, and the `bytes` and `files` of the full store.
+        The entries of `describe_run`, `settings`, and `rows` with `store` (one of `STORE_KINDS`),
+        `seconds` (of each answer), `median`, `low`, `high`, `enable` (seconds of that call) and
+        `found` (tokens from the store). `ratio` is the median without a store over the median with
+        a full store, and `difference` the largest difference of their logits. `bytes` and `files`
+        are sizes of the full store.
 
     Raises:
         RuntimeError: A process failed.
     """
-    run, name = describe_run("prefix"), model or str(demo_model_path())
+    run, model_path = describe_run("prefix"), model or str(demo_model_path())
     environment = make_environment()
-    answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORES}
+    answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORE_KINDS}
 
     def measure_answer(question: str, store: Path | None) -> dict[str, Any]:
-        path = store and str(store)
-        task = {"model": name, "tokens": tokens, "question": question, "store": path}
+        task = {
+            "model": model_path, "prefix_tokens": prefix_tokens, "question": question,
+            "store": store and str(store),
+        }  # fmt: skip
         answer: dict[str, Any] = run_process("benchmarks.prefix:_write_answer", task, environment)
         return answer
 
@@ -65,36 +68,34 @@ def measure_prefix(
         measure_answer("What is this text about?", full_store)
         for index in range(rounds):
             stores = {"none": None, "empty": Path(folder) / f"empty-{index}", "full": full_store}
-            first = index % len(STORES)
-            for kind in STORES[first:] + STORES[:first]:
+            first_kind = index % len(STORE_KINDS)
+            for kind in STORE_KINDS[first_kind:] + STORE_KINDS[:first_kind]:
                 progress(f"round {index + 1} of {rounds}, store: {kind}")
                 question = f"In {index + 2} words, what is said of lists?"
                 answers[kind].append(measure_answer(question, stores[kind]))
-        sizes = [file.stat().st_size for file in full_store.glob("*.safetensors")]
-    rows = []
+        file_sizes = [file.stat().st_size for file in full_store.glob("*.safetensors")]
+    rows, medians = [], dict[str, float]()
     for kind, kind_answers in answers.items():
-        median, low, high = compute_quartiles([answer["seconds"] for answer in kind_answers])
-        rows.append(
-            {
-                "store": kind, "seconds": [answer["seconds"] for answer in kind_answers],
-                "median": median, "low": low, "high": high,
-                "found": min(answer["found"] for answer in kind_answers),
-                "enable": statistics.median(answer["enable"] for answer in kind_answers),
-            }
-        )  # fmt: skip
+        seconds = [answer["seconds"] for answer in kind_answers]
+        medians[kind], low, high = compute_quartiles(seconds)
+        rows.append({
+            "store": kind, "seconds": seconds, "median": medians[kind], "low": low, "high": high,
+            "found": min(answer["found"] for answer in kind_answers),
+            "enable": statistics.median(answer["enable"] for answer in kind_answers),
+        })  # fmt: skip
     difference = max(
         (torch.tensor(restored["logits"]) - torch.tensor(computed["logits"])).abs().max().item()
         for restored, computed in zip(answers["full"], answers["none"], strict=True)
     )
+    settings = {"model": model_path, "tokens": prefix_tokens, "rounds": rounds}
     return {
-        **run, "settings": {"model": name, "tokens": tokens, "rounds": rounds}, "rows": rows,
-        "ratio": rows[0]["median"] / rows[-1]["median"], "difference": difference,
-        "bytes": sum(sizes), "files": len(sizes),
+        **run, "settings": settings, "rows": rows, "ratio": medians["none"] / medians["full"],
+        "difference": difference, "bytes": sum(file_sizes), "files": len(file_sizes),
     }  # fmt: skip
 
 
 def _write_answer(task: dict[str, Any]) -> None:
-    """Write the times and the logits of the first answer to stdout, as JSON."""
+    """Generate the first answer, and write its times and logits to stdout, as JSON."""
     import pydoc_data.topics
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,7 +107,7 @@ def _write_answer(task: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     model: Any = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     text = "\n".join(pydoc_data.topics.topics[name] for name in ("typesseq", "lists", "strings"))
-    prefix = tokenizer(text, return_tensors="pt").input_ids[:, : task["tokens"]]
+    prefix = tokenizer(text, return_tensors="pt").input_ids[:, : task["prefix_tokens"]]
     question = tokenizer(task["question"], return_tensors="pt").input_ids
     ids = torch.cat([prefix, question], 1)
     start = time.perf_counter()
@@ -127,5 +128,9 @@ def _write_answer(task: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    numbers = {"--tokens": {"type": int}, "--rounds": {"type": int}}
-    main(__doc__, measure_prefix, {"--model": MODEL["--model"], **numbers})
+    options: Options = {
+        "--model": MODEL_OPTIONS["--model"],
+        "--tokens": {"type": int, "dest": "prefix_tokens"},
+        "--rounds": {"type": int},
+    }
+    main(__doc__, measure_prefix, options)

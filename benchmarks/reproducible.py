@@ -1,8 +1,8 @@
 """Compare bits of logits and pages between batches, chunks and engines with `deterministic=True`.
 
 Each model first reads a text alone and in one call. Then it reads the text again in combinations
-that a seed determines, and all bits are compared. The calls are the calls of users, without added
-padding or rounding.
+of batches, chunks and caches that a seed determines, and all bits are compared. The calls are the
+calls of users, without added padding or rounding.
 """
 
 import operator
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -35,12 +35,12 @@ from .shared import Result, main
 Tensor = torch.Tensor
 _STOCK_OFFLOAD = OffloadingManager.offload_requests
 PAGE_SIZE, VOCABULARY = 64, 200
-BLOCK_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a block and of an answer in an engine
+ENGINE_PAGE_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a page and of an answer in an engine
 # Number of tokens of a text, and number of texts. Attention adds spans of 512 tokens.
-SIZES, DEMO_SIZES = (600, 16), (512, 3)
+TEXT_SIZES, DEMO_TEXT_SIZES = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
-POSITIONS = 512
+NUM_POSITIONS = 512
 _SMALL_CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
@@ -60,21 +60,32 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class Comparison(NamedTuple):
+    """Numbers of compared values, of different logits, and of different keys and values."""
+
+    num_values: int
+    num_different_logits: int
+    num_different_states: int = 0
+
+
 class Reader:
-    """A model, its texts, and its results for the first text, which is read alone in one call."""
+    """A model, its texts, and its outputs for the first text, which is read alone in one call.
+
+    The methods from `read_in_batch` on read the first text again, and compare the outputs.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, rng: random.Random, tokens: int, num_texts: int
+        self, model: PreTrainedModel, rng: random.Random, num_tokens: int, num_texts: int
     ) -> None:
         self.model: Any = model
-        self.rng, self.tokens, self.num_texts = rng, tokens, num_texts
-        self.evictions = 0  # number of requests that engines evicted
-        self.enable()
-        self.texts = torch.randint(3, VOCABULARY, (num_texts, tokens)).to(model.device)
-        self.windowed = any(layer.is_sliding for layer in self.make_cache().layers)
-        self.logits, self.pages = self.read(self.texts[:1], [self.tokens])
+        self.rng, self.num_tokens, self.num_texts = rng, num_tokens, num_texts
+        self.num_evicted = 0  # requests that engines evicted
+        self.enable_pages()
+        self.texts = torch.randint(3, VOCABULARY, (num_texts, num_tokens)).to(model.device)
+        self.has_windows = any(layer.is_sliding for layer in self.make_cache().layers)
+        self.logits, self.states = self.read(self.texts[:1], [num_tokens])
 
-    def enable(self, **keywords: Any) -> None:
+    def enable_pages(self, **keywords: Any) -> None:
         enable(self.model, deterministic=True, page_size=PAGE_SIZE, **keywords)
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
@@ -82,159 +93,167 @@ class Reader:
 
     @torch.no_grad()
     def read(
-        self, ids: Tensor, chunks: list[int], cache: Any = None, row: int = 0
+        self, ids: Tensor, chunk_sizes: list[int], cache: Any = None, row: int = 0
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits `[T, V]`, and the keys and values of all layers, of a row of texts."""
+        """Read `ids` `[B, T]` in chunks. Return logits `[T, V]`, keys and values of a row."""
         cache = self.make_cache() if cache is None else cache
         logits = [
-            self.model(part, **with_cache(self.model, cache)).logits[row]
-            for part in ids.split(chunks, 1)
+            self.model(chunk, **with_cache(self.model, cache)).logits[row]
+            for chunk in ids.split(chunk_sizes, 1)
         ]
-        states = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-        return torch.cat(logits), [state.dense()[row] for state in states]
+        handles = [handle for layer in cache.layers for handle in (layer.keys, layer.values)]
+        return torch.cat(logits), [handle.dense()[row] for handle in handles]
 
-    def draw_chunks(self, tokens: int) -> list[int]:
-        chunks: list[int] = []
+    def draw_chunk_sizes(self, num_tokens: int) -> list[int]:
+        sizes: list[int] = []
         max_size = self.rng.choice([1, 8, 63, 64, 65, 200, 512])
-        while sum(chunks) < tokens:
+        while sum(sizes) < num_tokens:
             # Single tokens take the longest, so there are at most 40 chunks before the last chunk.
-            size = self.rng.randint(1, max_size) if len(chunks) < 40 else tokens
-            chunks.append(min(size, tokens - sum(chunks)))
-        return chunks
+            size = self.rng.randint(1, max_size) if len(sizes) < 40 else num_tokens
+            sizes.append(min(size, num_tokens - sum(sizes)))
+        return sizes
 
-    def compare(self, result: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
-        """Return the numbers of compared values, of different logits, and of different states."""
-        logits, pages = result
-        pairs = [
+    def compare(self, outputs: tuple[Tensor, list[Tensor]], start: int = 0) -> Comparison:
+        """Compare logits from token `start` on, and keys and values, with the first outputs."""
+        logits, states = outputs
+        num_values, num_different = logits.numel(), 0
+        for actual, expected in zip(states, self.states[: len(states)], strict=True):
             # A window holds fewer tokens if the last calls were shorter.
-            (page[:, -n:], expected[:, -n:])
-            for page, expected in zip(pages, self.pages[: len(pages)], strict=True)
-            if (n := min(page.shape[1], expected.shape[1]))
-        ]
-        num_compared = logits.numel() + sum(page.numel() for page, _ in pairs)
-        different_logits = int((logits != self.logits[start:]).sum())
-        different_states = sum(int((page != expected).sum()) for page, expected in pairs)
-        return num_compared, different_logits, different_states
+            if count := min(actual.shape[1], expected.shape[1]):
+                num_values += actual[:, -count:].numel()
+                num_different += int((actual[:, -count:] != expected[:, -count:]).sum())
+        return Comparison(num_values, int((logits != self.logits[start:]).sum()), num_different)
 
     # -- combinations ------------------------------------------------------------------------
 
-    def batch(self) -> tuple[int, int, int]:
+    def read_in_batch(self) -> Comparison:
         """Read the text in a batch, in chunks."""
         order = self.rng.sample(range(1, self.num_texts), self.rng.randint(0, self.num_texts - 1))
         row = self.rng.randint(0, len(order))
         order.insert(row, 0)
-        return self.compare(self.read(self.texts[order], self.draw_chunks(self.tokens), row=row))
+        chunk_sizes = self.draw_chunk_sizes(self.num_tokens)
+        return self.compare(self.read(self.texts[order], chunk_sizes, row=row))
 
-    def fork(self) -> tuple[int, int, int]:
+    def read_head(self) -> tuple[FP8PagedCache, int]:
+        """Read a random number of tokens. Return the cache and the number."""
+        num_read, cache = self.rng.randint(1, self.num_tokens - 1), self.make_cache()
+        self.read(self.texts[:1, :num_read], self.draw_chunk_sizes(num_read), cache)
+        return cache, num_read
+
+    def compare_tail(self, cache: FP8PagedCache, start: int) -> Comparison:
+        """Read the tokens from `start` on with a cache that stores the previous tokens."""
+        chunk_sizes = self.draw_chunk_sizes(self.num_tokens - start)
+        return self.compare(self.read(self.texts[:1, start:], chunk_sizes, cache), start)
+
+    def continue_fork(self) -> Comparison:
         """Continue a fork after the cache has continued with a different text."""
-        start = self.rng.randint(1, self.tokens - 1)
-        cache = self.make_cache()
-        self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
-        branch = cache.fork()
-        self.read(self.texts[1:2, :50], self.draw_chunks(50), cache)
-        tail = self.texts[:1, start:]
-        return self.compare(self.read(tail, self.draw_chunks(self.tokens - start), branch), start)
+        cache, start = self.read_head()
+        fork = cache.fork()
+        self.read(self.texts[1:2, :50], self.draw_chunk_sizes(50), cache)
+        return self.compare_tail(fork, start)
 
-    def recompute(self) -> tuple[int, int, int]:
+    def recompute_tail(self) -> Comparison:
         """Remove the last tokens, and recompute them."""
         num_removed = self.rng.randint(1, 60)
         cache = self.make_cache()
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
-        self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
+        self.read(self.texts[:1], self.draw_chunk_sizes(self.num_tokens), cache)
         cache.crop(-num_removed)
-        tail = self.texts[:1, self.tokens - num_removed :]
-        return self.compare(
-            self.read(tail, self.draw_chunks(num_removed), cache), self.tokens - num_removed
-        )
+        return self.compare_tail(cache, self.num_tokens - num_removed)
 
-    def preallocated(self) -> tuple[int, int, int]:
+    def read_preallocated(self) -> Comparison:
         """Read the text with a cache of fixed size."""
-        cache = self.make_cache(max_cache_len=self.tokens + self.rng.randint(0, 100))
-        logits, pages = self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
-        return self.compare((logits, [] if self.windowed else [x[:, : self.tokens] for x in pages]))
+        cache = self.make_cache(max_cache_len=self.num_tokens + self.rng.randint(0, 100))
+        chunk_sizes = self.draw_chunk_sizes(self.num_tokens)
+        logits, states = self.read(self.texts[:1], chunk_sizes, cache)
+        # Windows of a preallocated cache are rings, so only logits are compared.
+        states = [] if self.has_windows else [x[:, : self.num_tokens] for x in states]
+        return self.compare((logits, states))
 
-    def restart(self) -> tuple[int, int, int]:
+    def continue_loaded(self) -> Comparison:
         """Continue a cache that was saved to a file."""
-        start = self.rng.randint(1, self.tokens - 1)
-        cache = self.make_cache()
-        self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
+        cache, start = self.read_head()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = cache.save(f"{folder}/cache.safetensors")
-            copy = FP8PagedCache.load(path)
-        tail = self.texts[:1, start:]
-        return self.compare(self.read(tail, self.draw_chunks(self.tokens - start), copy), start)
+            loaded_cache = FP8PagedCache.load(path)
+        return self.compare_tail(loaded_cache, start)
 
-    def prefix(self) -> tuple[int, int, int]:
+    def reuse_prefixes(self) -> Comparison:
         """Generate with a prefix store, first without and then with stored pages."""
-        num_compared = num_different = 0
+        num_values = num_different = 0
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for length in sorted(self.rng.sample(range(PAGE_SIZE, self.tokens), 3)):
+            for length in sorted(self.rng.sample(range(PAGE_SIZE, self.num_tokens), 3)):
                 store = PrefixStore(folder)
-                self.enable(prefix_store=store)
+                self.enable_pages(prefix_store=store)
                 output = self.model.generate(
                     self.texts[:1, :length], max_new_tokens=1, output_logits=True,
                     return_dict_in_generate=True,
                 )  # fmt: skip
-                num_compared += output.logits[0].numel()
+                num_values += output.logits[0].numel()
                 num_different += int((output.logits[0][0] != self.logits[length - 1]).sum())
                 store.flush()
-        self.enable()
-        return num_compared, num_different, 0
+        self.enable_pages()
+        return Comparison(num_values, num_different)
 
-    def engine(self) -> tuple[int, int, int]:
+    def serve_in_engine(self) -> Comparison:
         """Answer in an engine that evicts, recomputes and cancels decoding requests."""
-        length, num_texts = self.rng.randint(1, self.tokens), self.rng.randint(1, self.num_texts)
-        neighbors = [
-            self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, num_texts)
+        length = self.rng.randint(1, self.num_tokens)
+        num_requests = self.rng.randint(1, self.num_texts)
+        prompt = self.texts[0, :length].tolist()
+        other_prompts = [
+            self.texts[i, : self.rng.randint(1, self.num_tokens)].tolist()
+            for i in range(1, num_requests)
         ]
-        own_ids = self.texts[0, :length].tolist()
-        max_blocks = -(-(max(map(len, [own_ids, *neighbors])) + ANSWER_TOKENS) // BLOCK_SIZE)
+        max_length = max(map(len, [prompt, *other_prompts])) + ANSWER_TOKENS
 
-        def offload(manager: OffloadingManager) -> bool:
-            waiting_before = len(manager.scheduler.waiting_requests)
+        def offload_requests(manager: OffloadingManager) -> bool:
+            num_waiting = len(manager.scheduler.waiting_requests)
             has_offloaded: bool = _STOCK_OFFLOAD(manager)
-            self.evictions += len(manager.scheduler.waiting_requests) - waiting_before
+            self.num_evicted += len(manager.scheduler.waiting_requests) - num_waiting
             return has_offloaded
 
         serving.enable(self.model, deterministic=True)
         config = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=-1)
         batching = ContinuousBatchingConfig(
             return_logprobs=True, max_batch_tokens=self.rng.choice([64, 100, 256]),
-            page_size=BLOCK_SIZE, num_blocks=max_blocks + self.rng.randint(1, 12),
+            page_size=ENGINE_PAGE_SIZE,
+            num_blocks=-(-max_length // ENGINE_PAGE_SIZE) + self.rng.randint(1, 12),
         )  # fmt: skip
         with (
-            patch.object(OffloadingManager, "offload_requests", offload),
+            patch.object(OffloadingManager, "offload_requests", offload_requests),
             self.model.continuous_batching_context_manager(
                 generation_config=config, continuous_batching_config=batching
             ) as manager,
         ):
-            requests = [
-                manager.add_request(ids, max_new_tokens=ANSWER_TOKENS, streaming=number == 0)
-                for number, ids in enumerate(neighbors)
+            other_requests = [
+                manager.add_request(ids, max_new_tokens=ANSWER_TOKENS, streaming=index == 0)
+                for index, ids in enumerate(other_prompts)
             ]
-            streamed_request = requests[0] if requests else None
-            request = manager.add_request(own_ids, max_new_tokens=ANSWER_TOKENS)
+            streamed_request = other_requests[0] if other_requests else None
+            request = manager.add_request(prompt, max_new_tokens=ANSWER_TOKENS)
             answer: Any = None
             while (answer is None or answer.request_id != request) and manager.is_running():
                 answer = manager.get_result(timeout=1)
                 if answer is not None and answer.request_id == streamed_request:
                     manager.cancel_request(streamed_request)
         serving.disable(self.model)
-        self.enable()
-        tokens = answer.generated_tokens
-        ids = torch.tensor([own_ids + tokens], device=self.texts.device)
+        self.enable_pages()
+        ids = torch.tensor([prompt + answer.generated_tokens], device=self.texts.device)
         logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
-        rows = logits[length - 1 :].float().softmax(-1)
-        expected = rows.gather(1, ids[0, length:, None]).log()[:, 0].tolist()
-        return ANSWER_TOKENS, sum(x != y for x, y in zip(answer.logprobs, expected, strict=True)), 0
+        probabilities = logits[length - 1 :].float().softmax(-1)
+        expected = probabilities.gather(1, ids[0, length:, None]).log()[:, 0].tolist()
+        differences = [x != y for x, y in zip(answer.logprobs, expected, strict=True)]
+        return Comparison(ANSWER_TOKENS, sum(differences))
 
     @torch.no_grad()
-    def decode(self) -> tuple[int, int, int]:
+    def decode_tokens(self) -> Comparison:
         """Compare log-probabilities of prefill and decode at each position."""
-        ids = self.texts[:1, :POSITIONS]
-        logits, _ = self.read(ids, [1] * POSITIONS)
-        actual, expected = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
-        return actual.numel(), int((actual != expected).sum()), 0
+        ids = self.texts[:1, :NUM_POSITIONS]
+        logits, _ = self.read(ids, [1] * NUM_POSITIONS)
+        actual, expected = (
+            x[:NUM_POSITIONS].float().log_softmax(-1) for x in (logits, self.logits)
+        )
+        return Comparison(actual.numel(), int((actual != expected).sum()))
 
 
 def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
@@ -250,7 +269,7 @@ def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]]:
-    """Return the seconds of calls of the demo model with and without determinism, and ratios."""
+    """Return rows with the seconds of calls with and without determinism, and their ratio."""
     model: Any = build_model(DEMO_NAME, dtype, device)
     # torch.cpu.synchronize has the same signature and does nothing.
     synchronize = torch.cuda.synchronize if model.device.type == "cuda" else torch.cpu.synchronize
@@ -261,8 +280,8 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
     def prefill(cache: Any) -> None:
         model(ids[:1], **with_cache(model, cache))
 
-    def decode(cache: Any, rows: int = 1) -> None:
-        model(ids[:rows, :1], **with_cache(model, cache))
+    def decode(cache: Any, batch: int = 1) -> None:
+        model(ids[:batch, :1], **with_cache(model, cache))
 
     def serve(_cache: Any) -> None:
         model.generate_batch(
@@ -274,11 +293,12 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
         "prefill of 512 tokens": prefill, "decode step": decode,
         "decode step, 8 texts": lambda cache: decode(cache, 8), "8 requests in an engine": serve,
     }  # fmt: skip
-    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in calls}
+    # Seconds without and with determinism.
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for turn in range(turns * 2 + 2):
-        deterministic = bool(turn % 2)
-        enable(model, deterministic=deterministic, prefill="stored")
-        serving.enable(model, deterministic=deterministic, probe=False)
+        is_deterministic = bool(turn % 2)
+        enable(model, deterministic=is_deterministic, prefill="stored")
+        serving.enable(model, deterministic=is_deterministic, probe=False)
         for name, call in calls.items():
             cache = FP8PagedCache(model.config, prefill="stored")
             if "decode" in name:
@@ -288,14 +308,14 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
             call(cache)
             synchronize()
             if turn > 1:  # the first turns warm up
-                seconds[name][deterministic].append(time.perf_counter() - start)
+                seconds[name][is_deterministic].append(time.perf_counter() - start)
     return [
         {
-            "call": name, "dtype": dtype, "seconds": round(statistics.median(stock_seconds), 4),
-            "deterministic": round(statistics.median(our_seconds), 4),
-            "ratio": round(statistics.median(map(operator.truediv, our_seconds, stock_seconds)), 2),
+            "call": name, "dtype": dtype, "seconds": round(statistics.median(default), 4),
+            "deterministic": round(statistics.median(deterministic), 4),
+            "ratio": round(statistics.median(map(operator.truediv, deterministic, default)), 2),
         }
-        for name, (stock_seconds, our_seconds) in seconds.items()
+        for name, (default, deterministic) in seconds.items()
     ]  # fmt: skip
 
 
@@ -311,9 +331,9 @@ def measure_reproducibility(
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
-    `compared` is the number of compared values. `logits` and `pages` are numbers of different
-    values, and `evicted` is the number of requests that an engine computed again. `costs` has the
-    results of `measure_cost` if `cost` is True.
+    `compared` is the number of compared values. `logits` and `pages` are numbers of values that
+    differ, and `evicted` is the number of requests that engines recomputed. `costs` has the rows of
+    `measure_cost` if `cost` is True.
     """
     run, rows = describe_run("reproducible"), []
     full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO_NAME)}
@@ -323,23 +343,31 @@ def measure_reproducibility(
     for index, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build_model(name, dtype, device)
-        sizes = DEMO_SIZES if name == DEMO_NAME else SIZES
+        sizes = DEMO_TEXT_SIZES if name == DEMO_NAME else TEXT_SIZES
         reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
-        kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
-        if not reader.windowed:
-            kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
+        compare_by_kind = {
+            "batch": reader.read_in_batch, "fork": reader.continue_fork,
+            "recompute": reader.recompute_tail, "preallocated": reader.read_preallocated,
+            "restart": reader.continue_loaded,
+        }  # fmt: skip
+        if not reader.has_windows:
+            compare_by_kind["prefix"] = reader.reuse_prefixes
+            if name != "deepseek_v3":
+                compare_by_kind["engine"] = reader.serve_in_engine
+        kinds = list(compare_by_kind)
         # The demo model takes far longer, so it gets half the number, and each kind at least once.
-        total = num_per_case // 2 if name == DEMO_NAME else num_per_case
-        counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, total - len(kinds) - 1)))
-        for kind, count in [*counts.items(), (Reader.decode, 1)]:
-            progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind.__name__}")
-            start, reader.evictions = time.perf_counter(), 0
-            compared, logits, pages = map(
-                sum, zip(*(kind(reader) for _ in range(count)), strict=True)
-            )
+        num_draws = num_per_case // 2 if name == DEMO_NAME else num_per_case
+        counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, num_draws - len(kinds) - 1)))
+        compare_by_kind["decode"], counts["decode"] = reader.decode_tokens, 1
+        for kind, count in counts.items():
+            progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind}")
+            start, reader.num_evicted = time.perf_counter(), 0
+            comparisons = [compare_by_kind[kind]() for _ in range(count)]
+            total = Comparison(*map(sum, zip(*comparisons, strict=True)))
             rows.append({
-                "model": name, "dtype": dtype, "kind": kind.__name__, "combinations": count,
-                "compared": compared, "logits": logits, "pages": pages, "evicted": reader.evictions,
+                "model": name, "dtype": dtype, "kind": kind, "combinations": count,
+                "compared": total.num_values, "logits": total.num_different_logits,
+                "pages": total.num_different_states, "evicted": reader.num_evicted,
                 "seconds": round(time.perf_counter() - start, 1),
             })  # fmt: skip
         disable(model)
@@ -357,6 +385,6 @@ if __name__ == "__main__":
             "--dtypes": {"help": "float32, bfloat16, or both."},
             "--device": {"help": "Device of the models, for example cuda. Default: cpu."},
             "--cost": {"action": "store_true", "help": "Measure the cost in time."},
-            "--combinations": {"type": int, "help": "Number of combinations of all models."},
+            "--combinations": {"type": int, "help": "Number over all models and dtypes."},
         },
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """Compare `hf-fp8kv serve` and `transformers serve` under the same load.
 
 All servers run one model with continuous batching, and have the same number of bytes for pages, so
-FP8 pages hold twice the tokens. A third server has our pages in the model's dtype: the same kernels
-without FP8. Each client sends requests one after another and reads the streamed answers. The
-servers alternate. The result is the median over turns, and percentiles over the requests of all
-turns. All prompts begin differently, so no prefix is reused.
+FP8 pages hold twice the tokens. A third server runs our kernels on pages in the model's dtype, to
+show the effect of FP8 alone. Each client sends requests one after another and reads the streamed
+answers. The servers alternate. The results are medians over turns, and percentiles over the
+requests of all turns. All prompts begin differently, so no prefix is reused.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
 from .serve_clients import Load, Server, run_server
-from .shared import MODEL, TURNS, Result, main
+from .shared import MODEL_OPTIONS, TURNS_OPTION, Result, main
 
-STOCK, OURS, PLAIN = "transformers serve", "hf-fp8kv serve", "hf-fp8kv serve, auto"
-SERVERS = (STOCK, OURS, PLAIN)
+STOCK, OURS, UNQUANTIZED = "transformers serve", "hf-fp8kv serve", "hf-fp8kv serve, auto"
+SERVER_NAMES = (STOCK, OURS, UNQUANTIZED)
 _PERCENTILES = (50, 90, 99)
 LOADS = (
     Load("room for all", clients=4, requests=8, words=100, new_tokens=32, blocks=32),
@@ -53,7 +53,8 @@ def measure_serving(
         page_size: Number of tokens of a page.
         turns: Number of measured turns of each load. One unmeasured turn comes first.
         dtype: Format of the FP8 pages.
-        batch_tokens: Number of tokens of a step. With a long prompt, each server has its default.
+        batch_tokens: Maximum number of tokens of a step. With a long prompt, each server uses its
+            default.
         progress: Function that is called with the name of the next measurement.
 
     Returns:
@@ -64,57 +65,58 @@ def measure_serving(
     Raises:
         ConfigError: A server does not start, or answers no request.
     """
-    run, name = describe_run("serve"), model or str(demo_model_path())
+    run, model_path = describe_run("serve"), model or str(demo_model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
-        our_command = ["-m", "hf_fp8kv.cli", "serve", name, "--metrics-interval", "0"]
+        our_command = ["-m", "hf_fp8kv.cli", "serve", model_path, "--metrics-interval", "0"]
+        stock_pages = str(load.blocks)
+        fp8_pages = str(count_equal_pages(model_path, load.blocks, page_size, dtype))
         commands = {
-            STOCK: ["-m", "transformers.cli.transformers", "serve", name,
+            STOCK: ["-m", "transformers.cli.transformers", "serve", model_path,
                     "--continuous-batching", "--attn-implementation", "sdpa",
-                    "--cb-num-blocks", str(load.blocks)],
-            OURS: [*our_command, "--kv-cache-dtype", dtype, "--cb-num-blocks",
-                   str(count_equal_pages(name, load.blocks, page_size, dtype))],
-            PLAIN: [*our_command, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
+                    "--cb-num-blocks", stock_pages],
+            OURS: [*our_command, "--kv-cache-dtype", dtype, "--cb-num-blocks", fp8_pages],
+            UNQUANTIZED: [*our_command, "--kv-cache-dtype", AUTO, "--cb-num-blocks", stock_pages],
         }  # fmt: skip
         options = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
                   str(page_size)]  # fmt: skip
-        if not load.long_words:  # with a long prompt, each server has its default
+        if not load.long_words:
             options += ["--cb-max-batch-tokens", str(batch_tokens)]
         with contextlib.ExitStack() as stack:
             servers = {}
-            for server, command in commands.items():
-                progress(f"{load.name}: starting {server}")
-                servers[server] = stack.enter_context(run_server([*command, *options], name))
+            for name, command in commands.items():
+                progress(f"{load.name}: starting {name}")
+                servers[name] = stack.enter_context(run_server([*command, *options], model_path))
             for turn in range(turns + 1):
-                order = list(servers)
-                random.Random(turn).shuffle(order)
-                for server in order:
-                    progress(f"{load.name}: turn {turn} of {turns}, {server}")
-                    servers[server].run_load(load, is_measured=turn > 0, seed=turn)
+                names = list(servers)
+                random.Random(turn).shuffle(names)
+                for name in names:
+                    progress(f"{load.name}: turn {turn} of {turns}, {name}")
+                    servers[name].run_load(load, is_measured=turn > 0, seed=turn)
             rows += summarize_load(load, servers)
-            stock_mib = load.blocks * _count_page_bytes(name, page_size, "auto") / 2**20
+            stock_mib = load.blocks * _count_page_bytes(model_path, page_size, AUTO) / 2**20
             rows.append(_make_row(load, "bytes of all pages", STOCK, [stock_mib], "MiB"))
-    settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
+    settings = {"model": model_path, "device": device, "page_size": page_size, "turns": turns,
                 "dtype": dtype, "batch_tokens": batch_tokens,
                 "loads": [vars(load) for load in loads]}  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
 
 
-def count_equal_pages(name: str, blocks: int, page_size: int, dtype: str) -> int:
-    """Return the number of our pages with the bytes of `blocks` pages of the stock server."""
-    stock_bytes = blocks * _count_page_bytes(name, page_size, "auto")
-    return stock_bytes // _count_page_bytes(name, page_size, dtype)
+def count_equal_pages(model_path: str, stock_pages: int, page_size: int, dtype: str) -> int:
+    """Return the number of pages of `dtype` that fit the bytes of the stock server's pages."""
+    stock_bytes = stock_pages * _count_page_bytes(model_path, page_size, AUTO)
+    return stock_bytes // _count_page_bytes(model_path, page_size, dtype)
 
 
-def _count_page_bytes(name: str, page_size: int, dtype: str) -> int:
+def _count_page_bytes(model_path: str, page_size: int, dtype: str) -> int:
     """Return the bytes of a page of all layers, with its dynamic scales."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name).get_text_config()
-    heads, dim = read_kv_sizes(config)
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    num_heads, dim = read_kv_sizes(config)
     is_unquantized = parse_dtype(dtype, "dtype") == AUTO
-    token_bytes = dim * (4 if "32" in str(config.dtype) else 2) if is_unquantized else dim + 2
-    return int(2 * config.num_hidden_layers * heads * page_size * token_bytes)
+    vector_bytes = dim * (4 if "32" in str(config.dtype) else 2) if is_unquantized else dim + 2
+    return int(2 * config.num_hidden_layers * num_heads * page_size * vector_bytes)
 
 
 def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
@@ -123,27 +125,28 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
     for name, server in servers.items():
         row = _make_row(load, "throughput", name, server.throughputs, "tokens/s")
         rows.append({**row, "failed": server.num_failed})
+        measures: list[tuple[str, list[float], str]] = []
         for measure, unit, values in (
             ("first token", "ms", [1e3 * answer.first_time for answer in server.answers]),
-            ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
+            ("next token", "ms", [1e3 * answer.seconds_per_token for answer in server.answers]),
             ("whole answer", "s", [answer.last_time for answer in server.answers]),
         ):
-            for percent in _PERCENTILES:
-                value = _percentile(values, percent)
-                rows.append(_make_row(load, f"{measure}, p{percent}", name, [value], unit))
-        if server.streams and server.long_prompts:
-            gaps = [answer.gap for answer in server.streams]
-            rows.append(_make_row(load, "largest gap of a stream", name, gaps, "s"))
-            first_times = [answer.first_time for answer in server.long_prompts]
-            rows.append(_make_row(load, "first token of the long prompt", name, first_times, "s"))
-        rows.append(_make_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
-        if server.pages is not None:
-            num_used, total, num_bytes = server.pages
-            rows.append(_make_row(load, f"pages in use, of {total:.0f}", name, [num_used], "pages"))
-            rows.append(_make_row(load, "bytes of all pages", name, [num_bytes / 2**20], "MiB"))
-    for name in (OURS, PLAIN):
-        pairs = zip(servers[name].throughputs, servers[STOCK].throughputs, strict=True)
-        ratios = [ours / stock for ours, stock in pairs]
+            measures += [(f"{measure}, p{percent}", [_find_percentile(values, percent)], unit)
+                         for percent in _PERCENTILES]  # fmt: skip
+        if server.streamed_answers and server.long_prompt_answers:
+            gaps = [answer.longest_gap for answer in server.streamed_answers]
+            first_times = [answer.first_time for answer in server.long_prompt_answers]
+            measures.append(("largest gap of a stream", gaps, "s"))
+            measures.append(("first token of the long prompt", first_times, "s"))
+        measures.append(("memory of the process", [server.peak_bytes / 2**20], "MiB"))
+        if metrics := server.metrics:
+            title = f"pages in use, of {metrics['pages_total']:.0f}"
+            measures.append((title, [metrics["pages_used"]], "pages"))
+            measures.append(("bytes of all pages", [metrics["bytes_total"] / 2**20], "MiB"))
+        rows += [_make_row(load, measure, name, values, unit) for measure, values, unit in measures]
+    for name in (OURS, UNQUANTIZED):
+        throughputs = zip(servers[name].throughputs, servers[STOCK].throughputs, strict=True)
+        ratios = [ours / stock for ours, stock in throughputs]
         rows.append({**_make_row(load, "throughput ratio", name, ratios, "×"), "against": STOCK})
     return rows
 
@@ -158,11 +161,11 @@ def _make_row(
     }  # fmt: skip
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
+def _find_percentile(values: Sequence[float], percent: int) -> float:
     """Return the smallest value that `percent` percent of the values do not exceed."""
     sorted_values = sorted(values)
     return sorted_values[max(-(-percent * len(sorted_values) // 100) - 1, 0)]
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_serving, {**MODEL, **TURNS})
+    main(__doc__, measure_serving, {**MODEL_OPTIONS, **TURNS_OPTION})

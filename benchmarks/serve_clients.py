@@ -17,8 +17,9 @@ from itertools import pairwise
 
 from hf_fp8kv.errors import ConfigError
 
-_START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
-# Seconds from a streamed answer to a long prompt, and from the long prompt to other requests.
+# Maximum time until a server is ready, and between two chunks of an answer.
+_MAX_START_SECONDS, _MAX_CHUNK_SECONDS = 600.0, 600.0
+# Time from a streamed answer to a long prompt, and from the long prompt to other requests.
 _DELAY_SECONDS = 1.0
 _WORDS = [
     "page", "slot", "table", "length", "scale", "token", "layer", "head",
@@ -28,7 +29,7 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of the clients, and the number of pages for them."""
+    """The requests of the clients, and the number of pages for them. Results contain its fields."""
 
     name: str
     clients: int  # number of simultaneous clients
@@ -46,13 +47,13 @@ class Answer:
 
     first_time: float
     last_time: float
-    tokens: int
-    gap: float = 0.0  # longest time between two chunks
+    num_tokens: int
+    longest_gap: float = 0.0  # longest time between two chunks, in seconds
 
     @property
-    def per_token(self) -> float:
+    def seconds_per_token(self) -> float:
         """The average time between two tokens, in seconds."""
-        return (self.last_time - self.first_time) / max(self.tokens - 1, 1)
+        return (self.last_time - self.first_time) / max(self.num_tokens - 1, 1)
 
 
 class Server:
@@ -64,12 +65,12 @@ class Server:
         self.answers: list[Answer] = []
         self.throughputs: list[float] = []
         # Answers to long prompts, and the answers that were streamed during them.
-        self.long_prompts: list[Answer] = []
-        self.streams: list[Answer] = []
-        # Requests without an answer, and the peak of the process in bytes.
-        self.num_failed, self.peak = 0, 0
-        # Peak of pages in use, all pages, their bytes. None if the server has no such metrics.
-        self.pages: list[float] | None = None
+        self.long_prompt_answers: list[Answer] = []
+        self.streamed_answers: list[Answer] = []
+        # Number of requests without an answer, and peak of the process's memory.
+        self.num_failed, self.peak_bytes = 0, 0
+        # Metrics of the server, with the peak of pages in use. Empty if the server has no metrics.
+        self.metrics: dict[str, float] = {}
 
     def run_load(self, load: Load, *, is_measured: bool, seed: int) -> None:
         """Run the load once, and keep its answers if `is_measured`."""
@@ -77,7 +78,7 @@ class Server:
         watcher = threading.Thread(target=self._watch_usage, args=(stop_event,))
         watcher.start()
         start = time.perf_counter()
-        first_number = 1000 * seed
+        first_id = 1000 * seed
         try:
             with ThreadPoolExecutor(2) as extra_pool, ThreadPoolExecutor(load.clients) as pool:
                 extra_requests = []
@@ -85,36 +86,37 @@ class Server:
                     stream_load = replace(load, new_tokens=load.streamed)
                     long_load = replace(load, words=load.long_words, new_tokens=2)
                     extra_loads = stream_load, long_load
-                    for number, extra in enumerate(extra_loads, first_number + load.requests):
-                        extra_requests.append(extra_pool.submit(self._fetch_answer, extra, number))
+                    for prompt_id, extra in enumerate(extra_loads, first_id + load.requests):
+                        request = extra_pool.submit(self._fetch_answer, extra, prompt_id)
+                        extra_requests.append(request)
                         time.sleep(_DELAY_SECONDS)
-                numbers = range(first_number, first_number + load.requests)
-                requests = [pool.submit(self._fetch_answer, load, number) for number in numbers]
-                replies = [request.result() for request in requests]
-                extra_replies = [request.result() for request in extra_requests]
+                prompt_ids = range(first_id, first_id + load.requests)
+                requests = [pool.submit(self._fetch_answer, load, index) for index in prompt_ids]
+                outcomes = [request.result() for request in requests]
+                extra_outcomes = [request.result() for request in extra_requests]
         finally:
             seconds = time.perf_counter() - start
             stop_event.set()
             watcher.join()
-        answers = [answer for answer in replies if answer is not None]
+        answers = [outcome for outcome in outcomes if outcome is not None]
         if not answers:
             raise ConfigError(
-                f"the server of {self.model} answers no request. Start it in a terminal to see why"
+                f"expected an answer from the server of {self.model}, got none to any request. "
+                "Start the server in a terminal to see its errors."
             )
         if is_measured:
-            self.num_failed += len(replies) - len(answers)
+            self.num_failed += [*outcomes, *extra_outcomes].count(None)
             self.answers += answers
-            self.throughputs.append(sum(answer.tokens for answer in answers) / seconds)
-            self.num_failed += extra_replies.count(None)
-            answer_lists = (self.streams, self.long_prompts)
-            for reply, measured_answers in zip(extra_replies, answer_lists, strict=False):
-                if reply is not None:
-                    measured_answers.append(reply)
+            self.throughputs.append(sum(answer.num_tokens for answer in answers) / seconds)
+            answer_lists = (self.streamed_answers, self.long_prompt_answers)
+            for outcome, measured_answers in zip(extra_outcomes, answer_lists, strict=False):
+                if outcome is not None:
+                    measured_answers.append(outcome)
 
-    def _fetch_answer(self, load: Load, number: int) -> Answer | None:
-        """Send one request and read its streamed answer."""
-        words = random.Random(number).choices(_WORDS, k=load.words)
-        text = f"{number}: {' '.join(words)}. Tell me more."
+    def _fetch_answer(self, load: Load, prompt_id: int) -> Answer | None:
+        """Send one request and read its streamed answer. Return None if the request fails."""
+        words = random.Random(prompt_id).choices(_WORDS, k=load.words)
+        text = f"{prompt_id}: {' '.join(words)}. Tell me more."
         request_body = {
             "model": self.model,
             "stream": True,
@@ -123,9 +125,9 @@ class Server:
             "messages": [{"role": "user", "content": text}],
         }
         times: list[float] = []
-        tokens = 0
+        num_tokens = 0
         start = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_MAX_CHUNK_SECONDS)
         with contextlib.closing(connection):
             try:
                 connection.request("POST", "/v1/chat/completions", json.dumps(request_body),
@@ -139,13 +141,14 @@ class Server:
                     is_end = choice.get("finish_reason") is not None and not times
                     if choice["delta"].get("content") or is_end:
                         times.append(time.perf_counter() - start)
-                    tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+                    usage = chunk.get("usage") or {}
+                    num_tokens = usage.get("completion_tokens", num_tokens)
             except (OSError, http.client.HTTPException, ValueError, LookupError):
                 return None
-        if not times or not tokens:
+        if not times or not num_tokens:
             return None
-        gaps = [b - a for a, b in pairwise(times)]
-        return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
+        gaps = [end - start for start, end in pairwise(times)]
+        return Answer(times[0], times[-1], num_tokens, max(gaps, default=0.0))
 
     def _watch_usage(self, stop_event: threading.Event) -> None:
         """Record the peaks of memory and pages until the turn is over."""
@@ -156,26 +159,31 @@ class Server:
         while not is_over:
             is_over = stop_event.wait(0.2)
             with contextlib.suppress(psutil.Error):
-                self.peak = max(self.peak, process.memory_info().rss)
+                self.peak_bytes = max(self.peak_bytes, process.memory_info().rss)
             metrics = self._read_metrics()
             if "pages_used" in metrics:
-                pages_used = max(metrics["pages_used"], self.pages[0] if self.pages else 0)
-                self.pages = [pages_used, metrics["pages_total"], metrics["bytes_total"]]
+                peak = max(metrics["pages_used"], self.metrics.get("pages_used", 0))
+                self.metrics = {**metrics, "pages_used": peak}
 
     def _read_metrics(self) -> dict[str, float]:
+        """Return the metrics of an hf-fp8kv server by name. Other servers have none."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         with contextlib.closing(connection), contextlib.suppress(OSError):
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
-            pairs = re.findall(r"^hf_fp8kv_(\w+) (\S+)$", text, re.MULTILINE)
-            return {name: float(value) for name, value in pairs}
+            metrics = re.findall(r"^hf_fp8kv_(\w+) (\S+)$", text, re.MULTILINE)
+            return {name: float(value) for name, value in metrics}
         return {}
 
 
 @contextlib.contextmanager
 def run_server(arguments: list[str], model: str) -> Iterator[Server]:
-    """Run a server inside the context. Show its log if it does not start."""
-    # Threads that spin while they wait slow down the clients, and the clients slow them down.
+    """Run a server inside the context.
+
+    Raises:
+        ConfigError: The server does not start. The message contains the end of its log.
+    """
+    # The server's threads would spin while they wait, and slow down the clients.
     environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -185,28 +193,28 @@ def run_server(arguments: list[str], model: str) -> Iterator[Server]:
         env=environment,
     )
     lines: list[str] = []
-    port: list[int] = []
-    ready = threading.Event()
+    ports: list[int] = []
+    started_or_ended = threading.Event()
 
     def read_log() -> None:
         for line in process.stdout or ():
-            if ready.is_set():
-                continue
+            if started_or_ended.is_set():
+                continue  # a full pipe would block the server
             lines.append(line)
             pattern = r"(?:serving .* at|running on) http://127\.0\.0\.1:(\d+)"
             if match := re.search(pattern, line):
-                port.append(int(match[1]))
-                ready.set()
-        ready.set()
+                ports.append(int(match[1]))
+                started_or_ended.set()
+        started_or_ended.set()
 
     reader = threading.Thread(target=read_log)
     reader.start()
     try:
-        if not ready.wait(_START_SECONDS) or not port:
+        if not started_or_ended.wait(_MAX_START_SECONDS) or not ports:
             raise ConfigError(
                 f"expected a server, got none from: {' '.join(arguments)}\n{''.join(lines[-20:])}"
             )
-        yield Server(process, port[0], model)
+        yield Server(process, ports[0], model)
     finally:
         process.terminate()
         try:

@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Result = dict[str, Any]
-# Options of argparse by name.
+# Keyword arguments of `argparse.ArgumentParser.add_argument` by the name of the option.
 Options = Mapping[str, Mapping[str, Any]]
-MODEL: Options = {
+MODEL_OPTIONS: Options = {
     "--model": {"help": "A folder or a Hub id. Default: the demo model."},
     "--device": {"help": "auto, cpu, cuda, ..."},
 }
-TURNS: Options = {"--turns": {"type": int, "help": "Number of turns."}}
+TURNS_OPTION: Options = {"--turns": {"type": int, "help": "Number of turns."}}
 
 
-def read_options(doc: str | None, options: Options) -> tuple[dict[str, Any], str | None]:
-    """Return the options set on the command line, and the path for the JSON or None."""
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+def read_options(docstring: str | None, options: Options) -> tuple[dict[str, Any], str | None]:
+    """Return the arguments set on the command line, and the path for the JSON or None."""
+    parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
     for name, keywords in options.items():
         parser.add_argument(name, **keywords)
     parser.add_argument("--json", metavar="PATH", help="Write JSON. - prints it instead.")
-    values = vars(parser.parse_args())
-    path: str | None = values.pop("json")
+    arguments = vars(parser.parse_args())
+    path: str | None = arguments.pop("json")
     if path is not None and not Path(path).parent.is_dir():
         parser.error(f"--json: expected a file in an existing folder, got {path!r}")
-    return {name: value for name, value in values.items() if value is not None}, path
+    return {name: value for name, value in arguments.items() if value is not None}, path
 
 
 def main(
-    doc: str | None,
+    docstring: str | None,
     measure: Callable[..., Result],
     options: Options,
     format_table: "Callable[[Result], RenderableType] | None" = None,
@@ -52,28 +52,30 @@ def main(
     """Read the command line, measure with a progress line, and show the result.
 
     Args:
-        doc: Docstring whose first line describes the command.
-        measure: Function that returns a result. It takes the options and `progress`.
+        docstring: Docstring whose first line describes the command.
+        measure: Function that returns a result. It takes the arguments and `progress`.
         options: Options of the command line.
         format_table: Function that formats the result as a table. None shows all rows.
     """
-    values, path = read_options(doc, options)
+    arguments, path = read_options(docstring, options)
     try:
         with show_progress() as report:
-            result = measure(**values, progress=report)
+            result = measure(**arguments, progress=report)
     except (FP8KVError, typer.BadParameter) as error:
         sys.exit(f"error: {error}")
     show_result(result, format_table or format_rows, path)
 
 
-def with_model(measure: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `measure` with the options of `MODEL` instead of a loaded model, in float32."""
+def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that takes `MODEL_OPTIONS`, and passes a float32 model to `measure`."""
 
-    def run(model: str | None = None, device: str = "auto", **values: Any) -> Result:
+    def load_and_measure(
+        model: str | None = None, device: str = "auto", **arguments: Any
+    ) -> Result:
         loaded_model, tokenizer = load_model(model, parse_device(device), "float32")
-        return measure(loaded_model, tokenizer, name=model or DEMO_NAME, **values)
+        return measure(loaded_model, tokenizer, name=model or DEMO_NAME, **arguments)
 
-    return run
+    return load_and_measure
 
 
 def format_rows(result: Result) -> "RenderableType":
@@ -85,26 +87,31 @@ def format_rows(result: Result) -> "RenderableType":
         for row in result["rows"]
     ]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = ([row.get(name, "") for name in names] for row in rows)
-    texts = ([f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in cells)
-    table = build_table(dict.fromkeys(names, "left"), texts)
+    lines = ([_format_cell(row.get(name, "")) for name in names] for row in rows)
+    table = build_table(dict.fromkeys(names, "left"), lines)
     conditions = ("suite", "settings", "date", "commit", "idle")
     notes = [f"{name}: {result[name]}" for name in conditions]
     return Group(table, *notes, f"cpu: {result['hardware']['cpu']}")
 
 
+def _format_cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def make_environment() -> dict[str, str]:
-    """Return the environment of a process that compiles kernels."""
+    """Return the environment variables of a process that compiles kernels."""
     # Triton's variables (interpreter, debugger, dumps) are for other runs, except its cache.
-    excluded_names = {name for name in os.environ if name.startswith("TRITON_")}
-    excluded_names -= {"TRITON_CACHE_DIR", "TRITON_HOME"}
-    variables = {name: value for name, value in os.environ.items() if name not in excluded_names}
+    names = {name for name in os.environ if not name.startswith("TRITON_")}
+    names |= {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys()
     # The new process must find the package where this process found it.
-    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    return {**{name: os.environ[name] for name in names}, "PYTHONPATH": path}
 
 
 def run_process(target: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """Call `module:function` in a separate process, and return the last JSON that it writes.
+    """Call the function `target` in a separate process, and parse its last line as JSON.
+
+    `target` is "module:function", and its argument `task` is passed as JSON.
 
     Raises:
         RuntimeError: The process failed.

@@ -46,10 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         names = ["experiments"] if options.experiments else options.sections
         result = run_suite(
-            device=device, backend=_choose_backend(device), dry=options.dry,
+            device=device, backend=_choose_backend(device), is_dry=options.dry,
             sections=tuple(dict.fromkeys(["ceilings", *names])) if names else tuple(SECTIONS),
-            seconds=options.seconds, save=options.json, progress=_print_progress,
-            processes=0 if options.dry or options.experiments else _choose_num_processes(),
+            seconds=options.seconds, json_path=options.json, progress=_print_progress,
+            num_processes=0 if options.dry or options.experiments else _choose_num_processes(),
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(format_tables(result))
     return int(any("lost the device" in str(section["error"]) for section in result["sections"]))

@@ -19,6 +19,7 @@ from .record import Record
 from .shapes import BF16, E4M3, PAGE_FORMATS, Case, PageFormat, RunSizes
 from .stage import Stage, Step
 
+# Formats that are measured in all cases, and formats that come first in the full cases.
 COMMON_FORMATS = [fmt for fmt in PAGE_FORMATS if not fmt.full_cases_only]
 FIRST_FORMATS = [fmt for fmt in PAGE_FORMATS if not fmt.full_cases_only or fmt.dtype == "int8"]
 
@@ -79,17 +80,18 @@ def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
         for fmt in (E4M3, BF16):
             row = measure_pages(record, sizes, backend, "extend", case, fmt)
             if row and fmt is BF16 and not _loads_ahead(record.stage, case):
-                row["note"] = "K and V are not loaded ahead, so a ratio to this row means nothing"
+                row["note"] = "K and V are not loaded ahead, so do not compare times with this row"
         baselines.measure_extend(record, case)
     for case in cases:
+        num_stored = case.lengths[0] - case.new_tokens
+        padded_case = replace(case, padding=(num_stored // 2,))
         for fmt in PAGE_FORMATS:
             if fmt.is_static and fmt.dtype == E4M3.dtype:
                 measure_pages(record, sizes, backend, "extend", case, fmt)
-            stored = case.lengths[0] - case.new_tokens
-            if stored and fmt in (E4M3, BF16):
+            if num_stored and fmt in (E4M3, BF16):
                 name = f"{fmt.name} preallocated"
                 measure_attention(record, "extend", case, fmt, backend, name)
-                padded_case, name = replace(case, padding=(stored // 2,)), fmt.name + PADDED_SUFFIX
+                name = fmt.name + PADDED_SUFFIX
                 measure_attention(
                     record, "extend", padded_case, fmt, backend, name, preallocated=False
                 )
@@ -111,14 +113,17 @@ def measure_pages(
     num_layers = stage.count_buffers(int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
-        pools = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
+        layer_pages = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         query = make_query(stage, case)
         make_plan, plan, lengths = make_plan_step(stage, case, backend)
         make_plan()
-        steps = [functools.partial(attend, query, p, lengths, case, plan, backend) for p in pools]
+        steps = [
+            functools.partial(attend, query, pages, lengths, case, plan, backend)
+            for pages in layer_pages
+        ]
         with poison_memory():
             output = steps[-1]()
-        error = check_output(output, query, pools[-1], case)
+        error = check_output(output, query, layer_pages[-1], case)
         fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
         return {**stage.time_steps(steps), "error": error, **fields}
 
@@ -132,24 +137,24 @@ def make_query(stage: Stage, case: Case) -> torch.Tensor:
 
 
 def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
-    """Return a function that makes the plan of a step, the plan, and the lengths.
+    """Return a function that makes the work plan of a step, the plan, and the lengths.
 
     The plan is `[rows, 4]`, int32, or None if the backend needs no plan. Lengths are `[B]`, int32.
     """
     device = stage.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    batch, heads = len(case.lengths), case.heads.kv
+    batch, num_heads = len(case.lengths), case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
     length = None if case.is_ragged else case.tokens_read // batch
-    query_rows = case.heads.query // heads * case.new_tokens
-    rows = ops.size_plan(backend, device, batch, heads, length, query_rows)
-    if rows is None:
+    num_query_rows = case.heads.query // num_heads * case.new_tokens
+    num_rows = ops.size_plan(backend, device, batch, num_heads, length, num_query_rows)
+    if num_rows is None:
         return (lambda: None), None, lengths
-    plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
-    step = functools.partial(
-        ops.make_plan, plan, lengths, case.new_tokens, case.window, 0, heads, backend
+    plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
+    make_plan = functools.partial(
+        ops.make_plan, plan, lengths, case.new_tokens, case.window, 0, num_heads, backend
     )
-    return step, plan, lengths
+    return make_plan, plan, lengths
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""Measure the baselines on the same shapes: torch's attention to dense K and V in bf16."""
+"""Measure baselines in the same cases: torch's attention to dense K and V in bf16."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ COMPILE_SECONDS = 12
 AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _find_backends(stage: Stage) -> dict[str, SDPBackend]:
+def _list_backends(stage: Stage) -> dict[str, SDPBackend]:
     if not stage.is_gpu:
         return {"math": SDPBackend.MATH}
     return {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -36,7 +36,7 @@ def attend_grouped(
 
 
 def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend with the query heads of a KV head as the queries of one head, so K is read once."""
+    """Attend with the query heads of a KV head as queries of a single head, which reads K once."""
     out = F.scaled_dot_product_attention(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v)
     return out.reshape(q.shape)
 
@@ -52,10 +52,10 @@ def measure_decode(record: Record, section: str, case: Case, *, with_gqa: bool =
         variants[" folded"] = _attend_folded
     if with_gqa or not variants:
         variants[""] = attend_grouped
-    ending = ", a call for each" if case.is_ragged else ""
-    for backend_name, backend in _find_backends(record.stage).items():
+    ragged_suffix = ", a call for each" if case.is_ragged else ""
+    for backend_name, backend in _list_backends(record.stage).items():
         for suffix, attention in variants.items():
-            name = f"sdpa {backend_name}{suffix}{ending}"
+            name = f"sdpa {backend_name}{suffix}{ragged_suffix}"
             _measure_sdpa(record, section, case, name, backend, attention)
 
 
@@ -64,7 +64,7 @@ def measure_flex(record: Record, section: str, case: Case) -> None:
     if record.seconds_left() < COMPILE_SECONDS:
         record.skip(f"{section}, {case}, flex: no time left")
         return
-    is_dry = record.stage.dry
+    is_dry = record.stage.is_dry
     attend = flex_attention if is_dry else torch.compile(flex_attention, dynamic=False)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def measure_extend(record: Record, case: Case) -> None:
         # torch's flash attention requires `enable_gqa` with this mask, but not with other masks.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask, enable_gqa=True)
 
-    for name, backend in _find_backends(record.stage).items():
+    for name, backend in _list_backends(record.stage).items():
         if case.new_tokens == case.lengths[0]:
             _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, causal_attention)
         elif name != "cudnn":
@@ -99,7 +99,7 @@ def _measure_sdpa(
 ) -> None:
     stage, heads, num_bytes = record.stage, case.heads, case.bytes_read(BF16)
     attend = functools.partial(_attend_all, backend, attention)
-    if stage.compiling:  # a baseline has no kernel of this package
+    if stage.is_compiling:  # a baseline has no kernels of this package
         return
 
     def measure_row() -> dict[str, Any]:

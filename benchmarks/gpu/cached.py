@@ -1,4 +1,4 @@
-"""Measure attention to the pages of real caches, with the masks that `generate()` passes."""
+"""Measure attention to the pages of `FP8PagedCache`, with the masks that `generate()` passes."""
 
 import functools
 from typing import Any
@@ -16,9 +16,9 @@ from .record import Record
 from .shapes import Case, PageFormat, RunSizes
 from .stage import MAX_GRAPH_CALLS, Stage
 
-# Static scale of normal random values, which reach about 5.5, in E4M3, which reaches 448.
+# Static scale. Normal random values reach about 5.5, and E4M3 reaches 448.
 SCALE = 0.0125
-# Free tokens of a preallocated cache after the tokens of the case.
+# Number of free slots of a preallocated cache after the tokens of the case.
 FREE_TOKENS = 64
 # Maximum number of tokens that the steps add to a growing cache.
 MAX_ADDED_TOKENS = 2 * MAX_GRAPH_CALLS
@@ -27,7 +27,8 @@ MAX_ADDED_TOKENS = 2 * MAX_GRAPH_CALLS
 class CacheSteps:
     """A cache with random tokens, and steps that add `case.new_tokens` tokens to each layer.
 
-    `query` is the query of each step, and `key` is the handle of the keys that were read last.
+    `query` is the query of each step, `[B, Hq, T, D]`. `key` is the handle of the keys that were
+    read last.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class CacheSteps:
             self.config, dtype=fmt.dtype, scales=SCALE if fmt.is_static else None, backend=backend,
             max_cache_len=length + FREE_TOKENS if preallocated else None,
         )  # fmt: skip
-        self.attention_mask = torch.ones((batch, length + MAX_ADDED_TOKENS), dtype=torch.long)
-        for row, num_hidden in zip(self.attention_mask, case.padding, strict=bool(case.padding)):
+        padding_mask = torch.ones((batch, length + MAX_ADDED_TOKENS), dtype=torch.long)
+        for row, num_hidden in zip(padding_mask, case.padding, strict=bool(case.padding)):
             row[:num_hidden] = 0
-        self.attention_mask = self.attention_mask.to(stage.device)
+        self.padding_mask = padding_mask.to(stage.device)
         self._make_mask(0, self.stored_tokens)
         for layer in range(num_layers):
             shape = (batch, heads.kv, self.stored_tokens, heads.dim)
@@ -56,17 +57,17 @@ class CacheSteps:
             stage.randn(batch, case.new_tokens, count, heads.dim).transpose(1, 2)
             for count in (heads.query, heads.kv, heads.kv)
         )
-        num_groups = heads.query // heads.kv
-        self.modules = [AttentionLayer(num_groups, layer) for layer in range(num_layers)]
+        group_size = heads.query // heads.kv
+        self.modules = [AttentionLayer(group_size, layer) for layer in range(num_layers)]
         self.mask: torch.Tensor | None = None
         self.key: Any = None
 
-    def _make_mask(self, start: int, tokens: int) -> torch.Tensor | None:
+    def _make_mask(self, start: int, num_tokens: int) -> torch.Tensor | None:
         device = self.stage.device
-        shape = (len(self.attention_mask), tokens, 1)
+        shape = (len(self.padding_mask), num_tokens, 1)
         embeddings = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        positions = torch.arange(start, start + tokens, device=device)[None]
-        padding_mask = self.attention_mask[:, : start + tokens]
+        positions = torch.arange(start, start + num_tokens, device=device)[None]
+        padding_mask = self.padding_mask[:, : start + num_tokens]
         mask: Any = create_causal_mask(self.config, embeddings, padding_mask, self.cache, positions)
         return mask  # type: ignore[no-any-return]
 
@@ -93,29 +94,31 @@ class CacheSteps:
 
 def measure_attention(
     record: Record, section: str, case: Case, fmt: PageFormat, backend: str, name: str = "",
-    *, preallocated: bool = True, full_step: bool = False, eager: bool = False,
+    *, preallocated: bool = True, is_full_step: bool = False, is_eager: bool = False,
 ) -> None:  # fmt: skip
     """Add a row for attention alone, after one step has stored its tokens.
 
-    With `full_step`, the row is for a complete step of a layer. With `eager`, it uses no graph.
+    With `is_full_step`, the row is for a complete step of a layer. With `is_eager`, no graph is
+    captured.
     """
     stage, num_bytes = record.stage, case.bytes_read(fmt)
     num_layers = stage.count_buffers(int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
         cache_steps = CacheSteps(stage, fmt, case, num_layers, backend, preallocated=preallocated)
-        if full_step:
+        if is_full_step:
             steps = [functools.partial(cache_steps.step, layer) for layer in range(num_layers)]
         else:
             cache_steps.begin_step()
-            pairs = enumerate([cache_steps.update(layer) for layer in range(num_layers)])
-            steps = [functools.partial(cache_steps.attend, layer, *kv) for layer, kv in pairs]
+            handles = [cache_steps.update(layer) for layer in range(num_layers)]
+            attend = cache_steps.attend
+            steps = [functools.partial(attend, layer, *kv) for layer, kv in enumerate(handles)]
         with poison_memory():
             for step in steps:
                 output = step()
         error = check_output(output, cache_steps.query, pages_of(cache_steps.key), case)
-        times = stage.time_steps(steps, eager=eager)
-        launches = stage.count_launches(steps) if full_step else None
+        times = stage.time_steps(steps, is_eager=is_eager)
+        launches = stage.count_launches(steps) if is_full_step else None
         fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
         return {**times, "error": error, "launches": launches, **fields}
 
@@ -128,11 +131,12 @@ def measure_layers(record: Record, sizes: RunSizes, backend: str) -> None:
     The steps are captured in a graph. Steps in the first format are also called from Python, as
     generate() does.
     """
-    formats = sizes.layer_formats
-    rows = [*((fmt, fmt.name) for fmt in formats), (formats[0], f"{formats[0].name} eager")]
+    first_format, *_ = sizes.layer_formats
+    rows = [(fmt, False) for fmt in sizes.layer_formats] + [(first_format, True)]
     for case in sizes.layer_cases:
-        for fmt, name in rows:
+        for fmt, is_eager in rows:
+            name = f"{fmt.name} eager" if is_eager else fmt.name
             measure_attention(
-                record, "layer", case, fmt, backend, name, preallocated=False, full_step=True,
-                eager=name != fmt.name,
+                record, "layer", case, fmt, backend, name, preallocated=False, is_full_step=True,
+                is_eager=is_eager,
             )  # fmt: skip

@@ -10,14 +10,14 @@ from .shapes import RunSizes
 from .stage import Step
 
 SECTION = "ceilings"
-# Launch shapes of the read kernel: programs, 4-byte elements per load, and loads per iteration.
-LAUNCH_SHAPES = ((4096, 4096, 8), (16384, 2048, 8), (16384, 4096, 4), (65536, 1024, 8))
+# Arguments of `read_all`: numbers of programs, of elements per load, and of loads per iteration.
+READ_ARGUMENTS = ((4096, 4096, 8), (16384, 2048, 8), (16384, 4096, 4), (65536, 1024, 8))
 
 
 def measure(record: Record, _sizes: RunSizes, backend: str) -> None:
     """Add rows for the bandwidth of a copy and of reads, and the rate of a bf16 matrix product."""
     stage = record.stage
-    num_bytes = 2**20 if stage.dry else 4 * 2**30
+    num_bytes = 2**20 if stage.is_dry else 4 * 2**30
     # The values are random, because a device may handle zeros faster.
     limits = torch.iinfo(torch.int32)
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device=stage.device)
@@ -32,10 +32,10 @@ def measure(record: Record, _sizes: RunSizes, backend: str) -> None:
     if backend == "triton":
         from .read_kernel import read_all
 
-        for shape in ((4, 256, 8),) if stage.dry else LAUNCH_SHAPES:
-            name = "triton {} x {} x {}".format(*shape)
-            add_row("read", name, functools.partial(read_all, source, *shape), moved=num_bytes)
-    n = 64 if stage.dry else 8192
-    a, b = stage.randn(n, n), stage.randn(n, n)
+        for arguments in ((4, 256, 8),) if stage.is_dry else READ_ARGUMENTS:
+            name = "triton {} x {} x {}".format(*arguments)
+            add_row("read", name, functools.partial(read_all, source, *arguments), moved=num_bytes)
+    size = 64 if stage.is_dry else 8192
+    a, b = stage.randn(size, size), stage.randn(size, size)
     out = torch.empty_like(a)
-    add_row("matmul", f"bf16 {n}", lambda: torch.matmul(a, b, out=out), flops=2 * n**3)
+    add_row("matmul", f"bf16 {size}", lambda: torch.matmul(a, b, out=out), flops=2 * size**3)

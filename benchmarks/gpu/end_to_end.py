@@ -5,11 +5,12 @@ time of a decode step do not depend on them.
 """
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 
-from .goals import AUTO, FLASH, PAGED
+from .goals import FLASH, PAGED, PAGED_AUTO
 from .record import Record
 from .shapes import ModelShape, RunSizes, format_tokens
 from .stage import Stage
@@ -39,29 +40,43 @@ from .stage import Stage
 SPARE_POSITIONS = 8
 SECTION = "end to end"
 STOCK_OFFLOADED = "DynamicCache offloaded"
-# Name, attention implementation, class, and options of a cache. generate() compiles the step if the
-# name ends in " compiled".
-Contender = tuple[str, str, type[Cache], dict[str, Any]]
-CACHES: list[Contender] = [
-    (FLASH, "sdpa", DynamicCache, {}),
-    ("FP8PagedCache eager", "fp8_paged", FP8PagedCache, {}),
-    ("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, {"dtype": "auto"}),
-    ("DynamicCache flash-attn eager", "flash_attention_2", DynamicCache, {}),
-    ("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
-    (PAGED, "fp8_paged", FP8PagedCache, {}),
-    (AUTO, "fp8_paged", FP8PagedCache, {"dtype": "auto"}),
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A cache, and the attention of its steps."""
+
+    name: str
+    attention: str  # name of the attention implementation
+    cache_class: type[Cache]
+    options: dict[str, Any] = field(default_factory=dict)  # options of the cache
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether generate() compiles the step."""
+        return self.name.endswith(" compiled")
+
+
+AUTO_OPTIONS = {"dtype": "auto"}
+CACHES = [
+    Contender(FLASH, "sdpa", DynamicCache),
+    Contender("FP8PagedCache eager", "fp8_paged", FP8PagedCache),
+    Contender("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
+    Contender("DynamicCache flash-attn eager", "flash_attention_2", DynamicCache),
+    Contender("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
+    Contender(PAGED, "fp8_paged", FP8PagedCache),
+    Contender(PAGED_AUTO, "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
     # SDPA with transformers' mask requires K and V for each query head, so they are repeated.
-    ("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, {}),
+    Contender("StaticCache (repeats K and V) compiled", "sdpa", StaticCache),
 ]
-OFFLOADED_CACHES: list[Contender] = [
-    ("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, {"offloading": True}),
-    ("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"offloading": "half"}),
-    (
-        "FP8PagedCache auto offloaded", "fp8_paged", FP8PagedCache,
-        {"offloading": True, "dtype": "auto"},
-    ),
-    (STOCK_OFFLOADED, "sdpa", DynamicCache, {"offloading": True}),
-]  # fmt: skip
+# Caches with layers in host memory. "half" keeps half of the pages on the device.
+OFFLOADED = {"offloading": True}
+OFFLOADED_CACHES = [
+    Contender("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, OFFLOADED),
+    Contender("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"offloading": "half"}),
+    Contender("FP8PagedCache auto offloaded", "fp8_paged", FP8PagedCache, OFFLOADED | AUTO_OPTIONS),
+    Contender(STOCK_OFFLOADED, "sdpa", DynamicCache, OFFLOADED),
+]
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
@@ -70,8 +85,8 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     Compiling takes most of the time, so eager caches come first.
     """
     model, early_shapes = _make_model(record, sizes), sizes.generate_shapes[:2]
-    eager_caches = [cache for cache in CACHES if not cache[0].endswith(" compiled")]
-    compiled_caches = [cache for cache in CACHES if cache not in eager_caches]
+    eager_caches = [contender for contender in CACHES if not contender.is_compiled]
+    compiled_caches = [contender for contender in CACHES if contender.is_compiled]
     for shapes in (early_shapes, sizes.generate_shapes[2:]):
         _measure_caches(record, SECTION, model, sizes, backend, eager_caches, shapes)
         if shapes is early_shapes:
@@ -103,22 +118,25 @@ def _measure_caches(
     caches: list[Contender], shapes: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
     for batch, context in shapes:
-        for name, attention, cache_class, default_options in caches:
-            if reason := _find_obstacle(record.stage, name, attention, cache_class, model.config):
-                record.skip(f"{section}, {name}: {reason}")
+        for contender in caches:
+            if reason := _find_obstacle(record.stage, contender, model.config):
+                record.skip(f"{section}, {contender.name}: {reason}")
                 continue
-            options = dict(default_options)
-            if cache_class is FP8PagedCache:
+            options = dict(contender.options)
+            if contender.cache_class is FP8PagedCache:
                 options["backend"] = backend
             if options.get("offloading") == "half":
-                options["offloading"] = -(-context // 64) * batch // 2
-            if name.endswith(" compiled"):
+                num_pages = -(-context // 64) * batch
+                options["offloading"] = num_pages // 2
+            if contender.is_compiled:
                 new_tokens = sizes.timed_tokens[1] + sizes.warmup_tokens[1]
                 options["max_cache_len"] = context + new_tokens + SPARE_POSITIONS
-            make_cache = functools.partial(cache_class, config=model.config, **options)
-            arguments = (record.stage, model, name, attention, make_cache, sizes, batch, context)
+            make_cache = functools.partial(contender.cache_class, config=model.config, **options)
+            measure_row = functools.partial(
+                _measure_cache, record.stage, model, contender, make_cache, sizes, batch, context
+            )
             case = f"{batch} x {format_tokens(context)}"
-            record.measure(section, case, name, functools.partial(_measure_cache, *arguments))
+            record.measure(section, case, contender.name, measure_row)
 
 
 def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: str) -> None:
@@ -152,15 +170,13 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
         record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
-def _find_obstacle(
-    stage: Stage, name: str, attention: str, cache_class: type[Cache], config: Any
-) -> str:
+def _find_obstacle(stage: Stage, contender: Contender, config: Any) -> str:
     """Return the reason why a cache cannot run here, or an empty string."""
-    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+    if contender.attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
-    if name == STOCK_OFFLOADED and not stage.is_gpu:
+    if contender.name == STOCK_OFFLOADED and not stage.is_gpu:
         return "requires a CUDA device"
-    if cache_class is QuantizedCache:
+    if contender.cache_class is QuantizedCache:
         try:
             QuantizedCache(backend="fp8", config=config)
         except (ImportError, ValueError) as error:
@@ -197,22 +213,22 @@ class _TokenTimer(LogitsProcessor):
     def step_times(self) -> list[float]:
         """Return the time from each token to the next token, in seconds."""
         self.stage.synchronize()
-        pairs = zip(self.timestamps, self.timestamps[1:], strict=False)
+        intervals = itertools.pairwise(self.timestamps)
         if self.stage.is_gpu:
-            return [start.elapsed_time(end) / 1e3 for start, end in pairs]
-        return [end - start for start, end in pairs]
+            return [start.elapsed_time(end) / 1e3 for start, end in intervals]
+        return [end - start for start, end in intervals]
 
 
 def _measure_cache(
-    stage: Stage, model: Any, name: str, attention: str, make_cache: Callable[[], Cache],
+    stage: Stage, model: Any, contender: Contender, make_cache: Callable[[], Cache],
     sizes: RunSizes, batch: int, context: int,
 ) -> dict[str, Any]:  # fmt: skip
-    is_compiled = name.endswith(" compiled")
-    tokens, warmup_tokens = sizes.timed_tokens[is_compiled], sizes.warmup_tokens[is_compiled]
+    is_compiled = contender.is_compiled
+    timed_tokens, warmup_tokens = sizes.timed_tokens[is_compiled], sizes.warmup_tokens[is_compiled]
     _drop_graphs(model)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation(contender.attention)
     # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
-    is_flash = name == FLASH and stage.is_gpu and not stage.dry
+    is_flash = contender.name == FLASH and stage.is_gpu and not stage.is_dry
     sdpa_context = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else nullcontext()
     try:
         cache = make_cache()
@@ -227,7 +243,8 @@ def _measure_cache(
             model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
                 do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([timer]),
-                max_new_tokens=warmup_tokens + tokens, **_make_compile_options(is_compiled, stage),
+                max_new_tokens=warmup_tokens + timed_tokens,
+                **_make_compile_options(is_compiled, stage),
             )  # fmt: skip
         all_times = timer.step_times()
         seconds = time.perf_counter() - start

@@ -6,6 +6,7 @@ from typing import Any
 from hf_fp8kv.ops.triton.target import assuming, get_target
 
 from .attention import measure_pages
+from .goals import find_rows
 from .record import Record
 from .shapes import PAGE_FORMATS, Case, PageFormat, RunSizes
 
@@ -17,7 +18,7 @@ def _list_values(name: str, *values: Any) -> list[Parameters]:
     return [{name: value} for value in values]
 
 
-# Values to try, the least certain parameter first. Each search starts from the best values so far.
+# Parameters to try, the least certain first. Each search starts from the best parameters so far.
 SEARCHES: dict[str, list[Parameters]] = {
     # The product is codes times rows, or rows times codes, which is designed for four warps.
     "operands": [{"swapped": True}, {"swapped": False, "warps": 4}],
@@ -44,7 +45,7 @@ LATENT_CASES = ("16 heads, 16 x 16k", "128 heads, 1 x 16k")
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add a row for each set of launch parameters, with fields for its `kind` and `parameters`."""
-    is_dry = record.stage.dry
+    is_dry = record.stage.is_dry
     latents = [case for case in sizes.latent_cases if is_dry or str(case) in LATENT_CASES]
     cases = [*sizes.decode_cases[:1], *latents] if is_dry else [*CASES[:1], *latents, *CASES[1:]]
     formats = sorted(PAGE_FORMATS, key=lambda fmt: fmt.full_cases_only)[: 1 if is_dry else None]
@@ -56,12 +57,13 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
 def _search_best(
     record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat
 ) -> None:
+    """Measure the default, then the candidates of each search on top of the best parameters."""
     best: Parameters = {}
     fastest = _measure_parameters(record, sizes, backend, case, fmt, best)
-    for values in (LATENT_SEARCHES if case.heads.rope_dim else SEARCHES).values():
+    for candidates in (LATENT_SEARCHES if case.heads.rope_dim else SEARCHES).values():
         next_best = best
-        for value in values[:2] if record.stage.dry else values:
-            parameters = {**best, **value}
+        for candidate in candidates[:2] if record.stage.is_dry else candidates:
+            parameters = {**best, **candidate}
             us = _measure_parameters(record, sizes, backend, case, fmt, parameters)
             if us < fastest:
                 fastest, next_best = us, parameters
@@ -73,9 +75,9 @@ def _measure_parameters(
     parameters: Parameters,
 ) -> float:  # fmt: skip
     """Return the time in us, which is infinite if the parameters fail or the row is skipped."""
-    setting = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
-    name = f"{fmt.name}: {setting}"
-    if previous_rows := record.find(SECTION, case=str(case), name=name):
+    description = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
+    name = f"{fmt.name}: {description}"
+    if previous_rows := find_rows(record.rows, SECTION, case=str(case), name=name):
         return float(previous_rows[0]["us"])
     # Rows of impossible parameters, such as tiles larger than shared memory, fail.
     with assuming(replace(get_target(record.stage.device), parameters=parameters)):

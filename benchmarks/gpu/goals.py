@@ -6,21 +6,21 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# Bandwidth in the datasheets of GPUs, in GB/s, by a part of their names.
-DATASHEET_RATES = {"H100 80GB HBM3": 3350.0, "H200": 4800.0}
+# Bandwidth in the datasheets of GPUs, by a part of the GPU's name.
+DATASHEET_GB_PER_S = {"H100 80GB HBM3": 3350.0, "H200": 4800.0}
 # Minimum number of tokens over all sequences at which the bandwidth limits a decode step.
-LARGE_STEP = 2**18
+LARGE_STEP_TOKENS = 2**18
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 
 FORMATS = ("e4m3", "e3m4")
 # Decode cases without which no goal for every batch size is met.
 REQUIRED_CASES = ("8 x 32k", "50 x 32k", "64 x 32k", "1 x 256k")
 PADDED_SUFFIX = " left padded"
-PAGED, AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"
+PAGED, PAGED_AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"
 FLASH = "DynamicCache flash eager"
 LATENT, STOCK, ABSORBED = "latent", "DynamicCache", "absorbed in torch"
 # Contenders that run generate() with 16-bit caches. The first two must have been measured.
-ALTERNATIVES = (FLASH, AUTO, "DynamicCache flash-attn eager", "FP8PagedCache auto eager")
+ALTERNATIVES = (FLASH, PAGED_AUTO, "DynamicCache flash-attn eager", "FP8PagedCache auto eager")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Goal:
             datasheet_ratio: The datasheet's bandwidth over the measured bandwidth, if known.
         """
         values, state = self.collect_values(rows), UNKNOWN
+        # The worst value comes first.
         labels = sorted(values, key=values.__getitem__, reverse=self.sign == "<=")
         worst, best = (values[labels[index]] if labels else None for index in (0, -1))
         if worst is not None:
@@ -107,7 +108,8 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
         reason = "a dry run"
     elif not gpu:
         reason = "no GPU"
-    datasheet_rate = next((x for name, x in DATASHEET_RATES.items() if name in str(gpu)), None)
+    rates = (rate for name, rate in DATASHEET_GB_PER_S.items() if name in str(gpu))
+    datasheet_rate = next(rates, None)
     read_rate = result["ceilings"]["read_gb_per_s"]
     ratio = datasheet_rate / read_rate if datasheet_rate and read_rate else None
     return [goal.judge(result["rows"], reason, ratio) for goal in GOALS]
@@ -123,7 +125,9 @@ def _make_decode_goal(
     name: str, quantity: str, sign: str, bound: float, field: str, **options: Any
 ) -> Goal:
     title = f"decode {name}, {quantity}, 256k tokens on"
-    return Goal(title, sign, bound, "decode", field, (name,), min_tokens=LARGE_STEP, **options)
+    return Goal(
+        title, sign, bound, "decode", field, (name,), min_tokens=LARGE_STEP_TOKENS, **options
+    )
 
 
 def _make_layer_goal(field: str, bound: float) -> Goal:
@@ -144,10 +148,10 @@ def _make_generate_goal(
     )  # fmt: skip
 
 
-def _make_latent_goal(heads: int, bound: float) -> Goal:
-    cases = tuple(f"{heads} heads, {batch} x 16k" for batch in (1, 16))
+def _make_latent_goal(num_heads: int, bound: float) -> Goal:
+    cases = tuple(f"{num_heads} heads, {batch} x 16k" for batch in (1, 16))
     labels = tuple(f"{case}, {name} over {STOCK}" for case in cases for name in FORMATS)
-    title = f"latent, {heads} heads, 16k, time over expanding"
+    title = f"latent, {num_heads} heads, 16k, time over expanding"
     return Goal(
         title, "<=", bound, LATENT, "us", FORMATS, (STOCK,), cases=cases, required_labels=labels
     )
@@ -171,7 +175,9 @@ GOALS = (
     _make_generate_goal(
         "tokens/s over the strongest path in 16 bits", ">=", 1.6, "tokens_per_s", ALTERNATIVES
     ),
-    _make_generate_goal("bytes of the cache over 16 bits", "<=", 0.54, "cache_bytes", (AUTO,)),
+    _make_generate_goal(
+        "bytes of the cache over 16 bits", "<=", 0.54, "cache_bytes", (PAGED_AUTO,)
+    ),
     _make_latent_goal(16, 1 / 20),
     _make_latent_goal(128, 1 / 50),
     Goal("latent, time over absorbed bf16 in torch", "<=", 1.0, LATENT, "us", FORMATS, (ABSORBED,)),

@@ -2,6 +2,8 @@
 
 A step stores the latent of a token and attends to all latents. It includes everything between the
 projections of the hidden states. Rows whose name ends in " kernel" time attention to latents alone.
+
+Shapes: batch B, stored tokens N, query heads H of size D, latents R, RoPE parts P, output heads V.
 """
 
 import functools
@@ -27,21 +29,22 @@ from .record import Record
 from .shapes import BF16, Case, PageFormat, RunSizes
 from .stage import Stage, Step
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+# Latents and RoPE parts of tokens, `[B, 1, T, R]` and `[B, 1, T, P]`.
+Latents = tuple[torch.Tensor, torch.Tensor]
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add rows for steps with FP8PagedCache, in torch and with DynamicCache, and for kernels."""
-    cases, num_full = sizes.latent_cases, sizes.num_full_cases
-    for group in (cases[:num_full], cases[num_full:]):
+    all_cases, num_full = sizes.latent_cases, sizes.num_full_cases
+    for cases in (all_cases[:num_full], all_cases[num_full:]):
         # Steps come first, because goals are about steps and kernels may need compilation.
-        for case in group:
+        for case in cases:
             for fmt in sizes.layer_formats:
                 _measure_paged(record, case, fmt, backend)
-            if not record.stage.compiling:
+            if not record.stage.is_compiling:
                 _measure_absorbed(record, case)
                 _measure_stock(record, case)
-        for case in group:
+        for case in cases:
             for fmt in sizes.layer_formats:
                 name = f"{fmt.name} kernel"
                 measure_pages(record, sizes, backend, LATENT, case, fmt, name)
@@ -52,8 +55,8 @@ class LatentLayers:
 
     Attributes:
         modules: The attention module of each layer.
-        query: Query of a token, `[B, H, 1, N + P]`.
-        new_pair: Latent and RoPE part of a new token, `[B, 1, 1, R]` and `[B, 1, 1, P]`.
+        query: Query of a token, `[B, H, 1, D]`, before absorption.
+        new_latents: Latent and RoPE part of the new token.
         case: The case, with the scaling of the modules.
     """
 
@@ -67,41 +70,43 @@ class LatentLayers:
         dim = self.modules[0].qk_head_dim
         self.query = stage.randn(len(case.lengths), 1, heads.query, dim).transpose(1, 2)
         self.case = replace(case, scaling=self.modules[0].scaling)
-        self.new_pair = self.random_tokens(1)
+        self.new_latents = self.draw_latents(1)
 
-    def random_tokens(self, tokens: int) -> Pair:
-        """Return random latents and RoPE parts, `[B, 1, tokens, R]` and `[B, 1, tokens, P]`."""
-        heads, shape = self.case.heads, (len(self.case.lengths), 1, tokens)
+    def draw_latents(self, num_tokens: int) -> Latents:
+        """Return random latents and RoPE parts of `num_tokens` tokens of each sequence."""
+        heads, shape = self.case.heads, (len(self.case.lengths), 1, num_tokens)
         return self.stage.randn(*shape, heads.dim), self.stage.randn(*shape, heads.rope_dim)
 
     def fill(self, cache: Cache, attend: Callable[..., Any]) -> tuple[list[Step], list[Any]]:
-        """Fill a cache. Return a step of each layer, and a list of the last step's two handles."""
-        handles: list[Any] = []
+        """Fill a cache. Return a step of each layer, and a list that each step changes.
+
+        The list has the latents and RoPE parts that `cache.update` returned last. A paged cache
+        returns handles of its pages.
+        """
+        stored: list[Any] = []
 
         def step(module: Any) -> torch.Tensor:
-            handles[:] = cache.update(*self.new_pair, module.layer_idx)
-            states = module.expand_kv(*handles)
+            stored[:] = cache.update(*self.new_latents, module.layer_idx)
+            states = module.expand_kv(*stored)
             output, _ = attend(module, self.query, *states, None, scaling=module.scaling)
             return output  # type: ignore[no-any-return]
 
         for module in self.modules:
-            cache.update(*self.random_tokens(self.case.lengths[0] - 1), module.layer_idx)
-        return [functools.partial(step, module) for module in self.modules], handles
+            cache.update(*self.draw_latents(self.case.lengths[0] - 1), module.layer_idx)
+        return [functools.partial(step, module) for module in self.modules], stored
 
-    def relative_error(self, output: torch.Tensor, key: Any, value: Any) -> float:
-        """Return the relative error of the last layer's output.
+    def measure_error(self, output: torch.Tensor, latents: Any, rope_parts: Any) -> float:
+        """Return the relative error of the last layer's output, `[B, 1, H, V]`.
 
-        Args:
-            output: Output of the contender, `[B, 1, H, V]`.
-            key, value: Dense latents and RoPE parts, or handles of stored latents.
+        `latents` and `rope_parts` are dense, or handles of a paged cache.
         """
         # Projections in float32 add no error to the comparison with the reference.
         projections = _make_projections(self.modules[-1], torch.float32)
         query = projections.absorb(self.query.float())
-        if isinstance(key, PagedKV):
-            return check_output(output, query, pages_of(key), self.case, projections.value)
+        if isinstance(latents, PagedKV):
+            return check_output(output, query, pages_of(latents), self.case, projections.value)
         return check_dense_output(
-            output.transpose(1, 2), query, key, value, self.case, projections.value
+            output.transpose(1, 2), query, latents, rope_parts, self.case, projections.value
         )
 
 
@@ -114,14 +119,14 @@ def _measure_step(
     record: Record, case: Case, name: str, fmt: PageFormat,
     measure_steps: Callable[[LatentLayers], dict[str, Any]], buffer_bytes: int = 0,
 ) -> None:  # fmt: skip
-    """Add a row for a step, which reads `buffer_bytes` bytes, or by default the stored tokens."""
+    """Add a row for a step that uses `buffer_bytes` bytes, by default the bytes that it reads."""
     stage, heads = record.stage, case.heads
     # A step reads the stored tokens, and 128 + 128 rows of weights for each head.
-    num_bytes = case.bytes_read(fmt) + 2 * heads.query * 256 * heads.dim
-    num_layers = stage.count_buffers(buffer_bytes or int(num_bytes))
+    bytes_read = case.bytes_read(fmt) + 2 * heads.query * 256 * heads.dim
+    num_layers = stage.count_buffers(buffer_bytes or int(bytes_read))
 
     def measure_row() -> dict[str, Any]:
-        fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
+        fields = {"moved": bytes_read, **case.describe(), "layers": num_layers}
         return {**fields, **measure_steps(LatentLayers(stage, case, num_layers))}
 
     record.measure(LATENT, case, name, measure_row)
@@ -130,13 +135,13 @@ def _measure_step(
 def _measure_paged(record: Record, case: Case, fmt: PageFormat, backend: str) -> None:
     def measure_steps(layers: LatentLayers) -> dict[str, Any]:
         cache = FP8PagedCache(layers.modules[0].config, dtype=fmt.dtype, backend=backend)
-        steps, handles = layers.fill(cache, fp8_paged_attention)
+        steps, stored = layers.fill(cache, fp8_paged_attention)
         with poison_memory():
             for step in steps:
                 output = step()
         if not latent.reads_stored_latents(layers.modules[-1]):
             raise RuntimeError("expected attention to stored latents, got expanded K and V")
-        error, times = layers.relative_error(output, *handles), record.stage.time_steps(steps)
+        error, times = layers.measure_error(output, *stored), record.stage.time_steps(steps)
         return {**times, "error": error, "launches": record.stage.count_launches(steps)}
 
     _measure_step(record, case, fmt.name, fmt, measure_steps)
@@ -146,10 +151,10 @@ def _measure_stock(record: Record, case: Case) -> None:
     """Add a row for transformers' cache, whose latents the model expands in each step."""
 
     def measure_steps(layers: LatentLayers) -> dict[str, Any]:
-        steps, handles = layers.fill(DynamicCache(), sdpa_attention_forward)
+        steps, stored = layers.fill(DynamicCache(), sdpa_attention_forward)
         for step in steps:
             output = step()
-        error = layers.relative_error(output, *handles)
+        error = layers.measure_error(output, *stored)
         # `case.describe()` counts operations of the absorbed form, which this step does not use.
         return {**record.stage.time_steps(steps), "error": error, "flops": None}
 
@@ -163,24 +168,26 @@ def _measure_absorbed(record: Record, case: Case) -> None:
 
     def measure_steps(layers: LatentLayers) -> dict[str, Any]:
         length = case.lengths[0]
-        buffers = [torch.cat(layers.random_tokens(length), -1)[:, 0] for _ in layers.modules]
-        new_tokens = torch.cat(layers.new_pair, -1)[:, 0]
+        buffers = [torch.cat(layers.draw_latents(length), -1)[:, 0] for _ in layers.modules]
+        new_latents = torch.cat(layers.new_latents, -1)[:, 0]
         steps = [
-            functools.partial(absorb, module, layers.query, new_tokens, buffer)
+            functools.partial(attend_absorbed, module, layers.query, new_latents, buffer)
             for module, buffer in zip(layers.modules, buffers, strict=True)
         ]
         output = steps[-1]()
-        stored_pair = buffers[-1][:, None].split([case.heads.dim, case.heads.rope_dim], -1)
-        error = layers.relative_error(output, *stored_pair)
+        stored = buffers[-1][:, None].split([case.heads.dim, case.heads.rope_dim], -1)
+        error = layers.measure_error(output, *stored)
         return {"error": error, **record.stage.time_steps(steps)}
 
     _measure_step(record, case, ABSORBED, BF16, measure_steps)
 
 
-def absorb(module: Any, query: torch.Tensor, new_tokens: torch.Tensor, buffer: torch.Tensor) -> Any:
-    """Store tokens in the last slots of `buffer`, `[B, N, R + P]`, and attend to all tokens."""
-    buffer[:, -1:] = new_tokens
+def attend_absorbed(
+    module: Any, query: torch.Tensor, new_latents: torch.Tensor, buffer: torch.Tensor
+) -> torch.Tensor:
+    """Store latents in the last slot of `buffer`, `[B, N, R + P]`, and attend to all latents."""
+    buffer[:, -1:] = new_latents
     projections = _make_projections(module, buffer.dtype)
-    absorbed = projections.absorb(query * module.scaling)[:, :, 0]
-    weights = torch.bmm(absorbed, buffer.transpose(1, 2)).softmax(-1)
+    absorbed_query = projections.absorb(query * module.scaling)[:, :, 0]
+    weights = torch.bmm(absorbed_query, buffer.transpose(1, 2)).softmax(-1)
     return projections.expand(torch.bmm(weights, buffer[..., : module.kv_lora_rank])[:, None])

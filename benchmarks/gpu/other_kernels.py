@@ -1,4 +1,4 @@
-"""Measure vLLM's Triton kernel, if vLLM is installed or `VARIABLE` contains the kernel's path."""
+"""Measure vLLM's Triton kernel, if vLLM is installed or `PATH_VARIABLE` names its file."""
 
 import functools
 import inspect
@@ -16,14 +16,14 @@ from .pools import PAGE_SIZE, check_output
 from .record import Record
 from .shapes import Case, RunSizes
 from .stage import Stage
-from .vllm_file import VLLM_ATTENTION, load_vllm_attention
+from .vllm_file import ATTENTION_MODULE, load_vllm_attention
 
-# vLLM splits each sequence into `NUM_SPLITS` parts, unless a batch has `GRID_SIZE` programs.
-NUM_SPLITS, GRID_SIZE = 16, 128
+# vLLM splits each sequence into `NUM_SPLITS` parts, unless a batch has `MIN_GRID_SIZE` programs.
+NUM_SPLITS, MIN_GRID_SIZE = 16, 128
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-Pair = tuple[torch.Tensor, torch.Tensor]
+KVPair = tuple[torch.Tensor, torch.Tensor]
 # Function that attends to K and V of a layer, and returns the output, `[B, Hq, D]`.
-Attend = Callable[[Pair], torch.Tensor]
+Attend = Callable[[KVPair], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class VllmInputs:
     query: torch.Tensor  # `[B, Hq, D]`, bf16
     table: torch.Tensor  # pages of each sequence, `[B, M]`, int32
     lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
-    pools: list[Pair]  # K and V of each layer, `[P, S, H, D]`
-    scales: Pair | None  # scales of each token of K and V, `[P, S, H]`
+    pools: list[KVPair]  # K and V of each layer, `[P, S, H, D]`
+    scales: KVPair | None  # scales of each token of K and V, `[P, S, H]`
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class VllmKernel:
 def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
     """Add a row for each decode case and each format of pages."""
     try:
-        vllm = load_vllm_attention(VLLM_ATTENTION)
+        vllm = load_vllm_attention(ATTENTION_MODULE)
     except Exception as error:  # the import runs code of a different project
-        record.skip(f"{VLLM_ATTENTION}: {type(error).__name__}: {error}")
+        record.skip(f"{ATTENTION_MODULE}: {type(error).__name__}: {error}")
         return
     kernels = [VllmKernel("vllm triton e4m3", E4M3), VllmKernel("vllm triton bf16", BF16)]
     if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:
@@ -81,11 +81,11 @@ def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: VllmKernel) -
 
 def _make_inputs(stage: Stage, case: Case, kernel: VllmKernel, num_layers: int) -> VllmInputs:
     heads, lengths = case.heads, torch.tensor(case.lengths, dtype=torch.int32)
-    counts = -(-lengths // PAGE_SIZE)
-    order = torch.randperm(int(counts.sum())).int()
-    table = torch.nn.utils.rnn.pad_sequence(order.split(counts.tolist()), batch_first=True)
-    token_shape = (len(order), PAGE_SIZE, heads.kv)
-    pools: list[Pair] = []
+    page_counts = [-(-length // PAGE_SIZE) for length in case.lengths]
+    tables = torch.randperm(sum(page_counts)).int().split(page_counts)
+    table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+    token_shape = (sum(page_counts), PAGE_SIZE, heads.kv)
+    pools: list[KVPair] = []
     for _ in range(num_layers):
         k, v = (stage.randn(*token_shape, heads.dim).to(kernel.dtype) for _ in "kv")
         pools.append((k, v))
@@ -106,7 +106,7 @@ def _as_pages(inputs: VllmInputs) -> Pages:
 
 def _make_attend(vllm: Any, case: Case, inputs: VllmInputs) -> Attend:
     heads, device = case.heads, inputs.query.device
-    max_sequences = max(GRID_SIZE // heads.kv, 1)
+    max_sequences = max(MIN_GRID_SIZE // heads.kv, 1)
     partial_sums = torch.empty((max_sequences, heads.query, NUM_SPLITS, heads.dim), device=device)
     partial_max, partial_exp_sums = (torch.empty_like(partial_sums[..., 0]) for _ in range(2))
     unit_scale, out = torch.ones(1, device=device), torch.empty_like(inputs.query)
@@ -132,7 +132,7 @@ def _make_attend(vllm: Any, case: Case, inputs: VllmInputs) -> Attend:
     parameters = inspect.signature(vllm.unified_attention).parameters
     arguments = {name: value for name, value in arguments.items() if name in parameters}
 
-    def attend(pool: Pair) -> torch.Tensor:
+    def attend(pool: KVPair) -> torch.Tensor:
         vllm.unified_attention(k=pool[0], v=pool[1], **arguments)
         return out
 

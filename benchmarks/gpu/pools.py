@@ -22,26 +22,28 @@ PAGE_SIZE = 64
 MAX_CHECKED_TOKENS = 128
 # Maximum number of query heads of a KV head that are checked.
 MAX_CHECKED_HEADS = 16
-Pair = tuple[torch.Tensor, torch.Tensor]
+KVPair = tuple[torch.Tensor, torch.Tensor]
 
 
 @functools.lru_cache(maxsize=4)
 def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.device) -> Pages:
     """Return `num_pages` pages of normal random values, written by the reference."""
     v_dim, v_format = (heads.rope_dim, AUTO) if heads.rope_dim else (heads.dim, fmt.dtype)
-    tokens = num_pages * PAGE_SIZE
+    num_tokens = num_pages * PAGE_SIZE
 
     def make_side(
-        dim: int, dtype_name: str, ends: tuple[float, float], *shape: int
+        dim: int, format_name: str, factors: tuple[float, float], *shape: int
     ) -> tuple[StoredSide, torch.Tensor]:
-        dtype = torch.bfloat16 if dtype_name == AUTO else torch.uint8
+        """Return K or V without values. The factors are for static scales of the outer heads."""
+        dtype = torch.bfloat16 if format_name == AUTO else torch.uint8
         codes = torch.empty((num_pages, heads.kv, *shape), dtype=dtype, device=device)
-        scale = None
-        if fmt.is_static and dtype_name != AUTO:
+        scales = None
+        if fmt.is_static and format_name != AUTO:
             # Each head has a different scale. Normal random values reach about 5.
-            scale = 5.5 / FORMATS[dtype_name].max * torch.linspace(*ends, heads.kv, device=device)
-            scale = scale[:, None].expand(-1, dim).contiguous()
-        return StoredSide(scale, None, dtype_name, dim), codes
+            scale = 5.5 / FORMATS[format_name].max
+            scales = scale * torch.linspace(*factors, heads.kv, device=device)
+            scales = scales[:, None].expand(-1, dim).contiguous()
+        return StoredSide(scales, None, format_name, dim), codes
 
     k = make_side(heads.dim, fmt.dtype, (1, 1.5), PAGE_SIZE, heads.dim)
     v = make_side(v_dim, v_format, (1.5, 1), v_dim, PAGE_SIZE)
@@ -52,10 +54,10 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
     table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
     pages = pack_pages(*k, *v, scales, table)
     key, value = (
-        torch.randn(1, heads.kv, tokens, dim, dtype=torch.bfloat16, device=device)
+        torch.randn(1, heads.kv, num_tokens, dim, dtype=torch.bfloat16, device=device)
         for dim in (heads.dim, v_dim)
     )
-    reference.write(pages, key, value, torch.tensor([tokens], dtype=torch.int32, device=device))
+    reference.write(pages, key, value, torch.tensor([num_tokens], dtype=torch.int32, device=device))
     return pages
 
 
@@ -67,19 +69,19 @@ def make_layer_pages(
     The pages of a sequence are scattered over the pool, which has copies of `num_pages` pages.
     """
     sample = _make_sample(fmt, case.heads, num_pages, stage.device)
-    counts = [-(-length // PAGE_SIZE) for length in case.lengths]
-    order = torch.randperm(sum(counts), device=stage.device).int()
-    table = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
+    page_counts = [-(-length // PAGE_SIZE) for length in case.lengths]
+    tables = torch.randperm(sum(page_counts), device=stage.device).int().split(page_counts)
+    table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1)
     layer_pages = []
     for _ in range(num_layers):
-        sample_ids = torch.randint(0, num_pages, (len(order),), device=stage.device)
+        sample_ids = torch.randint(0, num_pages, (sum(page_counts),), device=stage.device)
         block = sample.block.index_select(0, sample_ids)
         pages = sample._replace(block=block, offsets=locate_pages([block]), table=table)
         layer_pages.append(pages)
     return layer_pages
 
 
-def make_dense(stage: Stage, case: Case, num_layers: int) -> list[Pair]:
+def make_dense(stage: Stage, case: Case, num_layers: int) -> list[KVPair]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
     If the lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
@@ -91,7 +93,7 @@ def make_dense(stage: Stage, case: Case, num_layers: int) -> list[Pair]:
     return [(stage.randn(*shape), stage.randn(*shape)) for shape in shapes]
 
 
-def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+def compute_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest relative RMS error of a sequence, infinite if a value is not finite."""
     axes = tuple(range(1, output.ndim))
     output, expected = output.double(), expected.double()
@@ -118,39 +120,40 @@ def check_output(
     """
     if not bool(output.isfinite().all()):
         return float("inf")
-    batch, heads, tokens = len(case.lengths), case.heads, case.new_tokens
-    longest = max(range(batch), key=lambda b: case.lengths[b])
+    batch, heads, new_tokens = len(case.lengths), case.heads, case.new_tokens
+    longest = max(range(batch), key=lambda sequence: case.lengths[sequence])
     heads_per_kv = heads.query // heads.kv
     group_size = heads_per_kv
     if heads_per_kv > MAX_CHECKED_HEADS:
         group_size = math.gcd(heads_per_kv, MAX_CHECKED_HEADS)
-    num_head_groups = heads.query // group_size
-    samples = {(0, 0), (batch - 1, num_head_groups - 1), (longest, num_head_groups // 2)}
-    samples.add((random.randrange(batch), random.randrange(num_head_groups)))
+    num_groups = heads.query // group_size
+    samples = {(0, 0), (batch - 1, num_groups - 1), (longest, num_groups // 2)}
+    samples.add((random.randrange(batch), random.randrange(num_groups)))
     max_error = 0.0
-    for b, head_group in samples:
-        rows = slice(head_group * group_size, (head_group + 1) * group_size)
-        head_pages = _select_head(pages, b, rows.start // heads_per_kv)
-        count = min(tokens, MAX_CHECKED_TOKENS)
-        for start, stop in {(0, count), (tokens - count, tokens)}:
+    for sequence, group in samples:
+        row = slice(sequence, sequence + 1)
+        head_slice = slice(group * group_size, (group + 1) * group_size)
+        head_pages = _select_head(pages, sequence, head_slice.start // heads_per_kv)
+        num_checked = min(new_tokens, MAX_CHECKED_TOKENS)
+        for start, stop in {(0, num_checked), (new_tokens - num_checked, new_tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
-            length = case.lengths[b] - tokens + stop
+            length = case.lengths[sequence] - new_tokens + stop
             spec = case.attention_spec()
             if case.padding:
-                position = torch.arange(length, device=query.device)
-                spec = spec._replace(mask=(position >= case.padding[b])[None, None, None])
+                positions = torch.arange(length, device=query.device)
+                spec = spec._replace(mask=(positions >= case.padding[sequence])[None, None, None])
             lengths = torch.tensor([length], dtype=torch.int32, device=query.device)
-            expected = reference.attend(
-                query[b : b + 1, rows, start:stop], head_pages, lengths, 0, length, spec
-            )
+            checked_query = query[row, head_slice, start:stop]
+            expected = reference.attend(checked_query, head_pages, lengths, 0, length, spec)
             if projection is not None:
-                expected = torch.einsum("bthr,hvr->bthv", expected, projection[rows])
-            error = relative_error(output[b : b + 1, start:stop, rows], expected)
+                expected = torch.einsum("bthr,hvr->bthv", expected, projection[head_slice])
+            error = compute_error(output[row, start:stop, head_slice], expected)
             max_error = max(max_error, error)
     return max_error
 
 
 def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
+    """Return a copy of the pages of one sequence and one KV head."""
     head_slice = slice(head, head + 1)
     k, v = (
         side._replace(
@@ -162,9 +165,10 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
         for side in (pages.k, pages.v)
     )
     num_pages = pages.table.shape[1]
-    rows = read_rows(pages._replace(table=pages.table[sequence : sequence + 1]), 0, num_pages)
-    regions = {name: region[:, head_slice] for name, region in pages.layout.split(rows).items()}
-    table = torch.arange(num_pages, dtype=torch.int32, device=rows.device)[None]
+    page_bytes = read_rows(pages._replace(table=pages.table[sequence : sequence + 1]), 0, num_pages)
+    all_regions = pages.layout.split(page_bytes)
+    regions = {name: region[:, head_slice] for name, region in all_regions.items()}
+    table = torch.arange(num_pages, dtype=torch.int32, device=page_bytes.device)[None]
     return pack_pages(k, regions["k"], v, regions["v"], regions.get("token_scales"), table)
 
 
@@ -177,8 +181,8 @@ def check_dense_output(
         StoredSide(None, None, AUTO, k.shape[3]), k, StoredSide(None, None, AUTO, v.shape[3]),
         v.transpose(2, 3), None, torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
     )  # fmt: skip
-    stored = replace(case, lengths=(k.shape[2],) * len(k))
-    return check_output(output.transpose(1, 2), query, pages, stored, projection)
+    dense_case = replace(case, lengths=(k.shape[2],) * len(k))
+    return check_output(output.transpose(1, 2), query, pages, dense_case, projection)
 
 
 @contextmanager

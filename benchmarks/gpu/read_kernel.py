@@ -7,28 +7,31 @@ import triton.language as tl
 from hf_fp8kv.ops.triton.target import launch
 
 
-def read_all(source: torch.Tensor, programs: int, block: int, loads: int) -> torch.Tensor:
-    """Return the maximum lane of each program after an XOR of its values in `block` lanes.
+def read_all(
+    source: torch.Tensor, num_programs: int, block_size: int, num_loads: int
+) -> torch.Tensor:
+    """XOR the elements of each program into `block_size` lanes, and return the largest lanes.
 
-    `source` is `[n]`, int32. Each iteration issues `loads` independent loads of `block` elements.
-    Elements after the last full iteration are not read. The result, `[programs]`, only prevents the
-    compiler from removing the loads.
+    `source` is `[n]`, int32. Each iteration issues `num_loads` independent loads of `block_size`
+    elements. Elements after the last full iteration are not read. The result, `[num_programs]`,
+    only prevents the compiler from removing the loads.
     """
-    out = torch.empty((programs,), dtype=torch.int32, device=source.device)
-    iterations = source.numel() // (programs * block * loads)
-    launch(_read, (programs,), source, out, iterations, BLOCK=block, LOADS=loads, num_warps=8)
+    out = torch.empty((num_programs,), dtype=torch.int32, device=source.device)
+    num_iterations = source.numel() // (num_programs * block_size * num_loads)
+    constants = {"BLOCK_SIZE": block_size, "NUM_LOADS": num_loads}
+    launch(_read, (num_programs,), source, out, num_iterations, **constants, num_warps=8)
     return out
 
 
 @triton.jit
-def _read(source_ptr, out_ptr, iterations, BLOCK: tl.constexpr, LOADS: tl.constexpr):
-    """Store one result for each program of a one-dimensional grid."""
+def _read(source_ptr, out_ptr, num_iterations, BLOCK_SIZE: tl.constexpr, NUM_LOADS: tl.constexpr):
+    """Store the largest lane of each program of a one-dimensional grid."""
     program = tl.program_id(0).to(tl.int64)
-    start = program * iterations * (BLOCK * LOADS)
-    lanes = tl.arange(0, BLOCK)
-    xor = tl.zeros([BLOCK], tl.int32)
-    for _ in range(iterations):
-        for i in tl.static_range(LOADS):
-            xor ^= tl.load(source_ptr + start + i * BLOCK + lanes)
-        start += BLOCK * LOADS
+    start = program * num_iterations * (BLOCK_SIZE * NUM_LOADS)
+    lanes = tl.arange(0, BLOCK_SIZE)
+    xor = tl.zeros([BLOCK_SIZE], tl.int32)
+    for _ in range(num_iterations):
+        for i in tl.static_range(NUM_LOADS):
+            xor ^= tl.load(source_ptr + start + i * BLOCK_SIZE + lanes)
+        start += BLOCK_SIZE * NUM_LOADS
     tl.store(out_ptr + program, tl.max(xor, 0))

@@ -27,10 +27,11 @@ class Record:
 
     Attributes:
         rows: All rows so far.
-        skipped: Rows that the current section did not measure, with reasons.
+        skipped: Messages about rows that the current section did not measure.
         report: Function that is called with progress messages.
 
     With the shard `(index, count)`, only every `count`-th row is measured, from row `index` on.
+    `save` is called after each measured row.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class Record:
         """Return the remaining seconds of the section."""
         return self._deadline - time.perf_counter()
 
-    def skip(self, row: str) -> None:
-        """Record a row that is not measured, and report it."""
-        self.skipped.append(row)
-        self.report(f"skipped: {row}")
+    def skip(self, message: str) -> None:
+        """Record a row that is not measured. The message names the row, and ends in the reason."""
+        self.skipped.append(message)
+        self.report(f"skipped: {message}")
 
     def measure(self, section: str, case: object, name: str, measure_row: MeasureRow) -> Row | None:
-        """Add a row with the result of `measure_row` or with its error, and return the row.
+        """Add a row with the fields of `measure_row` or with its error, and return the row.
 
-        The result is None, and the row is skipped, if the section has less time than the
-        contender's fastest row took, or if the device has too little memory. It is also None if
-        the row belongs to the shard of a different process.
+        Skip the row and return None if the section has less time than the contender's fastest row
+        took, or if the device has too little memory. Also return None if the row belongs to the
+        shard of a different process.
 
         Raises:
             DeviceLost: The device refuses further work.
@@ -108,13 +109,9 @@ class Record:
             raise DeviceLost(f"lost the device: {label}: {device_error}") from device_error
         return row
 
-    def find(self, section: str, **fields: Any) -> list[Row]:
-        """Return the rows of a section that have these fields and did not fail."""
-        return find_rows(self.rows, section, **fields)
-
 
 def complete(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with `ceilings`, `goals`, and the bandwidth and the rate of each row."""
+    """Return a copy with `ceilings`, `goals`, and the rates of each row and their shares."""
     rows = [dict(row) for row in result["rows"]]
     for row in rows:
         for amount, rate, scale in (("moved", "gb_per_s", 1e3), ("flops", "tflops", 1e6)):
@@ -122,8 +119,8 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
                 row[rate] = row[amount] / row["us"] / scale
     ceilings: dict[str, float | None] = {}
     for case, rate in (("copy", "gb_per_s"), ("read", "gb_per_s"), ("matmul", "tflops")):
-        rates = [row[rate] for row in find_rows(rows, "ceilings", case=case) if rate in row]
-        ceilings[f"{case}_{rate}"] = ceiling = max(rates, default=None)
+        values = [row[rate] for row in find_rows(rows, "ceilings", case=case) if rate in row]
+        ceilings[f"{case}_{rate}"] = ceiling = max(values, default=None)
         for row in rows:
             if row["section"] != "ceilings" and rate in row and ceiling:
                 row[f"of_{case}"] = row[rate] / ceiling
@@ -134,6 +131,7 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
 def summarize(result: dict[str, Any]) -> dict[str, Any]:
     """Return a summary of a result that fits on one line of JSON."""
     titles_by_state: dict[str, list[str]] = {}
+    sections = result["sections"]
     for goal in result["goals"]:
         titles_by_state.setdefault(goal["state"], []).append(goal["what"])
     worst_values = {goal["what"]: goal["worst"] for goal in result["goals"]}
@@ -145,6 +143,6 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
         "missed": titles_by_state.get(MISSED, []),
         "not measured": titles_by_state.get(UNKNOWN, []),
         "failed": sum("failed" in row for row in result["rows"]),
-        "errors": [section["name"] for section in result["sections"] if section["error"]],
-        "unfinished": [s["name"] for s in result["sections"] if s["seconds"] is None],
+        "errors": [section["name"] for section in sections if section["error"]],
+        "unfinished": [section["name"] for section in sections if section["seconds"] is None],
     }

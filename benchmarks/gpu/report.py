@@ -47,54 +47,54 @@ def format_tables(result: dict[str, Any]) -> RenderableType:
     if experiment_rows := [row for row in result["rows"] if "parameters" in row]:
         tables.append(_make_experiment_table(experiment_rows))
     rates = {name: format_number(rate) for name, rate in result["ceilings"].items()}
-    text = (
+    device_line = (
         f"{result['hardware'].get('gpu', result['settings']['device'])}: reads "
         f"{rates['read_gb_per_s']} GB/s, copies {rates['copy_gb_per_s']} GB/s (read and written), "
         f"bf16 matmul {rates['matmul_tflops']} TFLOP/s, all measured in this run, {result['date']}"
     )
     if result["settings"]["dry"]:
-        text = "DRY RUN: tiny shapes, nothing here is a measurement. " + text
-    return Group(*tables, _format_problems(result), *_format_goals(result), Text(text))
+        device_line = f"DRY RUN: tiny shapes, nothing here is a measurement. {device_line}"
+    return Group(*tables, _format_problems(result), *_format_goals(result), Text(device_line))
 
 
 def _format_cell(row: Row | None, fields: tuple[str, ...]) -> str:
     """Return the `fields` of a row in the units of `FIELD_LABELS`, separated by spaces."""
     if row is None or "failed" in row:
         return "" if row is None else "failed"
-    texts = []
+    values = []
     for field in fields:
         value = row.get(field)
         if value is not None and field.startswith("of_"):
-            texts.append(f"{100 * value:.0f}%")
+            values.append(f"{100 * value:.0f}%")
         elif value is not None and field.endswith("_bytes"):
-            texts.append(f"{value / 2**30:.2f}")
+            values.append(f"{value / 2**30:.2f}")
         elif value is not None and field == "planned_tokens":
-            texts.append(f"{value // 1000}k")
+            values.append(f"{value // 1000}k")
         else:
-            texts.append(format_number(value))
-    return " ".join(texts)
+            values.append(format_number(value))
+    return " ".join(values)
 
 
 def _make_tables(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
     """Return tables with a row for each case, and a column for each of `MAX_COLUMNS` contenders."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    cells = {(row["case"], row["name"]): row for row in rows}
+    all_names = list(dict.fromkeys(row["name"] for row in rows))
+    rows_by_key = {(row["case"], row["name"]): row for row in rows}
     tables = []
-    for start in range(0, len(names), MAX_COLUMNS):
-        columns = names[start : start + MAX_COLUMNS]
-        body = [
-            [case, *(_format_cell(cells.get((case, name)), fields) for name in columns)]
+    for start in range(0, len(all_names), MAX_COLUMNS):
+        names = all_names[start : start + MAX_COLUMNS]
+        lines = [
+            [case, *(_format_cell(rows_by_key.get((case, name)), fields) for name in names)]
             for case in dict.fromkeys(row["case"] for row in rows)
-            if any((case, name) in cells for name in columns)
+            if any((case, name) in rows_by_key for name in names)
         ]
-        headings = [name.replace(" ", "\n") for name in columns]
-        tables.append(_make_table(f"{title} (more)" if start else title, ["", *headings], body))
+        headings = [name.replace(" ", "\n") for name in names]
+        tables.append(_make_table(f"{title} (more)" if start else title, ["", *headings], lines))
     return tables
 
 
 def _make_experiment_table(rows: list[Row]) -> Table:
     """Return a table of the default and the best launch parameters of each case and format."""
-    body = []
+    lines = []
     for key in dict.fromkeys((row["case"], row["kind"]) for row in rows):
         case_rows = [row for row in rows if (row["case"], row["kind"]) == key]
         good_rows = [row for row in case_rows if "failed" not in row]
@@ -102,16 +102,17 @@ def _make_experiment_table(rows: list[Row]) -> Table:
             default = next((row for row in good_rows if not row["parameters"]), None)
             best = min(good_rows, key=lambda row: float(row["us"]))
             times = (_format_cell(row, ("us", "of_read")) for row in (default, best))
-            body.append([*key, *times, best["name"].split(": ")[1], str(len(good_rows))])
-    columns = ["", "stored as", "default", "best", "best parameters", "attempts"]
+            _, _, best_parameters = best["name"].partition(": ")
+            lines.append([*key, *times, best_parameters, str(len(good_rows))])
+    headings = ["", "stored as", "default", "best", "best parameters", "attempts"]
     title = "launch parameters of decode: us, share of the read bandwidth"
-    return _make_table(title, columns, body)
+    return _make_table(title, headings, lines)
 
 
-def _make_table(title: str, columns: list[str], body: list[list[str]]) -> Table:
-    alignments = {name: "left" if index == 0 else "right" for index, name in enumerate(columns)}
+def _make_table(title: str, headings: list[str], lines: list[list[str]]) -> Table:
+    alignments = {name: "left" if index == 0 else "right" for index, name in enumerate(headings)}
     return build_table(
-        alignments, body, title=f"\n{title}", title_justify="left", pad_edge=False,
+        alignments, lines, title=f"\n{title}", title_justify="left", pad_edge=False,
         box=SIMPLE_HEAD, show_edge=False,
     )  # fmt: skip
 
@@ -126,18 +127,20 @@ def _format_problems(result: dict[str, Any]) -> Text:
     if len(lines) > MAX_FAILURES:
         lines[MAX_FAILURES:] = [f"... {len(lines) - MAX_FAILURES} more in the JSON"]
     noted_rows = [row for row in result["rows"] if "note" in row]
-    lines += dict.fromkeys(f"note: {x['section']}, {x['name']}: {x['note']}" for x in noted_rows)
+    notes = (f"note: {row['section']}, {row['name']}: {row['note']}" for row in noted_rows)
+    lines += dict.fromkeys(notes)  # the same note of several cases is listed once
     for section in result["sections"]:
         if section["error"]:
             lines.append(f"section {section['name']} ended early: {section['error'][-500:]}")
         elif section["seconds"] is None:
             lines.append(f"section {section['name']} is missing or incomplete: the run ended")
         # List each reason once, with its first case.
-        reasons = Counter(text.rpartition(": ")[2] for text in section["skipped"])
-        for reason, count in reasons.items():
-            first_text = next(text for text in section["skipped"] if text.endswith(reason))
+        messages = section["skipped"]
+        reason_counts = Counter(message.rpartition(": ")[2] for message in messages)
+        for reason, count in reason_counts.items():
+            first_message = next(message for message in messages if message.endswith(reason))
             suffix = f" (and {count - 1} more in the JSON)" if count > 1 else ""
-            lines.append(f"not measured: {first_text}{suffix}")
+            lines.append(f"not measured: {first_message}{suffix}")
     return Text("\n".join(lines))
 
 
@@ -148,7 +151,7 @@ def _format_worst_case(goal: dict[str, Any]) -> str:
 
 def _format_goals(result: dict[str, Any]) -> tuple[Table, Text]:
     """Return a table of the goals, and lines with the reasons for their states."""
-    body = [
+    lines = [
         [
             goal["what"], f"{goal['sign']} {goal['bound']:g}", format_number(goal["worst"]),
             _format_worst_case(goal), format_number(goal["best"]), str(goal["cases"]),
@@ -156,10 +159,12 @@ def _format_goals(result: dict[str, Any]) -> tuple[Table, Text]:
         ]
         for goal in result["goals"]
     ]  # fmt: skip
-    columns = ["", "goal", "worst", "worst case", "best", "cases", "state"]
-    reasons: dict[str, list[str]] = {}
+    headings = ["", "goal", "worst", "worst case", "best", "cases", "state"]
+    table = _make_table("goals, judged by the worst case", headings, lines)
+    titles_by_reason: dict[str, list[str]] = {}
     for goal in result["goals"]:
         if goal["why"]:
-            reasons.setdefault(f"{goal['state']}, {goal['why']}", []).append(goal["what"])
-    lines = [f"{reason}: {', '.join(names)}" for reason, names in reasons.items()]
-    return _make_table("goals, judged by the worst case", columns, body), Text("\n".join(lines))
+            reason = f"{goal['state']}, {goal['why']}"
+            titles_by_reason.setdefault(reason, []).append(goal["what"])
+    reasons = [f"{reason}: {', '.join(titles)}" for reason, titles in titles_by_reason.items()]
+    return table, Text("\n".join(reasons))

@@ -29,10 +29,8 @@ from .shapes import RunSizes, ServingLoad
 PLANNED_GIB = 40
 # K and V of a random model have magnitudes of about 1, so the exact scale hardly matters.
 SCALE = 0.02
-# Seconds that an engine may run past the end of the section.
-MAX_DELAY_SECONDS = 10
-# Seconds that an engine gets to stop.
-STOP_SECONDS = 10
+# Time that an engine may run past the end of the section, and time that it gets to stop.
+MAX_DELAY_SECONDS, STOP_SECONDS = 10, 10
 
 
 @dataclass(frozen=True)
@@ -150,21 +148,20 @@ def _wait_for_answers(
     manager.add_requests(prompts, max_new_tokens=new_tokens)
     num_pending = len(prompts)
     while num_pending:
-        result = manager.get_result(timeout=1)
-        if result is None:
-            timed_out = record.seconds_left() < -MAX_DELAY_SECONDS
-            if timed_out or not manager.is_running():
+        answer = manager.get_result(timeout=1)
+        if answer is None:
+            is_late = record.seconds_left() < -MAX_DELAY_SECONDS
+            if is_late or not manager.is_running():
                 manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
-                raise RuntimeError("time limit exceeded" if timed_out else "the engine stopped")
+                raise RuntimeError("time limit exceeded" if is_late else "the engine stopped")
             continue
-        if result.error is not None:
-            raise RuntimeError(result.error)
-        if result.is_finished():
+        if answer.error is not None:
+            raise RuntimeError(answer.error)
+        if answer.is_finished():
             num_pending -= 1
-            if len(result.generated_tokens) != new_tokens:
-                raise RuntimeError(
-                    f"expected {new_tokens} tokens, got {len(result.generated_tokens)}"
-                )
+            num_tokens = len(answer.generated_tokens)
+            if num_tokens != new_tokens:
+                raise RuntimeError(f"expected {new_tokens} tokens, got {num_tokens}")
 
 
 def _plan_engine_tokens(model: Any, engine: _Engine) -> int:

@@ -1,6 +1,7 @@
 """Define the cases of the GPU benchmark, at full size and for a dry run."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from hf_fp8kv.formats import AUTO, DISTINCT
 from hf_fp8kv.ops import AttentionSpec
@@ -9,16 +10,16 @@ from hf_fp8kv.ops.visibility import find_first_visible
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one layer."""
+    """Numbers and sizes of the heads of one layer."""
 
-    query: int
-    kv: int
-    dim: int
+    query: int  # number of query heads
+    kv: int  # number of KV heads
+    dim: int  # size of a head, or of a latent
     rope_dim: int = 0  # size of the 16-bit RoPE part next to a latent (MLA), 0 without latents
 
     @property
     def query_dim(self) -> int:
-        """Size of a query."""
+        """Size of the query of a head."""
         return self.dim + self.rope_dim
 
     def bytes_per_token(self, fmt: "PageFormat") -> float:
@@ -44,7 +45,7 @@ class PageFormat:
         return self.is_static or self.dtype in _E3M4_VARIANTS
 
     def bytes_per_value(self, dim: int) -> float:
-        """Return the bytes that are read for a value of K or V, including a part of its scale."""
+        """Return the bytes that are read for a value of K or V, with its share of a scale."""
         if self.dtype == AUTO:
             return 2.0
         return 1.0 if self.is_static else 1.0 + 2.0 / dim
@@ -53,13 +54,13 @@ class PageFormat:
 BF16 = PageFormat("bf16 pages", AUTO)
 # The instructions that decode E3M4 also decode these formats, with other shift counts.
 _E3M4_VARIANTS = ("fp8_e2m5", "int8")
-# Whether scales are static, for each measurement of a format. All other formats are dynamic.
-_SCALE_MODES = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
+# Values of `is_static` with which a format is measured. All other formats have dynamic scales.
+_STATIC_FLAGS = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 PAGE_FORMATS = (
     *(
-        PageFormat(codec.name.removeprefix("fp8_") + " static" * static, codec.name, static)
+        PageFormat(codec.name.removeprefix("fp8_") + " static" * is_static, codec.name, is_static)
         for codec in DISTINCT
-        for static in _SCALE_MODES.get(codec.name, (False,))
+        for is_static in _STATIC_FLAGS.get(codec.name, (False,))
     ),
     BF16,
 )
@@ -74,8 +75,8 @@ class Case:
     lengths: tuple[int, ...]  # stored tokens of each sequence, including the new tokens
     heads: Heads = Heads(32, 8, 128)
     new_tokens: int = 1  # new tokens of each sequence
-    window: int = 0
-    softcap: float = 0.0
+    window: int = 0  # tokens that a query attends to, 0 for all
+    softcap: float = 0.0  # bound of the logits, 0 for none
     label: str = ""  # name in rows, by default the batch size and the length
     padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence
     scaling: float = 0.0  # factor of the logits, 0 for `query_dim**-0.5`
@@ -100,15 +101,15 @@ class Case:
     def flops(self) -> int:
         """Floating-point operations of the two matrix products, over visible tokens only."""
         if self.window:
-            pairs = sum(self.new_tokens * min(n, self.window) for n in self.lengths)
+            num_pairs = sum(self.new_tokens * min(n, self.window) for n in self.lengths)
         else:
-            hidden_pairs = self.new_tokens * (self.new_tokens - 1) // 2
+            num_hidden = self.new_tokens * (self.new_tokens - 1) // 2
             stored_tokens = sum(self.lengths) - sum(self.padding)
-            pairs = self.new_tokens * stored_tokens - hidden_pairs * len(self.lengths)
-        return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * pairs
+            num_pairs = self.new_tokens * stored_tokens - num_hidden * len(self.lengths)
+        return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * num_pairs
 
     def bytes_read(self, fmt: PageFormat) -> float:
-        """Return the number of bytes of K and V that are read."""
+        """Return the bytes of K and V that are read, including their scales."""
         return self.tokens_read * self.heads.bytes_per_token(fmt)
 
     def describe(self) -> dict[str, int]:
@@ -116,7 +117,7 @@ class Case:
         return {"flops": self.flops, "batch": len(self.lengths), "read": self.tokens_read}
 
     def pad_left(self) -> "Case":
-        """Return the case with up to half of each sequence hidden, like prompts of one batch."""
+        """Return the case with left padding of up to half of each sequence, as in a batch."""
         batch = len(self.lengths)
         padding = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
         return replace(self, label=str(self), padding=tuple(padding))
@@ -129,9 +130,9 @@ class Case:
         )  # fmt: skip
 
 
-def format_tokens(tokens: int) -> str:
+def format_tokens(num_tokens: int) -> str:
     """Return a short string for a number of tokens, for example "32k"."""
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+    return f"{num_tokens // 1024}k" if num_tokens % 1024 == 0 else str(num_tokens)
 
 
 @dataclass(frozen=True)
@@ -170,14 +171,14 @@ class RunSizes(ModelShape):
     written_tokens: int  # tokens of a prompt that is written
     extend_shapes: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
     latent_cases: tuple[Case, ...]  # steps over latents
-    generate_shapes: tuple[tuple[int, int], ...]  # batch and context, the most important first
+    generate_shapes: tuple[tuple[int, int], ...]  # batch and context, most important first
     prompt_tokens: int  # tokens of the prompt of a first call
     offloaded_shapes: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
     timed_tokens: tuple[int, int]  # new tokens of an eager and of a compiled run
     warmup_tokens: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
     serving: ServingLoad
-    num_pages: int  # number of different random pages
-    weights: dict[str, float]  # relative time of each section
+    num_pages: int  # random pages, of which pools contain copies
+    time_weights: dict[str, float]  # relative time of each section
 
 
 # The cases on which goals depend come first, because the time may run out.
@@ -220,13 +221,13 @@ FULL = RunSizes(
         Case(_LONG_LENGTHS, softcap=50.0, label="4 x 32k, softcap"),
     ),
     write_batches=(1, 4, 16, 64), written_tokens=8192,
-    extend_shapes=tuple((past, new) for past in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
+    extend_shapes=tuple(product((8192, 0, 32768), (2048, 512, 64, 8192))),
     num_layers=32, hidden_size=4096, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
     timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded_shapes=((1, 32768), (1, 131072)),
     serving=ServingLoad(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256,
                         8192), num_pages=64,
-    weights={
+    time_weights={
         "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 17,
         "end to end": 76, "offloaded": 6, "others": 3, "other kernels": 1, "serving": 5,
     },
@@ -250,7 +251,7 @@ TINY = replace(
     generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
     timed_tokens=(3, 3), warmup_tokens=(2, 2), num_pages=4,
     serving=ServingLoad(2, 32, 64, _SMALL_HEADS, (3,), (3, 20), 3, 2, 8, 32),
-    weights=dict.fromkeys(FULL.weights, 120.0),
+    time_weights=dict.fromkeys(FULL.time_weights, 120.0),
 )  # fmt: skip
 
 # Maximum number of stored tokens for compilation. More tokens use the same kernels.
@@ -268,10 +269,10 @@ def shorten_sizes(sizes: RunSizes) -> RunSizes:
         return tuple(dict.fromkeys(short_cases))
 
     decode_cases = shorten_cases(sizes.decode_cases)
-    shapes = dict.fromkeys((min(past, _COMPILED_TOKENS), new) for past, new in sizes.extend_shapes)
+    shapes = ((min(stored, _COMPILED_TOKENS), new) for stored, new in sizes.extend_shapes)
     return replace(
         sizes, decode_cases=decode_cases, padded_cases=(str(decode_cases[0]),), num_full_cases=1,
         layer_cases=shorten_cases(sizes.layer_cases), write_batches=sizes.write_batches[:1],
-        latent_cases=shorten_cases(sizes.latent_cases), extend_shapes=tuple(shapes),
+        latent_cases=shorten_cases(sizes.latent_cases), extend_shapes=tuple(dict.fromkeys(shapes)),
         other_cases=shorten_cases(sizes.other_cases),
     )  # fmt: skip

@@ -20,16 +20,16 @@ MAX_GRAPH_CALLS = 512
 
 
 class Stage:
-    """A device under test. With `dry`, shapes are tiny, and times are meaningless.
+    """A device under test. With `is_dry`, shapes are tiny, and times are meaningless.
 
-    With `compiling`, a step is called once and not timed, and sections omit baselines.
+    With `is_compiling`, a step is called once and not timed, and sections omit baselines.
     """
 
     def __init__(
-        self, device: str | torch.device, *, dry: bool = False, compiling: bool = False
+        self, device: str | torch.device, *, is_dry: bool = False, is_compiling: bool = False
     ) -> None:
         self.device = torch.device(device)
-        self.dry, self.compiling = dry, compiling
+        self.is_dry, self.is_compiling = is_dry, is_compiling
 
     @property
     def is_gpu(self) -> bool:
@@ -84,18 +84,18 @@ class Stage:
             return True
         return False
 
-    def count_buffers(self, size: int) -> int:
-        """Return the number of buffers of `size` bytes that fill four times the device's cache."""
-        if self.dry or self.compiling:
-            return 1 if self.compiling else 2
-        return max(1, min(-(-4 * self.cache_bytes // max(size, 1)), 256))
+    def count_buffers(self, buffer_bytes: int) -> int:
+        """Return the number of buffers that fill four times the device's cache, at most 256."""
+        if self.is_dry or self.is_compiling:
+            return 1 if self.is_compiling else 2
+        return max(1, min(-(-4 * self.cache_bytes // max(buffer_bytes, 1)), 256))
 
     def count_launches(self, steps: Sequence[Step]) -> float | None:
         """Return the average number of kernels, copies and fills of a step, or None on a CPU.
 
         All steps run, because the first layer of a model's step also makes the mask.
         """
-        if not self.is_gpu or self.compiling:
+        if not self.is_gpu or self.is_compiling:
             return None
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
@@ -108,11 +108,11 @@ class Stage:
         num_events = sum(event.device_type == DeviceType.CUDA for event in profiler.events() or ())
         return num_events / len(steps) or None
 
-    def time_steps(self, steps: Sequence[Step], *, eager: bool = False) -> dict[str, Any]:
+    def time_steps(self, steps: Sequence[Step], *, is_eager: bool = False) -> dict[str, Any]:
         """Return the time of one of `steps` in us. The steps do equal work, and run alternately.
 
         The result has the median (`us`), the quartiles (`low`, `high`), the `calls` in one replay,
-        and a `note` if no graph could be captured. With `eager`, Python makes each call.
+        and a `note` if no graph could be captured. With `is_eager`, Python makes each call.
         """
         # `triton.testing.do_bench_cudagraph` calls a step dozens of times before it captures it. By
         # then, a growing cache needs a new page, which no graph can allocate.
@@ -122,7 +122,7 @@ class Stage:
                 for step in steps:
                     step()
 
-        if self.compiling:
+        if self.is_compiling:
             steps[0]()
             self.synchronize()
             return {}
@@ -131,7 +131,7 @@ class Stage:
             run()
             return _summarize_times([1e6 * (time.perf_counter() - start)], len(steps))
         note_fields = {}
-        if not eager:
+        if not is_eager:
             try:
                 replay, num_rounds = _capture_graph(run, len(steps))
                 return _time_replays(replay, num_rounds * len(steps))
@@ -170,16 +170,16 @@ def _time_replays(run: Step, num_calls: int) -> dict[str, Any]:
 
 def _time_runs(run: Step, num_runs: int) -> list[float]:
     """Return the times of `num_runs` runs, in microseconds."""
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_runs)]
-    for start, end in pairs:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_runs)]
+    for start, end in events:
         start.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return [1e3 * max(start.elapsed_time(end), 1e-3) for start, end in pairs]
+    return [1e3 * max(start.elapsed_time(end), 1e-3) for start, end in events]
 
 
-def _summarize_times(run_times: list[float], num_calls: int) -> dict[str, Any]:
-    us, low, high = compute_quartiles([total / num_calls for total in run_times])
+def _summarize_times(run_us: list[float], num_calls: int) -> dict[str, Any]:
+    us, low, high = compute_quartiles([total_us / num_calls for total_us in run_us])
     return {"us": us, "low": us if low is None else low, "high": us if high is None else high,
             "calls": num_calls}  # fmt: skip

@@ -54,11 +54,11 @@ def run_suite(
     *,
     device: str = "cuda",
     backend: str = "triton",
-    dry: bool = False,
+    is_dry: bool = False,
     sections: Sequence[str] = tuple(SECTIONS),
     seconds: float = 210.0,
-    processes: int = 0,
-    save: Path | None = None,
+    num_processes: int = 0,
+    json_path: Path | None = None,
     progress: Callable[[str], None] = lambda _message: None,
 ) -> dict[str, Any]:
     """Measure the sections, and return a result that can be written as JSON.
@@ -66,20 +66,20 @@ def run_suite(
     Args:
         device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
-        dry: Whether to run all sections untimed on tiny shapes, on any machine.
+        is_dry: Whether to run all sections untimed on tiny shapes, on any machine.
         sections: Names from `SECTIONS` and `OPTIONAL_SECTIONS`, in the order in which they run.
         seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
-        processes: Number of processes that compile kernels first.
-        save: JSON file that is rewritten after each row. None writes no file.
+        num_processes: Number of processes that compile kernels first.
+        json_path: JSON file that is rewritten after each row. None writes no file.
         progress: Function that is called with progress messages.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
         `rows` and `goals`. `seconds` is None for a section that did not finish.
     """
-    stage, all_sections = Stage(device, dry=dry), {**SECTIONS, **OPTIONAL_SECTIONS}
+    stage, all_sections = Stage(device, is_dry=is_dry), {**SECTIONS, **OPTIONAL_SECTIONS}
     settings: dict[str, Any] = {
-        "device": device, "backend": backend, "dry": dry, "seconds": seconds,
+        "device": device, "backend": backend, "dry": is_dry, "seconds": seconds,
     }  # fmt: skip
     section_results: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
@@ -91,25 +91,26 @@ def run_suite(
     }  # fmt: skip
 
     def save_result() -> None:
-        if save is not None:
-            # The previous file stays complete until the new one replaces it.
-            temporary_file = save.with_name(f"{save.name}.new")
+        if json_path is not None:
+            # The previous file stays complete until the new file replaces it.
+            temporary_file = json_path.with_name(f"{json_path.name}.new")
             temporary_file.write_text(json.dumps(complete(result), indent=1) + "\n")
-            temporary_file.replace(save)
+            temporary_file.replace(json_path)
 
     record = Record(stage, progress, save_result)
     result["rows"] = record.rows
-    sizes, deadline = TINY if dry else FULL, time.perf_counter() + seconds
+    sizes, deadline = TINY if is_dry else FULL, time.perf_counter() + seconds
     save_result()
-    if processes:
+    if num_processes:
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
-        settings["compiling"] = counts = compile_kernels(device, backend, dry, processes, limit)
-        progress(f"compiled in {counts['seconds']} s")
+        compiling = compile_kernels(device, backend, is_dry, num_processes, limit)
+        settings["compiling"] = compiling
+        progress(f"compiled in {compiling['seconds']} s")
         save_result()
     for index, section_result in enumerate(section_results):
-        # Later sections get the time that a section does not need.
-        weights = [sizes.weights.get(name, 100.0) for name in sections[index:]]
+        # Later sections get the time that earlier sections did not use.
+        weights = [sizes.time_weights.get(name, 100.0) for name in sections[index:]]
         time_limit = (deadline - time.perf_counter()) * weights[0] / sum(weights)
         progress(f"== {section_result['name']}: up to {max(time_limit, 0):.0f} s")
         section_result |= {"share": round(time_limit, 1), "skipped": record.begin(time_limit)}
@@ -133,40 +134,42 @@ def run_suite(
 
 
 def compile_kernels(
-    device: str, backend: str, dry: bool, processes: int, seconds: float
+    device: str, backend: str, is_dry: bool, num_processes: int, max_seconds: float
 ) -> dict[str, float]:
     """Fill Triton's cache on disk. Return `seconds`, `processes`, and how many `failed`.
 
-    Each process runs a part of the rows, and is killed after `seconds` seconds.
+    Each process runs a part of the rows, and is killed after `max_seconds` seconds.
     """
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     workers = [
         context.Process(
-            target=compile_shard, args=(device, backend, dry, index, processes), daemon=True
+            target=compile_shard, args=(device, backend, is_dry, index, num_processes), daemon=True
         )
-        for index in range(processes)
+        for index in range(num_processes)
     ]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(max(0.0, start + seconds - time.perf_counter()))
+        worker.join(max(0.0, start + max_seconds - time.perf_counter()))
         worker.kill()
     for worker in workers:
         worker.join()
     num_failed = sum(worker.exitcode != 0 for worker in workers)
     return {
-        "seconds": round(time.perf_counter() - start, 1), "processes": processes,
+        "seconds": round(time.perf_counter() - start, 1), "processes": num_processes,
         "failed": num_failed,
     }  # fmt: skip
 
 
-def compile_shard(device: str, backend: str, dry: bool, index: int, processes: int) -> list[Row]:
-    """Run every `processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
+def compile_shard(
+    device: str, backend: str, is_dry: bool, index: int, num_processes: int
+) -> list[Row]:
+    """Run every `num_processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
-    record = Record(Stage(device, dry=dry, compiling=True), shard=(index, processes))
+    record = Record(Stage(device, is_dry=is_dry, is_compiling=True), shard=(index, num_processes))
     with torch.no_grad():
         for name in COMPILED_SECTIONS:
-            SECTIONS[name](record, shorten_sizes(TINY if dry else FULL), backend)
+            SECTIONS[name](record, shorten_sizes(TINY if is_dry else FULL), backend)
     return record.rows
 
 

@@ -1,4 +1,4 @@
-"""Load vLLM's Triton attention from an installed vLLM or from one file of its source.
+"""Load vLLM's Triton attention from an installed vLLM, or from one file of vLLM's source.
 
 The file is `vllm/v1/attention/ops/triton_unified_attention.py`. The helpers that it imports from
 its folder must be next to it. Stand-ins replace all other modules of vLLM that it imports.
@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-# Environment variable that contains the path of the file.
-VARIABLE = "HF_FP8KV_VLLM_ATTENTION"
-_OPS = "vllm.v1.attention.ops"
-VLLM_ATTENTION = f"{_OPS}.triton_unified_attention"
+# Name of the environment variable that contains the path of the file.
+PATH_VARIABLE = "HF_FP8KV_VLLM_ATTENTION"
+_OPS_PACKAGE = "vllm.v1.attention.ops"
+ATTENTION_MODULE = f"{_OPS_PACKAGE}.triton_unified_attention"
 
 
 # Formats of K and V, with the values of vLLM's enum.
@@ -47,24 +47,27 @@ class _FalsyModule(ModuleType):
 
 
 def load_vllm_attention(name: str) -> Any:
-    """Return the module `name` of vLLM, or the file at the path in the environment variable.
+    """Import the module `name` of vLLM, or the file at the path in `PATH_VARIABLE`, if it is set.
 
     Raises:
         FileNotFoundError: The path in the environment variable is not a file.
-        Exception: Anything that the import raises.
+        Exception: Any error of the import.
     """
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(PATH_VARIABLE)
     if not path:
         return importlib.import_module(name)
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{VARIABLE}: expected triton_unified_attention.py, got {path}")
+        raise FileNotFoundError(
+            f"{PATH_VARIABLE}: expected the path of triton_unified_attention.py, got {path}"
+        )
     # The context restores `sys.modules`, so no other import finds a stand-in.
     with mock.patch.dict(sys.modules, _make_stand_ins(file.parent)):
-        return importlib.import_module(f"{_OPS}.{file.stem}")
+        return importlib.import_module(f"{_OPS_PACKAGE}.{file.stem}")
 
 
 def _make_stand_ins(folder: Path) -> dict[str, ModuleType]:
+    """Return stand-ins by module name. Only modules of attention are imported from `folder`."""
     import triton
     import triton.language
 
@@ -74,13 +77,13 @@ def _make_stand_ins(folder: Path) -> dict[str, ModuleType]:
         "vllm": {"__path__": [], "envs": _FalsyModule("vllm.envs")},
         "vllm.v1": {"__path__": []},
         "vllm.v1.attention": {"__path__": []},
-        _OPS: {"__path__": [str(folder)]},
+        _OPS_PACKAGE: {"__path__": [str(folder)]},
         "vllm.logger": {"init_logger": logging.getLogger},
         "vllm.platforms": {"current_platform": platform},
         "vllm.triton_utils": {"triton": triton, "tl": triton.language},
         "vllm.v1.kv_cache_interface": {"KVQuantMode": _KVQuantMode},
     }
     modules = {name: ModuleType(name) for name in attributes}
-    for name, values in attributes.items():
-        vars(modules[name]).update(values)
+    for name, module in modules.items():
+        vars(module).update(attributes[name])
     return {**modules, "vllm.envs": attributes["vllm"]["envs"]}

@@ -12,20 +12,21 @@ from .pools import make_layer_pages
 from .record import Record
 from .shapes import PAGE_FORMATS, Case, PageFormat, RunSizes
 
-# Number of layers with separate pages. Timed writes alternate between them.
-NUM_LAYERS = 32
+# Maximum number of layers with separate pages. Timed writes alternate between them.
+MAX_LAYERS = 32
+# Number of tokens of each sequence before a decode step.
 STORED_TOKENS = 1000
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add rows for writes of K and V of one layer, with the strides of a model's tensors."""
-    max_layers = 2 if record.stage.dry or record.stage.compiling else NUM_LAYERS
-    tokens = sizes.written_tokens
+    max_layers = 2 if record.stage.is_dry or record.stage.is_compiling else MAX_LAYERS
+    num_tokens = sizes.written_tokens
     cases = [
         Case((STORED_TOKENS + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
         for batch in sizes.write_batches
     ]
-    cases.insert(1, Case((tokens,), sizes.heads, tokens, label=f"1 x {tokens}"))
+    cases.insert(1, Case((num_tokens,), sizes.heads, num_tokens, label=f"1 x {num_tokens}"))
     for case in cases:
         for fmt in PAGE_FORMATS:
             num_layers = max_layers if case.new_tokens == 1 else min(max_layers, 4)
@@ -39,16 +40,16 @@ def _measure_case(
     num_values = len(case.lengths) * case.new_tokens * 2 * heads.kv * heads.dim
 
     def measure_row() -> dict[str, Any]:
-        pools = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
+        layer_pages = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
         shape = (len(case.lengths), case.new_tokens, heads.kv, heads.dim)
         states = [stage.randn(*shape).transpose(1, 2) for _ in range(2 * num_layers)]
         kv_pairs = list(zip(states[::2], states[1::2], strict=True))
         steps = [
             functools.partial(ops.write, pages, k, v, lengths, backend)
-            for pages, (k, v) in zip(pools, kv_pairs, strict=True)
+            for pages, (k, v) in zip(layer_pages, kv_pairs, strict=True)
         ]
-        _check_bytes(pools[-1], *kv_pairs[-1], lengths, backend)
+        _check_bytes(layer_pages[-1], *kv_pairs[-1], lengths, backend)
         # The values are read, and the codes and scales are written.
         num_bytes = num_values * (2.0 + fmt.bytes_per_value(heads.dim))
         return {**stage.time_steps(steps), "moved": num_bytes, "layers": num_layers}
@@ -59,7 +60,7 @@ def _measure_case(
 def _check_bytes(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
 ) -> None:
-    """Raise RuntimeError unless all stored bytes equal the reference's bytes."""
+    """Write to copies of the pages. Raise RuntimeError unless the bytes equal the reference's."""
     written, expected = (pages._replace(block=pages.block.clone()) for _ in range(2))
     ops.write(written, key, value, lengths, backend)
     reference.write(expected, key, value, lengths)

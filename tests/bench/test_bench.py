@@ -1,4 +1,4 @@
-"""Tests of `hf-fp8kv bench speed` and `bench memory`: rows, checks of steps, and errors."""
+"""Tests of `hf-fp8kv bench speed` and `bench memory`: rows, checks of outputs, and errors."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ SMALL_SIZES = {"context_lengths": (64,), "first_lengths": (48,), "num_turns": 1}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
+def model_path(tmp_path_factory) -> str:
     return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
@@ -26,16 +26,18 @@ def run_command(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_speed_reports_all_caches_and_ratios(run_command, model, monkeypatch, tmp_path, device):
+def test_speed_reports_all_caches_and_ratios(
+    run_command, model_path, monkeypatch, tmp_path, device
+):
     """With one turn, a ratio is the quotient of two times. The model's config gives the shape."""
     measure_small = functools.partial(speed.measure_speed, **SMALL_SIZES)
     monkeypatch.setattr(speed, "measure_speed", measure_small)
-    path = tmp_path / "speed.json"
-    options = ("--model", model, "--device", device, "--json", str(path))
+    json_path = tmp_path / "speed.json"
+    options = ("--model", model_path, "--device", device, "--json", str(json_path))
     code, table, err = run_command("bench", "speed", *options)
     assert code == 0, err
     assert "decode steps at 64 tokens" in err
-    result = json.loads(path.read_text())
+    result = json.loads(json_path.read_text())
     assert {row["cache"] for row in result["rows"] if row["cache"] in table} >= {*PAGED, DYNAMIC}
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
     assert result["command"].startswith("hf-fp8kv bench speed")
@@ -45,18 +47,18 @@ def test_speed_reports_all_caches_and_ratios(run_command, model, monkeypatch, tm
              for row in result["rows"] if row["unit"] == "ms"}  # fmt: skip
     assert all(value > 0 for value in times.values())
     timed_caches = {cache for measure, cache, _ in times if measure == "decode step"}
-    names = {f"FP8PagedCache {fmt.name.removeprefix('fp8_')}" for fmt in DISTINCT}
-    assert timed_caches == {*names, *PAGED, DYNAMIC, QUANTIZED, FOLDED}
+    format_caches = {f"FP8PagedCache {fmt.name.removeprefix('fp8_')}" for fmt in DISTINCT}
+    assert timed_caches == {*format_caches, *PAGED, DYNAMIC, QUANTIZED, FOLDED}
     assert {measure for measure, _, _ in times} == {"decode step", "first call", "256 tokens more"}
     ratio_rows = [row for row in result["rows"] if row["unit"] == "×"]
     assert len(ratio_rows) == 3 * len(PAGED) + 2
     for row in ratio_rows:
         measure = row["measure"].removesuffix(", ratio")
-        time, base = (times[measure, row[name], row["context"]] for name in ("cache", "against"))
-        assert row["value"] == pytest.approx(time / base)
+        time, base_time = (times[measure, row[key], row["context"]] for key in ("cache", "against"))
+        assert row["value"] == pytest.approx(time / base_time)
 
 
-def test_a_wrong_step_is_not_timed(monkeypatch):
+def test_a_step_with_a_wrong_output_raises_an_error(monkeypatch):
     attention = contenders.fp8_paged_attention
 
     def swapped_attention(module, query, keys, values, *args, **kwargs):
@@ -75,29 +77,32 @@ def test_turns_alternate_in_changing_order():
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len(set(turns)) > 2
     assert {len(durations) for durations in seconds.values()} == {5}
+
+
+def test_only_several_values_have_quartiles():
     assert compute_quartiles([3.0]) == (3.0, None, None)
     assert compute_quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
 
 
-def test_memory_counts_the_bytes_of_the_format(run_command, model, monkeypatch, tmp_path):
+def test_memory_counts_the_bytes_of_the_format(run_command, model_path, monkeypatch, tmp_path):
     """A token has K and V of two heads with 16 values, and two bytes per dynamic scale."""
     measure_small = functools.partial(memory.measure_memory, measures_growth=False, num_tokens=2048)
     monkeypatch.setattr(memory, "measure_memory", measure_small)
-    path = tmp_path / "memory.json"
-    options = ("--model", model, "--device", "cpu", "--memory-gib", "9")
-    code, out, err = run_command("bench", "memory", *options, "--json", str(path))
+    json_path = tmp_path / "memory.json"
+    options = ("--model", model_path, "--device", "cpu", "--memory-gib", "9")
+    code, table, err = run_command("bench", "memory", *options, "--json", str(json_path))
     assert code == 0, err
-    assert "bytes per token" in out
-    assert "fp8, dynamic scales" in out
-    result = json.loads(path.read_text())
+    assert "bytes per token" in table
+    assert "fp8, dynamic scales" in table
+    result = json.loads(json_path.read_text())
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
     bytes_per_token = {row["cache"]: row["value"] for row in result["rows"] if row["unit"] == "B"}
     assert bytes_per_token.pop("DynamicCache") == 2 * 2 * 16 * 2
     assert bytes_per_token.keys() == PAGED.keys()
-    for name, value in bytes_per_token.items():
+    for name, num_bytes in bytes_per_token.items():
         # The block tables add at most 3 %.
-        assert value == pytest.approx(2 * 2 * (16 if "static" in name else 18), rel=0.03)
-    assert {row["model"] for row in result["capacity"]} == {model}
+        assert num_bytes == pytest.approx(2 * 2 * (16 if "static" in name else 18), rel=0.03)
+    assert {row["model"] for row in result["capacity"]} == {model_path}
     assert result["settings"]["memory_gib"] == 9
     code, out, err = run_command("bench", "memory", *options, "--json", "-")
     assert json.loads(out)["rows"] == result["rows"], "expected JSON instead of the table"
@@ -107,26 +112,28 @@ def test_memory_counts_the_bytes_of_the_format(run_command, model, monkeypatch, 
 def test_a_process_grows_by_the_size_of_its_cache(monkeypatch):
     """No dense copy of the pages remains. A process that fails reports the reason."""
     rows = memory.measure_processes(Setup(Heads(8, 8, 128)), 2048)
-    growth = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
-    cache_mib = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
-    assert 0.95 * cache_mib < growth["DynamicCache"] < 1.1 * cache_mib
-    assert growth["FP8PagedCache e4m3"] < 0.65 * cache_mib
+    growth_mib = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
+    bf16_mib = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
+    assert 0.95 * bf16_mib < growth_mib["DynamicCache"] < 1.1 * bf16_mib
+    assert growth_mib["FP8PagedCache e4m3"] < 0.65 * bf16_mib
     monkeypatch.setattr(memory, "PAGED", {"FP8PagedCache e4m3": {}})
     with pytest.raises(RuntimeError, match="BackendError"):
         memory.measure_processes(Setup(Heads(4, 2, 16), "no such backend"), 64)
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "message"),
+    ("arguments", "message"),
     [
-        (("quantum",), 2, "No such command"),
-        (("speed", "--device", "quantum"), 2, "expected auto, cpu, cuda"),
-        (("speed", "--json", "/no/such/folder/speed.json"), 2, "an existing folder"),
+        (("quantum",), "No such command"),
+        (("speed", "--device", "quantum"), "expected auto, cpu, cuda"),
+        (("speed", "--json", "/no/such/folder/speed.json"), "an existing folder"),
     ],
 )
-def test_invalid_options_are_rejected(run_command, model, options, code, message):
-    arguments = () if options[0] == "quantum" else ("--model", model)
-    exit_code, out, err = run_command("bench", *options, *arguments)
-    assert (exit_code, out) == (code, "")
+def test_invalid_arguments_are_rejected_before_a_measurement(
+    run_command, model_path, arguments, message
+):
+    model_arguments = ("--model", model_path) if "speed" in arguments else ()
+    code, out, err = run_command("bench", *arguments, *model_arguments)
+    assert (code, out) == (2, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert "decode steps" not in err

@@ -19,42 +19,47 @@ def make_config(**keywords: Any) -> ServingConfig:
     return ServingConfig.parse(backend="torch", **keywords)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
+@pytest.mark.parametrize("model_name", MODELS)
+def test_capacity_is_the_memory_over_the_bytes_per_token(model_name: str) -> None:
     """With 20 GiB more memory, the number of tokens grows by 20 GiB over the bytes per token.
 
     FP8 pages store at least 1.9 times the tokens of bf16 pages with FlashAttention.
     """
-    config = get_config(name).get_text_config()
-    num_heads = config.num_key_value_heads * config.num_hidden_layers
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    model_config = get_config(model_name).get_text_config()
+    num_kv_heads = model_config.num_key_value_heads * model_config.num_hidden_layers
+    dim = getattr(model_config, "head_dim", None)
+    dim = dim or model_config.hidden_size // model_config.num_attention_heads
     bf16_tokens = 0
-    for settings, head_bytes in (
+    # Bytes of K and V of a token in one head. None means the pages of transformers.
+    for config, head_bytes in (
         (None, 4 * dim),
         (make_config(dtype="auto"), 4 * dim),
         (make_config(key_dtype="auto", scales=1.0), 3 * dim),
         (make_config(scales=1.0), 2 * dim),
         (make_config(), 2 * dim + 4),
     ):
-        low, high = (plan_tokens(config, n * GIB, settings, attention=FLASH) for n in (20, 40))
-        expected = capacity.MEMORY_SHARE * 20 * GIB / (num_heads * head_bytes)
-        assert low < expected
-        if settings is None:  # transformers' engine has more tensors that grow with the tokens
-            bf16_tokens = high
+        tokens_in_20_gib, tokens_in_40_gib = (
+            plan_tokens(model_config, gib * GIB, config, attention=FLASH) for gib in (20, 40)
+        )
+        added_tokens = tokens_in_40_gib - tokens_in_20_gib
+        expected = capacity.MEMORY_SHARE * 20 * GIB / (num_kv_heads * head_bytes)
+        assert tokens_in_20_gib < expected
+        if config is None:  # transformers' engine has more tensors that grow with the tokens
+            bf16_tokens = tokens_in_40_gib
             # Both numbers of tokens are multiples of the page size.
-            assert 0.9 * expected < high - low < expected + capacity.PAGE_SIZE
+            assert 0.9 * expected < added_tokens < expected + capacity.PAGE_SIZE
         else:
-            assert high - low == pytest.approx(expected, rel=0.005)
+            assert added_tokens == pytest.approx(expected, rel=0.005)
         if head_bytes <= 2 * dim + 4:
-            assert high >= 1.9 * bf16_tokens
+            assert tokens_in_40_gib >= 1.9 * bf16_tokens
 
 
-def test_too_little_memory_for_a_step_is_an_error() -> None:
+def test_too_little_memory_for_a_step_raises_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
         plan_tokens(get_config("Llama-3.1-8B"), GIB // 2, make_config())
 
 
-def test_an_engine_has_the_planned_pages() -> None:
+def test_an_engine_allocates_the_planned_pages() -> None:
     model, _ = build_variant("llama")
     serving.enable(model)
     manager = model.init_continuous_batching(
@@ -64,19 +69,20 @@ def test_an_engine_has_the_planned_pages() -> None:
     cache = manager.batch_processor.cache
     usage = serving.read_usage(manager)
     assert usage is not None
-    memory = cache.layers[0].pages.block.nbytes
-    assert usage.bytes_total <= memory + cache.page_layout.bytes_per_page * 64
+    pool_bytes = cache.layers[0].pages.block.nbytes
+    assert usage.bytes_total <= pool_bytes + cache.page_layout.bytes_per_page * 64
+    # 16 tokens in a page, two layers, two heads, K and V, 16 codes and a scale of 2 bytes.
     assert usage.bytes_total == usage.pages_total * 16 * 2 * 2 * 2 * 18
     manager.batch_processor = None
 
 
-def test_capacity_is_reported_with_bytes_and_ratios() -> None:
-    messages: list[str] = []
+def test_the_report_of_capacity_has_bytes_and_ratios() -> None:
     rows = {
         row["cache"]: row
-        for row in plan_capacity({"q": get_config("Qwen2.5-7B")}, 10, messages.append)
+        for row in plan_capacity({"Qwen": get_config("Qwen2.5-7B")}, 10, lambda _message: None)
     }
-    head_bytes = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
-    for name, num_bytes in head_bytes.items():
+    vector_bytes = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
+    for name, num_bytes in vector_bytes.items():
+        # K and V of four heads in 28 layers.
         assert rows[name]["bytes_per_token"] == 2 * num_bytes * 4 * 28
         assert rows[name]["ratio"] == rows[name]["tokens"] / rows["bf16, flash"]["tokens"]

@@ -50,17 +50,18 @@ from hf_fp8kv.formats import DISTINCT
 from hf_fp8kv.ops.triton import tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-DRY_RUN = {"device": "cpu", "backend": "torch", "dry": True}
+DRY_RUN = {"device": "cpu", "backend": "torch", "is_dry": True}
+# Names of contenders.
 LATENT_STEPS = {"e3m4", "e4m3", "bf16 pages"}
 LATENT_KERNELS = {f"{name} kernel" for name in LATENT_STEPS}
 
 
 @pytest.fixture
 def record() -> Record:
-    return Record(Stage("cpu", dry=True))
+    return Record(Stage("cpu", is_dry=True))
 
 
-def measure_failures(record, measure, *args):
+def find_failures(record, measure, *args):
     """Measure a section, assert that failed contenders have no time, and return their names."""
     with torch.no_grad():
         measure(record, *args)
@@ -78,24 +79,24 @@ def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, 
     monkeypatch.setattr(
         suite, "TINY", replace(TINY, write_batches=(1,), other_cases=TINY.other_cases[:1])
     )
-    path = tmp_path / "gpu.json"
+    json_path = tmp_path / "gpu.json"
     sections = [name for name in suite.SECTIONS if name != "serving"]
-    result = suite.run_suite(**DRY_RUN, sections=sections, save=path)
-    assert json.loads(path.read_text()) == json.loads(json.dumps(result))
+    result = suite.run_suite(**DRY_RUN, sections=sections, json_path=json_path)
+    assert json.loads(json_path.read_text()) == json.loads(json.dumps(result))
     assert not [row for row in result["rows"] if "failed" in row]
     # No kernels of other projects are installed.
     assert {row["section"] for row in result["rows"]} == {*sections} - {"other kernels"}
     assert len([row for row in result["rows"] if row.get("first_ms", 0) > 0]) == 3
-    decode = {row["name"] for row in result["rows"] if row["section"] == "decode"}
-    assert {kind.name for kind in PAGE_FORMATS} | {"sdpa math", "flex"} <= decode
+    decode_names = {row["name"] for row in result["rows"] if row["section"] == "decode"}
+    assert {fmt.name for fmt in PAGE_FORMATS} | {"sdpa math", "flex"} <= decode_names
     for row in result["rows"]:
         if row["section"] in ("decode", "layer", "others", "extend"):
             assert 0 <= row["error"] < 0.01, row
             rate = row["moved"] / row["us"] / 1e3
-            bandwidth = result["ceilings"]["read_gb_per_s"]
-            assert (row["gb_per_s"], row["of_read"]) == pytest.approx((rate, rate / bandwidth))
+            read_rate = result["ceilings"]["read_gb_per_s"]
+            assert (row["gb_per_s"], row["of_read"]) == pytest.approx((rate, rate / read_rate))
     assert {goal["why"] for goal in result["goals"]} == {"a dry run"}
-    assert main(["--from", str(path)]) == 0
+    assert main(["--from", str(json_path)]) == 0
     output = capsys.readouterr().out
     for text in ("DRY RUN", "decode: us, share of the read bandwidth", "ragged", "not measured"):
         assert text in output
@@ -120,7 +121,7 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(Stage, "is_gpu", property(lambda _self: True))
     # A CPU has neither cuDNN nor a profiler for CUDA.
     flash = {"flash": baselines.SDPBackend.FLASH_ATTENTION}
-    monkeypatch.setattr(baselines, "_find_backends", lambda _stage: flash)
+    monkeypatch.setattr(baselines, "_list_backends", lambda _stage: flash)
     return cuda
 
 
@@ -136,8 +137,8 @@ def test_a_dry_run_measures_every_section(device, request):
     failed_names = {row["name"] for row in result["rows"] if "failed" in row}
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
     end_rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
-    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CACHES[-1][0]} <= end_rows.keys()
-    assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.AUTO]["cache_bytes"]
+    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CACHES[-1].name} <= end_rows.keys()
+    assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.PAGED_AUTO]["cache_bytes"]
     plans = {r["name"]: r["planned_tokens"] for r in result["rows"] if r["section"] == "serving"}
     assert plans["fp8 static"] > plans["fp8 dynamic"] > plans["bf16 sdpa"]
     if cuda is not None:
@@ -161,47 +162,65 @@ def test_kernels_are_timed_in_graphs(fake_cuda):
     assert timing["note"] == "no graph: operation not permitted when capturing"
 
 
-def test_the_command_line_rejects_invalid_options(tmp_path, capsys):
+def test_the_command_line_rejects_invalid_arguments(tmp_path, capsys):
     (quality_file := tmp_path / "other.json").write_text('{"suite": "quality"}')
-    invalid = [(["--from", str(quality_file)], "that --json wrote")]
-    for options, message in invalid + [([], "expected a CUDA")] * (not torch.cuda.is_available()):
+    cases = [(["--from", str(quality_file)], "that --json wrote")]
+    if not torch.cuda.is_available():
+        cases.append(([], "expected a CUDA"))
+    for arguments, message in cases:
         with pytest.raises(SystemExit, match="2"):
-            main(options)
+            main(arguments)
         assert message in capsys.readouterr().err
 
 
 # -- wrong results ---------------------------------------------------------------------------------
 
 
-def _scale_output(function):
-    def scaled(*args, **kwargs):
-        out = function(*args, **kwargs)
-        return (out[0] * 1.05, *out[1:]) if isinstance(out, tuple) else out * 1.05
-
-    return scaled
+# Each defect takes a function, and returns a function with the defect.
 
 
-def _make_one_value_nan(function):
-    def add_nan(*args, **kwargs):
-        out = function(*args, **kwargs)
-        out[-1, -1, 0, 0] = torch.nan
-        return out
+def scale_output(function):
+    def call_and_scale(*args, **kwargs):
+        output = function(*args, **kwargs)
+        return (output[0] * 1.05, *output[1:]) if isinstance(output, tuple) else output * 1.05
 
-    return add_nan
+    return call_and_scale
 
 
-def _drop_last_page(function):
-    def shortened(query, pages, lengths, *args, **kwargs):
+def make_one_value_nan(function):
+    def call_and_change(*args, **kwargs):
+        output = function(*args, **kwargs)
+        output[-1, -1, 0, 0] = torch.nan
+        return output
+
+    return call_and_change
+
+
+def return_uninitialized(function):
+    return lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))
+
+
+def scale_last_head(function):
+    def call_and_scale(*args, **kwargs):
+        output = function(*args, **kwargs)
+        output[:, :, -1] *= 1.2
+        return output
+
+    return call_and_scale
+
+
+def drop_last_tokens(function):
+    def attend_to_fewer_tokens(query, pages, lengths, *args, **kwargs):
         return function(query, pages, (lengths - 8).clamp(min=1), *args, **kwargs)
 
-    return shortened
+    return attend_to_fewer_tokens
 
 
-def _drop_mask(function):
+def drop_mask(function):
     return lambda module, query, key, value, _mask: function(module, query, key, value, None)
 
 
-def _flip_byte(function):
+def flip_bit(function):
     def write_and_flip(pages, *args, **kwargs):
         function(pages, *args, **kwargs)
         pages.v_codes.view(torch.uint8)[-1, -1, -1, -1] ^= 1
@@ -209,20 +228,7 @@ def _flip_byte(function):
     return write_and_flip
 
 
-def _return_uninitialized(function):
-    return lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))
-
-
-def _scale_last_head(function):
-    def scaled(*args, **kwargs):
-        out = function(*args, **kwargs)
-        out[:, :, -1] *= 1.2
-        return out
-
-    return scaled
-
-
-# Calls that measure: a function, and its arguments after the record.
+# Measurements: a function, and its arguments after the record.
 LATENT_CALL = (latent.measure, TINY, "torch")
 PADDED_CASE = Case((130, 130), TINY.heads, padding=(0, 65))
 CACHED_CALL = (cached.measure_attention, "decode", PADDED_CASE, E4M3, "torch")
@@ -232,20 +238,20 @@ WRITE_CALL = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70
 SDPA_CALL = (baselines.measure_decode, "decode", TINY.decode_cases[0])
 # A module, its function, a defect for it, the measurement, and the contenders that must fail.
 DEFECTS = [
-    (ops, "attend", _scale_output, LATENT_CALL, LATENT_STEPS | LATENT_KERNELS),
-    (ops, "attend", _drop_last_page, RAGGED_CALL, {"e4m3"}),
-    (ops, "attend", _make_one_value_nan, RAGGED_CALL, {"e4m3"}),
-    (ops, "attend", _return_uninitialized, RAGGED_CALL, {"e4m3"}),
-    (ops, "attend", _scale_last_head, MANY_HEADS_CALL, {"e4m3"}),
-    (ops, "write", _flip_byte, WRITE_CALL, {kind.name for kind in PAGE_FORMATS}),
-    (cached, "fp8_paged_attention", _scale_output, CACHED_CALL, {"e4m3"}),
-    (cached, "fp8_paged_attention", _drop_mask, CACHED_CALL, {"e4m3"}),
-    (latent, "fp8_paged_attention", _scale_output, LATENT_CALL, LATENT_STEPS),
-    (latent, "sdpa_attention_forward", _scale_output, LATENT_CALL, {goals.STOCK}),
-    (latent, "absorb", _scale_output, LATENT_CALL, {goals.ABSORBED}),
+    (ops, "attend", scale_output, LATENT_CALL, LATENT_STEPS | LATENT_KERNELS),
+    (ops, "attend", drop_last_tokens, RAGGED_CALL, {"e4m3"}),
+    (ops, "attend", make_one_value_nan, RAGGED_CALL, {"e4m3"}),
+    (ops, "attend", return_uninitialized, RAGGED_CALL, {"e4m3"}),
+    (ops, "attend", scale_last_head, MANY_HEADS_CALL, {"e4m3"}),
+    (ops, "write", flip_bit, WRITE_CALL, {fmt.name for fmt in PAGE_FORMATS}),
+    (cached, "fp8_paged_attention", scale_output, CACHED_CALL, {"e4m3"}),
+    (cached, "fp8_paged_attention", drop_mask, CACHED_CALL, {"e4m3"}),
+    (latent, "fp8_paged_attention", scale_output, LATENT_CALL, LATENT_STEPS),
+    (latent, "sdpa_attention_forward", scale_output, LATENT_CALL, {goals.STOCK}),
+    (latent, "attend_absorbed", scale_output, LATENT_CALL, {goals.ABSORBED}),
     # Attention to expanded latents is correct, but the row is for stored latents.
     (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENT_CALL, LATENT_STEPS),
-    (baselines, "attend_grouped", _scale_output, SDPA_CALL, {"sdpa math"}),
+    (baselines, "attend_grouped", scale_output, SDPA_CALL, {"sdpa math"}),
 ]  # fmt: skip
 
 
@@ -255,26 +261,24 @@ def test_a_wrong_contender_fails_without_a_time(
 ):
     function = getattr(module, name)
     monkeypatch.setattr(module, name, functools.wraps(function)(add_defect(function)))
-    assert measure_failures(record, *measure) == failed_names
+    assert find_failures(record, *measure) == failed_names
 
 
 # -- failures --------------------------------------------------------------------------------------
 
 
-def raise_error(error):
-    return mock.Mock(side_effect=error)
-
-
 def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
-    monkeypatch.setattr(ops, "attend", raise_error(ValueError("no such kernel")))
-    assert measure_failures(record, *RAGGED_CALL) == {"e4m3"}
+    monkeypatch.setattr(ops, "attend", mock.Mock(side_effect=ValueError("no such kernel")))
+    assert find_failures(record, *RAGGED_CALL) == {"e4m3"}
     assert record.rows[0]["failed"] == "ValueError: no such kernel"
-    monkeypatch.setattr(ops, "attend", raise_error(torch.OutOfMemoryError("2 GiB")))
+    monkeypatch.setattr(ops, "attend", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
     assert attention.measure_pages(record, *RAGGED_CALL[1:-1], BF16) is None
     assert record.skipped == ["decode, ragged, bf16 pages: out of memory"]
-    monkeypatch.setitem(suite.SECTIONS, "write", raise_error(AttributeError("a mistake")))
+    failing_section = mock.Mock(side_effect=AttributeError("a mistake"))
+    monkeypatch.setitem(suite.SECTIONS, "write", failing_section)
     result = suite.run_suite(**DRY_RUN, sections=("write", "ceilings"))
-    assert [x["error"] for x in result["sections"]] == ["AttributeError: a mistake", None]
+    errors = [section["error"] for section in result["sections"]]
+    assert errors == ["AttributeError: a mistake", None]
     assert result["ceilings"]["read_gb_per_s"] > 0
     assert summarize(result)["errors"] == ["write"]
     late_result = suite.run_suite(**DRY_RUN, sections=("decode", "latent"), seconds=0.0)
@@ -284,21 +288,21 @@ def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
 
 def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp_path, capsys):
     """The first row is measured. The second row loses the device, which ends the run."""
-    path, losses = tmp_path / "gpu.json", []
+    json_path, losses = tmp_path / "gpu.json", []
 
-    def lose_device(record, _sizes, _backend):
+    def measure_and_lose_device(record, _sizes, _backend):
         record.measure("write", "a case", "good", lambda: {"us": 1.0})
         record.measure("write", "a case", "bad", lambda: losses.append(1) or 1 / 0)
         record.measure("write", "a case", "later", lambda: {"us": 1.0})
 
-    monkeypatch.setitem(suite.SECTIONS, "write", lose_device)
+    monkeypatch.setitem(suite.SECTIONS, "write", measure_and_lose_device)
     monkeypatch.setattr(Stage, "is_lost", lambda _self: bool(losses))
-    result = suite.run_suite(**DRY_RUN, sections=("write", "decode"), save=path)
-    assert json.loads(path.read_text())["rows"] == result["rows"]
+    result = suite.run_suite(**DRY_RUN, sections=("write", "decode"), json_path=json_path)
+    assert json.loads(json_path.read_text())["rows"] == result["rows"]
     assert [row.get("us") for row in result["rows"]] == [1.0, None]
     assert result["sections"][0]["error"].startswith("lost the device: write, a case, bad: ")
     assert summarize(result)["unfinished"] == ["decode"]
-    assert main(["--from", str(path)]) == 1
+    assert main(["--from", str(json_path)]) == 1
     assert "section decode is missing or incomplete: the run ended" in capsys.readouterr().out
 
 
@@ -324,8 +328,8 @@ def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, mon
 
 def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     """Compiling measures no times, and calls no attention of torch or transformers."""
-    times = []
-    monkeypatch.setattr(Stage, "time_steps", lambda *args, **_more: times.append(args) or {})
+    timed = []
+    monkeypatch.setattr(Stage, "time_steps", lambda *args, **_kwargs: timed.append(args) or {})
 
     def count_rows(index, num_processes):
         rows = suite.compile_shard("cpu", "torch", True, index, num_processes)
@@ -333,18 +337,20 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
 
     counts = count_rows(0, 1)
-    assert len(times) == counts.total()
+    assert len(timed) == counts.total()
     assert count_rows(0, 2) + count_rows(1, 2) == counts
     assert {section for section, *_ in counts} == set(suite.COMPILED_SECTIONS)
-    for name in ("decode", "write", "latent"):
-        assert {kind.name for kind in (E4M3, E3M4, BF16)} <= {n for s, _, n in counts if s == name}
-    assert not {goals.STOCK, goals.ABSORBED, "flex"} & {name for *_, name in counts}
-    assert not [name for *_, name in counts if name.startswith("sdpa")]
+    rows = {(section, name) for section, _, name in counts}
+    sections, formats = ("decode", "write", "latent"), ("e4m3", "e3m4", "bf16 pages")
+    assert rows >= set(itertools.product(sections, formats))
+    names = {name for _, name in rows}
+    assert not {goals.STOCK, goals.ABSORBED, "flex"} & names
+    assert not [name for name in names if name.startswith("sdpa")]
 
 
 def test_a_step_is_compiled_once():
     calls = []
-    stage = Stage("cpu", compiling=True)
+    stage = Stage("cpu", is_compiling=True)
     assert stage.time_steps([lambda: calls.append(1)] * 3) == {}
     assert (len(calls), stage.count_buffers(1)) == (1, 1)
 
@@ -353,39 +359,39 @@ def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
     """Longer sequences would change neither splits nor the widths of plans."""
     short_sizes = shorten_sizes(FULL)
     for name in ("decode_cases", "layer_cases", "latent_cases", "other_cases"):
-        full_cases, short_cases = (
+        full_shapes, short_shapes = (
             {
-                (len(x.lengths), x.heads, x.new_tokens, x.window, x.softcap)
-                for x in getattr(sizes, name)
+                (len(case.lengths), case.heads, case.new_tokens, case.window, case.softcap)
+                for case in getattr(sizes, name)
             }
             for sizes in (FULL, short_sizes)
         )
-        assert full_cases == short_cases
-        assert len(getattr(short_sizes, name)) == len(short_cases)
+        assert full_shapes == short_shapes
+        assert len(getattr(short_sizes, name)) == len(short_shapes)
     # A layer's K and V take at most 1 GiB in 16 bits, because 15 processes share a GPU.
-    assert {(bool(stored), new) for stored, new in short_sizes.extend_shapes} == {
-        (bool(stored), new) for stored, new in FULL.extend_shapes
+    assert {(bool(num_stored), num_new) for num_stored, num_new in short_sizes.extend_shapes} == {
+        (bool(num_stored), num_new) for num_stored, num_new in FULL.extend_shapes
     }
 
 
-def _exit_with_index(_device, _backend, _dry, index, _processes):
+def exit_with_index(_device, _backend, _dry, index, _processes):
     sys.exit(index)
 
 
-def _sleep(*_args):
+def hang(*_args):
     time.sleep(600)
 
 
 @pytest.mark.parametrize(
     ("compile_shard", "seconds", "num_failed"),
-    [pytest.param(_exit_with_index, 300.0, 1, marks=pytest.mark.full), (_sleep, 0.5, 2)],
+    [pytest.param(exit_with_index, 300.0, 1, marks=pytest.mark.full), (hang, 0.5, 2)],
 )
 def test_a_process_that_fails_or_hangs_does_not_end_the_run(
     monkeypatch, compile_shard, seconds, num_failed
 ):
     monkeypatch.setattr(suite, "compile_shard", compile_shard)
     monkeypatch.setattr(suite, "COMPILE_SECONDS", seconds)
-    result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, processes=2)
+    result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, num_processes=2)
     compiling = result["settings"]["compiling"]
     assert (compiling["processes"], compiling["failed"]) == (2, num_failed)
     assert result["rows"]
@@ -408,14 +414,12 @@ def test_a_failing_engine_does_not_end_other_engines(record):
     assert not failures["bf16 sdpa"]
 
 
-def test_steps_of_a_layer_continue(record):
-    """Each step stores one more token, and its mask has one more column."""
-    steps = cached.CacheSteps(
-        record.stage, E4M3, TINY.layer_cases[0], 2, "torch", preallocated=False
-    )
+def test_each_step_of_a_layer_stores_another_token(record):
+    case = TINY.layer_cases[0]
+    cache_steps = cached.CacheSteps(record.stage, E4M3, case, 2, "torch", preallocated=False)
     for index in range(3):
-        outputs = [steps.step(layer) for layer in range(2)]
-        assert steps.cache.get_seq_length() == TINY.layer_cases[0].lengths[0] + index
+        outputs = [cache_steps.step(layer) for layer in range(2)]
+        assert cache_steps.cache.get_seq_length() == case.lengths[0] + index
     assert not torch.equal(*outputs), "the layers must have different tokens"
 
 
@@ -423,14 +427,20 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     names = [str(case) for case in (*FULL.decode_cases, *FULL.latent_cases)]
     assert set(goals.REQUIRED_CASES) == set(names[: FULL.num_full_cases])
     assert set(FULL.padded_cases) | set(experiments.LATENT_CASES) < set(names)
-    assert list(FULL.weights) == list(suite.SECTIONS)
-    assert {kind.dtype for kind in PAGE_FORMATS} == {"auto", *(fmt.name for fmt in DISTINCT)}
-    switches = itertools.chain(*experiments.LATENT_SEARCHES.values())
+    assert list(FULL.time_weights) == list(suite.SECTIONS)
+    assert {fmt.dtype for fmt in PAGE_FORMATS} == {"auto", *(codec.name for codec in DISTINCT)}
+    candidates = itertools.chain(*experiments.LATENT_SEARCHES.values())
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
-    assert {key for values in switches for key in values} == fields | {"programs"}
-    prompts = [serving.make_prompts(FULL.serving, 32) for _ in range(2)]
-    lengths = [len(prompt) for prompt in prompts[0]]
-    assert (min(lengths), max(lengths), prompts[0]) == (200, 2000, prompts[1])
+    assert {name for candidate in candidates for name in candidate} == fields | {"programs"}
+
+
+def test_prompts_of_the_serving_load_are_reproducible():
+    prompts, same_prompts = (serving.make_prompts(FULL.serving, 32) for _ in range(2))
+    lengths = [len(prompt) for prompt in prompts]
+    assert (min(lengths), max(lengths), prompts) == (200, 2000, same_prompts)
+
+
+def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
     case = Case((32768,) * 16)
     assert case.bytes_read(E4M3) == case.tokens_read * 8 * 130 * 2
     assert case.flops == case.tokens_read * 32 * 128 * 4
@@ -450,14 +460,14 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
 
 def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    record = Record(Stage(device, dry=True))
+    record = Record(Stage(device, is_dry=True))
     for name in ("SEARCHES", "LATENT_SEARCHES"):
         monkeypatch.setattr(experiments, name, {"tile": [{"tile": 32}, {"tile": 64}]})
     sizes = replace(TINY, decode_cases=(Case((70,), TINY.heads),))
     experiments.measure(record, sizes, "triton")
     assert len(record.rows) == 6
-    pages = (attention.measure_pages, sizes, "triton", "", sizes.decode_cases[0], BF16)
-    assert not measure_failures(record, *pages)
+    pages_call = (attention.measure_pages, sizes, "triton", "", sizes.decode_cases[0], BF16)
+    assert not find_failures(record, *pages_call)
     from benchmarks.gpu.read_kernel import read_all
 
     source = torch.randint(-(2**31), 2**31 - 1, (4 * 3 * 2 * 64,), dtype=torch.int32)
@@ -467,10 +477,10 @@ def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch
 
 def attend_by_table(query, k, v, table, lengths):
     """Return attention of queries `[B, Hq, D]` to pages `[P, H, S, D]` with a block table."""
-    groups, out = query.shape[1] // k.shape[1], query.new_empty(*query.shape[:2], v.shape[-1])
+    group_size, out = query.shape[1] // k.shape[1], query.new_empty(*query.shape[:2], v.shape[-1])
     for b, length in enumerate(lengths.tolist()):
-        pages = (x[table[b].long()].float().transpose(0, 1).flatten(1, 2) for x in (k, v))
-        keys, values = (x[:, :length].repeat_interleave(groups, 0) for x in pages)
+        dense = (x[table[b].long()].float().transpose(0, 1).flatten(1, 2) for x in (k, v))
+        keys, values = (x[:, :length].repeat_interleave(group_size, 0) for x in dense)
         logits = query[b, :, None].float() @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
         out[b] = (logits.softmax(-1) @ values)[:, 0]
     return out
@@ -496,23 +506,23 @@ def unified_attention(q, k, v, out, seqused_k, block_table, kv_quant_mode, k_sca
         k, v = k.float() * k_scale_cache[..., None], v.float() * v_scale_cache[..., None]
     out.copy_(attend_by_table(q, k.transpose(1, 2), v.transpose(1, 2), block_table, seqused_k))
 """
-VLLM_NAMES = {f"vllm triton {format_}" for format_ in ("bf16", "e4m3", "e4m3 per token")}
+VLLM_NAMES = {f"vllm triton {fmt}" for fmt in ("bf16", "e4m3", "e4m3 per token")}
 
 
-def test_the_kernel_of_vllm_is_measured(record, monkeypatch, tmp_path):
+def test_the_kernel_of_vllm_is_measured_and_checked(record, monkeypatch, tmp_path):
     """A stand-in replaces vLLM's file. Its function has the arguments of the real function."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"
     )
     (file := tmp_path / "triton_unified_attention.py").write_text(VLLM_FILE)
-    monkeypatch.setenv(vllm_file.VARIABLE, str(file))
-    assert not measure_failures(record, other_kernels.measure, TINY, "torch"), record.rows
+    monkeypatch.setenv(vllm_file.PATH_VARIABLE, str(file))
+    assert not find_failures(record, other_kernels.measure, TINY, "torch"), record.rows
     assert {row["name"] for row in record.rows} == VLLM_NAMES
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
     sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),), other_cases=())
-    assert measure_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
+    assert find_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
     assert "vllm" not in sys.modules
-    monkeypatch.setenv(vllm_file.VARIABLE, str(tmp_path / "none.py"))
+    monkeypatch.setenv(vllm_file.PATH_VARIABLE, str(tmp_path / "none.py"))
     other_kernels.measure(record, TINY, "torch")
-    assert any("none.py" in text for text in record.skipped)
+    assert any("none.py" in message for message in record.skipped)

@@ -18,7 +18,7 @@ from benchmarks.serve_clients import Answer, Load, Server
 from benchmarks.shared import make_environment
 from tests.helpers.serve_process import save_chat_model
 
-SMALL_LOAD = Load("some", clients=3, requests=6, words=4, new_tokens=8, blocks=64, long_words=30,
+SMALL_LOAD = Load("small", clients=3, requests=6, words=4, new_tokens=8, blocks=64, long_words=30,
                   streamed=40)  # fmt: skip
 
 
@@ -27,17 +27,19 @@ def ignore_progress(*_: object) -> None:
 
 
 def test_latent_attention_is_compared_with_absorbed_and_dynamic(monkeypatch, capsys):
-    """The command prints rows and conditions, or JSON. Wrong results raise an error."""
+    """The command prints rows and conditions, or JSON. A wrong output raises an error."""
 
-    def measure(**kwargs):
-        return latent.measure_latents(context=(70,), heads=(4,), backend="torch", **kwargs)
+    def measure_small(**kwargs):
+        return latent.measure_latents(
+            context_lengths=(70,), head_counts=(4,), backend="torch", **kwargs
+        )
 
     monkeypatch.setattr(sys, "argv", ["latent", "--turns", "1"])
-    shared.main("Doc.", measure, shared.TURNS)
+    shared.main("Description.", measure_small, shared.TURNS_OPTION)
     out = capsys.readouterr().out
     assert all(name in out for name in (*latent.PAGED, "commit: ", "'turns': 1"))
     monkeypatch.setattr(sys, "argv", ["latent", "--json", "-", "--turns", "1"])
-    shared.main("Doc.", measure, shared.TURNS)
+    shared.main("Description.", measure_small, shared.TURNS_OPTION)
     rows = json.loads(capsys.readouterr().out)["rows"]
     values = {(row["cache"], row["against"]): row["value"] for row in rows}
     baselines = (latent.ABSORBED, latent.DYNAMIC)
@@ -48,18 +50,18 @@ def test_latent_attention_is_compared_with_absorbed_and_dynamic(monkeypatch, cap
         ratio = values[name, None] / values[latent.ABSORBED, None]
         assert values[name, latent.ABSORBED] == pytest.approx(ratio)
     attention = latent.fp8_paged_attention
-    monkeypatch.setattr(
-        latent,
-        "fp8_paged_attention",
-        lambda *args, **kwargs: (attention(*args, **kwargs)[0] * 1.2,),
-    )
+
+    def wrong_attention(*args, **kwargs):
+        return (attention(*args, **kwargs)[0] * 1.2,)
+
+    monkeypatch.setattr(latent, "fp8_paged_attention", wrong_attention)
     with pytest.raises(RuntimeError, match="expected absorbed attention"):
         latent.make_steps(latent.make_module(4), 4, 70, "torch")
 
 
 @pytest.mark.full
 def test_the_host_launches_only_the_kernels_of_a_step():
-    """Triton runs in a separate process, with a driver that launches nothing."""
+    """Triton runs in a separate process, with a driver that ignores launches."""
     program = """
 import json, torch, triton
 from benchmarks import host
@@ -69,8 +71,8 @@ with torch.no_grad(), assuming(Target.parse(host.GPU)):
     stack = host.make_stack(2)
     with recording(dry_run=True) as recorded:
         stack.step()
-started = [launch.kernel.__name__ for launch in recorded.launches]
-print(json.dumps([started, stack.cache.host_length()]))
+kernels = [launch.kernel.__name__ for launch in recorded.launches]
+print(json.dumps([kernels, stack.cache.host_length()]))
 """
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
@@ -78,7 +80,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     kernels, length = json.loads(process.stdout)
     # The layers share a plan, and each layer attends.
     assert (kernels.count("_plan"), kernels.count("_attend")) == (1, 2), kernels
-    assert length == host.TOKENS + 1
+    assert length == host.STORED_TOKENS + 1
     rows = host.measure_host(turns=2, progress=ignore_progress)["rows"]
     values = {(row["cache"], row["layers"]): row["value"] for row in rows}
     stock_name = f"{host.STOCK}, tiny"
@@ -90,14 +92,14 @@ print(json.dumps([started, stack.cache.host_length()]))
 
 # The models have different windows. With 1,000 tokens, the last page is partly filled.
 @pytest.mark.parametrize(
-    "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
+    "model_name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
 )
-def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
-    config = make_config(name)
+def test_windows_and_short_prompts_need_little_more_than_half_the_memory(model_name):
+    config = make_config(model_name)
     with torch.inference_mode():
-        rows = list(measure_prompts(name, 1000, "torch"))
+        rows = list(measure_prompts(model_name, 1000, "torch"))
     assert {(row["form"], row["prompt"]) for row in rows} == {
-        (form, prompt) for form in ("dynamic", "preallocated") for prompt in PREFILL_MODES
+        (form, mode) for form in ("dynamic", "preallocated") for mode in PREFILL_MODES
     }
     num_full_layers = sum(layer_type == "full_attention" for layer_type in config.layer_types)
     for row in rows:
@@ -111,7 +113,9 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
 
 @pytest.mark.full
 def test_memory_is_measured_in_a_separate_process():
-    result = measure_windows(models=("Gemma 3 270M",), tokens=(80,), progress=ignore_progress)
+    result = measure_windows(
+        models=("Gemma 3 270M",), prompt_lengths=(80,), progress=ignore_progress
+    )
     assert len(result["rows"]) == 6
     assert all(row["peak"] is None or row["peak"] >= 0 for row in result["rows"])
     with pytest.raises(RuntimeError, match="ended with 1"):
@@ -120,22 +124,25 @@ def test_memory_is_measured_in_a_separate_process():
 
 @pytest.mark.full
 def test_a_prefix_store_is_measured_in_separate_processes(tmp_path: Path):
-    model = save_chat_model(tmp_path)
-    result = measure_prefix(model=model, tokens=200, rounds=1, progress=ignore_progress)
-    stores = [(row["store"], row["found"]) for row in result["rows"]]
-    assert stores == [("none", 0), ("empty", 0), ("full", 192)]
+    model_path = save_chat_model(tmp_path)
+    result = measure_prefix(model=model_path, prefix_tokens=200, rounds=1, progress=ignore_progress)
+    found_tokens = [(row["store"], row["found"]) for row in result["rows"]]
+    assert found_tokens == [("none", 0), ("empty", 0), ("full", 192)]
     assert result["difference"] < 0.1
     assert result["files"] == 3
 
 
-def test_summary_has_medians_of_rounds_and_percentiles_of_answers():
+def test_summary_has_medians_of_turns_and_percentiles_of_answers():
     servers = {}
-    for name, factor in zip(serve.SERVERS, (1.0, 2.0, 1.5), strict=True):
+    for name, factor in zip(serve.SERVER_NAMES, (1.0, 2.0, 1.5), strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
-        times = [n / factor for n in range(1, 101)]
-        server.answers = [Answer(first_time=time, last_time=3 * time, tokens=3) for time in times]
+        times = [seconds / factor for seconds in range(1, 101)]
+        server.answers = [
+            Answer(first_time=time, last_time=3 * time, num_tokens=3) for time in times
+        ]
         server.throughputs = [10 * factor, 12 * factor, 14 * factor]
-    servers[serve.OURS].pages, servers[serve.STOCK].num_failed = [5, 15, 2**21], 1
+    servers[serve.OURS].metrics = {"pages_used": 5, "pages_total": 15, "bytes_total": 2**21}
+    servers[serve.STOCK].num_failed = 1
     summary = serve.summarize_load(SMALL_LOAD, servers)
     rows = {(row["measure"], row["server"]): row for row in summary}
     assert rows["first token, p50", serve.STOCK]["value"] == 50_000
@@ -145,7 +152,7 @@ def test_summary_has_medians_of_rounds_and_percentiles_of_answers():
     throughput = rows["throughput", serve.STOCK]
     assert (throughput["value"], throughput["low"], throughput["high"]) == (12, 11, 13)
     assert throughput["failed"] == 1
-    assert rows["throughput ratio", serve.PLAIN]["value"] == 1.5
+    assert rows["throughput ratio", serve.UNQUANTIZED]["value"] == 1.5
     assert rows["pages in use, of 15", serve.OURS]["value"] == 5
 
 
@@ -161,21 +168,23 @@ def test_all_servers_get_pages_of_the_same_total_size(tmp_path):
 
 @pytest.mark.full
 def test_all_servers_answer_under_load(tmp_path):
-    name = save_chat_model(tmp_path)
+    model_path = save_chat_model(tmp_path)
     result = serve.measure_serving(
-        model=name, device="cpu", loads=[SMALL_LOAD], page_size=16, turns=2, batch_tokens=64,
+        model=model_path, device="cpu", loads=[SMALL_LOAD], page_size=16, turns=2, batch_tokens=64,
         progress=ignore_progress,
     )  # fmt: skip
     rows = {(row["measure"], row["server"]): row for row in result["rows"]}
-    for server in serve.SERVERS:
+    for server in serve.SERVER_NAMES:
         assert rows["throughput", server]["failed"] == 0
         for measure in ("throughput", "first token, p50", "largest gap of a stream"):
             assert rows[measure, server]["value"] > 0
-    sizes = [rows["bytes of all pages", server]["value"] for server in (serve.STOCK, serve.OURS)]
-    assert sizes[1] <= sizes[0] < 1.1 * sizes[1]
+    stock_mib, our_mib = (
+        rows["bytes of all pages", server]["value"] for server in (serve.STOCK, serve.OURS)
+    )
+    assert our_mib <= stock_mib < 1.1 * our_mib
 
 
-def test_a_loop_restores_its_cache():
+def test_loops_can_run_again():
     """A loop removes the tokens that it adds, so all turns measure the same length."""
     loops = make_loops("torch", "host, update, ")
     assert all(loop() > 0 for loop in loops.values() for _ in range(2))
@@ -184,8 +193,9 @@ def test_a_loop_restores_its_cache():
 @pytest.mark.full
 def test_two_trees_are_measured_alternately(tmp_path: Path, capfd):
     options = {"turns": 2, "progress": ignore_progress}
-    rows = compare_trees(THIS_TREE, backend="torch", loops="host, update, ", **options)["rows"]
-    assert [row["loop"] for row in rows] == [n for n in LOOPS if n.startswith("host, update, ")]
+    prefix = "host, update, "
+    rows = compare_trees(THIS_TREE, backend="torch", loop_prefix=prefix, **options)["rows"]
+    assert [row["loop"] for row in rows] == [name for name in LOOPS if name.startswith(prefix)]
     assert all(row["old"] > 0 and row["new"] > 0 for row in rows)
     (tmp_path / "hf_fp8kv.py").write_text("raise ImportError('no package here')")
     with pytest.raises(RuntimeError, match="ended with 1"):

@@ -1,7 +1,7 @@
 """Tests of continuous batching on a GPU: tokens, streams, graphs, offloading and memory.
 
-Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, so
-that the tests themselves are tested.
+Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, to
+test the tests themselves.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def make_tiny(name: str, **config: Any) -> Any:
     return build_variant(name, attn_implementation="fp8_paged", **config)[0].to(DEVICE)
 
 
-MODELS = {
+MODEL_MAKERS = {
     "llama": make_llama,
     "mistral": functools.partial(make_tiny, "mistral", sliding_window=20 * LENGTH_FACTOR),
     "gemma2": functools.partial(
@@ -76,17 +76,17 @@ MODELS = {
 }
 
 
-def make_prompts(*, few: bool = False) -> list[list[int]]:
-    """Return five prompts, or the last two with `few`. The last two begin with the same pages."""
+def make_prompts() -> list[list[int]]:
+    """Return five prompts. The last two begin with the same pages."""
     # 5 is the first seed with which no token of any model and cache kind is nearly tied.
     generator = torch.Generator().manual_seed(5)
 
-    def draw(count: int) -> list[int]:
-        return torch.randint(3, 99, (count,), generator=generator).tolist()
+    def draw(num_tokens: int) -> list[int]:
+        return torch.randint(3, 99, (num_tokens,), generator=generator).tolist()
 
-    shared = draw(32 * LENGTH_FACTOR)
-    ends = [shared + draw(3), shared + draw(1)]
-    return ends if few else [draw(3), draw(17 * LENGTH_FACTOR), draw(13 * LENGTH_FACTOR), *ends]
+    prefix = draw(32 * LENGTH_FACTOR)
+    prompts = [prefix + draw(3), prefix + draw(1)]
+    return [draw(3), draw(17 * LENGTH_FACTOR), draw(13 * LENGTH_FACTOR), *prompts]
 
 
 def run_prompts(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -95,15 +95,15 @@ def run_prompts(model: Any, prompts: list[list[int]], **options: Any) -> list[li
 
 @functools.cache
 def make_reference(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
-    """Return a model, cache keywords with static scales, and the tokens of generate() with them."""
-    model = MODELS[name]()
-    keywords = {"scales": head_scales(model), **TRITON}
-    return model, keywords, generate_each(model, make_prompts(), **keywords)
+    """Return a model, options of a cache with static scales, and the answers of generate()."""
+    model = MODEL_MAKERS[name]()
+    cache_options = {"scales": head_scales(model), **TRITON}
+    return model, cache_options, generate_each(model, make_prompts(), **cache_options)
 
 
 @contextlib.contextmanager
-def enable_pages(model: Any, **keywords: Any) -> Iterator[None]:
-    serving.enable(model, **keywords)
+def enable_pages(model: Any, **cache_options: Any) -> Iterator[None]:
+    serving.enable(model, **cache_options)
     try:
         yield
     finally:
@@ -113,8 +113,8 @@ def enable_pages(model: Any, **keywords: Any) -> Iterator[None]:
 @pytest.fixture
 def served_model() -> Iterator[tuple[Any, list[list[int]]]]:
     """Yield the model with FP8 pages and static scales, and its answers to `make_prompts()`."""
-    model, keywords, expected = make_reference()
-    with enable_pages(model, **keywords):
+    model, cache_options, expected = make_reference()
+    with enable_pages(model, **cache_options):
         yield model, expected
 
 
@@ -137,23 +137,23 @@ BATCHING_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option_name", BATCHING_OPTIONS)
-@pytest.mark.parametrize("kind", CACHE_KINDS)
-@pytest.mark.parametrize("name", MODELS)
-def test_batches_give_the_tokens_of_generate(name: str, kind: str, option_name: str) -> None:
+@pytest.mark.parametrize("cache_kind", CACHE_KINDS)
+@pytest.mark.parametrize("name", MODEL_MAKERS)
+def test_batches_give_the_tokens_of_generate(name: str, cache_kind: str, option_name: str) -> None:
     """The cases are prefill, decoding, and both, with full attention, rings, softcap and sinks."""
-    if "async" in option_name and (kind != "static" or not ON_GPU):
+    if "async" in option_name and (cache_kind != "static" or not ON_GPU):
         pytest.skip("only a GPU prepares steps in advance, in the same way for every cache kind")
-    if not ON_GPU and name != "llama" and (kind != "static" or option_name == "whole"):
+    if not ON_GPU and name != "llama" and (cache_kind != "static" or option_name == "whole"):
         pytest.skip("the interpreter needs minutes, and test_serving.py tests the CPU")
-    model = MODELS[name]()
-    keywords = {**TRITON, **CACHE_KINDS[kind]}
-    if kind == "static":
-        model, keywords, expected = make_reference(name)
+    model = MODEL_MAKERS[name]()
+    cache_options = {**TRITON, **CACHE_KINDS[cache_kind]}
+    if cache_kind == "static":
+        model, cache_options, expected = make_reference(name)
     else:
-        expected = generate_each(model, make_prompts(), **keywords)
-    if kind == "static" and ON_GPU:
+        expected = generate_each(model, make_prompts(), **cache_options)
+    if cache_kind == "static" and ON_GPU:
         assert expected != generate_each(model, make_prompts(), dtype="auto"), "FP8 has no effect"
-    with enable_pages(model, **keywords):
+    with enable_pages(model, **cache_options):
         assert run_prompts(model, make_prompts(), **BATCHING_OPTIONS[option_name]) == expected
 
 
@@ -161,28 +161,28 @@ def test_batches_give_the_tokens_of_generate(name: str, kind: str, option_name: 
 def test_bfloat16_differs_only_in_tokens_with_close_logits(centered: bool) -> None:
     """Products of different shapes round differently, so a rounding error may decide a token."""
     model = make_llama(torch.bfloat16)
-    keywords = {"scales": head_scales(model, center=centered), **TRITON}
-    prompts = make_prompts(few=not ON_GPU)
-    with enable_pages(model, **keywords):
-        outputs = run_prompts(model, prompts)
+    cache_options = {"scales": head_scales(model, center=centered), **TRITON}
+    prompts = make_prompts()[0 if ON_GPU else -2 :]
+    with enable_pages(model, **cache_options):
+        answers = run_prompts(model, prompts)
     model.set_attn_implementation("fp8_paged")
-    for prompt, new in zip(prompts, outputs, strict=True):
-        cache = FP8PagedCache(model.config, prefill="stored", **keywords)
-        ids = torch.tensor([prompt + new], device=DEVICE)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        cache = FP8PagedCache(model.config, prefill="stored", **cache_options)
+        ids = torch.tensor([prompt + answer], device=DEVICE)
         with torch.no_grad():
             logits = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 : -1].float()
-        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        differences = logits.amax(1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
         # The first bound is a few bfloat16 roundings, 2**-8 each. A wrong page changes logits by
         # about a standard deviation.
-        assert ((logits.amax(1) - chosen) <= 8 * 2**-8 * logits.std(1)).float().mean() > 0.9
-        assert ((logits.amax(1) - chosen) <= 0.5 * logits.std(1)).all()
+        assert (differences <= 8 * 2**-8 * logits.std(1)).float().mean() > 0.9
+        assert (differences <= 0.5 * logits.std(1)).all()
 
 
 def test_prefixes_are_reused(served_model: Any) -> None:
     model, expected = served_model
     with open_manager(model, pages=PAGES) as manager:
-        actual = [request_answer(manager, prompt) for prompt in make_prompts(few=True)]
-        usage = serving.read_usage(manager)
+        actual = [request_answer(manager, prompt) for prompt in make_prompts()[-2:]]
+        usage = serving.usage(manager)
     assert actual == expected[-2:]
     assert usage is not None
     assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LENGTH_FACTOR)
@@ -205,22 +205,22 @@ def count_calls(cls: Any, name: str) -> Any:
 
 @needs_gpu
 @pytest.mark.parametrize("async_options", [{}, {"use_async_batching": True}], ids=["", "async"])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
+def test_decoding_steps_use_graphs(cache_kind: str, async_options: dict[str, bool]) -> None:
     """Graphs are captured for 1, 2, 4 and 5 requests, and replayed while requests start and end."""
-    model, keywords, expected = make_reference()
-    if kind == "dynamic":
-        keywords = TRITON
-        expected = generate_each(model, make_prompts(), **keywords)
+    model, cache_options, expected = make_reference()
+    if cache_kind == "dynamic":
+        cache_options = TRITON
+        expected = generate_each(model, make_prompts(), **cache_options)
     graph = torch.cuda.CUDAGraph
-    for chunk in (4096, 100):
-        options = {"max_batch_tokens": chunk, "use_cuda_graph": True, **async_options}
+    for max_batch_tokens in (4096, 100):
+        options = {"max_batch_tokens": max_batch_tokens, "use_cuda_graph": True, **async_options}
         with (
-            enable_pages(model, **keywords),
+            enable_pages(model, **cache_options),
             count_calls(graph, "capture_begin") as capture_calls,
             count_calls(graph, "replay") as replay_calls,
         ):
-            assert run_prompts(model, make_prompts(), **options) == expected, chunk
+            assert run_prompts(model, make_prompts(), **options) == expected, max_batch_tokens
         # A few graphs are captured for each of two sets of inputs, and not one for each step.
         assert 0 < capture_calls.call_count <= 8
         assert replay_calls.call_count > serving_tools.NEW_TOKENS / 2
@@ -228,7 +228,7 @@ def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) ->
 
 @needs_gpu
 def test_unsupported_graphs_are_refused() -> None:
-    model = MODELS["mistral"]()
+    model = MODEL_MAKERS["mistral"]()
     serving.enable(model, **TRITON)
     with pytest.raises(ConfigError, match="use_cuda_graph"):
         model.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
@@ -248,26 +248,30 @@ def test_unused_rows_do_not_change_tokens(served_model: Any) -> None:
         assert request_answers(manager, make_prompts()) == expected
 
 
-@pytest.mark.parametrize("kind", ["static", "e5m2"])
+@pytest.mark.parametrize("cache_kind", ["static", "e5m2"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_requests_resume(
+    name: str, cache_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not ON_GPU:
         if name == "gemma2":
             pytest.skip("the interpreter needs minutes")
         monkeypatch.setattr(serving_tools, "NEW_TOKENS", 10)
     offloads = record_offloads(monkeypatch)
-    model = MODELS[name]()
-    keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
+    model = MODEL_MAKERS[name]()
+    cache_options = (
+        {"scales": head_scales(model)} if cache_kind == "static" else {"dtype": "fp8_e5m2"}
+    )
     prompts = [prompt[:30] for prompt in make_prompts() if len(prompt) > 12]
-    expected = generate_each(model, prompts, **TRITON, **keywords)
+    expected = generate_each(model, prompts, **TRITON, **cache_options)
     # The pages have room for all prompts together, but not for the answers.
     num_pages = sum(-(-len(prompt) // 8) for prompt in prompts) + 3
-    with enable_pages(model, **TRITON, **keywords):
-        outputs = run_prompts(
+    with enable_pages(model, **TRITON, **cache_options):
+        actual = run_prompts(
             model, prompts, page_size=8, pages=num_pages, max_batch_tokens=256,
             cpu_offload_space=0.01, allow_block_sharing=False,
         )  # fmt: skip
-    assert outputs == expected
+    assert actual == expected
     assert any(offloads)
 
 
@@ -310,26 +314,24 @@ def test_memory_stays_within_the_plan() -> None:
 
 # -- one layer of one step -------------------------------------------------------------------------
 
-HEADS, QUERY_HEADS, HEAD_DIM, PAGE_SIZE = (8, 32, 128, 64) if ON_GPU else (2, 4, 16, 8)
+NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = (8, 32, 128, 64) if ON_GPU else (2, 4, 16, 8)
 # Numbers of stored and new tokens of three prompts, then of two decoding requests and a chunk.
 FIRST_STEP = tuple((0, n * LENGTH_FACTOR) for n in (33, 20, 40))
 SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FACTOR, 30))
 
 
 def run_layer(
-    stored: Pages,
-    engine_layout: EngineLayout,
+    pages: Pages,
+    layout: EngineLayout,
     window: int | None,
     first_page: int = 0,
     backend: str = "triton",
     device: torch.device = DEVICE,
 ) -> list[torch.Tensor]:
-    """Return the attention outputs of two steps of three requests, in pages from `first_page`."""
+    """Return the attention outputs of two steps of three requests, whose pages are consecutive."""
     generator = torch.Generator().manual_seed(0)
     pages_per_request = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1
-    layer = StoredLayer(
-        stored, LayerStorage(engine_layout.plan, None, None, None), engine_layout, backend
-    )
+    layer = StoredLayer(pages, LayerStorage(layout.plan, None, None, None), layout, backend)
     outputs = []
     for requests in (FIRST_STEP, SECOND_STEP):
         step = EngineStep([window], PAGE_SIZE)
@@ -337,10 +339,10 @@ def run_layer(
             start = first_page + index * pages_per_request
             step.add(num_stored, num_new, [list(range(start, start + pages_per_request))])
         query, key, value = (
-            torch.randn(1, heads, step.num_tokens, HEAD_DIM, generator=generator).to(
-                device, engine_layout.dtype
+            torch.randn(1, num_heads, step.num_tokens, HEAD_DIM, generator=generator).to(
+                device, layout.dtype
             )
-            for heads in (QUERY_HEADS, HEADS, HEADS)
+            for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
         )
         with forbid_synchronization(), torch.no_grad():
             spec = AttentionSpec(HEAD_DIM**-0.5, causal=True)
@@ -349,7 +351,7 @@ def run_layer(
 
 
 ENGINE_LAYOUT = EngineLayout(
-    HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, is_dynamic=True
+    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, is_dynamic=True
 )
 
 
@@ -362,13 +364,12 @@ def make_pages(num_pages: int, device: torch.device = DEVICE) -> Pages:
 def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -> None:
     """The requests' lists are copied asynchronously, and pages lie past 2 ** 31 bytes of a pool."""
     num_pages = 3 * (-(-80 * LENGTH_FACTOR // PAGE_SIZE) + 1)
-    far_page = 2**31 // (HEADS * PAGE_SIZE * HEAD_DIM) + 5 if ON_GPU else 7
+    far_page = 2**31 // (NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM) + 5 if ON_GPU else 7
     near_outputs = run_layer(make_pages(num_pages), ENGINE_LAYOUT, window)
     large_pool = make_pages(far_page + num_pages)
-    for index in (0, 1):  # the pages of layer 1 start one page later
-        actual = run_layer(skip_pages(large_pool, index), ENGINE_LAYOUT, window, far_page - 1)
-        for output, expected in zip(actual, near_outputs, strict=True):
-            assert torch.equal(output, expected)
+    for layer in (0, 1):  # the pages of layer 1 start one page later
+        far_outputs = run_layer(skip_pages(large_pool, layer), ENGINE_LAYOUT, window, far_page - 1)
+        assert all(map(torch.equal, far_outputs, near_outputs))
     if ON_GPU:
         assert large_pool.block.numel() > 2**31
     assert not large_pool.block[: far_page - 1].any(), "a page outside the requests was written"

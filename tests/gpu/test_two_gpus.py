@@ -11,7 +11,7 @@ from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -61,12 +61,13 @@ def make_prompts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
 @pytest.mark.parametrize("scales", [None, make_scales()], ids=["dynamic scales", "static scales"])
 def test_two_gpus_give_the_tokens_of_one_gpu(models, max_cache_len, scales):
-    answers = []
+    outputs = []
     for model in models:
         options = {"max_cache_len": max_cache_len, "prefill": "stored"}
         cache = FP8PagedCache(model.config, scales=scales, **options)
-        answers.append(model.generate(**make_prompts(), past_key_values=cache, **GREEDY).tolist())
-    assert answers[0] == answers[1]
+        outputs.append(model.generate(**make_prompts(), past_key_values=cache, **GREEDY).tolist())
+    one_gpu_tokens, two_gpu_tokens = outputs
+    assert two_gpu_tokens == one_gpu_tokens
 
 
 def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
@@ -77,8 +78,9 @@ def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
     with torch.no_grad():
         model(**{name: x[:, :290] for name, x in inputs.items()}, past_key_values=cache)
     copies = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]
-    answers = [
-        model.generate(**inputs, past_key_values=c, **GREEDY).tolist() for c in (cache, *copies)
-    ]
-    assert answers[1] == answers[0]
-    assert answers[2] == answers[0]
+    expected, forked_tokens, loaded_tokens = (
+        model.generate(**inputs, past_key_values=each_cache, **GREEDY).tolist()
+        for each_cache in (cache, *copies)
+    )
+    assert forked_tokens == expected
+    assert loaded_tokens == expected

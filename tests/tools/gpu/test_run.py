@@ -30,7 +30,7 @@ def test_all_parts_fit_into_nine_minutes():
         end_seconds = len(limits) * run.END_SECONDS
         assert sum(limits.values()) + end_seconds + run.IMPORT_SECONDS <= run.TOTAL_SECONDS == 540
     benchmark_seconds = run.LIMITS["benchmark"] - run.GRACE_SECONDS
-    assert sum(FULL.weights.values()) + COMPILE_SECONDS == benchmark_seconds
+    assert sum(FULL.time_weights.values()) + COMPILE_SECONDS == benchmark_seconds
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_all_parts_fit_into_nine_minutes():
     [("none", 0), ("smoke", 7), ("memcheck", 7), ("racecheck", 7), ("tests", 1), ("benchmark", 2)],
 )
 def test_exit_code_and_summary_show_failures(monkeypatch, capsys, tmp_path, failed_part, exit_code):
-    results = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
+    results = run_suite(device="cpu", backend="torch", is_dry=True, sections=("ceilings",))
 
     def fake_run_python(command, log, limit, tool=()):
         log.write_text("the log\n")
