@@ -135,7 +135,7 @@ def measure_latent_accuracy(
             ids = _draw_text(prefill_tokens + scored_tokens, seed=index)
             with paged_attention(model):
                 text_scores = compare_caches(
-                    model, ids, cache_makers, prefill=prefill_tokens, chunk=128
+                    model, ids, cache_makers, num_prefill=prefill_tokens, chunk_size=128
                 )
             for cache_name, cache_scores in text_scores.items():
                 scores.setdefault(cache_name, []).append(cache_scores)
