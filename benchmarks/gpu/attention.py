@@ -136,19 +136,14 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, t
 
     The plan is `[rows, 4]`, int32, or None if the backend needs no plan. Lengths are `[B]`, int32.
     """
-    device = stage.device
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
     batch, heads = len(case.lengths), case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
     length = None if case.is_ragged else case.tokens_read // batch
     query_rows = case.heads.query // heads * case.new_tokens
-    rows = ops.plan_rows(backend, device, batch, heads, length, query_rows)
-    if rows is None:
-        return (lambda: None), None, lengths
-    plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
-    step = functools.partial(
-        ops.make_plan, plan, lengths, case.new_tokens, case.window, 0, heads, backend
-    )
+    arguments = lengths, case.new_tokens, case.window, 0, heads, backend
+    plan = ops.new_plan(*arguments, length, query_rows)
+    step = (lambda: None) if plan is None else functools.partial(ops.make_plan, plan, *arguments)
     return step, plan, lengths
 
 

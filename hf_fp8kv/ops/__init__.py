@@ -19,12 +19,12 @@ token_scales[..., 1] and no center.
 """
 
 # This file only imports names: the folders `torch`, `cpu` and `triton` become attributes.
-from .api import advance, attend, gather, make_plan, plan_rows, write
+from .api import advance, attend, gather, make_plan, new_plan, write
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend, load_backend
 from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
     "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance",
     "attend", "available_backends", "choose_backend", "gather", "load_backend", "make_plan",
-    "plan_rows", "write",
+    "new_plan", "write",
 ]  # fmt: skip

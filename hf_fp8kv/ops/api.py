@@ -122,21 +122,13 @@ def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
     return new_lengths
 
 
-def plan_rows(
-    backend: str,
-    device: torch.device,
-    batch: int,
-    heads: int,
-    length: int | None = None,
-    rows: int = 1,
-) -> int | None:
-    """Return the number of rows of a work plan, or None for a backend without plans.
+def new_plan(
+    lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str,
+    length: int | None = None, rows: int = 1,
+) -> Tensor | None:  # fmt: skip
+    """Return a new work plan, or None for a backend without plans. For arguments see `make_plan`.
 
     Args:
-        backend: One of `BACKENDS`.
-        device: Device of the pages.
-        batch: Number of sequences.
-        heads: Number of KV heads.
         length: Number of tokens to read per sequence, if it is the same for all. If splitting would
             not be faster, the plan then has no room for splits, and no kernel merges parts. None
             means that lengths differ.
@@ -145,8 +137,11 @@ def plan_rows(
     """
     if backend != "triton":
         return None
-    num_rows: int = load_backend(backend).plan_rows(device, batch, heads, length, rows)
-    return num_rows
+    device, plan_rows = lengths.device, load_backend(backend).plan_rows
+    num_rows: int = plan_rows(device, len(lengths), heads, length, rows)
+    plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
+    make_plan(plan, lengths, tokens, window, start, heads, backend)
+    return plan
 
 
 def make_plan(
@@ -155,12 +150,12 @@ def make_plan(
     """Assign tokens to programs for all layers of a step, on the device.
 
     Args:
-        plan: Work plan to overwrite, `[plan_rows(...), 4]`, int32.
+        plan: Work plan to overwrite, a result of `new_plan` for these sequences and heads.
         lengths: Number of stored tokens, including this step's tokens, `[B]`, int32.
         tokens: Number of query tokens of this step, T.
         window: As in `AttentionSpec`.
         start: As in `attend`.
-        heads: Number of KV heads, as in `plan_rows`.
+        heads: Number of KV heads.
         backend: "triton", the only backend with plans.
     """
     run = _plan if can_skip_dispatcher(lengths) else _dispatch("plan", backend)

@@ -6,7 +6,6 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..ops.blocks import Ints
-from .blocks import zeros
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE, PageBudget
 
@@ -94,12 +93,11 @@ class FixedPages(LayerGroup):
         that calls this method fills the plan in each step. A plan assigns all positions for any
         lengths, so an outdated plan is less balanced but still correct.
         """
-        key = device, batch, *_ = lengths.device, len(lengths), heads, rows
+        key, window = (lengths.device, len(lengths), heads, rows), self.window or 0
         if key not in self._plans:
-            num_rows, plan = ops.plan_rows(backend, device, batch, heads, None, rows), None
-            if num_rows is not None:
-                plan = zeros((num_rows, 4), torch.int32, device)
-                ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
+            # Later steps may run outside inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                plan = ops.new_plan(lengths, 1, window, 0, heads, backend, rows=rows)
             self._plans[key] = plan, member
         return self._plans[key]
 

@@ -56,12 +56,8 @@ class Step:
         """
         key = (first, heads, rows, device, backend)
         if key not in self._plans:
-            num_rows = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
-            plan = None
-            if num_rows is not None:
-                plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths(device), 1, 0, first, heads, backend)
-            self._plans[key] = plan
+            lengths, length = self.lengths(device), self.stop - first
+            self._plans[key] = ops.new_plan(lengths, 1, 0, first, heads, backend, length, rows)
         return self._plans[key]
 
 

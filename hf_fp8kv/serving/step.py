@@ -50,14 +50,10 @@ class AttendBatch:
         """
         key = (backend, kv_heads, query_heads, window)
         if key not in self._work_plans:
-            device = self.lengths.device
-            query_rows = query_heads // kv_heads * self.num_queries
-            num_rows = ops.plan_rows(backend, device, len(self.lengths), kv_heads, None, query_rows)
-            plan = None
-            if num_rows is not None:
-                plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths, self.num_queries, window, 0, kv_heads, backend)
-            self._work_plans[key] = plan
+            rows = query_heads // kv_heads * self.num_queries
+            self._work_plans[key] = ops.new_plan(
+                self.lengths, self.num_queries, window, 0, kv_heads, backend, rows=rows
+            )
         return self._work_plans[key]
 
 

@@ -684,16 +684,19 @@ class TestRunning:
 
     def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
-        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *args: calls.append(args) or 1)
-        fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
-        monkeypatch.setattr(step_module.ops, "make_plan", fill)
+
+        def new_plan(lengths, _tokens, _window, _start, heads, _backend, rows):
+            calls.append((heads, rows))
+            return lengths[:, None]
+
+        monkeypatch.setattr(step_module.ops, "new_plan", new_plan)
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
         batches = step.work(0, torch.device("cpu")).batches
         plans = [int(batch.work_plan("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(plans) == [5, 8]
-        assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
+        assert sorted(calls) == [(2, 2), (2, 10)]
 
     def test_tokens_held_counts_running_requests(self) -> None:
         model = build_variant("mistral", sliding_window=20)[0]
