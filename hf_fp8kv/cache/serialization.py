@@ -211,7 +211,9 @@ def _make_table(budget: PageBudget, rows: Ints, first_page: int) -> BlockTable:
     """
     table = BlockTable(PageAllocator(budget))
     table.allocator.allocates_exactly = True
-    table.reserve(0, (int(rows.max(initial=-1)) + 1) * table.page_size, 1)
+    num_pages = int(rows.max()) + 1
+    budget.check(num_pages)
+    table.reserve(0, num_pages * table.page_size, 1)
     table.allocator.allocates_exactly = False
     gap = np.full((len(rows), first_page), NO_PAGE, np.int32)
     table.replace_rows(np.concatenate([gap, rows], axis=1), first_page)

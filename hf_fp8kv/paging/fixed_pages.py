@@ -102,7 +102,7 @@ class FixedPages(LayerGroup):
         return self._plans[key]
 
     def unshare(self, length: int) -> None:
-        """Give each sequence separate pages for tokens from `length` on."""
+        """Give each sequence separate pages for tokens from `length` on. The budget has room."""
         table, start = self.table, 0 if self.ring_size else length
         if table.batch:  # after an interrupt the group may have no pages
             num_slots = self.pages_per_sequence * self.page_size
@@ -133,7 +133,9 @@ class FixedPages(LayerGroup):
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
                 f"{sorted(lengths)} under a window of {self.window}. Call it earlier"
             )
-        table.reserve(ring_size * size, self.num_columns * size, table.batch)
+        span = ring_size * size, self.num_columns * size, table.batch
+        self.budget.check(table.count_needed(*span))
+        table.reserve(*span)
         for member, member_length in member_lengths.items():
             self.update_first_intact(member, member_length)
         stop_page = -(-length // size)

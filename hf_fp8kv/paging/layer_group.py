@@ -164,7 +164,7 @@ class LayerGroup:
             # Set the step before pages are reserved, so that an interrupted long call is undone.
             step = group.step = Step(start, stop, batch)
             step.first_kept_page = first // self.page_size if is_long else None
-            group.table.reserve(first, stop, batch, group.copy_pages, budget_checked=True)
+            group.table.reserve(first, stop, batch, group.copy_pages)
             step.version = group.table.version
 
     def _find_step_span(self, start: int, stop: int) -> tuple[int, int, bool]:

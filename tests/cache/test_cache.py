@@ -631,6 +631,13 @@ def test_a_reset_needs_no_pages_for_copies(call: str) -> None:
     assert_same(cache.layers[0].keys.dense()[:, :, :3], new_k)
 
 
+def test_a_preallocated_cache_beyond_its_budget_allocates_nothing() -> None:
+    cache = FP8PagedCache(make_config(), page_size=16, max_cache_len=160, max_pages=12)
+    with pytest.raises(OutOfPagesError, match="20 more with 0 in use"):
+        add_tokens(cache, 3, batch=2)
+    add_tokens(cache, 3, batch=1)
+
+
 def test_sequences_may_be_selected_in_inference_mode() -> None:
     """After inference mode, the centers of a preallocated cache can be written outside it."""
     cache = FP8PagedCache(make_config(), max_cache_len=64)
