@@ -12,7 +12,6 @@ file is truncated in between, reading raises an error, whereas a mapping would e
 import errno
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -34,7 +33,6 @@ from .folder import PrefixFolder
 
 logger = logging.getLogger(__name__)
 
-_NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
 _NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_MAX_BYTES = 16 << 30
 # Seconds to wait for other processes that write: at first, and after a wait has timed out.
@@ -105,7 +103,7 @@ class PrefixStore:
                 f"path: expected a folder that exists or can be created, got {str(path)!r}: "
                 f"{error}. Choose a different path"
             ) from error
-        self._folder = PrefixFolder(self.path, _NAME_PATTERN, max_bytes)
+        self._folder = PrefixFolder(self.path, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
         self._refused_keys: set[str] = set()
         self._reset_writer()

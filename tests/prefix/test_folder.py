@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -16,12 +15,16 @@ from hf_fp8kv.prefix import folder as folder_module
 from hf_fp8kv.prefix.folder import PrefixFolder, StoredFile
 
 pytestmark = pytest.mark.text
-NAME_PATTERN, MAX_BYTES = re.compile(r"page\d+"), 100
+MAX_BYTES = 100
 LOCK_NAME = ".prefix_store.lock"
 
 
 def open_folder(path: Path) -> PrefixFolder:
-    return PrefixFolder(path, NAME_PATTERN, MAX_BYTES)
+    return PrefixFolder(path, MAX_BYTES)
+
+
+def page_name(number: int) -> str:
+    return f"{number:064x}.safetensors"
 
 
 def put_file(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, ...] = ()) -> bool:
@@ -38,7 +41,7 @@ def make_full_folder(path: Path) -> PrefixFolder:
     """Return a folder with pages 0 to 99 of one byte, all older than a tick of the folder."""
     folder = open_folder(path)
     for number in range(MAX_BYTES):
-        put_file(folder, f"page{number}", 1)
+        put_file(folder, page_name(number), 1)
     time.sleep(2 * folder_module._TICK_NS / 1e9)
     return folder
 
@@ -76,7 +79,7 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                 own_names = tuple(file.name for file in files_before[index : index + 2])
                 other_files = [file for file in files_before if file.name not in own_names]
                 kept_bytes = sum_bytes(files_before) - sum_bytes(other_files)
-                is_stored = put_file(folder, f"page{number}", size, own_names)
+                is_stored = put_file(folder, page_name(number), size, own_names)
                 names_after = {file.name for file in folder.list_files()}
                 assert is_stored == (kept_bytes + size <= MAX_BYTES)
                 kept_files = [file for file in other_files if file.name in names_after]
@@ -102,12 +105,12 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
 
 def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = open_folder(tmp_path)
-    assert put_file(folder, "page0", 1)
+    assert put_file(folder, page_name(0), 1)
     other_folder = open_folder(tmp_path)
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, lambda _: pytest.fail("the folder was scanned"))
     for index in range(1, 100):
-        assert put_file((folder, other_folder)[index % 2], f"page{index}", 1)
+        assert put_file((folder, other_folder)[index % 2], page_name(index), 1)
 
 
 def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +118,10 @@ def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.Monk
     scans, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scans.append(path) or scandir(path))
     for number in range(100, 180):
-        assert put_file(folder, f"page{number}", 1)
+        assert put_file(folder, page_name(number), 1)
     assert len(scans) == 1
     assert sorted(file.name for file in folder.list_files()) == sorted(
-        f"page{number}" for number in range(80, 180)
+        page_name(number) for number in range(80, 180)
     )
 
 
@@ -126,25 +129,25 @@ def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
     """Such files exist if the clock was set back."""
     folder, future = open_folder(tmp_path), time.time_ns() + 10**15
     for number in range(5):
-        put_file(folder, f"page{number}", 20)
-        folder.touch(f"page{number}", future + number)
+        put_file(folder, page_name(number), 20)
+        folder.touch(page_name(number), future + number)
     for number in range(5, 9):
         with folder.lock(0.0) as lock:
             assert lock is not None
-            assert folder.put(lock, f"page{number}", bytes(20), ())
+            assert folder.put(lock, page_name(number), bytes(20), ())
     names = {file.name for file in folder.list_files()}
     assert len(names) == 5
-    assert names > {"page5", "page6", "page7", "page8"}
+    assert names > {page_name(5), page_name(6), page_name(7), page_name(8)}
 
 
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
 def test_a_damaged_total_is_recomputed(data: bytes, tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     for number in range(3):
-        put_file(folder, f"page{number}", 30)
+        put_file(folder, page_name(number), 30)
     (tmp_path / LOCK_NAME).write_bytes(data)
-    assert put_file(folder, "page3", 30)
-    assert sorted(file.name for file in folder.list_files()) == ["page1", "page2", "page3"]
+    assert put_file(folder, page_name(3), 30)
+    assert sorted(file.name for file in folder.list_files()) == [*map(page_name, range(1, 4))]
     assert (tmp_path / LOCK_NAME).read_bytes() == b"%020d" % 90
 
 
@@ -157,15 +160,15 @@ def test_a_total_that_includes_unwritten_bytes_is_corrected(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = open_folder(tmp_path)
-    put_file(folder, "page0", 20)
+    put_file(folder, page_name(0), 20)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         for _ in range(4):
             with pytest.raises(OSError, match="No space"):
-                put_file(folder, "page1", 20)
+                put_file(folder, page_name(1), 20)
     assert int((tmp_path / LOCK_NAME).read_text()) == MAX_BYTES
-    assert put_file(folder, "page1", 70)
-    assert sorted(file.name for file in folder.list_files()) == ["page0", "page1"]
+    assert put_file(folder, page_name(1), 70)
+    assert sorted(file.name for file in folder.list_files()) == [page_name(0), page_name(1)]
     assert int((tmp_path / LOCK_NAME).read_text()) == 90
 
 
@@ -174,9 +177,9 @@ def test_a_smaller_limit_frees_space_on_a_full_disk(
 ) -> None:
     """The disk does not even have space for the total."""
     for number in range(3):
-        put_file(open_folder(tmp_path), f"page{number}", 30)
+        put_file(open_folder(tmp_path), page_name(number), 30)
     (tmp_path / LOCK_NAME).unlink()
-    folder, pwrite = PrefixFolder(tmp_path, NAME_PATTERN, 50), os.pwrite
+    folder, pwrite = PrefixFolder(tmp_path, 50), os.pwrite
 
     def write_if_it_fits(*args: Any) -> int:
         if sum_bytes(folder.list_files()) > 50:
@@ -185,5 +188,5 @@ def test_a_smaller_limit_frees_space_on_a_full_disk(
 
     monkeypatch.setattr(os, "pwrite", write_if_it_fits)
     folder.apply_limit()
-    assert [file.name for file in folder.list_files()] == ["page2"]
+    assert [file.name for file in folder.list_files()] == [page_name(2)]
     assert int((tmp_path / LOCK_NAME).read_text()) == 30
