@@ -31,7 +31,7 @@ FLOORS = (
 # it says so. The sum must not grow.
 BUDGETS = {
     "attention": 1894, "bench": 809, "cache": 3077, "calibration": 2300, "card": 1747, "cli": 1662,
-    "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 625, "ops": 6536,
+    "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 625, "ops": 6534,
     "paging": 1614, "prefix": 1132, "scales": 2900, "server": 3770, "serving": 1758, "utils": 498,
     "vllm": 996,
 }  # fmt: skip

@@ -27,7 +27,6 @@ def check_sizes(
     if not 0 <= start <= stop or (type(capacity) is int and stop > capacity):
         expected = f"0 <= start <= stop <= {capacity} (the capacity of the block table)"
         _raise_mismatch("positions", expected, device, (start, stop))
-    tokens = None
     if new_tokens is not None:
         key, value = new_tokens
         shape = key.shape
@@ -41,10 +40,9 @@ def check_sizes(
     dim = k_dim + v_dim if spec.latent else k_dim
     shape = query.shape
     q_batch, q_heads, q_tokens, q_dim = shape if len(shape) == 4 else (0, 0, 0, 0)
-    has_shape = q_batch == batch and q_dim == dim and q_tokens == (tokens or q_tokens)
-    if not (has_shape and q_tokens and q_heads) or q_heads % heads or query.device != device:
-        expected = f"[{batch}, a multiple of {heads}, {tokens or 'T'}, {dim}]"
-        _raise_mismatch("query", expected, device, query)
+    has_shape = q_batch == batch and q_dim == dim and q_tokens and q_heads
+    if not has_shape or q_heads % heads or query.device != device:
+        _raise_mismatch("query", f"[{batch}, a multiple of {heads}, T, {dim}]", device, query)
     if spec.mask is None and spec.bias is None and spec.sinks is None:
         return
     for name in ("mask", "bias", "sinks", "bounds"):
