@@ -12,6 +12,8 @@ from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 
 # Classes whose layers are replaced by paged layers, unless a layer only stores an indexer's keys.
 INDEXED_CLASSES = (DynamicIndexedLayer, StaticIndexedLayer)
+# Names of an indexer's tensors. The batch is axis 0 of the keys, and axis 1 of the positions.
+INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")
 
 
 class Indexer(StaticIndexedLayer):
@@ -101,6 +103,5 @@ class Indexer(StaticIndexedLayer):
 
 def get_tensors(indexer: Indexer) -> dict[str, Tensor]:
     """Return the keys `[B, N, D]` and positions `[dims, B, N]` that exist, by attribute name."""
-    names = ("indexer_keys", "indexer_position_ids")
-    tensors = {name: getattr(indexer, name) for name in names}
+    tensors = {name: getattr(indexer, name) for name in INDEXER_TENSORS}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

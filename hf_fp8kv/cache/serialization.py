@@ -25,7 +25,7 @@ from ..scales.kv_scales import wrap_scales
 from ..scales.layer_scales import ScaleData, check_constant
 from ..utils.digests import digest_of
 from ..utils.files import CACHE_FORMAT, write_all
-from .indexers import get_tensors
+from .indexers import INDEXER_TENSORS, get_tensors
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .plans import parse_plan
@@ -37,8 +37,6 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat
 # Positions are int32. A block table may have `_MIN_ENTRY_LIMIT` entries, or one entry for each byte
 # of a file if that is more.
 _MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
-# Names of an indexer's tensors. The batch is axis 0 of the keys, and axis 1 of the positions.
-_INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")
 _ROPE_KEYS = ("base", "share", "moving", "mla", "neighbors", "positions")  # keys in files
 
 Tensors = dict[str, torch.Tensor]
@@ -171,7 +169,7 @@ def unpack(
             _check_same(f"layer {i} is in another group", False, i in layers)
             indexer = {x: tensors.pop(f"layers.{i}.{x}") for x in layer.get("indexer", ())}
             for name, tensor in indexer.items():
-                axis = _INDEXER_TENSORS.index(name)
+                axis = INDEXER_TENSORS.index(name)
                 actual = (tensor.ndim, *tensor.shape[axis : axis + 2])
                 _check_same(f"layers.{i}.{name}", (3, batch, length), actual)
             rope, has_indexer = _read_rope(layer), "indexer" in layer
