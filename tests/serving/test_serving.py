@@ -290,8 +290,7 @@ class TestManagers:
         configs = {"generation_config": greedy(), "continuous_batching_config": batching()}
         for manager in (
             llama.init_continuous_batching(**configs),
-            serving.manager(llama, **configs),
-            serving.manager(llama, greedy(), batching()),
+            llama.init_continuous_batching(greedy(), batching()),
         ):
             assert type(manager) is FP8Manager
             assert isinstance(manager, ContinuousBatchingManager)
@@ -311,7 +310,8 @@ class TestManagers:
         """The manager must not store 16 bits silently. It works after `disable`."""
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        for change, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
+        expected = "model.init_continuous_batching"
+        for change, message in ((serving.enable, expected), (serving.disable, None)):
             change(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
             with run_manager(manager):
@@ -333,10 +333,6 @@ class TestManagers:
                 model.set_attn_implementation(attention)
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
-
-    def test_serving_manager_rejects_a_model_without_enable(self, llama: Any) -> None:
-        with pytest.raises(ConfigError, match=r"serving\.enable"):
-            serving.manager(llama)
 
     def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
         stock_model = make_model("llama")
