@@ -155,7 +155,6 @@ class EngineCache:
                 "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a "
                 "different one. Do not change the attention while the engine runs"
             )
-        self.page_layout.check_shapes(key_states, value_states)
         # The keys carry the cache to layers that share them, because such layers get no cache.
         setattr(key_states, ENGINE_ATTRIBUTE, self)
         return key_states, value_states
