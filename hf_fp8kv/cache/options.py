@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -53,22 +53,22 @@ class CacheOptions:
 
     plan: LayerPlan | Mapping[int, LayerPlan]
     scales: KVScales | float | None
-    page_size: int
-    max_cache_len: int | None
-    max_pages: int | None
-    prefill: Prefill
-    backend: str
-    tensor_parallel: TensorParallel
+    page_size: int = 64
+    max_cache_len: int | None = None
+    max_pages: int | None = None
+    prefill: Prefill = "exact"
+    backend: str = "auto"
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     offloading: bool | int = False
 
     @classmethod
     def parse(
         cls,
         *,
-        dtype: object,
-        key_dtype: object,
-        value_dtype: object,
-        scales: KVScales | str | os.PathLike[str] | float | None,
+        dtype: object = None,
+        key_dtype: object = None,
+        value_dtype: object = None,
+        scales: KVScales | str | os.PathLike[str] | float | None = None,
         plan: object = None,
         latent: bool = False,
         **fields: Any,
@@ -83,7 +83,7 @@ class CacheOptions:
             ConfigError: An argument is invalid.
             BackendError: The backend cannot run here.
         """
-        ranks = fields["tensor_parallel"] = TensorParallel.parse(fields["tensor_parallel"])
+        ranks = fields["tensor_parallel"] = TensorParallel.parse(fields.get("tensor_parallel"))
         scales = resolve(scales, tp_rank=ranks.rank, tp_size=ranks.size)
         if isinstance(scales, StoragePlan):
             raise ConfigError(
@@ -112,7 +112,8 @@ class CacheOptions:
             # A center of each sequence halves the error of K in the default format. For other
             # formats, the effect is not measured. With prefill="stored", results must not depend on
             # how a sequence is split into calls.
-            centered = common_format is key_dtype is scales is None and fields["prefill"] == "exact"
+            is_exact = fields.get("prefill", cls.prefill) == "exact"
+            centered = common_format is key_dtype is scales is None and is_exact
             default = common_format or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
             v = AUTO if latent else default

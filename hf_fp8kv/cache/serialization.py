@@ -335,6 +335,7 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
 
 
 def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
+    _check_same("options", CacheOptions.__dataclass_fields__.keys(), facts.keys())
     plan, scales = facts["plan"], facts["scales"]
     plan_texts = plan.items() if isinstance(plan, dict) else ()
     plans = {int(i): LayerPlan.parse(*sides) for i, sides in plan_texts}
