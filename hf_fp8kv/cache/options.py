@@ -133,13 +133,7 @@ class CacheOptions:
                 f"prefill: expected 'exact' or 'stored', got {self.prefill!r}. Leave it out, "
                 "unless a first call must also read stored keys and values"
             )
-        size = self.page_size
-        _check_positive(size, "page_size")
-        if size & (size - 1) or not 8 <= size <= 1024:
-            raise ConfigError(
-                f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}. Leave it "
-                "out for 64"
-            )
+        check_supported_page_size(self.page_size, "page_size", "Leave it out for 64")
         for name in ("max_cache_len", "max_pages"):
             if getattr(self, name) is not None:
                 _check_positive(getattr(self, name), name)
@@ -296,6 +290,14 @@ def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
 
 # The device is not known when options are checked. The check assumes a device of the backend.
 _DEVICE_BY_BACKEND = {"triton": torch.device("cuda")}
+
+
+def check_supported_page_size(size: int, name: str, advice: str) -> None:
+    """Raise ConfigError, with `advice`, for a number of tokens that a page cannot have."""
+    if type(size) is not int or size & (size - 1) or not 8 <= size <= 1024:
+        raise ConfigError(
+            f"{name}: expected a power of two from 8 to 1024 tokens, got {size!r}. {advice}"
+        )
 
 
 def _check_positive(value: object, argument: str, expected: str = "a whole number") -> None:
