@@ -26,6 +26,7 @@ from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import StoragePlan, resolve
 from ..scales.layer_scales import SKIP_ADVICE, check_ranks
+from ..utils.arguments import check_count
 from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
@@ -136,9 +137,9 @@ class CacheOptions:
         check_supported_page_size(self.page_size, "page_size", "Leave it out for 64")
         for name in ("max_cache_len", "max_pages"):
             if getattr(self, name) is not None:
-                _check_positive(getattr(self, name), name)
+                check_count(name, getattr(self, name))
         if not isinstance(self.offloading, bool):
-            _check_positive(self.offloading, "offloading", "True, False or a number of pages")
+            check_count("offloading", self.offloading, expected="True, False or a whole number")
         if self.offloading and self.is_preallocated:
             raise ConfigError(
                 "offloading: expected a cache that grows, got one with max_cache_len="
@@ -297,11 +298,4 @@ def check_supported_page_size(size: int, name: str, advice: str) -> None:
     if type(size) is not int or size & (size - 1) or not 8 <= size <= 1024:
         raise ConfigError(
             f"{name}: expected a power of two from 8 to 1024 tokens, got {size!r}. {advice}"
-        )
-
-
-def _check_positive(value: object, argument: str, expected: str = "a whole number") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{argument}: expected {expected} above 0, got {value!r}. Leave it out for the default"
         )

@@ -27,6 +27,7 @@ from weakref import WeakSet
 import torch
 
 from ..errors import ConfigError
+from ..utils.arguments import check_count
 from ..utils.warn_once import warn_once
 from .file import Page, pack, unpack
 from .folder import PrefixFolder
@@ -89,11 +90,7 @@ class PrefixStore:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-            raise ConfigError(
-                f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}. Leave it "
-                f"out for {DEFAULT_MAX_BYTES}"
-            )
+        check_count("max_bytes", max_bytes)
         self.max_bytes = max_bytes
         try:
             self.path = Path(path).expanduser().absolute()
